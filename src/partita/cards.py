@@ -1,0 +1,40 @@
+"""Method cards: what each method is, in words beside its code, with the parts that code can prove kept true."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.resources import files
+from typing import Any
+
+from partita.core.options import OptionError, nearest, pick
+from partita.methods import INDEX
+
+HEADINGS = (
+    "Idea",
+    "Formula",
+    "Plan",
+    "Parameters",
+    "Reduction",
+    "Deviations from the paper",
+    "Evidence",
+    "Privacy and cost",
+    "Citation",
+)
+
+
+def card(name: str) -> str:
+    if name not in INDEX:
+        raise OptionError(f"unknown method '{name}'; {nearest(name, INDEX)}")
+    module = INDEX[name].partition(":")[0].rpartition(".")[2]
+    return files("partita.methods").joinpath(f"{module}.md").read_text()
+
+
+def listing() -> list[dict[str, Any]]:
+    """Every method with its parameters and the first line of its file."""
+    rows = []
+    for name in INDEX:
+        function = pick(INDEX, name, "method")
+        parameters = {each.name: each.default for each in inspect.signature(function).parameters.values()}
+        about = (inspect.getdoc(inspect.getmodule(function)) or "").partition("\n")[0]
+        rows.append({"name": name, "parameters": parameters, "about": about})
+    return rows

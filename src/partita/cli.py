@@ -1,0 +1,249 @@
+"""The command line. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from partita.config import Config
+
+app = typer.Typer(
+    help="Federated fine-tuning of Transformers: say which parts train, which travel, and which stay.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The experiment, in TOML.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", help="Change a key: --set method.mu=0.1. May be repeated.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Report = Annotated[bool, typer.Option("--report", help="Write the HTML report as well.")]
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    changes: Changes = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/LABEL-seed-N unless said.")] = None,
+    report: Report = False,
+) -> None:
+    """Run one experiment and record it in a folder."""
+    from partita.config import load
+    from partita.experiment import start
+
+    settings = load(config, changes or ())
+    folder = out or Path("runs") / f"{settings.label}-seed-{settings.seed}"
+    _play(start(settings, folder), settings, folder, 0)
+    _close([folder], folder / "report.html" if report else None)
+
+
+@app.command()
+def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], report: Report = False) -> None:
+    """Go on with a run that was stopped, from its newest checkpoint."""
+    from partita import record
+    from partita.config import load
+    from partita.experiment import resume as go_on
+
+    if not (folder / record.CONFIG).exists():
+        raise record.RecordError(f"{folder} holds no run (it has no {record.CONFIG}); 'partita ls' lists those there are")
+    if record.finished(folder):
+        print(f"{folder} is finished; nothing to resume")
+    else:
+        settings = load(folder / record.CONFIG)
+        _play(go_on(settings, folder), settings, folder, _rows_in(folder))
+    _close([folder], folder / "report.html" if report else None)
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    changes: Changes = None,
+    round: Annotated[int, typer.Option(help="Counted from 0.")] = 0,
+    client: Annotated[str | None, typer.Option(help="A client's name; the first of the round's cohort unless said.")] = None,
+    by: Annotated[str, typer.Option(help="role, layer or name.")] = "role",
+    as_json: Json = False,
+) -> None:
+    """Show which parameters train, go up, come down and stay, for one client in one round, with the bytes."""
+    from partita.config import load
+    from partita.preview import preview
+
+    shown = preview(load(config, changes or ()), round, client, by)
+    print(json.dumps(shown.to_json(), indent=1) if as_json else shown.to_text())
+
+
+@app.command()
+def compare(
+    config: ConfigFile,
+    methods: Annotated[str, typer.Option(help="As in 'fedavg,fedprox(mu=0.1)'; differences are taken to the first.")],
+    seeds: Annotated[int, typer.Option(help="Repeats, with seeds from the config's on.")] = 5,
+    changes: Changes = None,
+    out: Annotated[Path, typer.Option(help="A folder for all runs; those already there are kept.")] = Path("runs/compare"),
+    jobs: Annotated[int | None, typer.Option(help="Runs side by side; one a processor unless said.")] = None,
+    target: Annotated[float | None, typer.Option(help="Accuracy for 'rounds to target'.")] = None,
+    report: Report = False,
+    as_json: Json = False,
+) -> None:
+    """Run several methods over several seeds and compare them in one table."""
+    from partita.compare import compare_all, expand
+
+    folders = expand(config, changes or (), methods, seeds, out)
+    total = sum(settings.rounds for _, settings in folders)
+    with _progress() as bar:
+        task = bar.add_task(f"{len(folders)} runs", total=total)
+        for done in compare_all(folders, jobs or os.cpu_count() or 1):
+            bar.update(task, completed=done)
+    _close([folder for folder, _ in folders], out / "report.html" if report else None, target, as_json)
+
+
+@app.command(name="report")
+def report_command(
+    folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
+    out: Annotated[Path | None, typer.Option(help="The page; report.html in the first folder unless said.")] = None,
+    target: Annotated[float | None, typer.Option(help="Accuracy for 'rounds to target'.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one self-contained HTML page on recorded runs, and print their table."""
+    _close(folders, out or folders[0] / "report.html", target, as_json)
+
+
+@app.command(name="methods")
+def methods_command(
+    name: Annotated[str | None, typer.Argument(help="A method, to read its card.")] = None, as_json: Json = False
+) -> None:
+    """List the methods, or print the card of one."""
+    from partita.cards import card, listing
+    from rich.table import Table
+
+    if name:
+        print(card(name))
+        return
+    rows = listing()
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table("method", "parameters", "what it does", box=None, header_style="bold")
+    for row in rows:
+        table.add_row(row["name"], ", ".join(f"{k}={v!r}" for k, v in row["parameters"].items()) or "–", row["about"])
+    Console().print(table)
+
+
+@app.command()
+def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"), as_json: Json = False) -> None:
+    """List the runs below a folder."""
+    from partita.report import find, read
+    from rich.table import Table
+
+    rows: list[dict[str, Any]] = []
+    for path in find(folder):
+        each = read(path)
+        tested = [row["test"]["accuracy"] for row in each.rows if row.get("test")]
+        rows.append(
+            {
+                "folder": str(path),
+                "label": each.label,
+                "seed": each.seed,
+                "rounds": f"{len(each.rows)}/{each.config['rounds']}",
+                "finished": each.finished,
+                "accuracy": tested[-1] if tested else None,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table("folder", "label", "seed", "rounds", "accuracy", "", box=None, header_style="bold")
+    for row in rows:
+        accuracy = "–" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
+        state = "finished" if row["finished"] else f"unfinished: partita resume {row['folder']}"
+        table.add_row(row["folder"], row["label"], str(row["seed"]), row["rounds"], accuracy, state)
+    Console().print(table)
+
+
+def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
+    with _progress() as bar:
+        task = bar.add_task(settings.label, total=settings.rounds, completed=done)
+        try:
+            for row in rows:
+                tested = f" · accuracy {row['test']['accuracy']:.1%}" if row["test"] else ""
+                bar.update(task, completed=row["round"] + 1, description=settings.label + tested)
+                for client, reason in row["lost"].items():
+                    bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)
+        except BaseException:
+            if kept := _rows_in(folder):
+                _say(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
+            raise
+
+
+def _close(folders: list[Path], page: Path | None, target: float | None = None, as_json: bool = False) -> None:
+    from partita import report
+
+    records = [report.read(run) for folder in folders for run in report.find(folder)]
+    comparison = report.compare(records, target)
+    print(report.to_json(comparison) if as_json else report.to_text(comparison))
+    if page:
+        print(f"report: {report.page(records, page)}", file=sys.stderr if as_json else sys.stdout)
+
+
+def _rows_in(folder: Path) -> int:
+    rows = folder / "rows.jsonl"
+    return rows.read_bytes().count(b"\n") if rows.exists() else 0
+
+
+def _progress() -> Progress:
+    """On a terminal only: a log file wants no bars."""
+    console = Console(stderr=True)
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        RateColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+class RateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.2f}/s" if task.speed else "–/s", style="progress.data.speed")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def main() -> None:
+    """Whatever a user can mend is told in a line; PARTITA_DEBUG=1 adds the traceback."""
+    from partita.core.learn import ClientFault
+
+    try:
+        app()
+    except KeyboardInterrupt:
+        _say("stopped")
+        sys.exit(130)
+    except (ValueError, OSError, ClientFault) as error:
+        if os.environ.get("PARTITA_DEBUG"):
+            raise
+        _say(f"error: {error}")
+        sys.exit(1)

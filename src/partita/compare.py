@@ -1,0 +1,96 @@
+"""Several methods over several seeds: a folder a run, several runs side by side in processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+
+from partita import record
+from partita.config import Config, ConfigError, load
+
+Planned = tuple[Path, Config]
+
+
+def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: Path) -> list[Planned]:
+    """The runs of a comparison, all checked before the first starts."""
+    if seeds < 1:
+        raise ConfigError(f"--seeds is {seeds}; it must be at least 1")
+    first = load(config, [*changes, *_said(_specs(methods)[0])])
+    planned: list[Planned] = []
+    for spec in _specs(methods):
+        settings = load(config, [*changes, "method={}", *_said(spec)])
+        for seed in range(first.seed, first.seed + seeds):
+            folder = out / re.sub(r"[^\w.=+-]+", "_", spec).strip("_") / f"seed-{seed}"
+            planned.append((folder, replace(settings, seed=seed, label=spec)))
+    for folder, settings in planned:
+        _check_same(folder, settings)
+    return planned
+
+
+def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
+    """Play all runs, going on with those begun before; yields the number of rounds done, now and then."""
+    jobs = min(jobs, len(planned))
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    try:
+        futures = {pool.submit(_play, folder, settings, threads): settings for folder, settings in planned}
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
+            for future in done:
+                try:
+                    future.result()
+                except BrokenProcessPool as error:
+                    raise OSError("a run's process died (out of memory?); start the comparison again to go on") from error
+                except Exception as error:
+                    settings = futures[future]
+                    error.args = (f"{settings.label}, seed {settings.seed}: {error}", *error.args[1:])
+                    raise
+            yield sum(_rows_in(folder) for folder, _ in planned)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _play(folder: Path, settings: Config, threads: int) -> None:
+    from partita.experiment import resume, start
+
+    if record.finished(folder):
+        return
+    settings = replace(settings, engine=replace(settings.engine, threads=settings.engine.threads or threads))
+    begun = (folder / record.CONFIG).exists()
+    for _ in resume(load(folder / record.CONFIG), folder) if begun else start(settings, folder):
+        pass
+
+
+def _rows_in(folder: Path) -> int:
+    path = folder / record.ROWS
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _check_same(folder: Path, settings: Config) -> None:
+    """A run that is already there is kept, so it must be the same one; how it is computed may differ."""
+    path = folder / record.CONFIG
+    if path.exists():
+        there = load(path)
+        if replace(there, engine=settings.engine) != replace(settings, engine=settings.engine):
+            raise record.RecordError(f"{folder} holds another experiment; delete it or give another --out")
+
+
+def _specs(methods: str) -> list[str]:
+    """'fedavg, fedprox(mu=0.1, x=2)' by the commas outside brackets."""
+    found = [each.strip() for each in re.findall(r"[^,()]+(?:\([^)]*\))?", methods)]
+    if not found or "".join(found).count("(") != methods.count("("):
+        raise ConfigError(f"cannot read --methods '{methods}'; write it as in 'fedavg,fedprox(mu=0.1)'")
+    return found
+
+
+def _said(spec: str) -> list[str]:
+    name, _, options = spec.partition("(")
+    given = [f"method.{option.strip()}" for option in options.rstrip(")").split(",") if option.strip()]
+    return [f"method.name={name.strip()}", *given]

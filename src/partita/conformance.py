@@ -1,0 +1,368 @@
+"""`check_method`: the promises that every method must keep, tried out on a small federation in a few seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core import checkpoint, tree, wire
+from partita.core.learn import Job
+from partita.core.method import Method, Server, Update
+from partita.core.model import Batch, ClientData, Examples, Model, Output, Population
+from partita.core.optim import SGD, AdamW, Optimizer
+from partita.core.rng import Key
+from partita.core.rounds import Engine, Lost, Round, ask, rounds
+from partita.core.run import Run, Training
+from partita.core.store import Disk, Memory
+from partita.core.tree import Names, Tensors
+from partita.engines.embedded import Embedded
+from partita.engines.faults import Faults
+from partita.rehearse import Rehearsal
+
+
+class ConformanceError(AssertionError):
+    """A promise that a method broke."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was measured on the way."""
+
+    block_difference: float  # the largest, relative to the size of what it is a part of
+    bytes_up: int
+    bytes_down: int
+
+
+def check_method(
+    method: Method,
+    model: Model | None = None,
+    population: Population | None = None,
+    optimizer: Optimizer | None = None,
+    tolerance: float = 1e-5,
+) -> Findings:
+    """Raise a ConformanceError that names the first promise broken; return what was measured."""
+    model, population = model or Tiny(), population or TinyPopulation()
+    training = Training(lr=0.02, optimizer=optimizer or AdamW(weight_decay=0.1), batch_size=8)
+    clients = 1 if method.pool else 0.5
+    run = Run(method, training, rounds=6, key=Key(7), cohort=clients)
+    if method.pool:
+        population = OneClient(population)
+    make = _maker(run, model, population)
+    before = torch.get_rng_state()
+    whole = _play(run, model, make(), Watch(run, model))
+    _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
+    _check_wire(run, model, make, whole)
+    _check_rehearsal(run, model, population, whole)
+    _check_order(run, model, make)
+    _check_resume(run, model, make, whole)
+    return Findings(
+        _check_blocks(run, model, population, tolerance),
+        sum(sum(each.traffic.up.values()) for each in whole.rounds),
+        sum(sum(each.traffic.down.values()) for each in whole.rounds),
+    )
+
+
+@dataclass(frozen=True)
+class Played:
+    rounds: list[Round]
+    states: dict[str, Tensors]  # by client, all that it keeps
+
+    @property
+    def params(self) -> Tensors:
+        return self.rounds[-1].server.params
+
+
+Maker = Callable[..., Embedded]
+
+
+def _maker(run: Run, model: Model, population: Population) -> Maker:
+    faults = Faults() if run.method.pool else Faults(dropout=0.15, straggle=0.3)
+
+    def make(**options: object) -> Embedded:
+        return Embedded(run, model, population, faults=faults, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+def _play(run: Run, model: Model, engine: Embedded, watch: Watch | None = None, server: Server | None = None, start: int = 0) -> Played:
+    carried: Engine = watch.over(engine) if watch else engine
+    played = []
+    for each in rounds(run, model, carried, server, start):
+        if watch:
+            watch.after(each)
+        played.append(each)
+    return Played(played, _states(run, engine))
+
+
+def _states(run: Run, engine: Embedded) -> dict[str, Tensors]:
+    states = {}
+    for client in engine.clients():
+        state = engine.store.load(client, run.rounds)
+        slots = {"personal": state.personal, **state.memory}
+        states[client] = {f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}
+    return states
+
+
+class Watch:
+    """Stands between the rounds and an engine, and looks at everything that passes."""
+
+    def __init__(self, run: Run, model: Model) -> None:
+        self.run, self.model = run, model
+        self.server: Server | None = None
+        self.trained: set[str] = set()
+
+    def over(self, engine: Embedded) -> Watch:
+        self.engine = engine
+        return self
+
+    def clients(self) -> Iterable[str]:
+        return self.engine.clients()
+
+    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs)
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        for job in jobs:
+            held = {name: value.clone() for name, value in job.params.items()}
+            for reply in self.engine.train([job]):
+                _require(tree.equal(held, job.params), "it changes what it was sent")
+                if isinstance(reply, Update):
+                    self._look(job, reply)
+                yield reply
+
+    def _look(self, job: Job, update: Update) -> None:
+        from partita.core.learn import ClientState, assemble
+
+        plan, _ = assemble(self.run, self.model, job, ClientState())
+        sent = wire.unpack(wire.pack({"delta": update.delta, **update.slots}))
+        names = {name for part in sent.values() for name in part}
+        _require(not names & plan.keep, f"'{_some(names & plan.keep)}' is kept by the client and yet in its update")
+        _require(names <= plan.up, f"'{_some(names - plan.up)}' is in an update that does not send it up")
+        self.trained |= plan.train
+
+    def after(self, each: Round) -> None:
+        before = self.model.initial if self.server is None else self.server.params
+        still = each.server.params.keys() - self.trained
+        moved = {name for name in still if not torch.equal(before[name], each.server.params[name])}
+        _require(not moved, f"'{_some(moved)}' moved in round {each.number}, in which nobody trained it")
+        self.server, self.trained = each.server, set()
+
+
+def _check_wire(run: Run, model: Model, make: Maker, whole: Played) -> None:
+    """Messages packed for real, and clients that hold only what they were sent, change nothing."""
+    packed = _play(run, model, make(wire=True))
+    _require(_same(whole, packed), "what travels does not suffice: with real messages the result differs")
+    for one, two in zip(whole.rounds, packed.rounds, strict=True):
+        _require(one.traffic == two.traffic, f"bytes differ with real messages in round {one.number}")
+
+
+def _check_rehearsal(run: Run, model: Model, population: Population, whole: Played) -> None:
+    faults = Faults() if run.method.pool else Faults(dropout=0.15, straggle=0.3)
+    rehearsal = Rehearsal(run, model, population.clients, faults)
+    for one, two in zip(whole.rounds, rounds(replace(run, drift=False), model, rehearsal), strict=True):
+        _require(one.traffic == two.traffic, f"the plan foretells other bytes than were sent in round {one.number}")
+
+
+def _check_order(run: Run, model: Model, make: Maker) -> None:
+    """A client's answer does not depend on who was asked before it."""
+    server = next(iter(rounds(run, model, make()))).server
+    jobs = [ask(run, model, server, 1, client)[0] for client in make().clients()]
+    ahead = {reply.client: reply for reply in make().train(jobs)}
+    for reply in make().train(reversed(jobs)):
+        other = ahead[reply.client]
+        if isinstance(reply, Update) and isinstance(other, Update):
+            _require(tree.equal(reply.delta, other.delta), f"the answer of {reply.client} depends on the order of clients")
+
+
+def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
+    """Stop early and halfway, with state in memory and on disk, and go on from what was written."""
+    for stop in (1, run.rounds // 2):
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            for store in (Disk(folder / "disk"), Memory(Disk(folder / "memory"))):
+                stream = rounds(run, model, make(store=store))
+                for _ in range(stop):
+                    each = next(stream)
+                store.commit(stop)
+                path = checkpoint.save(folder / "server", stop, each.server)
+                done, server = checkpoint.load(path)
+                behind = store if isinstance(store, Disk) else store.disk
+                fresh = make(store=Disk(behind.folder) if behind else None)
+                again = _play(run, model, fresh, server=server, start=done)
+                kind = type(store).__name__.lower()
+                _require(_same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
+                late = [each.traffic for each in whole.rounds[stop:]]
+                _require(late == [each.traffic for each in again.rounds], f"resumed after round {stop - 1}, bytes differ")
+
+
+def _check_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
+    """In float32 under SGD, and with the method's own optimizer in float64.
+
+    AdamW divides by the size of the gradient, so where that is nothing but rounding (a key bias, which softmax cannot
+    feel), float32 noise becomes motion of full size in any two ways of computing; float64 takes the noise below eps.
+    """
+    plain = SGD(momentum=0.9)
+    right = all(rule.optimizers is None or plain.name in rule.optimizers for rule in run.method.local)
+    own = run.training.optimizer
+    single = replace(run, training=replace(run.training, optimizer=plain if right else own))
+    worst = _compare_blocks(single, model, population, tolerance)
+    _compare_blocks(run, Wide(model), WidePopulation(population), tolerance)
+    return worst
+
+
+def _compare_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
+    make, worst = _maker(run, model, population), 0.0
+    whole = _play(run, model, make())
+    for block in (2, 5):
+        other = _play(run, model, make(block=block))
+        slots = {"the server's": whole.params, **whole.states}
+        for owner, one in slots.items():
+            two = other.params if one is whole.params else other.states[owner]
+            for name, value in one.items():
+                # Against the slot as a whole: the momentum of a key bias is rounding and nothing else.
+                alike = [each for key, each in one.items() if key.partition("/")[0] == name.partition("/")[0]]
+                size = max(float(each.abs().max()) for each in alike)
+                difference = float((value - two[name]).abs().max()) / (size or 1.0)
+                worst = max(worst, difference)
+                _require(difference <= tolerance, f"in blocks of {block}, {owner} '{name}' differs by {difference:.1e}")
+    return worst
+
+
+def _same(one: Played, two: Played) -> bool:
+    states = all(tree.equal(one.states[client], two.states[client]) for client in one.states)
+    return states and tree.equal(one.params, two.params)
+
+
+def _some(names: Iterable[str]) -> str:
+    return next(iter(sorted(names)), "")
+
+
+def _require(kept: bool, broken: str) -> None:
+    if not kept:
+        raise ConformanceError(broken)
+
+
+class Tiny(Model):
+    """Two layers of softmax attention over four tokens, with every tag a method may ask for."""
+
+    name = "tiny attention"
+
+    def __init__(self, width: int = 6, layers: int = 2, classes: int = 3, key: Key = Key(0)) -> None:  # noqa: B008
+        self.width, self.layers = width, layers
+        shapes: dict[str, tuple[tuple[int, ...], Names]] = {"embed.weight": ((4, width), frozenset({"embedding"}))}
+        for layer in range(layers):
+            for role in ("query", "key", "value", "output", "mlp"):
+                tags = frozenset({role, f"layer.{layer}"})
+                shapes[f"layers.{layer}.{role}.weight"] = ((width, width), tags)
+                shapes[f"layers.{layer}.{role}.bias"] = ((width,), tags)
+            shapes[f"layers.{layer}.norm.weight"] = ((width,), frozenset({"norm", f"layer.{layer}"}))
+        shapes["head.weight"] = ((classes, width), frozenset({"head"}))
+        self.tags = {name: tags for name, (_, tags) in shapes.items()}
+        self.initial = {
+            name: torch.randn(shape, generator=(key / name).generator()) / math.sqrt(shape[-1])
+            for name, (shape, _) in shapes.items()
+        }
+
+    def to(self, device: torch.device) -> None:
+        self.initial = tree.to(self.initial, device)
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        state = inputs["x"] @ params["embed.weight"]  # (example, token, width)
+        for layer in range(self.layers):
+
+            def linear(role: str, value: Tensor, layer: int = layer) -> Tensor:
+                name = f"layers.{layer}.{role}"
+                return functional.linear(value, params[f"{name}.weight"], params[f"{name}.bias"])
+
+            normed = functional.layer_norm(state, (self.width,), params[f"layers.{layer}.norm.weight"])
+            scores = linear("query", normed) @ linear("key", normed).transpose(-1, -2) / math.sqrt(self.width)
+            state = state + linear("output", scores.softmax(-1) @ linear("value", normed))
+            state = state + linear("mlp", torch.tanh(state))
+        features = state.mean(-2)
+        return Output(functional.linear(features, params["head.weight"]), features)
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(out.logits, targets, reduction="none")
+
+
+@dataclass(frozen=True)
+class TinyExamples:
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def take(self, indices: Tensor) -> Batch:
+        return Batch({"x": self.x[indices]}, self.y[indices])
+
+
+class TinyPopulation:
+    """Eight clients of different sizes, each with inputs shifted its own way."""
+
+    clients = tuple(f"c{number}" for number in range(8))
+
+    def __getitem__(self, client: str) -> ClientData:
+        number = int(client[1:])
+        draw = (Key(3) / client).generator()
+        x = torch.randn(9 + 5 * number, 4, 4, generator=draw) + 0.3 * number / 8
+        y = (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long()
+        part = TinyExamples(x, y)
+        return ClientData(part, part, part)
+
+
+class Wide(Model):
+    """A model in float64."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.name, self.tags = model, f"{model.name} in float64", model.tags
+        self.initial = {name: value.double() for name, value in model.initial.items()}
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return self.model(params, inputs)
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return self.model.losses(out, targets)
+
+
+@dataclass(frozen=True)
+class WideExamples:
+    examples: Examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def take(self, indices: Tensor) -> Batch:
+        batch = self.examples.take(indices)
+        wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.inputs.items()}
+        return Batch(wide, batch.targets)
+
+
+class WidePopulation:
+    def __init__(self, population: Population) -> None:
+        self.population, self.clients = population, population.clients
+
+    def __getitem__(self, client: str) -> ClientData:
+        data = self.population[client]
+        return ClientData(WideExamples(data.train), WideExamples(data.validation), WideExamples(data.test))
+
+
+class OneClient:
+    """All of a population's data as one client's."""
+
+    clients = ("pooled",)
+
+    def __init__(self, population: Population) -> None:
+        parts = [population[client].train.take(torch.arange(len(population[client].train))) for client in population.clients]
+        part = TinyExamples(torch.cat([p.inputs["x"] for p in parts]), torch.cat([p.targets for p in parts]))
+        self.data = ClientData(part, part, part)
+
+    def __getitem__(self, client: str) -> ClientData:
+        return self.data

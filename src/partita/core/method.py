@@ -1,0 +1,212 @@
+"""A method is four independent choices: a plan, how a client learns, what happens on the wire, how the server learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+from torch import Tensor
+
+from partita.core.ledger import Ledger
+from partita.core.model import Batch, Examples, Model, Output
+from partita.core.plan import NONE, Phase, Plan, Planner, share_everything
+from partita.core.rng import Key
+from partita.core.tree import Mean, Names, Slots, Tensors, add
+
+
+T = TypeVar("T")
+
+
+class MethodError(ValueError):
+    """A method that cannot be built, composed or run as asked."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a client's rule may look at: where training started, what the server sent beside it, what it remembers."""
+
+    model: Model
+    plan: Plan
+    anchor: Tensors
+    sent: Slots
+    memory: Slots
+    lr: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one client sends. delta is after - before; weight is its number of training examples."""
+
+    client: str
+    delta: Tensors
+    slots: Slots
+    weight: float
+    steps: Mapping[str, int]
+    loss: float | None  # the task's mean training loss; None where nothing trained
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    delta: Tensors
+    slots: Slots
+    cohort: int
+
+
+@dataclass(frozen=True)
+class Server:
+    """All that the server knows, as one value."""
+
+    params: Tensors
+    state: Slots = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+class Local:
+    """How one client learns, written for one client; the engine lifts it to many. Every hook defaults to plain training."""
+
+    slots: Names = NONE  # the slots it sends up and remembers; no two rules of a method may share one
+    optimizers: Names | None = None  # the local optimizers it is right for; None: any
+
+    def memory(self, anchor: Tensors) -> Slots:
+        """What a client remembers before its first visit."""
+        return {}
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Names:
+        """The names to train and send this round, chosen by looking at the client's data; the plan gates them."""
+        return plan.train
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+        """A scalar added to the mean loss of the batch."""
+        return None
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        return grads
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        """(slots to send, memory to keep) after training; both are gated by the plan."""
+        return {}, {}
+
+
+class Transform:
+    """What happens to an update on the wire. Several are encoded in order and undone in reverse."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        """At the client, before sending."""
+        return update
+
+    def open(self, update: Update) -> Update:
+        """At the server, on each update as it arrives."""
+        return update
+
+    def decode(self, aggregate: Aggregate, key: Key) -> Aggregate:
+        """At the server, on the aggregate."""
+        return aggregate
+
+
+class Rule:
+    """How the server learns from updates. The default is FedAvg's: a weighted mean over those who sent a name."""
+
+    def init(self, model: Model) -> Slots:
+        return {}
+
+    def signal(self, server: Server) -> Mapping[str, float]:
+        """A small decision from what the server saw; it travels with the job and is an argument of the plan."""
+        return {}
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        """The parameters and slots for one client. A tensor that is not the server's own object is always sent."""
+        return {name: server.params[name] for name in sorted(names)}, {}
+
+    def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
+        """One pass over a stream of updates, in memory that does not grow with the cohort."""
+        return average(updates)
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        """A name that is not in the aggregate must be handed on as the same object."""
+        delta = {name: value.to(server.params[name].dtype) for name, value in aggregate.delta.items()}
+        return replace(server, params=add(server.params, delta))
+
+
+def average(
+    updates: Iterable[Update],
+    over: Literal["senders", "cohort"] = "senders",
+    weigh: Callable[[Update], float] = lambda update: update.weight,
+) -> Aggregate:
+    """The weighted mean of deltas and slots, over those who sent a name or over the whole cohort."""
+    delta, slots, cohort, total = Mean(), dict[str, Mean](), 0, 0.0
+    for update in updates:
+        weight = weigh(update)
+        cohort, total = cohort + 1, total + weight
+        delta.add(update.delta, weight)
+        for slot, tree in update.slots.items():
+            slots.setdefault(slot, Mean()).add(tree, weight)
+    return Aggregate(
+        _result(delta, over, total), {slot: _result(mean, over, total) for slot, mean in slots.items()}, cohort
+    )
+
+
+def _result(mean: Mean, over: str, total: float) -> Tensors:
+    if over == "senders":
+        return mean.value
+    return {name: value * (mean.weight[name] / total) for name, value in mean.value.items()}
+
+
+@dataclass(frozen=True)
+class Method:
+    """The four choices, and three facts about how they are run."""
+
+    name: str
+    plan: Planner = share_everything
+    local: tuple[Local, ...] = ()
+    channel: tuple[Transform, ...] = ()
+    server: Rule = field(default_factory=Rule)
+    adapt: Callable[[Model], tuple[Phase, ...]] | None = None  # trained on a copy before a personal evaluation
+    carry_optimizer: bool = False  # a client's optimizer state lives on from round to round
+    pool: bool = False  # all clients' data in one place
+
+    def __post_init__(self) -> None:
+        taken: set[str] = set()
+        for rule in self.local:
+            if clash := taken & rule.slots:
+                raise MethodError(f"{self.name}: two local rules use the slot '{sorted(clash)[0]}'; use one of them")
+            taken |= rule.slots
+
+    def check_optimizer(self, optimizer: str) -> None:
+        for rule in self.local:
+            if rule.optimizers is not None and optimizer not in rule.optimizers:
+                right = " or ".join(sorted(rule.optimizers))
+                raise MethodError(
+                    f"{self.name}: {type(rule).__name__} is derived for {right}, not for {optimizer}; "
+                    f"set training.optimizer = '{sorted(rule.optimizers)[0]}'"
+                )
+
+
+def compose(first: Method, *others: Method) -> Method:
+    """One method with the choices of all. Local rules and transforms queue up; two plans or two servers are refused."""
+    result = first
+    for other in others:
+        name = f"{result.name}+{other.name}"
+        result = Method(
+            name,
+            plan=_either(name, "plan", result.plan, other.plan, share_everything),
+            local=result.local + other.local,
+            channel=result.channel + other.channel,
+            server=_either_rule(name, result.server, other.server),
+            adapt=_either(name, "adapt", result.adapt, other.adapt, None),
+            carry_optimizer=result.carry_optimizer or other.carry_optimizer,
+            pool=result.pool or other.pool,
+        )
+    return result
+
+
+def _either(name: str, choice: str, first: T, second: T, default: T) -> T:
+    if first != default and second != default:
+        raise MethodError(f"{name}: both set the {choice}; a method has one, so leave one of them out")
+    return second if first == default else first
+
+
+def _either_rule(name: str, first: Rule, second: Rule) -> Rule:
+    if type(first) is not Rule and type(second) is not Rule:
+        raise MethodError(f"{name}: both set the server's rule; a method has one, so leave one of them out")
+    return second if type(first) is Rule else first

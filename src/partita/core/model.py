@@ -1,0 +1,93 @@
+"""What the core asks of a model, of data, and of a population of clients."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from partita.core.tree import Names, Tensors
+
+
+class TagError(ValueError):
+    """A tag that no parameter of the model carries."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward pass gives; features (example, width) are for rules that compare representations."""
+
+    logits: Tensor
+    features: Tensor | None = None
+
+
+class Model:
+    """A pure function of its parameters.
+
+    `initial` holds all that may train or travel; a frozen rest may live inside. `tags` says what each parameter is
+    for: "query", "key", "value", "output", "mlp", "norm", "embedding", "head", and "layer.3" for the fourth layer.
+    """
+
+    name: str
+    initial: Tensors
+    tags: Mapping[str, Names]
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        raise NotImplementedError
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        """One loss for each example: (example,)."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device) -> None:
+        """Move the frozen rest, where there is one."""
+
+    def every(self) -> Names:
+        return frozenset(self.initial)
+
+    def names(self, *wanted: str) -> Names:
+        """The parameters that carry any of the tags."""
+        known = sorted(set().union(*self.tags.values()))
+        for tag in wanted:
+            if tag not in known:
+                near = difflib.get_close_matches(tag, known, n=1)
+                hint = f" Did you mean '{near[0]}'?" if near else ""
+                raise TagError(f"no parameter of {self.name} is tagged '{tag}'; it has: {', '.join(known)}.{hint}")
+        return frozenset(name for name, tags in self.tags.items() if not tags.isdisjoint(wanted))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs by name, as the model's forward takes them. The mask (example,) marks padding with zero; None: all count."""
+
+    inputs: Tensors
+    targets: Tensor
+    mask: Tensor | None = None
+
+
+class Examples(Protocol):
+    """A set of examples that can be taken by index."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: Tensor) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class ClientData:
+    train: Examples
+    validation: Examples
+    test: Examples
+
+
+class Population(Protocol):
+    """The clients by name; a client's data is made when asked for, so a large population costs little."""
+
+    @property
+    def clients(self) -> Sequence[str]: ...
+
+    def __getitem__(self, client: str) -> ClientData: ...

@@ -1,0 +1,115 @@
+"""Local optimizers as functions of tensors: element-wise, so a block of clients steps as each would alone.
+
+The operations and their order are those of torch.optim, so that one client equals a plain loop bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from partita.core.tree import Slots, Tensors, zeros_like
+
+
+class Optimizer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ages(self) -> bool:
+        """Whether a step depends on how many came before; clients of different ages are then not put in one block."""
+        ...
+
+    def init(self, params: Tensors) -> dict[str, Tensors]: ...
+
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
+        """Moves params and state in place; ages counts this step too."""
+        ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    name: str = "sgd"
+    ages: bool = False
+
+    def init(self, params: Tensors) -> dict[str, Tensors]:
+        return {"momentum": zeros_like(params)} if self.momentum else {}
+
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
+        values, slopes = [params[name] for name in grads], list(grads.values())
+        if self.weight_decay:
+            slopes = _list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
+        if self.momentum:
+            moments = [state["momentum"][name] for name in grads]
+            torch._foreach_mul_(moments, self.momentum)
+            torch._foreach_add_(moments, slopes)
+            slopes = _list(torch._foreach_add(slopes, moments, alpha=self.momentum)) if self.nesterov else moments
+        torch._foreach_add_(values, slopes, alpha=-lr)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    name: str = "adamw"
+    ages: bool = True
+
+    def init(self, params: Tensors) -> dict[str, Tensors]:
+        return {"first": zeros_like(params), "second": zeros_like(params)}
+
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
+        values, slopes = [params[name] for name in grads], list(grads.values())
+        first, second = ([state[slot][name] for name in grads] for slot in ("first", "second"))
+        torch._foreach_mul_(values, 1 - lr * self.weight_decay)
+        torch._foreach_lerp_(first, slopes, 1 - self.beta1)
+        torch._foreach_mul_(second, self.beta2)
+        torch._foreach_addcmul_(second, slopes, slopes, value=1 - self.beta2)
+        spread = _list(torch._foreach_sqrt(second))
+        torch._foreach_div_(spread, [(1 - self.beta2 ** ages[name]) ** 0.5 for name in grads])
+        torch._foreach_add_(spread, self.eps)
+        torch._foreach_addcdiv_(values, first, spread, [-lr / (1 - self.beta1 ** ages[name]) for name in grads])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate by round, as a factor on the given rate."""
+
+    kind: Literal["constant", "cosine", "linear", "step"] = "constant"
+    warmup: int = 0  # rounds of linear rise
+    floor: float = 0.0  # where cosine and linear end
+    every: int = 10  # step: rounds between drops
+    gamma: float = 0.1  # step: factor of a drop
+
+    def factor(self, round: int, rounds: int) -> float:
+        if round < self.warmup:
+            return (round + 1) / (self.warmup + 1)
+        done = (round - self.warmup) / max(1, rounds - self.warmup)
+        match self.kind:
+            case "constant":
+                return 1.0
+            case "cosine":
+                return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+            case "linear":
+                return 1.0 - (1 - self.floor) * done
+            case "step":
+                return self.gamma ** float((round - self.warmup) // self.every)
+
+
+def clip(grads: Tensors, norm: Tensor, limit: float) -> Tensors:
+    """Scale to at most the limit, as torch.nn.utils.clip_grad_norm_ does."""
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    return {name: grad * factor for name, grad in grads.items()}
+
+
+def _list(tensors: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+    return list(tensors)

@@ -1,0 +1,169 @@
+"""The round loop: a generator. Recording, evaluating, checkpointing and stopping are ordinary code that consumes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from partita.core import wire
+from partita.core.drift import Drift, Measures
+from partita.core.ledger import Ledger
+from partita.core.learn import ClientFault, Job
+from partita.core.method import Server, Update
+from partita.core.model import Model
+from partita.core.plan import Plan, Turn, plan_for
+from partita.core.run import Run
+from partita.core.tree import Names, select, within
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A client that was asked and gave no usable answer."""
+
+    client: str
+    reason: str
+
+
+class Engine(Protocol):
+    """Carries jobs to clients and updates back, in the order asked, one at a time as they are drawn."""
+
+    def clients(self) -> Sequence[str]: ...
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]: ...
+
+    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]: ...
+
+
+@dataclass
+class Traffic:
+    """Bytes of a round by parameter name, summed over clients."""
+
+    up: Counter[str] = field(default_factory=Counter)
+    down: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did, and the server after it."""
+
+    number: int
+    server: Server
+    cohort: tuple[str, ...]
+    lost: tuple[Lost, ...]
+    traffic: Traffic
+    loss: float | None
+    drift: Measures
+
+
+def begin(run: Run, model: Model) -> Server:
+    """The server before the first round."""
+    return Server(
+        dict(model.initial),
+        run.method.server.init(model),
+        Ledger(dict.fromkeys(sorted(model.initial), 0), preloaded=run.preloaded),
+    )
+
+
+def rounds(run: Run, model: Model, engine: Engine, server: Server | None = None, start: int = 0) -> Iterator[Round]:
+    """Rounds `start` to the last. To go on after a stop, give the server of the last finished round and the next number."""
+    server = server or begin(run, model)
+    for number in range(start, run.rounds):
+        result = _Round(run, model, server, number).play(engine)
+        server = result.server
+        yield result
+
+
+def ask(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan]:
+    """The job for one client: all that its plan brings down, of which only what the client lacks will travel."""
+    rule = run.method.server
+    signal = rule.signal(server)
+    plan = plan_for(run.method.plan, model, Turn(number, run.rounds, client, signal))
+    params, slots = rule.send(server, client, plan.down)
+    own = frozenset(name for name, value in params.items() if value is not server.params[name])
+    stale = server.ledger.lacks(client, plan.down) | own
+    return Job(number, client, params, stale, within(slots, plan.train), signal), plan
+
+
+class _Round:
+    """The tallies of one round, filled while updates stream past."""
+
+    def __init__(self, run: Run, model: Model, server: Server, number: int) -> None:
+        self.run, self.model, self.server, self.number = run, model, server, number
+        self.traffic = Traffic()
+        self.plans: dict[str, Plan] = {}
+        self.received: list[tuple[str, Names]] = []
+        self.lost: list[Lost] = []
+        self.losses: list[tuple[float, float]] = []
+
+    def play(self, engine: Engine) -> Round:
+        method, clients = self.run.method, engine.clients()
+        key = self.run.key / "round" / self.number
+        cohort = (key / "cohort").sample(clients, self.run.cohort_size(len(clients)))
+        drift = Drift(self.model)
+        updates = self._receive(engine.train(self._ask(client) for client in cohort))
+        watched = drift.watch(updates) if self.run.drift else updates
+        aggregate = method.server.reduce(self.server, watched, len(clients))
+        if len(self.received) < self.run.minimum:
+            reasons = "; ".join(f"{lost.client}: {lost.reason}" for lost in self.lost[:3])
+            raise ClientFault(
+                self.lost[0].client,
+                f"only {len(self.received)} of {len(cohort)} clients answered in round {self.number} and "
+                f"federation.minimum is {self.run.minimum} ({reasons}); lower it, or ask more clients a round",
+            )
+        for index, transform in reversed(list(enumerate(method.channel))):
+            aggregate = transform.decode(aggregate, key / "channel" / index)
+        server = method.server.apply(self.server, aggregate)
+        moved = frozenset(name for name, value in server.params.items() if value is not self.server.params[name])
+        ledger = self.server.ledger.acknowledge(self.received).changed(moved, self.number + 1)
+        weight = sum(weight for weight, _ in self.losses)
+        return Round(
+            self.number,
+            replace(server, ledger=ledger),
+            tuple(cohort),
+            tuple(self.lost),
+            self.traffic,
+            sum(weight * loss for weight, loss in self.losses) / weight if weight else None,
+            drift.measures(),
+        )
+
+    def _ask(self, client: str) -> Job:
+        job, self.plans[client] = ask(self.run, self.model, self.server, self.number, client)
+        self.traffic.down.update(wire.count({"params": select(job.params, job.stale), **job.slots}))
+        return job
+
+    def _receive(self, replies: Iterable[Update | Lost]) -> Iterator[Update]:
+        for reply in replies:
+            if isinstance(reply, Lost):
+                self.plans.pop(reply.client)
+                self.lost.append(reply)
+                continue
+            plan = self.plans.pop(reply.client)
+            self.traffic.up.update(wire.count({"delta": reply.delta, **reply.slots}))
+            for transform in reversed(self.run.method.channel):
+                reply = transform.open(reply)
+            if fault := self._fault(reply, plan):
+                if not self.run.tolerate:
+                    raise ClientFault(reply.client, fault)
+                self.lost.append(Lost(reply.client, fault))
+                continue
+            self.received.append((reply.client, plan.down))
+            if reply.loss is not None:
+                self.losses.append((reply.weight, reply.loss))
+            yield reply
+
+    def _fault(self, update: Update, plan: Plan) -> str | None:
+        """An update may hold fewer names than the plan sends up, never others, and only finite numbers of the right shape."""
+        for slot, part in {"delta": update.delta, **update.slots}.items():
+            for name, value in part.items():
+                expected = self.server.params[name].shape if name in plan.up else None
+                if expected is None:
+                    return f"sent '{name}', which its plan does not send up in round {self.number}"
+                if slot == "delta" and value.shape != expected:
+                    return f"sent '{name}' of shape {tuple(value.shape)}, not {tuple(expected)}"
+                if not bool(torch.isfinite(value).all()):
+                    return f"sent '{name}' with values that are not finite; lower training.lr or set training.clip"
+        return None

@@ -1,0 +1,68 @@
+"""What both sides of a federation agree on before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from partita.core.method import Method
+from partita.core.optim import SGD, Optimizer, Schedule
+from partita.core.rng import Key
+
+
+class RunError(ValueError):
+    """A setting that cannot work."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One client's work in a round: so many epochs, or so many steps, of shuffled batches."""
+
+    lr: float
+    optimizer: Optimizer = field(default_factory=SGD)
+    schedule: Schedule = field(default_factory=Schedule)
+    batch_size: int = 32
+    epochs: int = 1
+    steps: int | None = None  # overrides epochs
+    clip: float | None = None  # of a client's gradient norm
+    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: mixed, the weights stay in float32
+
+    def __post_init__(self) -> None:
+        for setting, value in (("lr", self.lr), ("batch_size", self.batch_size), ("epochs", self.epochs)):
+            if not value > 0:
+                raise RunError(f"training.{setting} is {value}; it must be above 0")
+        for setting, limit in (("steps", self.steps), ("clip", self.clip)):
+            if limit is not None and not limit > 0:
+                raise RunError(f"training.{setting} is {limit}; it must be above 0, or left out")
+        if self.precision not in ("float32", "bfloat16"):
+            raise RunError(f"training.precision is '{self.precision}'; it can be float32 or bfloat16 (mixed)")
+
+
+@dataclass(frozen=True)
+class Run:
+    method: Method
+    training: Training
+    rounds: int
+    key: Key
+    cohort: int | float = 1.0  # clients a round, as a number or (a float up to 1.0) as a fraction
+    minimum: int = 1  # answers without which a round is not applied but an error
+    tolerate: bool = False  # a client's fault (NaN, an exception) is recorded instead of ending the run
+    preloaded: bool = False  # clients hold the initial model before the first round
+    drift: bool = True  # measure drift each round
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise RunError(f"rounds is {self.rounds}; it must be at least 1")
+        self.method.check_optimizer(self.training.optimizer.name)
+
+    def rate(self, round: int) -> float:
+        return self.training.lr * self.training.schedule.factor(round, self.rounds)
+
+    def cohort_size(self, population: int) -> int:
+        size = max(1, round(self.cohort * population)) if isinstance(self.cohort, float) else self.cohort
+        if not 1 <= size <= population or (isinstance(self.cohort, float) and self.cohort > 1.0):
+            raise RunError(
+                f"federation.cohort is {self.cohort}, but there are {population} clients; "
+                "give a number from 1 to that, or a fraction such as 0.2"
+            )
+        return size

@@ -1,0 +1,83 @@
+"""Arithmetic on named tensors: every payload is a dict from parameter name to tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Slots = Mapping[str, Tensors]  # slot name -> tensors by parameter name
+Names = frozenset[str]
+
+
+def select(tree: Mapping[str, Tensor], names: Iterable[str]) -> Tensors:
+    """The named part, in sorted order, so that no later sum depends on the order of a set."""
+    return {name: tree[name] for name in sorted(names)}
+
+
+def within(slots: Slots, names: Names) -> dict[str, Tensors]:
+    """Every slot restricted to the names; a slot may hold fewer of them."""
+    return {slot: select(tree, names & tree.keys()) for slot, tree in slots.items()}
+
+
+def add(left: Tensors, right: Tensors) -> Tensors:
+    """left + right where right has the name; what right lacks is handed on as the same object."""
+    return {name: value + right[name] if name in right else value for name, value in left.items()}
+
+
+def subtract(left: Tensors, right: Tensors) -> Tensors:
+    return {name: value - right[name] for name, value in left.items()}
+
+
+def scale(tree: Tensors, factor: float | Tensor) -> Tensors:
+    return {name: value * factor for name, value in tree.items()}
+
+
+def zeros_like(tree: Tensors) -> Tensors:
+    return {name: torch.zeros_like(value) for name, value in tree.items()}
+
+
+def norm(tree: Tensors) -> Tensor:
+    """The Euclidean norm over all tensors together, by the norms of each as torch's clipping takes it."""
+    if not tree:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in tree.values()]))
+
+
+def to(tree: Tensors, device: torch.device) -> Tensors:
+    return {name: value.to(device, non_blocking=True) for name, value in tree.items()}
+
+
+def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def digest(tree: Mapping[str, Tensor]) -> str:
+    """A fingerprint of names, types, shapes and bits."""
+    state = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(tree.items()):
+        state.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+class Mean:
+    """A running weighted mean by name. It holds one copy of the model however many are added, and the first is exact."""
+
+    def __init__(self) -> None:
+        self.value: Tensors = {}
+        self.weight: dict[str, float] = {}
+
+    def add(self, tree: Tensors, weight: float) -> None:
+        for name, value in tree.items():
+            total = self.weight[name] = self.weight.get(name, 0.0) + weight
+            if name not in self.value:
+                # Half-precision deltas are summed in float32: a long sum in bf16 stops moving.
+                wide = torch.promote_types(value.dtype, torch.float32)
+                self.value[name] = value.to(wide, copy=True)
+            elif total > 0:
+                self.value[name] += (value - self.value[name]) * (weight / total)

@@ -1,0 +1,61 @@
+"""What a message weighs: named tensors as safetensors, counted by parameter name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+
+import safetensors.torch
+import torch
+
+from partita.core.tree import Slots, Tensors
+
+ENVELOPE = ""  # the name under which a message's own header is counted
+
+# In the order in which safetensors lays tensors out.
+_TYPES = {
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def pack(slots: Slots) -> bytes:
+    """Every tensor under "slot/name"."""
+    flat = {f"{slot}/{name}": value.cpu().contiguous() for slot, part in slots.items() for name, value in part.items()}
+    return safetensors.torch.save(flat)
+
+
+def unpack(data: bytes) -> dict[str, Tensors]:
+    slots: dict[str, Tensors] = {}
+    for key, value in safetensors.torch.load(data).items():
+        slot, _, name = key.partition("/")
+        slots.setdefault(slot, {})[name] = value
+    return slots
+
+
+def count(slots: Slots) -> dict[str, int]:
+    """The bytes of pack(slots) by parameter name, without making a copy of anything; no tensors, no message."""
+    sizes: dict[str, int] = {}
+    entries: list[tuple[str, str, tuple[int, ...], int]] = []
+    for slot, part in slots.items():
+        for name, value in part.items():
+            weight = value.numel() * value.element_size()
+            sizes[name] = sizes.get(name, 0) + weight
+            entries.append((f"{slot}/{name}", _TYPES[value.dtype], tuple(value.shape), weight))
+    return {ENVELOPE: _envelope(tuple(entries)), **sizes} if entries else {}
+
+
+
+
+@lru_cache(maxsize=1024)
+def _envelope(entries: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> int:
+    """The header that safetensors writes: its length in 8 bytes, then JSON padded to a multiple of 8."""
+    start, header = 0, {}
+    # By type, then by name: offsets, and so the digits in the header, depend on the order.
+    order = list(_TYPES.values())
+    for key, kind, shape, weight in sorted(entries, key=lambda entry: (order.index(entry[1]), entry[0])):
+        header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, start + weight]}
+        start += weight
+    length = len(json.dumps(header, separators=(",", ":")).encode())
+    return 8 + -(-length // 8) * 8

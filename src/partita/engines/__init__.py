@@ -1,0 +1,1 @@
+"""Carriage: how jobs reach clients and updates come back."""

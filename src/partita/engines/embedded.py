@@ -1,0 +1,130 @@
+"""All clients on one machine: one by one, or in blocks lifted with vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+
+from partita.core import tree, wire
+from partita.core.learn import ClientFault, Job, Learned, Visit, age, assemble, learn, reply, trial, visit
+from partita.core.method import Update
+from partita.core.model import Examples, Model, Population
+from partita.core.rounds import Lost
+from partita.core.run import Run
+from partita.core.store import Memory, Store
+from partita.core.tree import Tensors
+from partita.engines.faults import Faults
+from partita.evaluate import score
+
+T = TypeVar("T")
+
+
+class Embedded:
+    """`block` clients train side by side. With `wire`, every message is really packed and unpacked and every client
+    keeps its own copy of what it was sent, as a remote one would: slower, and proof that the bytes suffice.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: Model,
+        population: Population,
+        block: int = 1,
+        device: torch.device | None = None,
+        store: Store | None = None,
+        faults: Faults | None = None,
+        wire: bool = False,
+    ) -> None:
+        self.run, self.model, self.population, self.block = run, model, population, block
+        self.device = device or torch.device("cpu")
+        self.store, self.faults, self.wire = store or Memory(), faults or Faults(), wire
+        self.copies: dict[str, Tensors] = {}
+        model.to(self.device)
+
+    def clients(self) -> Sequence[str]:
+        return self.population.clients
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        for chunk in _chunks(jobs, self.block):
+            visits = [self._visit(job) for job in chunk]
+            learned = iter(self._learn([each for each in visits if isinstance(each, Visit)]))
+            for each in visits:
+                yield each if isinstance(each, Lost) else self._reply(each, next(learned))
+
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+        """Each client's model on the client's own test part, or on the examples given."""
+        for chunk in _chunks(jobs, self.block):
+            full = [self._full(job) for job in chunk]
+            if self.run.method.adapt:
+                phases = self.run.method.adapt(self.model)
+                states = [self.store.load(job.client, job.round + 1) for job in chunk]
+                trials = [
+                    trial(self.run, self.model, job, state, self.population[job.client].train, phases)
+                    for job, state in zip(chunk, states, strict=True)
+                ]
+                full = [{**params, **own.params} for params, own in zip(full, self._learn(trials), strict=True)]
+            for job, params in zip(chunk, full, strict=True):
+                yield job.client, score(self.model, params, self.population[job.client].test if on is None else on)
+
+    def _full(self, job: Job) -> Tensors:
+        """The state after the job's round, not before it."""
+        return assemble(self.run, self.model, job, self.store.load(job.client, job.round + 1))[1]
+
+    def _visit(self, job: Job) -> Visit | Lost:
+        work = self.faults.work(self.run.key, job.round, job.client)
+        if work == 0:
+            return Lost(job.client, "dropped out (simulated)")
+        state = self.store.load(job.client, job.round)
+        try:
+            return visit(self.run, self.model, self._carry(job), state, self.population[job.client].train, work)
+        except ClientFault as fault:
+            return self._lost(fault)
+
+    def _reply(self, each: Visit, learned: Learned) -> Update | Lost:
+        try:
+            update, state = reply(self.run, each, learned)
+        except ClientFault as fault:
+            return self._lost(fault)
+        if state.personal or state.memory:
+            self.store.save(each.job.client, each.job.round, state)
+        return self._carry_back(update) if self.wire else update
+
+    def _lost(self, fault: ClientFault) -> Lost:
+        if not self.run.tolerate:
+            raise fault
+        return Lost(fault.client, fault.reason)
+
+    def _learn(self, visits: Sequence[Visit]) -> list[Learned]:
+        """Only clients with equal plans, and equal ages where the optimizer counts them, fit one block."""
+        groups: dict[object, list[int]] = {}
+        for place, each in enumerate(visits):
+            by_age = self.run.method.carry_optimizer and self.run.training.optimizer.ages
+            groups.setdefault((each.plan.phases, age(each) if by_age else None), []).append(place)
+        learned: dict[int, Learned] = {}
+        for places in groups.values():
+            results = learn(self.run, self.model, [visits[place] for place in places])
+            learned.update(zip(places, results, strict=True))
+        return [learned[place] for place in range(len(visits))]
+
+    def _carry(self, job: Job) -> Job:
+        if not self.wire:
+            return job
+        slots = wire.unpack(wire.pack({"params": tree.select(job.params, job.stale), **job.slots}))
+        slots = {slot: tree.to(part, self.device) for slot, part in slots.items()}
+        copy = self.copies.setdefault(job.client, {})
+        copy.update(slots.pop("params", {}))
+        return Job(job.round, job.client, tree.select(copy, job.params.keys()), job.stale, slots, job.signal)
+
+    def _carry_back(self, update: Update) -> Update:
+        slots = wire.unpack(wire.pack({"delta": update.delta, **update.slots}))
+        slots = {slot: tree.to(part, self.device) for slot, part in slots.items()}
+        return Update(update.client, slots.pop("delta", {}), slots, update.weight, update.steps, update.loss)
+
+
+def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    stream = iter(items)
+    while chunk := list(islice(stream, size)):
+        yield chunk

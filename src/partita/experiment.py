@@ -1,0 +1,218 @@
+"""From a config to a recorded run: build the parts, play the rounds, and write down what happened."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from partita import data, methods, models, record
+from partita.config import Config
+from partita.core import checkpoint, tree
+from partita.core.files import sealed
+from partita.core.method import Server
+from partita.core.model import Model
+from partita.core.plan import Plan, Turn, plan_for
+from partita.core.rng import Key
+from partita.core.rounds import Round, ask, begin, rounds
+from partita.core.run import Run, RunError
+from partita.core.store import Disk, Memory, Store
+from partita.data import Federation
+from partita.engines.embedded import Embedded
+from partita.engines.faults import Faults, read_trace
+from partita.evaluate import score
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The parts of a run, built and checked."""
+
+    config: Config
+    run: Run
+    model: Model
+    federation: Federation
+    faults: Faults
+    device: torch.device
+    block: int
+
+
+def build(config: Config) -> Experiment:
+    key = Key(config.seed)
+    if config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
+    device = _device(config.engine.device)
+    method = methods.build(config.method["name"], _rest(config.method, "name"))
+    task = data.load(config.data["name"], key / "data", **_rest(config.data, "name"))
+    federation = data.split(task, **config.split, key=key / "split")
+    federation = federation.pooled() if method.pool else federation
+    model = models.build(config.model["name"], task, key / "model", **_rest(config.model, "name"))
+    federate = config.federation
+    run = Run(
+        method,
+        config.training.build(),
+        config.rounds,
+        key,
+        cohort=1.0 if method.pool else federate.cohort,
+        minimum=federate.minimum,
+        tolerate=federate.tolerate,
+        preloaded=federate.preloaded,
+        drift=config.evaluate.drift,
+    )
+    run.cohort_size(len(federation.clients))
+    trace = read_trace(Path(federate.trace)) if federate.trace else {}
+    faults = Faults() if method.pool else Faults(federate.dropout, federate.straggle, trace)
+    block = _block(config.engine.block, run, model, federation, device)
+    plan_for(method.plan, model, Turn(0, run.rounds, federation.clients[0]))
+    plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
+    return Experiment(config, run, model, federation, faults, device, block)
+
+
+def start(config: Config, folder: Path) -> Iterator[Row]:
+    """Run from the beginning in a new folder, a row at a time."""
+    if (folder / record.CONFIG).exists():
+        raise record.RecordError(
+            f"{folder} already holds a run; resume it with 'partita resume {folder}', or choose another folder"
+        )
+    experiment = build(config)
+    with record.lock(folder):
+        block = replace(config.engine, block=experiment.block)
+        record.write(folder / record.CONFIG, replace(config, engine=block).to_toml().encode())
+        record.write_json(folder / record.ENVIRONMENT, record.environment(experiment.device, experiment.block))
+        record.write_json(folder / record.PLAN, {"stages": stages(experiment)})
+        yield from _play(experiment, folder, begin(experiment.run, experiment.model), 0)
+
+
+def resume(config: Config, folder: Path) -> Iterator[Row]:
+    """Go on after the newest checkpoint as if nothing had happened."""
+    experiment = build(config)
+    with record.lock(folder):
+        saved = sealed(folder / "checkpoints")
+        done, server = 0, begin(experiment.run, experiment.model)
+        if saved:
+            done, server = checkpoint.load(saved[-1], experiment.device)
+        record.keep_rows(folder, done)
+        Disk(folder / "clients").rewind(done)
+        yield from _play(experiment, folder, server, done)
+
+
+def _play(experiment: Experiment, folder: Path, server: Server, done: int) -> Iterator[Row]:
+    config, run, model = experiment.config, experiment.run, experiment.model
+    disk = Disk(folder / "clients", experiment.device)
+    store: Store = disk if config.engine.state == "disk" else Memory(disk)
+    engine = Embedded(
+        run, model, experiment.federation, experiment.block, experiment.device, store, experiment.faults
+    )
+    server = replace(server, params=tree.to(server.params, experiment.device))
+    begun = clock = time.perf_counter()
+    row: Row = {}
+    for each in rounds(run, model, engine, server, done):
+        server, done = each.server, each.number + 1
+        row = _row(experiment, each, time.perf_counter() - clock)
+        row |= measure(experiment, engine, each)
+        record.append_row(folder, row)
+        if done % config.checkpoint.every == 0 or done == run.rounds:
+            store.commit(done)
+            checkpoint.save(folder / "checkpoints", done, server)
+        yield row
+        clock = time.perf_counter()
+    result = {
+        "rounds": run.rounds,
+        "seconds": round(time.perf_counter() - begun, 3),
+        "digest": digest(experiment, server, store),
+        "test": row.get("test"),
+    }
+    if record.finished(folder) is None:
+        record.write_json(folder / record.RESULT, result)
+
+
+def digest(experiment: Experiment, server: Server, store: Store) -> str:
+    """Of the server's tensors and of every client's own."""
+    own = {}
+    for client in experiment.federation.clients:
+        state = store.load(client, experiment.run.rounds)
+        for slot, part in {"personal": state.personal, **state.memory}.items():
+            own |= {f"{client}/{slot}/{name}": value for name, value in part.items()}
+    return tree.digest({**server.params, **own})
+
+
+def measure(experiment: Experiment, engine: Embedded, each: Round) -> Row:
+    """The model on the central test set, and clients' models on their own test parts, when they are due."""
+    due, run, last = experiment.config.evaluate, experiment.run, each.number + 1 == experiment.run.rounds
+    federation, model = experiment.federation, experiment.model
+    clients = (run.key / "evaluate").sample(federation.clients, min(due.clients, len(federation.clients)))
+    asked = [ask(run, model, each.server, each.number, client) for client in sorted(clients)]
+    test: dict[str, float] | None = None
+    if last or (each.number + 1) % due.every == 0:
+        if asked[0][1].keep:
+            # No single model exists: the mean over clients of how each one's own model does.
+            test = _mean([scores for _, scores in engine.evaluate((job for job, _ in asked), federation.test)])
+        else:
+            test = score(model, each.server.params, federation.test)
+    personal: dict[str, dict[str, float]] | None = None
+    if last or (each.number + 1) % due.personal == 0:
+        personal = {}
+        for client, scores in engine.evaluate(job for job, _ in asked):
+            for metric, value in scores.items():
+                personal.setdefault(metric, {})[client] = value
+    return {"test": test, "personal": personal}
+
+
+def _mean(scores: list[dict[str, float]]) -> dict[str, float]:
+    return {metric: sum(each[metric] for each in scores) / len(scores) for metric in scores[0]}
+
+
+def _row(experiment: Experiment, each: Round, seconds: float) -> Row:
+    return {
+        "round": each.number,
+        "seconds": round(seconds, 4),
+        "lr": experiment.run.rate(each.number),
+        "cohort": list(each.cohort),
+        "lost": {lost.client: lost.reason for lost in each.lost},
+        "train_loss": each.loss,
+        "bytes": {"up": sum(each.traffic.up.values()), "down": sum(each.traffic.down.values())},
+        "up": dict(each.traffic.up),
+        "down": dict(each.traffic.down),
+        "drift": each.drift,
+    }
+
+
+def stages(experiment: Experiment) -> list[Row]:
+    """The first client's plan; rounds with the same plan are one stage."""
+    run, model, client = experiment.run, experiment.model, experiment.federation.clients[0]
+    found: list[tuple[Plan, Row]] = []
+    for number in range(run.rounds):
+        plan = plan_for(run.method.plan, model, Turn(number, run.rounds, client))
+        if found and found[-1][0] == plan:
+            found[-1][1]["last"] = number
+        else:
+            found.append((plan, {"first": number, "last": number, "client": client, "rows": plan_rows(model, plan)}))
+    return [row for _, row in found]
+
+
+def plan_rows(model: Model, plan: Plan) -> list[Row]:
+    """A plan by parameter."""
+    rows = []
+    for name, value in model.initial.items():
+        layers = sorted(tag for tag in model.tags[name] if tag.startswith("layer."))
+        layer, role = next(iter(layers), None), next(iter(sorted(model.tags[name].difference(layers))), "")
+        does = {"trains": plan.train, "up": plan.up, "down": plan.down, "keep": plan.keep}
+        size = {"parameters": value.numel(), "bytes": value.numel() * value.element_size()}
+        rows.append({"name": name, "layer": layer, "role": role, **size, **{k: name in v for k, v in does.items()}})
+    return rows
+
+
+def _rest(table: Any, key: str) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != key}
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RunError("engine.device is 'cuda', but torch sees no GPU; use 'cpu', or install a CUDA build of torch")
+    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name)

@@ -1,0 +1,52 @@
+"""FedFrozen: full warm-up, then the query and key weights, which set the attention kernel, are frozen."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from partita.core.method import Method, MethodError
+from partita.core.model import Model
+from partita.core.plan import Plan, Turn, share, share_everything
+from partita.core.rng import Key
+from partita.core.tree import Names
+
+Frozen = Literal["kernel", "value", "mlp", "random"]
+
+
+def fedfrozen(
+    warmup: int | float = 0.3, scope: Literal["rest", "value"] = "rest", freeze: Frozen = "kernel", draw: int = 0
+) -> Method:
+    """Warm-up in rounds (an integer) or as a fraction of the rounds (a float; 1.0 never freezes).
+
+    After it, scope "rest" trains all but the frozen set, scope "value" only the value projections and the head.
+    `freeze` other than "kernel" is for ablations; "random" draws, by `draw`, as many parameters of the same shapes.
+    """
+    if warmup < 0 or (isinstance(warmup, float) and warmup > 1):
+        raise MethodError(f"method.warmup is {warmup}; give rounds as 0, 1, 2, ... or a fraction from 0.0 to 1.0")
+    if scope == "value" and freeze != "kernel":
+        raise MethodError(f"method.scope 'value' already says what trains; it cannot go with freeze '{freeze}'")
+
+    def plan(model: Model, turn: Turn) -> Plan:
+        last = round(warmup * turn.rounds) if isinstance(warmup, float) else warmup
+        if turn.round < last:
+            return share_everything(model, turn)
+        train = model.names("value", "head") if scope == "value" else model.every() - frozen(model, freeze, draw)
+        return share(train, down=model.every())
+
+    return Method("fedfrozen", plan=plan)
+
+
+def frozen(model: Model, freeze: Frozen, draw: int) -> Names:
+    kernel = model.names("query", "key")
+    if freeze == "kernel":
+        return kernel
+    if freeze != "random":
+        return model.names(freeze)
+    # Shape by shape, so that the ablation freezes exactly as many numbers as the kernel has.
+    chosen: set[str] = set()
+    shapes = {model.initial[name].shape for name in kernel}
+    for shape in sorted(shapes, key=tuple):
+        alike = sorted(name for name, value in model.initial.items() if value.shape == shape)
+        count = sum(model.initial[name].shape == shape for name in kernel)
+        chosen.update((Key(draw) / "freeze" / str(tuple(shape))).sample(alike, count))
+    return frozenset(chosen)

@@ -1,0 +1,30 @@
+"""FedProx: a proximal term holds each client near the model it was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from partita.core.method import Context, Local, Method, MethodError
+from partita.core.model import Batch, Output
+from partita.core.tree import Tensors
+
+
+@dataclass(frozen=True)
+class Proximal(Local):
+    """(mu / 2) |w - anchor|^2 over what trains and came from the server; what a client keeps has no global anchor."""
+
+    mu: float
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+        held = sorted(ctx.plan.train & ctx.plan.down)
+        if not held:
+            return None
+        return 0.5 * self.mu * sum(((params[name] - ctx.anchor[name]) ** 2).sum() for name in held)
+
+
+def fedprox(mu: float = 0.01) -> Method:
+    if mu < 0:
+        raise MethodError(f"method.mu is {mu}; the proximal weight cannot be negative")
+    return Method("fedprox", local=(Proximal(mu),))

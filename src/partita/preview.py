@@ -1,0 +1,137 @@
+"""A plan before it is run: what trains, travels and stays for one client in one round, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from partita.config import Config
+from partita.core import wire
+from partita.core.model import Model
+from partita.core.options import OptionError, nearest
+from partita.core.plan import Plan
+from partita.core.rounds import ask
+from partita.core.run import Run
+from partita.core.tree import Names, select
+from partita.engines.faults import Faults
+from partita.experiment import build
+from partita.rehearse import answer, rehearse
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some parameters of the model. Counts are of parameters; up and down are bytes on the wire."""
+
+    name: str
+    tensors: int
+    parameters: int
+    trains: int
+    up: int
+    down: int
+    keeps: int
+
+
+@dataclass(frozen=True)
+class Preview:
+    method: str
+    model: str
+    round: int
+    client: str
+    asked: bool  # whether the client is in the round's cohort
+    groups: tuple[Group, ...]
+    envelope: tuple[int, int]  # headers of the messages up and down
+    bytes_up: int
+    bytes_down: int
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        title = f"{self.method} · {self.model} · round {self.round} · client {self.client}"
+        table = Table(title=title, box=None, header_style="bold", title_style="bold", title_justify="left")
+        table.add_column("")
+        for heading in ("tensors", "parameters", "trains", "up, bytes", "down, bytes", "keeps"):
+            table.add_column(heading, justify="right")
+        for each in self.groups:
+            table.add_row(each.name, *map(_count, (each.tensors, each.parameters, each.trains, each.up, each.down, each.keeps)))
+        table.add_row("headers", "", "", "", *map(_count, self.envelope), "", style="dim")
+        sums = [sum(getattr(each, of) for each in self.groups) for of in ("tensors", "parameters", "trains", "keeps")]
+        table.add_row("all", *map(_count, (*sums[:3], self.bytes_up, self.bytes_down, sums[3])), style="bold")
+        text = StringIO()
+        Console(file=text, width=110).print(table)
+        note = "" if self.asked else f"{self.client} is not in this round's cohort; this is what it would do if it were.\n"
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n" + note
+
+
+def preview(config: Config, round: int, client: str | None, by: str = "role") -> Preview:
+    experiment = build(config)
+    return preview_of(experiment.run, experiment.model, experiment.federation.clients, round, client, by, experiment.faults)
+
+
+def preview_of(
+    run: Run,
+    model: Model,
+    clients: Sequence[str],
+    round: int = 0,
+    client: str | None = None,
+    by: str = "role",
+    faults: Faults | None = None,
+) -> Preview:
+    if not 0 <= round < run.rounds:
+        raise OptionError(f"--round is {round}; this run has rounds 0 to {run.rounds - 1}")
+    if by not in ("role", "layer", "name"):
+        raise OptionError(f"--by is '{by}'; it can be role, layer or name")
+    cohort = (run.key / "round" / round / "cohort").sample(clients, run.cohort_size(len(clients)))
+    client = client or cohort[0]
+    if client not in clients:
+        raise OptionError(f"there is no client '{client}'; {nearest(client, clients[:50])}")
+    server = rehearse(run, model, clients, round, faults)
+    job, plan = ask(run, model, server, round, client)
+    update = answer(run, model, job)
+    down = wire.count({"params": select(job.params, job.stale), **job.slots})
+    up = wire.count({"delta": update.delta, **update.slots})
+    return Preview(
+        method=run.method.name,
+        model=model.name,
+        round=round,
+        client=client,
+        asked=client in cohort,
+        groups=tuple(_groups(model, plan, up, down, by)),
+        envelope=(up.get(wire.ENVELOPE, 0), down.get(wire.ENVELOPE, 0)),
+        bytes_up=sum(up.values()),
+        bytes_down=sum(down.values()),
+    )
+
+
+def _groups(model: Model, plan: Plan, up: Mapping[str, int], down: Mapping[str, int], by: str) -> Iterator[Group]:
+    found: dict[str, list[str]] = {}
+    for name in model.initial:
+        found.setdefault(name if by == "name" else heading(model.tags[name], by), []).append(name)
+
+    def numbers(names: Iterable[str]) -> int:
+        return sum(model.initial[name].numel() for name in names)
+
+    for title, names in found.items():
+        yield Group(
+            name=title,
+            tensors=len(names),
+            parameters=numbers(names),
+            trains=numbers(plan.train.intersection(names)),
+            up=sum(up.get(name, 0) for name in names),
+            down=sum(down.get(name, 0) for name in names),
+            keeps=numbers(plan.keep.intersection(names)),
+        )
+
+
+def heading(tags: Names, by: str) -> str:
+    """A parameter's layer ("–" outside all layers) or its role, which is the tag that is not a layer."""
+    layers = sorted(tag for tag in tags if tag.startswith("layer."))
+    return next(iter(layers if by == "layer" else sorted(tags.difference(layers))), "–")
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number else "–"
