@@ -65,7 +65,9 @@ def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], re
     from partita.experiment import resume as go_on
 
     if not (folder / record.CONFIG).exists():
-        raise record.RecordError(f"{folder} holds no run (it has no {record.CONFIG}); 'partita ls' lists those there are")
+        raise record.RecordError(
+            f"{folder} holds no run (it has no {record.CONFIG}); 'partita ls' lists those there are"
+        )
     if record.finished(folder):
         print(f"{folder} is finished; nothing to resume")
     else:
@@ -79,7 +81,9 @@ def plan(
     config: ConfigFile,
     changes: Changes = None,
     round: Annotated[int, typer.Option(help="Counted from 0.")] = 0,
-    client: Annotated[str | None, typer.Option(help="A client's name; the first of the round's cohort unless said.")] = None,
+    client: Annotated[
+        str | None, typer.Option(help="A client's name; the first of the round's cohort unless said.")
+    ] = None,
     by: Annotated[str, typer.Option(help="role, layer or name.")] = "role",
     as_json: Json = False,
 ) -> None:
@@ -97,7 +101,9 @@ def compare(
     methods: Annotated[str, typer.Option(help="As in 'fedavg,fedprox(mu=0.1)'; differences are taken to the first.")],
     seeds: Annotated[int, typer.Option(help="Repeats, with seeds from the config's on.")] = 5,
     changes: Changes = None,
-    out: Annotated[Path, typer.Option(help="A folder for all runs; those already there are kept.")] = Path("runs/compare"),
+    out: Annotated[Path, typer.Option(help="A folder for all runs; those already there are kept.")] = Path(
+        "runs/compare"
+    ),
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; one a processor unless said.")] = None,
     target: Annotated[float | None, typer.Option(help="Accuracy for 'rounds to target'.")] = None,
     report: Report = False,
@@ -131,8 +137,9 @@ def methods_command(
     name: Annotated[str | None, typer.Argument(help="A method, to read its card.")] = None, as_json: Json = False
 ) -> None:
     """List the methods, or print the card of one."""
-    from partita.cards import card, listing
     from rich.table import Table
+
+    from partita.cards import card, listing
 
     if name:
         print(card(name))
@@ -150,8 +157,9 @@ def methods_command(
 @app.command()
 def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"), as_json: Json = False) -> None:
     """List the runs below a folder."""
-    from partita.report import find, read
     from rich.table import Table
+
+    from partita.report import find, read
 
     rows: list[dict[str, Any]] = []
     for path in find(folder):

@@ -47,7 +47,9 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
                 try:
                     future.result()
                 except BrokenProcessPool as error:
-                    raise OSError("a run's process died (out of memory?); start the comparison again to go on") from error
+                    raise OSError(
+                        "a run's process died (out of memory?); start the comparison again to go on"
+                    ) from error
                 except Exception as error:
                     settings = futures[future]
                     error.args = (f"{settings.label}, seed {settings.seed}: {error}", *error.args[1:])

@@ -14,7 +14,7 @@ import tomli_w
 
 from partita import data, methods, models
 from partita.core.optim import SGD, AdamW, Optimizer, Schedule
-from partita.core.options import OptionError, bind, nearest, pick
+from partita.core.options import OptionError, bind, pick
 from partita.core.run import Training
 
 
@@ -166,9 +166,9 @@ def parse(raw: Mapping[str, Any]) -> Config:
     config = dataclasses.replace(
         config,
         method=_filled_method(config.method),
-        data=_filled(config.data, "data", "name", data.INDEX, given=["key"]),
-        split=_filled(config.split, "split", "kind", data.SPLITS, given=["task", "key", "labels", "columns"]),
-        model=_filled(config.model, "model", "name", models.INDEX, given=["task", "key"]),
+        data=_filled(config.data, "data", data.INDEX, given=["key"]),
+        split=_filled_split(config.split),
+        model=_filled(config.model, "model", models.INDEX, given=["task", "key"]),
     )
     config.training.build()
     return dataclasses.replace(config, label=config.label or config.method["name"])
@@ -184,10 +184,21 @@ def _filled_method(table: Table) -> Table:
     return {"name": name, **defaults, **options}
 
 
-def _filled(table: Table, where: str, key: str, index: Mapping[str, str], given: list[str]) -> Table:
-    name, options = _named(table, where, key)
+def _filled(table: Table, where: str, index: Mapping[str, str], given: list[str]) -> Table:
+    name, options = _named(table, where, "name")
     function = pick(index, name, where)
-    return {key: name, **_defaults(function), **bind(function, options, where, given)}
+    return {"name": name, **_defaults(function), **bind(function, options, where, given)}
+
+
+def _filled_split(table: Table) -> Table:
+    """Some keys are for this kind of split, others for every kind."""
+    kind, options = _named(table, "split", "kind")
+    function = pick(data.SPLITS, kind, "split")
+    common = _defaults(data.split)
+    cuts = {key: options.pop(key) for key in common if key in options}
+    bind(data.split, cuts, "split", given=["task", "kind", "clients", "key", "options"])
+    own = bind(function, options, "split", given=["task", "key"])
+    return {"kind": kind, **common, **_defaults(function), **cuts, **own}
 
 
 def _named(table: Table, where: str, key: str) -> tuple[str, dict[str, Any]]:

@@ -91,7 +91,9 @@ def _maker(run: Run, model: Model, population: Population) -> Maker:
     return make
 
 
-def _play(run: Run, model: Model, engine: Embedded, watch: Watch | None = None, server: Server | None = None, start: int = 0) -> Played:
+def _play(
+    run: Run, model: Model, engine: Embedded, watch: Watch | None = None, server: Server | None = None, start: int = 0
+) -> Played:
     carried: Engine = watch.over(engine) if watch else engine
     played = []
     for each in rounds(run, model, carried, server, start):
@@ -178,7 +180,9 @@ def _check_order(run: Run, model: Model, make: Maker) -> None:
     for reply in make().train(reversed(jobs)):
         other = ahead[reply.client]
         if isinstance(reply, Update) and isinstance(other, Update):
-            _require(tree.equal(reply.delta, other.delta), f"the answer of {reply.client} depends on the order of clients")
+            _require(
+                tree.equal(reply.delta, other.delta), f"the answer of {reply.client} depends on the order of clients"
+            )
 
 
 def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
@@ -197,9 +201,13 @@ def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
                 fresh = make(store=Disk(behind.folder) if behind else None)
                 again = _play(run, model, fresh, server=server, start=done)
                 kind = type(store).__name__.lower()
-                _require(_same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
+                _require(
+                    _same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs"
+                )
                 late = [each.traffic for each in whole.rounds[stop:]]
-                _require(late == [each.traffic for each in again.rounds], f"resumed after round {stop - 1}, bytes differ")
+                _require(
+                    late == [each.traffic for each in again.rounds], f"resumed after round {stop - 1}, bytes differ"
+                )
 
 
 def _check_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
@@ -360,7 +368,9 @@ class OneClient:
     clients = ("pooled",)
 
     def __init__(self, population: Population) -> None:
-        parts = [population[client].train.take(torch.arange(len(population[client].train))) for client in population.clients]
+        parts = [
+            population[client].train.take(torch.arange(len(population[client].train))) for client in population.clients
+        ]
         part = TinyExamples(torch.cat([p.inputs["x"] for p in parts]), torch.cat([p.targets for p in parts]))
         self.data = ClientData(part, part, part)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,9 +105,7 @@ def _play(experiment: Experiment, folder: Path, server: Server, done: int) -> It
     config, run, model = experiment.config, experiment.run, experiment.model
     disk = Disk(folder / "clients", experiment.device)
     store: Store = disk if config.engine.state == "disk" else Memory(disk)
-    engine = Embedded(
-        run, model, experiment.federation, experiment.block, experiment.device, store, experiment.faults
-    )
+    engine = Embedded(run, model, experiment.federation, experiment.block, experiment.device, store, experiment.faults)
     server = replace(server, params=tree.to(server.params, experiment.device))
     begun = clock = time.perf_counter()
     row: Row = {}
@@ -135,7 +132,7 @@ def _play(experiment: Experiment, folder: Path, server: Server, done: int) -> It
 def digest(experiment: Experiment, server: Server, store: Store) -> str:
     """Of the server's tensors and of every client's own."""
     own = {}
-    for client in experiment.federation.clients:
+    for client in store.known():
         state = store.load(client, experiment.run.rounds)
         for slot, part in {"personal": state.personal, **state.memory}.items():
             own |= {f"{client}/{slot}/{name}": value for name, value in part.items()}
@@ -216,3 +213,12 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise RunError("engine.device is 'cuda', but torch sees no GPU; use 'cpu', or install a CUDA build of torch")
     return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name)
+
+
+def _block(wanted: int | str, run: Run, model: Model, federation: Federation, device: torch.device) -> int:
+    """The number of clients side by side; "auto" is a rule of sizes alone, so that a run repeats itself."""
+    if isinstance(wanted, int):
+        if wanted < 1:
+            raise RunError(f"engine.block is {wanted}; it must be at least 1, or 'auto'")
+        return wanted
+    return run.cohort_size(len(federation.clients))

@@ -57,19 +57,25 @@ class Preview:
         for heading in ("tensors", "parameters", "trains", "up, bytes", "down, bytes", "keeps"):
             table.add_column(heading, justify="right")
         for each in self.groups:
-            table.add_row(each.name, *map(_count, (each.tensors, each.parameters, each.trains, each.up, each.down, each.keeps)))
+            table.add_row(
+                each.name, *map(_count, (each.tensors, each.parameters, each.trains, each.up, each.down, each.keeps))
+            )
         table.add_row("headers", "", "", "", *map(_count, self.envelope), "", style="dim")
         sums = [sum(getattr(each, of) for each in self.groups) for of in ("tensors", "parameters", "trains", "keeps")]
         table.add_row("all", *map(_count, (*sums[:3], self.bytes_up, self.bytes_down, sums[3])), style="bold")
         text = StringIO()
         Console(file=text, width=110).print(table)
-        note = "" if self.asked else f"{self.client} is not in this round's cohort; this is what it would do if it were.\n"
+        note = (
+            "" if self.asked else f"{self.client} is not in this round's cohort; this is what it would do if it were.\n"
+        )
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n" + note
 
 
 def preview(config: Config, round: int, client: str | None, by: str = "role") -> Preview:
     experiment = build(config)
-    return preview_of(experiment.run, experiment.model, experiment.federation.clients, round, client, by, experiment.faults)
+    return preview_of(
+        experiment.run, experiment.model, experiment.federation.clients, round, client, by, experiment.faults
+    )
 
 
 def preview_of(

@@ -26,7 +26,9 @@ class Ledger:
         """The names whose present version the client does not hold."""
         rows = self._row(client)
         return frozenset(
-            name for (name, version), has in zip(self.versions.items(), rows, strict=True) if name in names and has != version
+            name
+            for (name, version), has in zip(self.versions.items(), rows, strict=True)
+            if name in names and has != version
         )
 
     def acknowledge(self, received: Iterable[tuple[str, Names]]) -> Ledger:

@@ -1,4 +1,4 @@
-"""A method is four independent choices: a plan, how a client learns, what happens on the wire, how the server learns."""
+"""A method is four independent choices: the plan, how a client learns, what the wire does, how the server learns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from partita.core.model import Batch, Examples, Model, Output
 from partita.core.plan import NONE, Phase, Plan, Planner, share_everything
 from partita.core.rng import Key
 from partita.core.tree import Mean, Names, Slots, Tensors, add
-
 
 T = TypeVar("T")
 
@@ -63,7 +62,7 @@ class Server:
 
 
 class Local:
-    """How one client learns, written for one client; the engine lifts it to many. Every hook defaults to plain training."""
+    """How a client learns, written for one; the engine lifts it to many. Every hook defaults to plain training."""
 
     slots: Names = NONE  # the slots it sends up and remembers; no two rules of a method may share one
     optimizers: Names | None = None  # the local optimizers it is right for; None: any

@@ -62,7 +62,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs by name, as the model's forward takes them. The mask (example,) marks padding with zero; None: all count."""
+    """Inputs by name, as the model takes them. The mask (example,) is zero for padding; None: all count."""
 
     inputs: Tensors
     targets: Tensor

@@ -102,7 +102,7 @@ class Schedule:
             case "linear":
                 return 1.0 - (1 - self.floor) * done
             case "step":
-                return self.gamma ** float((round - self.warmup) // self.every)
+                return float(self.gamma ** ((round - self.warmup) // self.every))
 
 
 def clip(grads: Tensors, norm: Tensor, limit: float) -> Tensors:

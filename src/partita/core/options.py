@@ -30,17 +30,19 @@ def pick(index: Mapping[str, str], name: str, what: str) -> Callable[..., Any]:
     return found
 
 
-def bind(target: Callable[..., Any], options: Mapping[str, Any], where: str, given: Iterable[str] = ()) -> dict[str, Any]:
-    """The options as arguments of the target (a function or dataclass); `given` are arguments that come from elsewhere."""
-    parameters = inspect.signature(target).parameters
+def bind(
+    target: Callable[..., Any], options: Mapping[str, Any], where: str, given: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The options as arguments of a function or dataclass; `given` are those that come from elsewhere."""
+    parameters = {name: each for name, each in inspect.signature(target).parameters.items() if name not in set(given)}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    open_names = [name for name in parameters if name not in set(given)]
+    open_names = [name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD]
     for key, value in options.items():
-        if key not in open_names:
-            if not open_names:
-                raise OptionError(f"unknown key '{where}.{key}'; {where} takes no options")
-            raise OptionError(f"unknown key '{where}.{key}'; {nearest(key, open_names)}")
-        if key in hints and not fits(value, hints[key]):
+        if key not in open_names and not takes_any:
+            remedy = nearest(key, open_names) if open_names else "there are no options here"
+            raise OptionError(f"unknown key '{where}.{key}'; {remedy}")
+        if key in open_names and key in hints and not fits(value, hints[key]):
             raise OptionError(f"{where}.{key} is {value!r}; it must be {describe(hints[key])}")
     for name in open_names:
         if name not in options and parameters[name].default is inspect.Parameter.empty:

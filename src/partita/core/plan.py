@@ -17,7 +17,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Turn:
-    """One client's place in a run. `signal` is what the server's rule decided from what it saw; it travels with the job."""
+    """One client's place in a run. `signal` is what the server's rule decided; it travels with the job."""
 
     round: int
     rounds: int

@@ -11,8 +11,8 @@ import torch
 
 from partita.core import wire
 from partita.core.drift import Drift, Measures
-from partita.core.ledger import Ledger
 from partita.core.learn import ClientFault, Job
+from partita.core.ledger import Ledger
 from partita.core.method import Server, Update
 from partita.core.model import Model
 from partita.core.plan import Plan, Turn, plan_for
@@ -69,7 +69,7 @@ def begin(run: Run, model: Model) -> Server:
 
 
 def rounds(run: Run, model: Model, engine: Engine, server: Server | None = None, start: int = 0) -> Iterator[Round]:
-    """Rounds `start` to the last. To go on after a stop, give the server of the last finished round and the next number."""
+    """Rounds `start` to the last. To go on after a stop, give the server after the last finished round."""
     server = server or begin(run, model)
     for number in range(start, run.rounds):
         result = _Round(run, model, server, number).play(engine)
@@ -156,7 +156,7 @@ class _Round:
             yield reply
 
     def _fault(self, update: Update, plan: Plan) -> str | None:
-        """An update may hold fewer names than the plan sends up, never others, and only finite numbers of the right shape."""
+        """Fewer names than the plan sends up are fine, others are not; nor are odd shapes or numbers."""
         for slot, part in {"delta": update.delta, **update.slots}.items():
             for name, value in part.items():
                 expected = self.server.params[name].shape if name in plan.up else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import torch
 
@@ -26,6 +26,10 @@ class Store(Protocol):
 
     def commit(self, done: int) -> None:
         """A checkpoint of `done` rounds is about to be written: all it needs must be safe now."""
+        ...
+
+    def known(self) -> list[str]:
+        """The clients that have left anything, sorted."""
         ...
 
 
@@ -53,6 +57,9 @@ class Disk:
     def commit(self, done: int) -> None:
         self.commits = (self.commits[1], done)
 
+    def known(self) -> list[str]:
+        return sorted(unquote(path.name) for path in self.folder.glob("*") if sealed(path))
+
     def rewind(self, done: int) -> None:
         """Forget what rounds from `done` on had written."""
         for path in self.folder.glob("*/*.safetensors"):
@@ -60,7 +67,7 @@ class Disk:
                 path.unlink()
 
     def _folder(self, client: str) -> Path:
-        return self.folder / quote(client, safe="")
+        return self.folder / quote(client, safe="").replace(".", "%2E")  # a client may be called ".."
 
 
 class Memory:
@@ -86,3 +93,6 @@ class Memory:
                 self.disk.save(client, *self.states[client])
             self.disk.commit(done)
         self.changed.clear()
+
+    def known(self) -> list[str]:
+        return sorted(self.states.keys() | set(self.disk.known() if self.disk else ()))

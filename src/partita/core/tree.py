@@ -44,7 +44,8 @@ def norm(tree: Tensors) -> Tensor:
     """The Euclidean norm over all tensors together, by the norms of each as torch's clipping takes it."""
     if not tree:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in tree.values()]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in tree.values()]))
+    return total
 
 
 def to(tree: Tensors, device: torch.device) -> Tensors:
@@ -66,7 +67,7 @@ def digest(tree: Mapping[str, Tensor]) -> str:
 
 
 class Mean:
-    """A running weighted mean by name. It holds one copy of the model however many are added, and the first is exact."""
+    """A running weighted mean by name: one copy of the model however many are added, and the first is exact."""
 
     def __init__(self) -> None:
         self.value: Tensors = {}

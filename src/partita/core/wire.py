@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from functools import lru_cache
 
 import safetensors.torch
@@ -44,8 +43,6 @@ def count(slots: Slots) -> dict[str, int]:
             sizes[name] = sizes.get(name, 0) + weight
             entries.append((f"{slot}/{name}", _TYPES[value.dtype], tuple(value.shape), weight))
     return {ENVELOPE: _envelope(tuple(entries)), **sizes} if entries else {}
-
-
 
 
 @lru_cache(maxsize=1024)

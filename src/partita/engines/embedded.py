@@ -105,7 +105,7 @@ class Embedded:
             groups.setdefault((each.plan.phases, age(each) if by_age else None), []).append(place)
         learned: dict[int, Learned] = {}
         for places in groups.values():
-            results = learn(self.run, self.model, [visits[place] for place in places])
+            results = learn(self.run, [visits[place] for place in places])
             learned.update(zip(places, results, strict=True))
         return [learned[place] for place in range(len(visits))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from partita.core.method import Context, Local, Method, MethodError
@@ -19,9 +20,8 @@ class Proximal(Local):
 
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         held = sorted(ctx.plan.train & ctx.plan.down)
-        if not held:
-            return None
-        return 0.5 * self.mu * sum(((params[name] - ctx.anchor[name]) ** 2).sum() for name in held)
+        squares = [((params[name] - ctx.anchor[name]) ** 2).sum() for name in held]
+        return 0.5 * self.mu * torch.stack(squares).sum() if squares else None
 
 
 def fedprox(mu: float = 0.01) -> Method:

@@ -1,0 +1,64 @@
+# Each target sets up what it needs: beforehand there must be only make and Python 3.11 or newer.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python3.13)
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check style types wheel bench format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY)  ## compare three methods on small images, and write a report to runs/demo
+	$(VENV)/bin/partita compare --config examples/digits.toml --methods fedavg,fedprox,fedfrozen --seeds 3 \
+	    --out runs/demo --report
+
+test: $(READY)  ## the fast tests
+	$(PY) -m pytest -q -n $(WORKERS)
+
+test-all: $(READY)  ## the fast and the slow tests
+	$(PY) -m pytest -q -n $(WORKERS) -m "slow or not slow"
+
+check: style types test wheel  ## all that CI runs
+
+style: $(READY)  ## format and lint, changing nothing
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+types: $(READY)  ## mypy
+	$(VENV)/bin/mypy
+
+wheel: $(READY)  ## build the wheel, install it elsewhere, and use it from there
+	$(PY) scripts/check_wheel.py
+
+bench: $(READY)  ## the speed benchmarks
+	$(PY) benchmarks/run.py
+
+format: $(READY)  ## format, and mend what the linter can
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+clean:  ## remove caches and build leftovers; keeps .venv and runs
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Without --no-compile pip compiles tens of thousands of files, few of which are ever imported: it doubles the time.
+$(READY): pyproject.toml constraints.txt
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+	    for python in $(PYTHONS); do \
+	        if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	            echo "1/3 Creating $(VENV) with $$("$$python" --version)"; \
+	            "$$python" -m venv $(VENV); exit $$?; \
+	        fi; \
+	    done; \
+	    echo "partita needs Python 3.11 or newer; tried: $(PYTHONS) (python3 is $$(python3 --version 2>&1))." >&2; \
+	    echo "Install it, or say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	    exit 1; \
+	}
+	@echo "2/3 Installing partita and its tools into $(VENV); the first time this takes a few minutes"
+	@$(PY) -m pip install -qq --no-compile --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+	@echo "3/3 Ready"

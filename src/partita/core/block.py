@@ -1,0 +1,190 @@
+"""One phase of local training, for one client or for several side by side.
+
+Clients share no arithmetic, so the gradient of the sum of their losses is each one's own: only the forward pass is
+lifted with `vmap`, and one ordinary backward pass serves the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.core import tree
+from partita.core.method import Context, Local
+from partita.core.model import Batch
+from partita.core.optim import clip
+from partita.core.plan import Phase
+from partita.core.run import Run
+from partita.core.tree import Slots, Tensors
+
+
+class LiftError(ValueError):
+    """A model or rule that vmap cannot lift."""
+
+
+class Block:
+    """One phase of one client or of several side by side; a leading dimension (client, ...) appears with the second."""
+
+    def __init__(
+        self,
+        run: Run,
+        phase: Phase,
+        contexts: Sequence[Context],
+        now: Sequence[Tensors],
+        moments: Sequence[Slots],
+    ) -> None:
+        first = contexts[0]
+        self.run, self.model, self.plan, self.lr = run, first.model, first.plan, first.lr
+        self.many = len(contexts) > 1
+        self.device = next(iter(now[0].values())).device
+        names = sorted(phase.names)
+        # Clones, since the optimizer moves them in place.
+        self.live = {name: self._join([each[name] for each in now]) for name in names}
+        fresh = run.training.optimizer.init({name: now[0][name] for name in names})
+        self.moments = {
+            slot: {
+                name: self._join([each.get(slot, start).get(name, start[name]) for each in moments]) for name in names
+            }
+            for slot, start in fresh.items()
+        }
+        ages = moments[0].get("age", {})
+        self.born = {name: int(ages[name]) if name in ages else 0 for name in names}
+        self.steps = 0
+        self.shared = [
+            _share([{name: value for name, value in each.items() if name not in phase.names} for each in now]),
+            _share([each.anchor for each in contexts]),
+            _share([each.sent for each in contexts]),
+            _share([each.memory for each in contexts]),
+        ]
+
+    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """One step of the leading clients; the others have finished. Returns each one's loss."""
+        count = len(batches)
+        live = {name: self._lead(value, count).detach().requires_grad_() for name, value in self.live.items()}
+        fixed = [_lead_shared(part, count) if self.many else part for part in self.shared]
+        batch = _place(_collate(batches) if self.many else batches[0], self.device)
+        given = [batch.inputs, batch.targets, batch.mask]
+        dims = [0, *(dims for _, dims in self.shared), 0, 0, None if batch.mask is None else 0]
+        values = [value for value, _ in fixed]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.training.precision == "bfloat16"):
+            total, task = self._lift(self._objective, dims)(live, *values, *given)
+        slopes = torch.autograd.grad(total.sum(), list(live.values()), allow_unused=True)
+        grads = {name: slope for name, slope in zip(live, slopes, strict=True) if slope is not None}
+        with torch.no_grad():
+            if self._corrects():
+                grads = self._lift(self._correct, dims[:1] + dims[2:5])(grads, *values[1:])
+            self.steps += 1
+            ages = self._ages(self.steps)
+            moments = {slot: {k: self._lead(v, count) for k, v in part.items()} for slot, part in self.moments.items()}
+            self.run.training.optimizer.step(
+                {name: self._lead(value, count) for name, value in self.live.items()}, grads, moments, self.lr, ages
+            )
+        return list(task.detach().unbind()) if self.many else [task.detach()]
+
+    def params(self, rank: int) -> Tensors:
+        return {name: self._one(value, rank) for name, value in self.live.items()}
+
+    def state(self, rank: int, steps: int) -> dict[str, Tensors]:
+        """The optimizer's, for a client that took so many of the block's steps."""
+        state = {slot: {k: self._one(v, rank) for k, v in part.items()} for slot, part in self.moments.items()}
+        if self.run.training.optimizer.ages:
+            state["age"] = {name: torch.tensor(years) for name, years in self._ages(steps).items()}
+        return state
+
+    def _ages(self, steps: int) -> dict[str, int]:
+        return {name: years + steps for name, years in self.born.items()}
+
+    def _objective(
+        self, live: Tensors, rest: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
+        inputs: Tensors, targets: Tensor, mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx = Context(self.model, self.plan, anchor, sent, memory, self.lr)
+        params = {**rest, **live}
+        out = self.model(params, inputs)
+        losses = self.model.losses(out, targets)  # (example,)
+        task = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
+        penalties = (rule.penalty(out, params, Batch(inputs, targets, mask), ctx) for rule in self.run.method.local)
+        return sum((penalty for penalty in penalties if penalty is not None), start=task), task
+
+    def _corrects(self) -> bool:
+        corrected = any(type(rule).gradient is not Local.gradient for rule in self.run.method.local)
+        return corrected or self.run.training.clip is not None
+
+    def _correct(self, grads: Tensors, anchor: Tensors, sent: Slots, memory: Slots) -> Tensors:
+        ctx = Context(self.model, self.plan, anchor, sent, memory, self.lr)
+        for rule in self.run.method.local:
+            grads = rule.gradient(grads, ctx)
+        limit = self.run.training.clip
+        return grads if limit is None else clip(grads, tree.norm(grads), limit)
+
+    def _lift(self, function: Callable[..., Any], dims: list[Any]) -> Callable[..., Any]:
+        if not self.many:
+            return function
+        lifted = torch.vmap(function, in_dims=tuple(dims))
+
+        def call(*parts: Any) -> Any:
+            try:
+                return lifted(*parts)
+            except RuntimeError as error:
+                raise LiftError(
+                    f"vmap cannot lift {self.model.name} with {self.run.method.name} over clients: {error}; "
+                    "set engine.block = 1 to train clients one by one"
+                ) from error
+
+        return call
+
+    def _join(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts)) if self.many else parts[0].clone()
+
+    def _lead(self, value: Tensor, count: int) -> Tensor:
+        return value[:count] if self.many else value
+
+    def _one(self, value: Tensor, rank: int) -> Tensor:
+        return value[rank].clone() if self.many else value
+
+
+def _share(parts: Sequence[Any]) -> tuple[Any, Any]:
+    """(value, vmap dimension) of nested dicts: what all clients hold as one object is held once, the rest stacked."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        pairs = {name: _share([part[name] for part in parts]) for name in first}
+        return {name: value for name, (value, _) in pairs.items()}, {name: dim for name, (_, dim) in pairs.items()}
+    if all(part is first for part in parts):
+        return first, None
+    return torch.stack(list(parts)), 0
+
+
+def _lead_shared(part: tuple[Any, Any], count: int) -> tuple[Any, Any]:
+    value, dims = part
+    if isinstance(value, Mapping):
+        return {name: _lead_shared((value[name], dims[name]), count)[0] for name in value}, dims
+    return (value if dims is None else value[:count]), dims
+
+
+def _collate(batches: Sequence[Batch]) -> Batch:
+    """(client, example, ...): short batches are padded with their first example, which the mask then leaves out."""
+    sizes = [len(batch.targets) for batch in batches]
+    longest = max(sizes)
+
+    def pad(value: Tensor) -> Tensor:
+        missing = longest - len(value)
+        return torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) if missing else value
+
+    def join(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack([pad(value) for value in values])
+
+    inputs = {name: join([batch.inputs[name] for batch in batches]) for name in batches[0].inputs}
+    mask = None
+    if min(sizes) < longest:
+        mask = (torch.arange(longest) < torch.tensor(sizes).unsqueeze(1)).float()  # (client, example)
+    return Batch(inputs, join([batch.targets for batch in batches]), mask)
+
+
+def _place(batch: Batch, device: torch.device) -> Batch:
+    if batch.targets.device == device:
+        return batch
+    mask = None if batch.mask is None else batch.mask.to(device, non_blocking=True)
+    return Batch(tree.to(batch.inputs, device), batch.targets.to(device, non_blocking=True), mask)

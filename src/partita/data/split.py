@@ -1,0 +1,208 @@
+"""Dealing a task's rows to clients. Every split gives each row to one client and each client at least one row."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from partita.core.options import bind, nearest, pick
+from partita.core.rng import Key
+from partita.data.errors import DataError
+from partita.data.names import Listed, Numbered
+from partita.data.task import Cut, Federation, Ints, Partition, Task, grouped
+
+ATTEMPTS = 50
+
+SPLITS = {
+    "iid": "partita.data.split:iid",
+    "dirichlet": "partita.data.split:dirichlet",
+    "quantity": "partita.data.split:quantity",
+    "pathological": "partita.data.split:pathological",
+    "by_column": "partita.data.split:by_column",
+    "flwr": "partita.data.flwr:flwr",
+}
+
+
+def split(
+    task: Task,
+    kind: str,
+    clients: int | None = None,
+    *,
+    key: Key,
+    validation: float = 0.1,
+    test: float = 0.2,
+    **options: Any,
+) -> Federation:
+    """Deal the train rows to clients, and let each cut its own validation and test part."""
+    deal = pick(SPLITS, kind, "split")
+    given = options if clients is None else {"clients": clients, **options}
+    partition = deal(task, key=key / kind, **bind(deal, given, "split", given=["task", "key"]))
+    # By their decimals: a share of 0.29 of 100 rows is 29 rows, which binary fractions miss.
+    cut = Cut(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
+    return Federation(task, partition.clients, cut)
+
+
+def iid(task: Task, clients: int, key: Key) -> Partition:
+    """Shuffled and dealt evenly: sizes differ by one at most."""
+    count = _enough(task, clients)
+    owner = np.empty(count, np.int64)
+    owner[_draws(key).permutation(count)] = np.arange(count) * clients // count
+    return grouped(owner, Numbered(clients))
+
+
+def dirichlet(task: Task, clients: int, key: Key, alpha: float, smallest: int = 10) -> Partition:
+    """Label skew: the rows of each class are shared out in proportions drawn from a symmetric Dirichlet."""
+    _enough(task, clients, smallest)
+    return _proportions(task.labels(), clients, key, alpha, smallest)
+
+
+def quantity(task: Task, clients: int, key: Key, alpha: float, smallest: int = 10) -> Partition:
+    """Size skew: all rows alike are shared out in proportions drawn from a symmetric Dirichlet."""
+    count = _enough(task, clients, smallest)
+    return _proportions(np.zeros(count, np.int64), clients, key, alpha, smallest)
+
+
+def pathological(task: Task, clients: int, key: Key, classes_per_client: int) -> Partition:
+    """Label skew: each client has exactly so many classes, and those who share a class share it evenly."""
+    count = _enough(task, clients)
+    found, codes = np.unique(task.labels(), return_inverse=True)
+    _whole("classes_per_client", classes_per_client)
+    if classes_per_client > len(found):
+        raise DataError(
+            f"classes_per_client = {classes_per_client}, but the train rows of {task.name} have {len(found)} classes; "
+            f"use at most {len(found)}"
+        )
+    if clients * classes_per_client < len(found):
+        raise DataError(
+            f"{clients} clients of {classes_per_client} classes leave some of the {len(found)} classes to nobody; "
+            f"use at least {math.ceil(len(found) / classes_per_client)} clients or more classes_per_client"
+        )
+    draws = _draws(key)
+    sharers = _sharers(np.minimum(np.bincount(codes), clients), clients * classes_per_client, draws)
+    chosen = _deal_classes(sharers, clients, classes_per_client, draws)  # (client, choice)
+    owner = np.empty(count, np.int64)
+    for code in range(len(found)):
+        members = np.flatnonzero(codes == code)
+        takers = np.flatnonzero((chosen == code).any(axis=1))
+        # Shuffled, so that the row left over in an uneven share is not always the first client's.
+        owner[draws.permutation(members)] = draws.permutation(takers)[np.arange(len(members)) % len(takers)]
+    return grouped(owner, Numbered(clients))
+
+
+def by_column(task: Task, key: Key, column: str, per_value: int = 1) -> Partition:
+    """A natural split: one client, or several alike, for each value of a column, called after it."""
+    if column not in task.columns:
+        hint = nearest(column, task.columns) if task.columns else "it has none; use another kind of split"
+        raise DataError(f"{task.name} has no column '{column}'; {hint}")
+    _whole("per_value", per_value)
+    values, codes, sizes = np.unique(task.columns[column], return_inverse=True, return_counts=True)
+    if sizes.min() < per_value:
+        few = int(sizes.argmin())
+        raise DataError(
+            f"per_value = {per_value}, but '{values[few]}' of column '{column}' has {sizes[few]} examples; "
+            f"use at most {sizes[few]}"
+        )
+    shuffled = _draws(key).permutation(len(codes))
+    rows = shuffled[np.argsort(codes[shuffled], kind="stable")]
+    within = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # place among the rows of one value
+    owner = np.empty(len(codes), np.int64)
+    owner[rows] = codes[rows] * per_value + within % per_value
+    return grouped(owner, Listed(_names([str(value) for value in values], per_value)))
+
+
+def _proportions(groups: Ints, clients: int, key: Key, alpha: float, smallest: int) -> Partition:
+    if not 0 < alpha <= 1e9:
+        raise DataError(f"alpha = {alpha} is no concentration; give a number above 0 and up to 1e9")
+    members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
+    owner, best, poorest = np.empty_like(groups), -1, ""
+    for attempt in range(ATTEMPTS):
+        draws = _draws(key / "attempt" / attempt)
+        for rows in members:
+            owner[draws.permutation(rows)] = np.repeat(np.arange(clients), _shares(len(rows), clients, alpha, draws))
+        sizes = np.bincount(owner, minlength=clients)
+        if sizes.min() >= smallest:
+            return grouped(owner, Numbered(clients))
+        if sizes.min() > best:
+            best, poorest = int(sizes.min()), f"c{sizes.argmin()}"
+    remedy = " or a lower smallest" if smallest > 1 else ""
+    raise DataError(
+        f"no client may have fewer examples than {smallest}, but at best of {ATTEMPTS} draws '{poorest}' would get "
+        f"{best}; use fewer clients than {clients}, a larger alpha than {alpha:g}{remedy}"
+    )
+
+
+def _shares(count: int, clients: int, alpha: float, draws: np.random.Generator) -> Ints:
+    ends = np.cumsum(draws.dirichlet(np.full(clients, float(alpha)))) * count
+    # Cutting at a random offset rounds each share without bias. Cutting at whole numbers would favour the same
+    # clients in every class once there are fewer rows of a class than clients.
+    ends = np.floor(ends + draws.random()).astype(np.int64)
+    ends[-1] = count
+    return np.diff(np.minimum(ends, count), prepend=0)
+
+
+def _sharers(most: Ints, places: int, draws: np.random.Generator) -> Ints:
+    """How many clients share each class: as equal as the most that each class can serve allows."""
+    if most.sum() < places:
+        raise DataError(
+            f"{places} shares of a class are needed, but the classes have examples for {most.sum()} clients; "
+            "use fewer clients or fewer classes_per_client"
+        )
+    sharers = np.zeros_like(most)
+    while left := places - int(sharers.sum()):
+        open_ = np.flatnonzero(sharers < most)
+        if left < len(open_):
+            sharers[draws.choice(open_, left, replace=False)] += 1
+        else:
+            sharers[open_] += np.minimum(left // len(open_), most[open_] - sharers[open_])
+    return sharers
+
+
+def _deal_classes(sharers: Ints, clients: int, each: int, draws: np.random.Generator) -> Ints:
+    """A random choice of `each` classes for every client, in which each class has just its number of sharers."""
+    left = sharers.astype(float)
+    chosen = np.empty((clients, each), np.int64)
+    for client in range(clients):
+        # The first to arrive at a rate of the places left are a draw without replacement in proportion to them.
+        arrival = draws.standard_exponential(len(left)) / np.maximum(left, 1e-300)
+        # A class with as many places left as there are clients left must be taken now, or it never will be.
+        arrival[left == clients - client] = 0.0
+        chosen[client] = np.argpartition(arrival, each - 1)[:each]
+        left[chosen[client]] -= 1
+    return chosen[draws.permutation(clients)]  # must-takes gather at the end
+
+
+def _names(values: list[str], per_value: int) -> list[str]:
+    """Values made fit for file names and key paths; those that become alike are numbered apart."""
+    taken: dict[str, None] = {}
+    for value in values:
+        plain = re.sub(r"[^\w.-]+", "_", value).strip("_") or "unnamed"
+        name, again = plain, 2
+        while name in taken:
+            name, again = f"{plain}_{again}", again + 1
+        taken[name] = None
+    return [f"{name}-{place}" for name in taken for place in range(per_value)] if per_value > 1 else list(taken)
+
+
+def _enough(task: Task, clients: int, smallest: int = 1) -> int:
+    """The number of rows to deal, if there are enough of them."""
+    _whole("clients", clients)
+    _whole("smallest", smallest)
+    if clients * smallest > len(task.train):
+        raise DataError(
+            f"{clients} clients of at least {smallest} examples need {clients * smallest}, but {task.name} has "
+            f"{len(task.train)}; use at most {len(task.train) // smallest} clients"
+        )
+    return len(task.train)
+
+
+def _whole(name: str, value: int) -> None:
+    if value < 1:
+        raise DataError(f"{name} = {value} is no count; give a whole number from 1 up")
+
+
+def _draws(key: Key) -> np.random.Generator:
+    return np.random.default_rng(key.seed())

@@ -1,0 +1,108 @@
+"""Attention that torch.vmap can lift over clients at the speed of the fused kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor  # torch has no public name for these
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from partita.models import ModelError
+
+NAME = "partita"
+REFUSED = ("softcap", "position_bias", "s_aux")  # changes to the scores that other architectures ask for
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """softmax(query keyᵀ · scale) value, each (example, head, token, width); a Boolean mask is true where to look."""
+    if torch.compiler.is_compiling():  # the compiler fuses it, and cannot see which transforms are at work
+        return _written_out(query, key, value, mask, scale)
+    tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
+    if any(map(is_batchedtensor, tensors)):
+        return _Folded.apply(query, key, value, mask, scale)  # type: ignore[no-any-return, no-untyped-call]
+    if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward pass has no batching rule
+        return _written_out(query, key, value, mask, scale)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+class _Folded(torch.autograd.Function):
+    """Under vmap, clients become more examples of one fused call; by itself vmap would call it for each client."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        raise AssertionError("only ever called under vmap")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to save: autograd sees the fused call itself."""
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, int]:
+        clients = info.batch_size
+
+        def front(tensor: Tensor, dim: int | None) -> Tensor:  # (client, example, ...)
+            return tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+        query, key, value = (front(tensor, dims[i]).flatten(0, 1) for i, tensor in enumerate((query, key, value)))
+        examples = len(query) // clients
+        if mask is not None:
+            mask = front(mask, dims[3])  # one row may serve all examples
+            mask = mask.expand(clients, examples, *mask.shape[2:]).flatten(0, 1)
+        output = attend(query, key, value, mask, scale)
+        return output.reshape(clients, examples, *output.shape[1:]), 0
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None and mask.dtype == torch.bool:
+        # Not -inf: an example that is all padding must not turn into NaN.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1) @ value
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer."""
+    if dropout:
+        raise ModelError(
+            f"{type(module).__name__} asks for attention dropout {dropout}, which draws from global random state; "
+            "put the module in eval mode"
+        )
+    if asked := [name for name in REFUSED if others.get(name) is not None]:
+        raise ModelError(f"{type(module).__name__} asks for {asked[0]}, which {NAME} attention does not compute")
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if causal and attention_mask is None and query.shape[2] > 1:
+        raise ModelError(f"{type(module).__name__} is causal but gives no mask; make one by transformers.masking_utils")
+    return attend(query, key, value, attention_mask, scaling).transpose(1, 2), None  # (example, token, head, width)
+
+
+def _mask(
+    *, attention_mask: Tensor | None = None, allow_is_bidirectional_skip: bool = False, **facts: Any
+) -> Tensor | None:
+    """A Boolean mask (example, 1, query, key), or None where all see all; values are not looked at, for vmap's sake."""
+    if allow_is_bidirectional_skip and attention_mask is None:
+        return None
+    return sdpa_mask(
+        **{**facts, "allow_is_causal_skip": False}, attention_mask=attention_mask, allow_is_bidirectional_skip=False
+    )
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

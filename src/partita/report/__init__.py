@@ -1,0 +1,21 @@
+"""Tables, figures and a page from recorded runs. Matplotlib and scipy are imported where they are first needed."""
+
+from partita.report.page import page
+from partita.report.plots import picture
+from partita.report.read import Record, ReportError, find, read
+from partita.report.show import to_json, to_markdown, to_text
+from partita.report.tables import Comparison, compare
+
+__all__ = [
+    "Comparison",
+    "Record",
+    "ReportError",
+    "compare",
+    "find",
+    "page",
+    "picture",
+    "read",
+    "to_json",
+    "to_markdown",
+    "to_text",
+]

@@ -1,0 +1,325 @@
+"""One HTML file that holds everything: styles and figures are inside, and nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partita.report import plots, stages
+from partita.report.frame import Style, styles, svg
+from partita.report.read import Record, by_label, clients, settings
+from partita.report.show import Column, halves, size
+from partita.report.tables import Comparison, compare
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def page(
+    records: Sequence[Record],
+    out: Path | str,
+    title: str = "Federated fine-tuning, compared",
+    target: float | None = None,
+    metric: str = "accuracy",
+) -> Path:
+    """Write the report of these runs; the first label is what the others are compared with."""
+    out = Path(out)
+    sections = (
+        _head(records, title),
+        _comparison(records, compare(records, target, metric)),
+        _figures(records, metric),
+        _lost(records),
+        _plans(records),
+        _settings(records),
+        _origin(records, out.parent),
+    )
+    css = (files("partita.report") / "page.css").read_text(encoding="utf-8")
+    text = (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
+        f"<style>{css}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside its place and then moved there, so that a reader never meets half a page.
+    handle, draft = tempfile.mkstemp(dir=out.parent, suffix=".html")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(draft, 0o644)
+        os.replace(draft, out)
+    except BaseException:
+        os.unlink(draft)
+        raise
+    return out
+
+
+def _head(records: Sequence[Record], title: str) -> str:
+    labels = list(by_label(records))
+    seeds = sorted({record.seed for record in records})
+    finished = sum(record.finished for record in records)
+    facts = {
+        "data": _name(records, "data"),
+        "model": _name(records, "model"),
+        "clients a round": _range(clients(row) for record in records for row in record.rows),
+        "rounds": _range(len(record.rows) for record in records),
+        "seeds": ", ".join(map(str, seeds)),
+        "runs": f"{len(records)}" if finished == len(records) else f"{len(records)}, of them {finished} finished",
+        "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+    what = f"{', '.join(labels[:-1])} and {labels[-1]}" if len(labels) > 1 else labels[0]
+    many = f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    lead = f"{what} on {facts['data']} with {facts['model']}, over {many} and {facts['rounds']} rounds."
+    grid = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    return (
+        f'<header>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n'
+        f'<dl class="facts">{grid}</dl>\n</header>\n'
+    )
+
+
+def _name(records: Sequence[Record], table: str) -> str:
+    names = dict.fromkeys(str((record.config.get(table) or {}).get("name", "unnamed " + table)) for record in records)
+    return ", ".join(names)
+
+
+def _range(counts: Iterable[int]) -> str:
+    seen = sorted(set(counts))
+    return str(seen[0]) if len(seen) == 1 else f"{seen[0]} to {seen[-1]}"
+
+
+def _comparison(records: Sequence[Record], comparison: Comparison) -> str:
+    look = styles(by_label(records))
+    tables = "".join(f"<h3>{escape(title)}</h3>\n{_half(shown, look)}" for title, shown in halves(comparison).items())
+    return f"<section>\n<h2>Comparison</h2>\n{tables}{_notes(comparison.comments)}</section>\n"
+
+
+def _half(shown: Sequence[Column], look: Mapping[str, Style]) -> str:
+    name, rest = shown[0], shown[1:]
+    # A rule on the left of each group's first column keeps the groups apart all the way down.
+    edges = [
+        ' class="starts"' if column.group and column.group != before.group else "" for before, column in pairwise(shown)
+    ]
+    groups = "".join(
+        f'<th colspan="{len(list(members))}">{escape(group)}</th>'
+        for group, members in groupby(shown, lambda column: column.group)
+    )
+    headings = "".join(f"<th{edge}>{escape(column.heading)}</th>" for edge, column in zip(edges, rest, strict=True))
+    body = []
+    for row, label in enumerate(name.cells):
+        cells = "".join(f"<td{edge}>{_cell(column.cells[row])}</td>" for edge, column in zip(edges, rest, strict=True))
+        body.append(f'<tr><th scope="row" class="name">{_swatch(look[label])}{escape(label)}</th>{cells}</tr>\n')
+    return (
+        f'<div class="wide"><table>\n<thead><tr class="group">{groups}</tr>'
+        f'<tr><th class="name">{escape(name.heading)}</th>{headings}</tr></thead>\n'
+        f"<tbody>\n{''.join(body)}</tbody></table></div>\n"
+    )
+
+
+def _cell(text: str) -> str:
+    """The spread or interval after a value is set back a little."""
+    value, space, rest = text.partition(" ")
+    return f"{escape(value)}{space}<small>{escape(rest)}</small>" if rest[:1] in ("±", "[") else escape(text)
+
+
+def _swatch(style: Style) -> str:
+    dash = (
+        "" if style.dash == "solid" else f' stroke-dasharray="{" ".join(str(3 * length) for length in style.dash[1])}"'
+    )
+    line = f'<line x1="0" y1="5" x2="26" y2="5" stroke="{style.colour}" stroke-width="4"{dash}/>'
+    return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true">{line}</svg>'
+
+
+def _notes(comments: Iterable[str]) -> str:
+    items = ""
+    for comment in comments:
+        about, colon, rest = comment.partition(": ")
+        items += f"<li><b>{escape(about)}</b>{colon}{escape(rest)}</li>" if colon else f"<li>{escape(comment)}</li>"
+    return f'<ul class="notes">{items}</ul>\n' if items else ""
+
+
+def _figures(records: Sequence[Record], metric: str) -> str:
+    repeated = any(len(runs) > 1 for runs in by_label(records).values())
+    spread = "the band is ± one sample standard deviation" if repeated else "there is one seed, so no spread"
+    if repeated and not all(run.finished for run in records):
+        spread += ", and where a run is unfinished the mean is over the seeds that got that far"
+    spread += "."
+    marked = any(stages.changes(runs) for runs in by_label(records).values())
+    marks = f" Dashed verticals: a label's plan changes (if at most {stages.CHANGES_MARKED} times)." if marked else ""
+    wanted: list[tuple[str, Callable[[], Figure | None], str, str]] = [
+        (
+            "rounds",
+            lambda: plots.accuracy_by_round(records, metric),
+            f"{metric.capitalize()} by round.",
+            f"Test {metric} after each round, mean over seeds; {spread}{marks}",
+        ),
+        (
+            "bytes",
+            lambda: plots.accuracy_by_bytes(records, metric),
+            f"{metric.capitalize()} against what was sent up.",
+            f"The same values over the megabytes that all clients together had sent to the server by then; {spread}",
+        ),
+        (
+            "drift",
+            lambda: plots.drift_by_role(records),
+            "Drift by role.",
+            "How far the clients' updates lie from their mean, relative to its length (0: all agree), by role of the "
+            "parameters, mean over seeds (no spread shown); a line ends where the role is no longer sent up.",
+        ),
+        (
+            "personal",
+            lambda: plots.personal_by_client(records, metric),
+            "Clients one by one.",
+            f"Each dot is one client of one seed by the {metric} on its own test part, the lowest at the foot of its "
+            "strip; the line is the mean over clients, the diamond that of the worst tenth, both averaged over seeds.",
+        ),
+    ]
+    drawn = "".join(_figure(name, make(), head, caption) for name, make, head, caption in wanted)
+    return f"<section>\n<h2>Figures</h2>\n{drawn}</section>\n" if drawn else ""
+
+
+def _figure(name: str, figure: Figure | None, head: str, caption: str) -> str:
+    if figure is None:
+        return ""
+    drawing = svg(figure, name).replace("<svg", f'<svg role="img" aria-label="{escape(head)}"', 1)
+    return (
+        f'<figure id="{name}">\n<div class="wide">{drawing}</div>\n'
+        f"<figcaption><b>{escape(head)}</b> {escape(caption)}</figcaption>\n</figure>\n"
+    )
+
+
+def _lost(records: Sequence[Record]) -> str:
+    """Faults of a kind together, however many clients and rounds they struck."""
+    faults: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    for record in records:
+        for row in record.rows:
+            for client, reason in (row.get("lost") or {}).items():
+                faults.setdefault((record.label, str(reason)), []).append((record.seed, row["round"] + 1, client))
+    if not faults:
+        return ""
+    body = [(label, reason, str(len(cases)), _places(cases)) for (label, reason), cases in faults.items()]
+    return (
+        "<section>\n<h2>Lost clients</h2>\n<p>Clients that were asked in a round and whose answer did not count.</p>\n"
+        f"{_table(('label', 'reason', 'times', 'where'), body)}</section>\n"
+    )
+
+
+def _places(cases: Sequence[tuple[int, int, str]]) -> str:
+    named = [f"{client} (seed {seed}, round {round})" for seed, round, client in cases[:4]]
+    return "; ".join([*named, f"and {len(cases) - 4} more"] if len(cases) > 4 else named)
+
+
+def _plans(records: Sequence[Record]) -> str:
+    plans = stages.plans(records)
+    if not plans:
+        return ""
+    figure = _figure(
+        "plan",
+        stages.plan_grid(records),
+        "The plan.",
+        "What happens to each role in each layer, stage by stage; a cell of two colours is divided by numbers of "
+        "parameters, and an empty one has no parameters. Labels with equal plans share a panel.",
+    )
+    body = [
+        (
+            ", ".join(each.labels),
+            stages.rounds_of(stage),
+            *(_part(stage, what) for what in ("trains", "up", "down", "keep")),
+        )
+        for each in plans
+        for stage in each.stages
+    ]
+    table = _table(("label", "stage", "trains", "goes up", "comes down", "stays"), body, kind="text narrow")
+    asked = dict.fromkeys(str(stage["client"]) for each in plans for stage in each.stages if stage.get("client"))
+    comments = [
+        f"A stage is a stretch of rounds with one plan, here for client {', '.join(asked) or 'of the first seed'}. "
+        "Numbers are parameters; what comes down is what a client needs, and it is sent only what it lacks."
+    ]
+    for label, runs in by_label(records).items():
+        shown = runs[0].plan
+        if shown and any(_spans(run.plan) != _spans(shown) for run in runs):
+            comments.append(f"{label}: stages differ from seed to seed; those of seed {runs[0].seed} are shown.")
+    return f"<section>\n<h2>Plan</h2>\n{figure}{table}{_notes(comments)}</section>\n"
+
+
+def _spans(stages: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [stage["first"] for stage in stages]
+
+
+def _part(stage: Mapping[str, Any], what: str) -> str:
+    chosen = [row for row in stage["rows"] if row.get(what)]
+    if not chosen:
+        return "–"
+    count = sum(row.get("parameters", 0) for row in chosen)
+    return f"{count:,} ({size(sum(row.get('bytes', 0) for row in chosen))})".replace(",", " ")
+
+
+def _settings(records: Sequence[Record]) -> str:
+    groups = by_label(records)
+    flat = {label: settings(runs[0]) for label, runs in groups.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    differing = [key for key in keys if len({values.get(key) for values in flat.values()}) > 1]
+    parts = ["<section>\n<h2>Settings</h2>\n"]
+    if differing:
+        body = [(label, *(values.get(key, "–") for key in differing)) for label, values in flat.items()]
+        parts.append("<p>What differs between the labels, by the settings of their first seeds.</p>\n")
+        parts.append(_table(("label", *differing), body))
+    for label, runs in groups.items():
+        seeds = ", ".join(str(run.seed) for run in runs)
+        many = "seeds" if len(runs) > 1 else "seed"
+        parts.append(
+            f"<details><summary>{escape(label)} <span>{many} {escape(seeds)}</span></summary>\n"
+            f"<pre>{escape(_toml(runs[0].config))}</pre></details>\n"
+        )
+    return "".join([*parts, "</section>\n"])
+
+
+def _toml(table: Mapping[str, Any], path: str = "") -> str:
+    """As the run's own config file says it, tables after plain values."""
+    plain = [
+        f"{key} = {json.dumps(value, ensure_ascii=False, default=str)}"
+        for key, value in table.items()
+        if not isinstance(value, Mapping)
+    ]
+    inner = [
+        f"\n[{path}{key}]\n{_toml(value, f'{path}{key}.')}"
+        for key, value in table.items()
+        if isinstance(value, Mapping)
+    ]
+    return "\n".join([*plain, *inner])
+
+
+def _origin(records: Sequence[Record], beside: Path) -> str:
+    keys = dict.fromkeys(key for record in records for key in record.environment)
+    body = [
+        (key, "; ".join(dict.fromkeys(record.environment[key] for record in records if key in record.environment)))
+        for key in keys
+    ]
+    commands = "\n".join(_command(record, beside) for record in records)
+    table = _table(("what", "value"), body) if body else "<p>No environment was recorded.</p>\n"
+    return (
+        f"<section>\n<h2>Reproduce</h2>\n<p>Each run again from its own settings, from the folder of this page:</p>\n"
+        f"<pre>{escape(commands)}</pre>\n<h3>Environment</h3>\n{table}</section>\n"
+    )
+
+
+def _command(record: Record, beside: Path) -> str:
+    """A new folder, since a run is never written over another."""
+    config = Path(os.path.relpath(record.folder, beside), "config.toml").as_posix()
+    return f"partita run --config {shlex.quote(config)} --out {shlex.quote(f'again/{record.folder.name}')}"
+
+
+def _table(headings: Sequence[str], body: Iterable[Sequence[str]], kind: str = "text") -> str:
+    top = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>\n" for cells in body)
+    return (
+        f'<div class="wide"><table class="{kind}"><thead><tr>{top}</tr></thead>\n'
+        f"<tbody>\n{rows}</tbody></table></div>\n"
+    )

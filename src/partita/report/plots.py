@@ -1,0 +1,245 @@
+"""Figures from recorded rows. Every function makes a Figure of its own and touches no global state of matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from partita.report.frame import (
+    GRID,
+    INK,
+    ROLES,
+    Style,
+    calm,
+    legend,
+    legend_height,
+    new_figure,
+    shorten,
+    styles,
+    whole_rounds,
+)
+from partita.report.read import Record, ReportError, by_label, number, personal, present, sent, tested
+from partita.report.stages import changes
+from partita.report.tables import deviation, mean, worst_tenth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Over the seeds that were tested after a round: mean and sample standard deviation, in percent."""
+
+    rounds: list[int]  # completed, so the first is 1
+    mean: list[float]
+    sd: list[float]  # 0 where a single seed got that far
+    megabytes: list[float] | None  # sent up by all clients until then
+
+
+def curve(runs: Sequence[Record], metric: str) -> Curve:
+    by_round: dict[int, list[float]] = {}
+    for run in runs:
+        for round, value in tested(run, metric):
+            if value is not None:
+                by_round.setdefault(round, []).append(100 * value)
+    sums = [_cumulative(run) for run in runs]
+    megabytes = [mean([each[round] for each in sums if round in each]) for round in sorted(by_round)]
+    return Curve(
+        rounds=[round + 1 for round in sorted(by_round)],
+        mean=[fmean(by_round[round]) for round in sorted(by_round)],
+        sd=[deviation(by_round[round]) or 0.0 for round in sorted(by_round)],
+        megabytes=None if None in megabytes else present(megabytes),
+    )
+
+
+def _cumulative(run: Record) -> dict[int, float]:
+    """Megabytes sent up by the end of each round; empty where bytes were not recorded."""
+    sums = accumulate(size / 1e6 for size in sent(run, "up") or ())
+    return dict(zip((row["round"] for row in run.rows), sums, strict=False))
+
+
+def accuracy_by_round(records: Sequence[Record], metric: str = "accuracy") -> Figure | None:
+    curves = _curves(records, metric)
+    if not curves:
+        return None
+    figure = new_figure(9.2, 3.8 + legend_height(list(curves)))
+    axes = figure.add_subplot()
+    marked = _draw_rounds(axes, records, curves, metric)
+    legend(figure, list(by_label(records)), marked)
+    return figure
+
+
+def accuracy_by_bytes(records: Sequence[Record], metric: str = "accuracy") -> Figure | None:
+    curves = _curves(records, metric)
+    if not any(each.megabytes for each in curves.values()):
+        return None
+    figure = new_figure(9.2, 3.8 + legend_height(list(curves)))
+    axes = figure.add_subplot()
+    _draw_bytes(axes, records, curves, metric)
+    legend(figure, list(by_label(records)))
+    return figure
+
+
+def picture(records: Sequence[Record], out: Path | str, metric: str = "accuracy") -> Path:
+    """One wide PNG: what was reached by round, and what it cost in bytes sent up."""
+    curves = _curves(records, metric)
+    if not curves:
+        raise ReportError(
+            f"no run was ever tested for '{metric}', so there is nothing to draw; choose a recorded metric"
+        )
+    figure = new_figure(11.5, 3.9 + legend_height(list(curves)))
+    left, right = figure.subplots(1, 2, sharey=True)
+    marked = _draw_rounds(left, records, curves, metric)
+    _draw_bytes(right, records, curves, metric)
+    right.set_ylabel("")
+    left.set_title("By round", loc="left", fontsize=11, color=INK, fontweight="bold")
+    right.set_title("By megabytes sent up", loc="left", fontsize=11, color=INK, fontweight="bold")
+    legend(figure, list(by_label(records)), marked)
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png", dpi=180, facecolor="white")
+    return out
+
+
+def _curves(records: Sequence[Record], metric: str) -> dict[str, Curve]:
+    curves = {label: curve(runs, metric) for label, runs in by_label(records).items()}
+    return {label: each for label, each in curves.items() if each.rounds}
+
+
+def _draw_rounds(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curve], metric: str) -> bool:
+    """Returns whether a change of plan was marked."""
+    look = styles(by_label(records))
+    for label, each in curves.items():
+        _draw_line(axes, each.rounds, each, look[label], len(curves))
+    calm(axes, "rounds completed", f"test {metric}, %{_band(curves)}")
+    whole_rounds(axes)
+    return _mark_stages(axes, records, look)
+
+
+def _draw_bytes(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curve], metric: str) -> None:
+    look = styles(by_label(records))
+    spent = {label: each.megabytes for label, each in curves.items() if each.megabytes}
+    for label, megabytes in spent.items():
+        _draw_line(axes, megabytes, curves[label], look[label], len(curves))
+        axes.plot(megabytes[-1:], curves[label].mean[-1:], "o", color=look[label].colour, markersize=5, zorder=4)
+    ends = [megabytes[-1] for megabytes in spent.values()]
+    starts = [megabytes[0] for megabytes in spent.values()]
+    if ends and min(starts) > 0 and max(ends) > 8 * min(ends):
+        axes.set_xscale("log")  # a cheap method would be a stroke at the left edge
+    calm(axes, "MB sent up so far, all clients", f"test {metric}, %{_band(curves)}")
+
+
+def _band(curves: Mapping[str, Curve]) -> str:
+    return "  (band: ±1 sd over seeds)" if any(any(each.sd) for each in curves.values()) else ""
+
+
+def _draw_line(axes: Axes, x: Sequence[float], each: Curve, style: Style, count: int) -> None:
+    width, alpha = (1.8, 0.16) if count <= 6 else (1.4, 0.07)
+    look = {"color": style.colour, "linestyle": style.dash, "linewidth": width}
+    axes.plot(x, each.mean, marker=_dot(x), markersize=4, zorder=3, **look)
+    if any(each.sd):
+        low = [value - sd for value, sd in zip(each.mean, each.sd, strict=True)]
+        high = [value + sd for value, sd in zip(each.mean, each.sd, strict=True)]
+        axes.fill_between(x, low, high, color=style.colour, alpha=alpha, linewidth=0, zorder=2)
+
+
+def _dot(x: Sequence[float]) -> str | None:
+    """A line of one point cannot be seen without it."""
+    return "o" if len(x) < 3 else None
+
+
+def _mark_stages(axes: Axes, records: Sequence[Record], look: Mapping[str, Style]) -> bool:
+    """A vertical line between the last round of one stage and the first of the next."""
+    marks: dict[int, list[str]] = {}
+    for label, runs in by_label(records).items():
+        for first in changes(runs):
+            marks.setdefault(first, []).append(label)
+    for first, labels in marks.items():
+        for turn, label in enumerate(labels):
+            # Labels that change at the same place take turns along the line, so that each is seen.
+            dash = (-6 * turn, (6, 6 * (len(labels) - 1))) if len(labels) > 1 else (0, (3, 3))
+            axes.axvline(first + 0.5, color=look[label].colour, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1)
+    return bool(marks)
+
+
+def drift_by_role(records: Sequence[Record], measure: str = "dispersion") -> Figure | None:
+    """A panel for each role, a line for each label: the mean over seeds."""
+    groups = by_label(records)
+    seen = {group for run in records for row in run.rows for group in row.get("drift") or {}}
+    roles = [role for role in ROLES if role in seen]
+    lines = {
+        (role, label): points
+        for role in roles
+        for label, runs in groups.items()
+        if (points := _drift(runs, role, measure))
+    }
+    roles = [role for role in roles if any(shown == role for shown, _ in lines)]
+    if not roles:
+        return None
+    across = min(4, len(roles))
+    down = math.ceil(len(roles) / across)
+    figure = new_figure(9.2, 0.4 + 1.95 * down + legend_height(list(groups)))
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    style = styles(groups)
+    for panel in panels.flat[len(roles) :]:
+        panel.set_visible(False)
+    for place, (role, panel) in enumerate(zip(roles, panels.flat, strict=False)):
+        for label in groups:
+            if (role, label) in lines:
+                rounds, values = zip(*lines[role, label], strict=True)
+                look = {"color": style[label].colour, "linestyle": style[label].dash, "linewidth": 1.5}
+                panel.plot(rounds, values, marker=_dot(rounds), markersize=4, **look)
+        below = place + across >= len(roles)
+        calm(panel, "rounds completed" if below else "", measure if place % across == 0 else "")
+        panel.tick_params(labelbottom=below)
+        panel.set_title(role, loc="left", fontsize=9, color=INK, fontweight="bold")
+        whole_rounds(panel)
+    measured = [value for points in lines.values() for _, value in points]
+    if min(measured) > 0 and max(measured) > 30 * min(measured):
+        panels.flat[0].set_yscale("log")
+    legend(figure, list(groups))
+    return figure
+
+
+def _drift(runs: Sequence[Record], role: str, measure: str) -> list[tuple[int, float]]:
+    """(rounds completed, mean over seeds), for the rounds in which the role was measured."""
+    by_round: dict[int, list[float]] = {}
+    for run in runs:
+        for row in run.rows:
+            value = number(((row.get("drift") or {}).get(role) or {}).get(measure))
+            if value is not None:
+                by_round.setdefault(row["round"] + 1, []).append(value)
+    return [(completed, fmean(values)) for completed, values in sorted(by_round.items())]
+
+
+def personal_by_client(records: Sequence[Record], metric: str = "accuracy") -> Figure | None:
+    """A strip for each label. Clients rise by their value within it, so a strip is a cumulative distribution."""
+    groups = by_label(records)
+    values = {label: [present(personal(run, metric)) for run in runs] for label, runs in groups.items()}
+    values = {label: seeds for label, seeds in values.items() if any(seeds)}
+    if not values:
+        return None
+    look = styles(groups)
+    figure = new_figure(9.2, 0.8 + 0.58 * len(values))
+    axes = figure.add_subplot()
+    for row, (label, seeds) in enumerate(values.items()):
+        dots = sorted(100 * value for seed in seeds for value in seed)
+        rise = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
+        axes.plot(dots, rise, "o", color=look[label].colour, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
+        centre, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed) for seed in seeds])
+        if centre is not None and worst is not None:
+            axes.plot([100 * centre] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)
+            axes.plot([100 * worst], [row], "D", color="none", markeredgecolor=INK, markersize=5.5, zorder=3)
+    axes.set_yticks(range(len(values)), [shorten(label, 28) for label in values])
+    axes.set_ylim(len(values) - 0.45, -0.55)
+    calm(axes, f"personal {metric} of a client, %   (line: mean, diamond: mean of the worst tenth)", "")
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.tick_params(axis="y", length=0)
+    return figure

@@ -1,0 +1,170 @@
+"""Run folders, read back as values."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+class ReportError(ValueError):
+    """Something that cannot be reported."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run: what was asked for, and one row for each finished round."""
+
+    label: str
+    seed: int
+    config: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    plan: tuple[Mapping[str, Any], ...]  # the stages, in order
+    environment: Mapping[str, str]
+    finished: bool
+    folder: Path
+
+
+def find(folder: Path | str) -> list[Path]:
+    """All run folders at or below a folder, sorted by path."""
+    folder = Path(folder)
+    found = sorted(path.parent for path in folder.rglob("rows.jsonl") if (path.parent / "config.toml").is_file())
+    if not found:
+        raise ReportError(f"no run at or below '{folder}'; a run folder holds config.toml and rows.jsonl")
+    return found
+
+
+def read(folder: Path | str) -> Record:
+    folder = Path(folder)
+    for needed in ("config.toml", "rows.jsonl"):
+        if not (folder / needed).is_file():
+            raise ReportError(f"'{folder}' is not a run folder: it has no {needed}; give the folder of one run")
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ReportError(
+            f"'{folder / 'config.toml'}' is not valid TOML ({error}); restore it as it was written"
+        ) from error
+    for key in ("label", "seed"):
+        if key not in config:
+            raise ReportError(f"'{folder / 'config.toml'}' has no '{key}'; it must be the resolved config of a run")
+    return Record(
+        label=str(config["label"]),
+        seed=int(config["seed"]),
+        config=config,
+        rows=_rows(folder / "rows.jsonl"),
+        plan=tuple(_json(folder / "plan.json").get("stages", ())),
+        environment={key: str(value) for key, value in _json(folder / "environment.json").items()},
+        finished=(folder / "result.json").is_file(),
+        folder=folder,
+    )
+
+
+def _rows(path: Path) -> tuple[Row, ...]:
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            last = rows[-1]["round"] if rows else -1
+            if row["round"] <= last:
+                raise ReportError(
+                    f"'{path}', line {number}: round {row['round']} comes after round {last}; keep one of them"
+                )
+            rows.append(row)
+        except ReportError:
+            raise
+        except (ValueError, TypeError, KeyError) as error:
+            # A run that was stopped while writing leaves half a line, and only ever the last one.
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            raise ReportError(
+                f"'{path}', line {number} is not a row with a round; remove or repair the line"
+            ) from error
+    if not rows:
+        raise ReportError(f"'{path}' has no finished round yet; wait for the first one")
+    return tuple(rows)
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    """Runs of an older version may lack a file, and stay reportable."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ReportError(f"'{path}' is not valid JSON ({error}); restore it as it was written") from error
+    if not isinstance(content, dict):
+        raise ReportError(f"'{path}' holds no JSON object; restore it as it was written")
+    return content
+
+
+def by_label(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The repeats of each label by seed, with labels in order of first appearance."""
+    groups: dict[str, dict[int, Record]] = {}
+    for record in records:
+        repeats = groups.setdefault(record.label, {})
+        if record.seed in repeats:
+            raise ReportError(
+                f"two runs are called '{record.label}' with seed {record.seed}: '{repeats[record.seed].folder}' and "
+                f"'{record.folder}'; give one of them another label, or leave it out"
+            )
+        repeats[record.seed] = record
+    if not groups:
+        raise ReportError("there is no run to report; give at least one run folder")
+    return {label: [repeats[seed] for seed in sorted(repeats)] for label, repeats in groups.items()}
+
+
+def settings(record: Record) -> dict[str, str]:
+    """Every setting by its dotted name, but for the seed and the label."""
+    found: dict[str, str] = {}
+    tables: list[tuple[str, Mapping[str, Any]]] = [("", record.config)]
+    for path, table in tables:
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                tables.append((f"{path}{key}.", value))
+            elif path or key not in ("seed", "label"):
+                found[path + key] = (
+                    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+                )
+    return found
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for all that is missing, not a number or infinite."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if usable else None
+
+
+def tested(record: Record, metric: str) -> list[tuple[int, float | None]]:
+    """(round, value) for the rounds with a test; None where the value is not a finite number."""
+    return [(row["round"], number(row["test"].get(metric))) for row in record.rows if row.get("test")]
+
+
+def personal(record: Record, metric: str) -> list[float | None]:
+    """Each client's value at the last personal evaluation; None where it is not a finite number."""
+    for row in reversed(record.rows):
+        if row.get("personal") and row["personal"].get(metric):
+            return [number(value) for value in row["personal"][metric].values()]
+    return []
+
+
+def clients(row: Row) -> int:
+    """How many clients were asked in a round, with those that were lost."""
+    return len(set(row.get("cohort") or ()) | set(row.get("lost") or ()))
+
+
+def sent(record: Record, way: str) -> list[float] | None:
+    """Bytes in each round, or None where they were not recorded."""
+    values = [number((row.get("bytes") or {}).get(way)) for row in record.rows]
+    return None if None in values else present(values)
+
+
+def present(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

@@ -1,0 +1,145 @@
+"""The comparison as a terminal, a Markdown file, a program or a page wants it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from partita.report.tables import Comparison, Difference, Line, Reach
+
+MISSING = "–"
+COSTS = ("a client-round", "a run")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as it is shown: a heading, its group, and the cell of each line."""
+
+    group: str
+    heading: str
+    cells: tuple[str, ...]
+
+
+def columns(comparison: Comparison) -> list[Column]:
+    """The columns that have something to say; every way of showing the table shares them."""
+    several, metric = len(comparison.lines) > 1, comparison.metric
+    corrected = any(line.difference and line.difference.p_holm is not None for line in comparison.lines)
+    has_personal = any(line.personal is not None for line in comparison.lines)
+    target = MISSING if comparison.target is None else f"{100 * comparison.target:.1f}%"
+    shown: list[tuple[bool, str, str, Callable[[Line], str]]] = [
+        (True, "", "label", lambda line: line.label),
+        (True, "", "seeds", lambda line: str(len(line.seeds))),
+        (True, "test", f"{metric}, %", lambda line: _spread(line.final, line.final_sd)),
+        (True, "test", "stability", lambda line: _percent(line.stability)),
+        (several, "test", "difference [95%]", lambda line: _gap(line.difference)),
+        (several, "test", "p (Holm)" if corrected else "p", lambda line: _p(line.difference, corrected)),
+        (has_personal, "personal", "mean, %", lambda line: _percent(line.personal)),
+        (has_personal, "personal", "worst tenth", lambda line: _percent(line.personal_worst)),
+        (True, "a client-round", "up", lambda line: size(line.up)),
+        (True, "a client-round", "down", lambda line: size(line.down)),
+        (True, "a run", "MB", lambda line: _short(line.total_mb)),
+        (True, "a run", f"rounds to {target}", lambda line: _reached(line.reach)),
+        (True, "a run", "s a round", lambda line: _short(line.seconds)),
+    ]
+    return [
+        Column(group, heading, tuple(map(cell, comparison.lines))) for wanted, group, heading, cell in shown if wanted
+    ]
+
+
+def halves(comparison: Comparison) -> dict[str, list[Column]]:
+    """The columns as two tables by title, each narrow enough to be read without scrolling."""
+    shown = columns(comparison)
+    return {
+        "What was reached": [column for column in shown if column.group not in COSTS],
+        "What it cost": [shown[0], *(column for column in shown if column.group in COSTS)],
+    }
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return MISSING if value is None else f"{100 * value:{sign}.1f}".replace("-", "−")
+
+
+def _spread(value: float | None, sd: float | None) -> str:
+    return _percent(value) if sd is None else f"{_percent(value)} ± {_percent(sd)}"
+
+
+def _gap(each: Difference | None) -> str:
+    if each is None or each.mean is None:
+        return MISSING
+    interval = "" if each.low is None else f" [{_percent(each.low)}, {_percent(each.high)}]"
+    return _percent(each.mean, "+") + interval
+
+
+def _p(each: Difference | None, corrected: bool) -> str:
+    value = None if each is None else each.p_holm if corrected else each.p
+    if value is None:
+        return MISSING
+    return "<0.001" if value < 0.001 else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
+
+
+def size(count: float | None) -> str:
+    """Bytes in a unit that suits them."""
+    if count is None:
+        return MISSING
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{_short(count / factor)} {unit}"
+    return f"{count:.0f} B"
+
+
+def _short(value: float | None) -> str:
+    """Three significant digits, and never an exponent."""
+    if value is None:
+        return MISSING
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 or value == 0 else 4
+    return f"{value:,.{digits}f}".replace(",", " ")
+
+
+def _reached(reach: Reach | None) -> str:
+    if reach is None:
+        return MISSING
+    counted = "" if reach.reached == reach.of else f" ({reach.reached} of {reach.of})"
+    return f"not reached{counted}" if reach.rounds is None else f"{reach.rounds:g}{counted}"
+
+
+def to_json(comparison: Comparison) -> str:
+    return json.dumps(asdict(comparison), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def to_markdown(comparison: Comparison) -> str:
+    shown = columns(comparison)
+    groups = [f"{column.group}: {column.heading}" if column.group else column.heading for column in shown]
+    rule = [":--" if place == 0 else "--:" for place in range(len(shown))]
+    body = zip(*(column.cells for column in shown), strict=True)
+    lines = [f"| {' | '.join(_plain(cell) for cell in line)} |" for line in (groups, rule, *body)]
+    return "\n".join([*lines, "", *(f"- {_plain(comment)}" for comment in comparison.comments)]) + "\n"
+
+
+def _plain(text: str) -> str:
+    """A label may hold what Markdown would take for itself."""
+    for mark in "\\|*_`<[":
+        text = text.replace(mark, f"\\{mark}")
+    return text.replace("\n", " ")
+
+
+def to_text(comparison: Comparison, width: int = 110) -> str:
+    """For a terminal: what was reached, and below it what it cost."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=width, color_system=None, highlight=False)
+    with console.capture() as capture:
+        for title, chosen in halves(comparison).items():
+            table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+            for place, column in enumerate(chosen):
+                heading = Text(f"{column.group}\n{column.heading}" if column.group else column.heading)
+                table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
+            for cells in zip(*(column.cells for column in chosen), strict=True):
+                table.add_row(*map(Text, cells))  # Text: a label with brackets is no markup
+            console.print(table)
+        for comment in comparison.comments:
+            console.print(Text(f"· {comment}"))
+    return capture.get()

@@ -1,0 +1,287 @@
+"""The comparison of methods: one row for each label, with its spread over seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from partita.report.read import (
+    Record,
+    ReportError,
+    by_label,
+    clients,
+    number,
+    personal,
+    present,
+    sent,
+    settings,
+    tested,
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """This label − the first one, paired over `n` common seeds; the interval is the 95% one of Student's t."""
+
+    n: int
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    p_holm: float | None = None  # given from three labels on
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The median counts a seed that did not reach the target as infinitely late; None: so late is the median."""
+
+    rounds: float | None
+    reached: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values of the metric are fractions, spread is the sample standard deviation, and None means not known."""
+
+    label: str
+    seeds: tuple[int, ...]
+    final: float | None
+    final_sd: float | None
+    stability: float | None
+    personal: float | None
+    personal_worst: float | None
+    difference: Difference | None  # None in the first line
+    up: float | None  # bytes a client-round
+    down: float | None
+    total_mb: float | None  # a run, both ways; 1 MB is 10^6 bytes
+    reach: Reach | None
+    seconds: float | None  # a round
+
+
+@dataclass(frozen=True)
+class Comparison:
+    metric: str
+    target: float | None
+    lines: tuple[Line, ...]
+    comments: tuple[str, ...]
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = present(values)
+    return statistics.fmean(known) if known else None
+
+
+def deviation(values: Sequence[float | None]) -> float | None:
+    known = present(values)
+    return statistics.stdev(known) if len(known) > 1 else None
+
+
+def compare(records: Sequence[Record], target: float | None = None, metric: str = "accuracy") -> Comparison:
+    """One line for each label, in order of first appearance; the first is what the others are compared with.
+
+    The target is a fraction, by default 95% of the first label's mean final value.
+    """
+    groups = by_label(records)
+    finals = {label: {run.seed: _final(run, metric) for run in runs} for label, runs in groups.items()}
+    first = next(iter(groups))
+    asked = target
+    if target is None and (reference := mean(list(finals[first].values()))) is not None:
+        target = 0.95 * reference
+    differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
+    if len(groups) > 2:
+        differences = _corrected(differences)
+    lines = tuple(_line(runs, finals[label], differences.get(label), target, metric) for label, runs in groups.items())
+    comments = [
+        *_meaning(lines, target, asked is not None, metric),
+        *_reservations(groups, finals, differences, metric),
+    ]
+    return Comparison(metric, target, lines, tuple(comments))
+
+
+def _line(
+    runs: list[Record],
+    finals: dict[int, float | None],
+    difference: Difference | None,
+    target: float | None,
+    metric: str,
+) -> Line:
+    own = [present(personal(run, metric)) for run in runs]
+    return Line(
+        label=runs[0].label,
+        seeds=tuple(finals),
+        final=mean(list(finals.values())),
+        final_sd=deviation(list(finals.values())),
+        stability=mean([_stability(run, metric) for run in runs]),
+        personal=mean([mean(values) for values in own]),
+        personal_worst=mean([worst_tenth(values) for values in own]),
+        difference=difference,
+        up=mean([_each(run, "up") for run in runs]),
+        down=mean([_each(run, "down") for run in runs]),
+        total_mb=mean([_total(run) for run in runs]),
+        reach=None if target is None else _reach(runs, target, metric),
+        seconds=mean([mean([number(row.get("seconds")) for row in run.rows]) for run in runs]),
+    )
+
+
+def _each(run: Record, way: str) -> float | None:
+    """Bytes a client-round."""
+    sizes, asked = sent(run, way), sum(clients(row) for row in run.rows)
+    return None if sizes is None or not asked else sum(sizes) / asked
+
+
+def _total(run: Record) -> float | None:
+    up, down = sent(run, "up"), sent(run, "down")
+    return None if up is None or down is None else (sum(up) + sum(down)) / 1e6
+
+
+def _final(run: Record, metric: str) -> float | None:
+    """The last tested round's value, which may be unknown: an earlier one is not put in its place."""
+    values = tested(run, metric)
+    return values[-1][1] if values else None
+
+
+def _stability(run: Record, metric: str) -> float | None:
+    start = run.rows[-math.ceil(len(run.rows) / 4)]["round"]
+    return deviation([value for round, value in tested(run, metric) if round >= start])
+
+
+def worst_tenth(values: Sequence[float]) -> float | None:
+    """The mean over the worst tenth of the clients, and over at least one."""
+    return mean(sorted(values)[: math.ceil(len(values) / 10)])
+
+
+def _reach(runs: list[Record], target: float, metric: str) -> Reach:
+    late = [
+        next((round + 1.0 for round, value in tested(run, metric) if value is not None and value >= target), math.inf)
+        for run in runs
+    ]
+    return Reach(number(statistics.median(late)), sum(map(math.isfinite, late)), len(late))
+
+
+def _pairs(first: list[Record], runs: list[Record], metric: str) -> list[tuple[float, float]]:
+    """The final values over common seeds, of runs that came equally far."""
+    pairs = []
+    for one in first:
+        for other in runs:
+            before, after = _final(one, metric), _final(other, metric)
+            if one.seed == other.seed and before is not None and after is not None and _comparable(one, other, metric):
+                pairs.append((before, after))
+    return pairs
+
+
+def _comparable(one: Record, other: Record, metric: str) -> bool:
+    return (one.finished and other.finished) or tested(one, metric)[-1][0] == tested(other, metric)[-1][0]
+
+
+def _difference(first: list[Record], runs: list[Record], metric: str) -> Difference:
+    pairs = _pairs(first, runs, metric)
+    if len(pairs) < 2:
+        return Difference(len(pairs))
+    gaps = [after - before for before, after in pairs]
+    if max(gaps) - min(gaps) < 1e-12:
+        # Equal gaps have no spread to test against; what would remain is the rounding of floats.
+        return Difference(len(pairs), statistics.fmean(gaps))
+    try:
+        from scipy import stats
+    except ModuleNotFoundError as error:
+        raise ReportError("paired tests need scipy; pip install 'partita[report]'") from error
+    test = stats.ttest_rel([after for _, after in pairs], [before for before, _ in pairs])
+    interval = test.confidence_interval(0.95)
+    return Difference(len(pairs), statistics.fmean(gaps), float(interval.low), float(interval.high), float(test.pvalue))
+
+
+def _corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
+    tests = {label: each.p for label, each in differences.items() if each.p is not None}
+    by_holm = dict(zip(tests, holm(list(tests.values())), strict=True))
+    return {label: replace(each, p_holm=by_holm.get(label)) for label, each in differences.items()}
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction, in the order given."""
+    corrected, highest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = highest
+    return corrected
+
+
+def _meaning(lines: Sequence[Line], target: float | None, asked: bool, metric: str) -> list[str]:
+    """What the columns say, for those columns that are there."""
+    said = [
+        f"{metric}: of the last tested round, mean ± sample standard deviation over seeds.",
+        "stability: standard deviation over the last quarter of the rounds, averaged over seeds; lower is steadier.",
+    ]
+    compared = [line.difference for line in lines if line.difference]
+    if compared:
+        counts = sorted({each.n for each in compared})
+        over = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
+        said.append(
+            f"difference: to {lines[0].label}, in percentage points, paired over common seeds ({over}), "
+            "with the 95% interval and p of a paired t test."
+        )
+    tests = [each for each in compared if each.p is not None]
+    if any(each.p_holm is not None for each in tests):
+        said.append(f"p: corrected by Holm for {len(tests)} comparisons; the intervals are not corrected.")
+    elif tests:
+        said.append("p: not corrected for many comparisons.")
+    if any(line.personal is not None for line in lines):
+        said.append("personal: on each client's own test part; worst tenth is the mean over the worst 10% of clients.")
+    said.append("client-round: one client asked in one round, whether or not it answered.")
+    said.append("MB: sent both ways in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
+    if target is not None:
+        origin = "as asked" if asked else f"95% of the final mean of {lines[0].label}"
+        said.append(
+            f"rounds to {100 * target:.1f}%: {origin}; the first round counts as 1, and in the median over seeds "
+            "one that did not get there as infinitely late."
+        )
+    return said
+
+
+def _reservations(
+    groups: dict[str, list[Record]],
+    finals: dict[str, dict[int, float | None]],
+    differences: dict[str, Difference],
+    metric: str,
+) -> list[str]:
+    """What a reader must know before trusting a line."""
+    first, said = next(iter(groups)), []
+    for label, runs in groups.items():
+        for run in runs:
+            if not run.finished:
+                so_far = f"{len(run.rows)} of {run.config.get('rounds', '?')} rounds"
+                said.append(f"{label}, seed {run.seed}: unfinished ({so_far}); its last tested round is used.")
+        known = [settings(run) for run in runs]
+        if differing := [key for key in known[0] if any(each.get(key) != known[0][key] for each in known)]:
+            said.append(
+                f"{label}: its runs differ in more than the seed ({', '.join(differing)}); they are no repeats."
+            )
+        if unknown := [str(seed) for seed, value in finals[label].items() if value is None]:
+            said.append(f"{label}: no final {metric} for seed {', '.join(unknown)}; left out of the mean.")
+        own = [value for run in runs for value in personal(run, metric)]
+        if None in own:
+            said.append(f"{label}: {own.count(None)} of {len(own)} personal values are missing and left out.")
+        if len(runs) == 1:
+            said.append(f"{label}: one seed, so no spread over seeds.")
+        if label != first:
+            said += _paired_reservations(groups[first], runs, differences[label])
+    return said
+
+
+def _paired_reservations(first: list[Record], runs: list[Record], each: Difference) -> list[str]:
+    label, said = runs[0].label, []
+    common = len({run.seed for run in runs} & {run.seed for run in first})
+    if each.n < common:
+        said.append(
+            f"{label}: {common - each.n} of {common} common seeds left out of the difference, "
+            "since one run of the pair is behind or has no value."
+        )
+    if each.n < 2:
+        said.append(
+            f"{label}: no paired difference to {first[0].label}, which needs 2 pairs of runs; here n = {each.n}."
+        )
+    elif each.p is None:
+        said.append(f"{label}: the same difference to {first[0].label} for every seed, so there is nothing to test.")
+    return said

@@ -1,0 +1,18 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# One thread a worker: more would fight with the other workers, and tensors this small gain nothing. Said by environment,
+# before torch is loaded, so that it also reaches subprocesses and a test without torch need not wait for it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# A test that would download something fails at once, on every machine alike.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The first call of a torch operation is far slower than the next, so a deadline would fail at random.
+settings.register_profile("partita", deadline=None)
+settings.load_profile("partita")

@@ -1,0 +1,164 @@
+"""What several tests share: small federations, a plain loop with torch.optim, and ad hoc rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from partita.conformance import Tiny, TinyExamples, TinyPopulation
+from partita.core.learn import Job, deal
+from partita.core.method import Aggregate, Method, Rule, Server, Update
+from partita.core.model import ClientData, Examples, Model
+from partita.core.optim import SGD, AdamW, Optimizer
+from partita.core.rng import Key
+from partita.core.rounds import Lost, Round, rounds
+from partita.core.run import Run, Training
+from partita.core.tree import Slots, Tensors
+from partita.engines.embedded import Embedded
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(weight_decay=0.1),
+    "momentum": SGD(momentum=0.9),
+    "nesterov": SGD(momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adamw": AdamW(weight_decay=0.1),
+}
+KERNEL = Tiny(width=4, layers=1).names("query", "key")
+
+
+class Clients:
+    """Some clients by name, each with so many examples."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.clients = tuple(sizes)
+        self.parts = {}
+        for client, size in sizes.items():
+            draw = (Key(3) / client).generator()
+            x = torch.randn(size, 4, 4, generator=draw)
+            self.parts[client] = TinyExamples(x, (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long())
+
+    def __getitem__(self, client: str) -> ClientData:
+        part = self.parts[client]
+        return ClientData(part, part, part)
+
+
+class Few:
+    """The first four of conformance's clients: enough for a cohort of half."""
+
+    clients = TinyPopulation.clients[:4]
+
+    def __getitem__(self, client: str) -> ClientData:
+        return TinyPopulation()[client]
+
+
+def small() -> Tiny:
+    return Tiny(width=4, layers=1)
+
+
+def run_of(
+    method: Method, count: int = 3, optimizer: Optimizer | None = None, lr: float = 0.05, seed: int = 7, **more: object
+) -> Run:
+    """Options of Training go to it, all others to Run."""
+    own = {key: more.pop(key) for key in list(more) if key in Training.__dataclass_fields__}
+    training = Training(lr=lr, optimizer=optimizer or SGD(), **{"batch_size": 4, **own})  # type: ignore[arg-type]
+    return Run(method, training, rounds=count, key=Key(seed), **more)  # type: ignore[arg-type]
+
+
+def play(run: Run, model: Model, population: object, server: Server | None = None, start: int = 0, **engine: object) -> list[Round]:
+    made = Embedded(run, model, population, **engine)  # type: ignore[arg-type]
+    return list(rounds(run, model, made, server, start))
+
+
+def last(played: Sequence[Round]) -> Tensors:
+    return played[-1].server.params
+
+
+class TorchLoop:
+    """One model, one torch.optim optimizer, and batches: nothing federated about it."""
+
+    def __init__(self, model: Model, training: Training, start: Tensors | None = None) -> None:
+        self.model, self.training = model, training
+        self.params = {name: value.clone().requires_grad_() for name, value in sorted((start or model.initial).items())}
+        self.renew()
+
+    def renew(self) -> None:
+        """A new optimizer on the same parameters."""
+        ours, values = self.training.optimizer, list(self.params.values())
+        if isinstance(ours, SGD):
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                values, self.training.lr, momentum=ours.momentum, weight_decay=ours.weight_decay, nesterov=ours.nesterov
+            )
+        else:
+            assert isinstance(ours, AdamW)
+            self.optimizer = torch.optim.AdamW(
+                values, self.training.lr, (ours.beta1, ours.beta2), eps=ours.eps, weight_decay=ours.weight_decay
+            )
+
+    def fit(self, examples: Examples, batches: Iterable[Tensor]) -> list[float]:
+        losses = []
+        for indices in batches:
+            batch = examples.take(indices)
+            self.optimizer.zero_grad()
+            loss = self.model.losses(self.model(self.params, batch.inputs), batch.targets).mean()
+            loss.backward()
+            if self.training.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.params.values(), self.training.clip)
+            self.optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def values(self) -> Tensors:
+        return {name: value.detach() for name, value in self.params.items()}
+
+
+def batches_of(run: Run, number: int, client: str, examples: Examples) -> list[Tensor]:
+    key = run.key / "round" / number / "client" / client / "batches" / 0
+    return deal(len(examples), run.training, None, key)
+
+
+def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@dataclass(frozen=True)
+class ServerMomentum(Rule):
+    """The server keeps a velocity of what clients sent."""
+
+    beta: float = 0.5
+
+    def init(self, model: Model) -> Slots:
+        return {"velocity": {name: torch.zeros_like(value) for name, value in model.initial.items()}}
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        old = server.state["velocity"]
+        new = {name: self.beta * old[name] + value for name, value in aggregate.delta.items()}
+        server = super().apply(server, replace(aggregate, delta=new))
+        return replace(server, state={"velocity": {**old, **new}})
+
+
+@dataclass
+class Script:
+    """An engine whose clients answer as a function of the job."""
+
+    answer: Callable[[Job], Update | Lost]
+    names: Sequence[str] = ("a", "b")
+    jobs: list[Job] = field(default_factory=list)
+
+    def clients(self) -> Sequence[str]:
+        return self.names
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        for job in jobs:
+            self.jobs.append(job)
+            yield self.answer(job)
+
+    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
+        raise NotImplementedError
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,182 @@
+"""Options against a signature: what fits, what is refused, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partita.core.method import Method
+from partita.core.options import OptionError, bind, describe, fits, nearest, pick
+from partita.core.run import Training
+from partita.methods import INDEX, build
+
+
+def sample(
+    rate: float, count: int = 3, kind: Literal["one", "two"] = "one", limit: float | None = None, names: tuple[str, ...] = ()
+) -> None:
+    """Something with options."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    size: int
+    flag: bool = False
+
+
+FITS: list[tuple[Any, Any, bool]] = [
+    (1, int, True),
+    (1.0, int, False),
+    (True, int, False),
+    (1, float, True),
+    (1.5, float, True),
+    (True, float, False),
+    ("1", float, False),
+    ("x", str, True),
+    (1, str, False),
+    (True, bool, True),
+    (1, bool, False),
+    (None, type(None), True),
+    (None, None, True),
+    (None, int, False),
+    (None, int | None, True),
+    (2, int | None, True),
+    ("x", int | None, False),
+    (0.5, int | float, True),
+    ("one", Literal["one", "two"], True),
+    ("three", Literal["one", "two"], False),
+    (1, Literal[1, 2], True),
+    (True, Literal[1, 2], False),
+    (1.0, Literal[1, 2], False),
+    ([1, 2], tuple[int, ...], True),
+    ((), tuple[int, ...], True),
+    ([1, "x"], tuple[int, ...], False),
+    ("ab", tuple[str, ...], False),
+    (["a"], list[str], True),
+    ({"a": 1}, dict[str, int], True),
+    ({"a": 1}, Mapping[str, int], True),
+    ([], dict[str, int], False),
+    (object(), Any, True),
+]
+
+
+@pytest.mark.parametrize(("value", "hint", "expected"), FITS, ids=[f"{value!r} {hint}" for value, hint, _ in FITS[:-1]] + ["any"])
+def test_fits(value: Any, hint: Any, expected: bool) -> None:
+    assert fits(value, hint) is expected
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        (int, "a whole number"),
+        (float, "a number"),
+        (str, "a text"),
+        (bool, "true or false"),
+        (int | None, "a whole number or left out"),
+        (int | float, "a whole number or a number"),
+        (Literal["one", 2], "'one' or 2"),
+        (tuple[int, ...], "a list, each a whole number"),
+        (list[str], "a list, each a text"),
+        (Settings, "Settings"),
+    ],
+)
+def test_describe(hint: Any, words: str) -> None:
+    assert describe(hint) == words
+
+
+def test_bind_hands_on_what_fits() -> None:
+    assert bind(sample, {"rate": 1}, "method") == {"rate": 1}
+    given_all = {"rate": 0.5, "count": 2, "kind": "two", "limit": None, "names": ["a", "b"]}
+    assert bind(sample, given_all, "method") == {**given_all, "names": ("a", "b")}
+    assert bind(Settings, {"size": 3, "flag": True}, "data") == {"size": 3, "flag": True}
+    assert bind(sample, {"count": 2}, "method", given=["rate"]) == {"count": 2}
+    sample(**bind(sample, given_all, "method"))
+    assert bind(lambda size, **rest: None, {"size": 1, "other": "x"}, "split") == {"size": 1, "other": "x"}
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "given_names", "message"),
+    [
+        (sample, {"rate": 1, "cuont": 2}, [], r"unknown key 'method.cuont'; did you mean 'count'\?"),
+        (sample, {"rate": 1, "zzz": 2}, [], "unknown key 'method.zzz'; it can be: count, kind, limit, names, rate"),
+        (sample, {"rate": 1}, ["rate"], r"unknown key 'method.rate'; "),
+        (sample, {}, [], "'method.rate' is missing; it must be a number"),
+        (sample, {"rate": "fast"}, [], "method.rate is 'fast'; it must be a number"),
+        (sample, {"rate": 1, "count": 2.5}, [], "method.count is 2.5; it must be a whole number"),
+        (sample, {"rate": 1, "count": True}, [], "method.count is True; it must be a whole number"),
+        (sample, {"rate": 1, "kind": "three"}, [], "method.kind is 'three'; it must be 'one' or 'two'"),
+        (sample, {"rate": 1, "limit": "x"}, [], "method.limit is 'x'; it must be a number or left out"),
+        (sample, {"rate": 1, "names": [1]}, [], "method.names is .1.; it must be a list, each a text"),
+        (Settings, {"flag": True}, [], "'method.size' is missing; it must be a whole number"),
+        (Settings, {"size": 1, "flag": 1}, [], "method.flag is 1; it must be true or false"),
+        (lambda: None, {"x": 1}, [], "unknown key 'method.x'; there are no options"),
+    ],
+)
+def test_bind_names_key_value_and_remedy(target: Any, options: dict[str, Any], given_names: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=f"^{message}"):
+        bind(target, options, "method", given_names)
+
+
+@given(st.dictionaries(st.sampled_from(["lr", "batch_size", "epochs", "clip", "lrr", "precision"]), st.integers(-2, 3) | st.text(max_size=3)))
+def test_bind_either_gives_arguments_that_fit_or_an_option_error(options: dict[str, Any]) -> None:
+    try:
+        bound = bind(Training, options, "training")
+    except OptionError as error:
+        assert "training" in str(error)
+        return
+    assert bound == options
+    assert "lr" in bound
+    assert all(not isinstance(value, str) for key, value in bound.items() if key != "precision")
+
+
+def test_nearest_and_pick() -> None:
+    assert nearest("fedprx", INDEX) == "did you mean 'fedprox'?"
+    assert nearest("qqq", ["b", "a"]) == "it can be: a, b"
+    assert pick(INDEX, "fedavg", "method")().name == "fedavg"
+    with pytest.raises(OptionError, match=r"unknown method 'fedporx'; did you mean 'fedprox'\?"):
+        pick(INDEX, "fedporx", "method")
+
+
+def test_methods_are_built_by_name_with_their_options() -> None:
+    for name in INDEX:
+        built = build(name)
+        assert isinstance(built, Method)
+        assert built.name == name
+    assert build("fedprox", {"mu": 0.5}).local[0] == build("fedavg+fedprox", {"mu": 0.5}).local[0]
+    both = build("fedfrozen+fedprox", {"mu": 0.5, "warmup": 2})
+    assert both.name == "fedfrozen+fedprox"
+    assert both.local == build("fedprox", {"mu": 0.5}).local
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fedprox", {"nu": 1.0}, r"unknown key 'method.nu'; did you mean 'mu'\?"),
+        ("fedprox", {"mu": "big"}, "method.mu is 'big'; it must be a number"),
+        ("fedavg", {"mu": 1.0}, "unknown key 'method.mu'; there are no options"),
+        ("fedfrozen", {"freeze": "values"}, "method.freeze is 'values'; it must be 'kernel' or 'value' or 'mlp' or 'random'"),
+        ("fedfrozen+fedprox", {"beta": 1}, "method.beta is taken by none of its parts in 'fedfrozen[+]fedprox'"),
+        ("fedavg+nothing", {}, "unknown method 'nothing'"),
+    ],
+)
+def test_a_method_that_cannot_be_built_says_why(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        build(name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fedprox", {"mu": -1.0}, "method.mu is -1.0; the proximal weight cannot be negative"),
+        ("fedfrozen", {"warmup": -1}, "method.warmup is -1; give rounds"),
+        ("fedfrozen", {"warmup": 1.5}, "method.warmup is 1.5; give rounds"),
+        ("fedfrozen", {"scope": "value", "freeze": "mlp"}, "method.scope 'value' already says what trains"),
+    ],
+)
+def test_a_value_out_of_range_is_named(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, options)

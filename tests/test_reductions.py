@@ -1,0 +1,234 @@
+"""What one method is when its parameters say so: equalities bit for bit, and compositions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import KERNEL, OPTIMIZERS, Clients, ServerMomentum, distance, last, play, run_of, small
+
+from partita.conformance import OneClient, Tiny, Wide, WidePopulation
+from partita.core import tree
+from partita.core.method import Local, Method, MethodError, Rule, Transform, compose
+from partita.core.plan import Phase, Turn, plan_for
+from partita.core.rounds import Round
+from partita.core.store import Memory
+from partita.core.tree import Names
+from partita.engines.faults import Faults
+from partita.methods.centralized import centralized
+from partita.methods.fedavg import fedavg
+from partita.methods.fedfrozen import fedfrozen, frozen
+from partita.methods.fedprox import fedprox
+from partita.methods.local_only import local_only
+
+MODEL = small()
+FOUR = Clients(a=5, b=6, c=7, d=8)
+
+
+def played(method: Method, optimizer: str = "adamw", count: int = 4, **engine: Any) -> list[Round]:
+    """Half the clients a round, some of whom drop out or straggle."""
+    run = run_of(method, count, OPTIMIZERS[optimizer], cohort=0.5, minimum=0)
+    return play(run, MODEL, FOUR, faults=Faults(dropout=0.2, straggle=0.3), **engine)
+
+
+def assert_same(one: list[Round], two: list[Round]) -> None:
+    for left, right in zip(one, two, strict=True):
+        assert tree.digest(left.server.params) == tree.digest(right.server.params)
+        assert (left.traffic, left.cohort, left.lost, left.loss) == (right.traffic, right.cohort, right.lost, right.loss)
+    assert tree.digest(last(one)) != tree.digest(MODEL.initial)
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (fedprox(0.0), fedavg()),
+        (fedfrozen(warmup=1.0), fedavg()),
+        (fedfrozen(warmup=4), fedavg()),
+        (fedfrozen(warmup=0.5), fedfrozen(warmup=2)),
+        (compose(fedavg(), fedprox(0.3)), fedprox(0.3)),
+        (compose(fedprox(0.3), fedavg()), fedprox(0.3)),
+        (compose(fedfrozen(2), fedprox(0.0)), fedfrozen(2)),
+        (compose(fedfrozen(2), fedprox(0.3)), compose(fedprox(0.3), fedfrozen(2))),
+        (Method("still", server=ServerMomentum(0.0)), fedavg()),
+    ],
+    ids=lambda method: method.name,
+)
+def test_reductions_bit_for_bit(left: Method, right: Method, optimizer: str) -> None:
+    assert_same(played(left, optimizer), played(right, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (fedprox(0.3), fedavg()),
+        (fedfrozen(2), fedavg()),
+        (fedfrozen(1), fedfrozen(2)),
+        (compose(fedfrozen(2), fedprox(0.3)), fedfrozen(2)),
+        (Method("momentum", server=ServerMomentum(0.5)), fedavg()),
+    ],
+)
+def test_and_otherwise_they_differ(left: Method, right: Method) -> None:
+    assert tree.digest(last(played(left))) != tree.digest(last(played(right)))
+
+
+def test_without_warm_up_the_kernel_stays_the_initial_one() -> None:
+    for each in played(fedfrozen(warmup=0)):
+        assert all(torch.equal(each.server.params[name], MODEL.initial[name]) for name in KERNEL)
+        assert not any(name in each.traffic.up for name in KERNEL)
+
+
+def test_a_stronger_proximal_term_holds_clients_nearer_to_the_anchor() -> None:
+    """At this rate, 1 / lr = 20 is the strongest under which the penalty alone does not overshoot."""
+    runs = [run_of(fedprox(mu), 1, steps=8) for mu in (0.0, 1.0, 5.0, 20.0)]
+    moved = [play(run, MODEL, FOUR)[0].drift["mlp"]["distance"] for run in runs]
+    assert moved == sorted(moved, reverse=True)
+    assert moved[-1] < 0.5 * moved[0]
+
+
+def test_centralized_on_one_clients_data_is_local_only_of_that_client() -> None:
+    one, states = Clients(a=9), []
+    for method in (local_only(), centralized()):
+        store = Memory()
+        play(run_of(method, 4, OPTIMIZERS["adamw"]), MODEL, one, store=store)
+        states.append(store.load("a", 4))
+    assert tree.digest(states[0].personal) == tree.digest(states[1].personal)
+    for slot in ("optimizer.first", "optimizer.second", "optimizer.age"):
+        assert tree.digest(states[0].memory[slot]) == tree.digest(states[1].memory[slot])
+
+
+def test_pooling_one_client_is_that_client() -> None:
+    pooled, whole = OneClient(Clients(a=9))["pooled"].train, Clients(a=9)["a"].train
+    one, two = pooled.take(torch.arange(9)), whole.take(torch.arange(9))
+    assert torch.equal(one.inputs["x"], two.inputs["x"])
+    assert torch.equal(one.targets, two.targets)
+
+
+def test_local_only_of_a_client_does_not_depend_on_the_others() -> None:
+    stores = Memory(), Memory()
+    run = run_of(local_only(), 3, OPTIMIZERS["adamw"])
+    play(run, MODEL, FOUR, store=stores[0])
+    play(run, MODEL, Clients(c=7), store=stores[1])
+    one, two = (store.load("c", 3).personal for store in stores)
+    assert tree.digest(one) == tree.digest(two)
+
+
+METHODS = [fedavg(), fedprox(0.3), fedfrozen(2), compose(fedfrozen(1), fedprox(0.3)), local_only()]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_real_messages_change_nothing(method: Method) -> None:
+    stores = Memory(), Memory()
+    one, two = (played(method, store=store, wire=wire) for store, wire in zip(stores, (False, True), strict=True))
+    for left, right in zip(one, two, strict=True):
+        assert tree.digest(left.server.params) == tree.digest(right.server.params)
+        assert left.traffic == right.traffic
+    for client in FOUR.clients:
+        assert tree.digest(stores[0].load(client, 4).personal) == tree.digest(stores[1].load(client, 4).personal)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_size_of_a_block_does_not_matter(method: Method) -> None:
+    model, population = Wide(MODEL), WidePopulation(FOUR)
+    run = run_of(method, 3, OPTIMIZERS["adamw"])
+    faults = Faults(trace={(0, "b"): 0.5, (1, "c"): 0.0, (2, "d"): 0.3})
+    results = []
+    for block in (1, 2, 3):
+        store = Memory()
+        server = last(play(run, model, population, block=block, faults=faults, store=store))
+        own = {f"{client}/{name}": value for client in FOUR.clients for name, value in store.load(client, 3).personal.items()}
+        results.append({**server, **own})
+    for other in results[1:]:
+        assert distance(results[0], other) < 1e-9
+
+
+# ---- FedFrozen's sets
+
+
+def trains(method: Method, number: int, model: Tiny = MODEL) -> Names:
+    return plan_for(method.plan, model, Turn(number, 10, "c")).train
+
+
+def test_fedfrozen_trains_what_it_says() -> None:
+    every = MODEL.every()
+    assert [trains(fedfrozen(3), number) == every for number in range(5)] == [True, True, True, False, False]
+    assert [trains(fedfrozen(0.3), number) == every for number in range(5)] == [True, True, True, False, False]
+    assert trains(fedfrozen(0), 0) == every - KERNEL
+    assert trains(fedfrozen(0, scope="value"), 0) == MODEL.names("value", "head")
+    assert trains(fedfrozen(0, freeze="mlp"), 0) == every - MODEL.names("mlp")
+    assert trains(fedfrozen(0, freeze="value"), 0) == every - MODEL.names("value")
+    plan = plan_for(fedfrozen(0).plan, MODEL, Turn(0, 10, "c"))
+    assert (plan.up, plan.down, plan.keep) == (every - KERNEL, every, frozenset())
+
+
+def test_a_random_freeze_is_as_large_as_the_kernel_shape_by_shape() -> None:
+    model = Tiny()
+    kernel = model.names("query", "key")
+
+    def shapes(names: Names) -> list[tuple[int, ...]]:
+        return sorted(tuple(model.initial[name].shape) for name in names)
+
+    drawn = [frozen(model, "random", draw) for draw in range(8)]
+    assert all(shapes(names) == shapes(kernel) for names in drawn)
+    assert len(set(drawn)) > 4
+    assert drawn[0] == frozen(Tiny(), "random", 0)
+
+
+# ---- composing
+
+
+@dataclass(frozen=True)
+class Slotted(Local):
+    slots: Names = frozenset({"h"})
+
+
+@dataclass(frozen=True)
+class Other(Rule):
+    pass
+
+
+def test_composing_queues_rules_and_transforms() -> None:
+    first, second = Transform(), Transform()
+    whole = compose(
+        Method("a", local=(Slotted(),), channel=(first,)),
+        Method("b", local=fedprox(1.0).local, channel=(second,), server=Other(), carry_optimizer=True),
+        fedfrozen(2),
+    )
+    assert whole.name == "a+b+fedfrozen"
+    assert [type(rule).__name__ for rule in whole.local] == ["Slotted", "Proximal"]
+    assert whole.channel == (first, second)
+    assert isinstance(whole.server, Other)
+    assert trains(whole, 9) == MODEL.every() - KERNEL
+    assert whole.carry_optimizer
+    assert not whole.pool
+
+
+def tune(model: Any) -> tuple[Phase, ...]:
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((fedfrozen(1), fedfrozen(2)), "fedfrozen[+]fedfrozen: both set the plan"),
+        ((fedfrozen(1), fedavg(), local_only()), "both set the plan"),
+        ((Method("a", server=Other()), Method("b", server=ServerMomentum())), "a[+]b: both set the server's rule"),
+        ((Method("a", local=(Slotted(),)), Method("b", local=(Slotted(),))), "two local rules use the slot 'h'"),
+        ((Method("a", adapt=tune), Method("b", adapt=lambda model: ())), "both set the adapt"),
+    ],
+)
+def test_a_composition_that_would_have_to_guess_is_refused(parts: tuple[Method, ...], message: str) -> None:
+    with pytest.raises(MethodError, match=message):
+        compose(*parts)
+
+
+def test_a_method_with_one_slot_twice_is_refused() -> None:
+    with pytest.raises(MethodError, match="m: two local rules use the slot 'h'; use one of them"):
+        Method("m", local=(Slotted(), Slotted()))
+
+
+def test_composing_one_method_gives_it_back() -> None:
+    method = replace(fedprox(0.1), adapt=tune)
+    assert compose(method) == method

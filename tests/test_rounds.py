@@ -1,0 +1,447 @@
+"""The round loop: who is asked, what travels and is counted, who is lost, what is refused, what is never held."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import KERNEL, Clients, Script, last, play, run_of, small
+from torch import Tensor
+
+from partita.conformance import TinyExamples
+from partita.core import tree, wire
+from partita.core.learn import ClientFault, Job
+from partita.core.method import Aggregate, Method, Rule, Server, Transform, Update
+from partita.core.model import Model
+from partita.core.optim import AdamW
+from partita.core.plan import Plan, Turn, share_everything
+from partita.core.rng import Key
+from partita.core.rounds import Lost, Round, begin, rounds
+from partita.core.run import Run, RunError
+from partita.core.tree import Names, Slots, Tensors
+from partita.engines.embedded import Embedded
+from partita.engines.faults import Faults
+from partita.methods.fedavg import fedavg
+from partita.methods.fedfrozen import fedfrozen
+from partita.methods.local_only import local_only
+from partita.rehearse import Rehearsal
+
+FOUR = Clients(a=5, b=6, c=7, d=8)
+MODEL = small()
+SIZE = {name: value.numel() * value.element_size() for name, value in MODEL.initial.items()}
+EVERY = MODEL.every()
+
+
+def moved(job: Job, by: float = 1.0) -> Tensors:
+    return {name: torch.full_like(value, by) for name, value in job.params.items()}
+
+
+def reply_to(job: Job, delta: Tensors | None = None, weight: float = 1.0, slots: Slots | None = None) -> Update:
+    return Update(job.client, moved(job) if delta is None else delta, slots or {}, weight, {}, 0.5)
+
+
+# ---- bytes
+
+
+def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
+    warmup = 2
+    played = play(run_of(fedfrozen(warmup), 5, AdamW(weight_decay=0.1)), MODEL, FOUR)
+    for each in played:
+        up, down = each.traffic.up, each.traffic.down
+        for name in EVERY:
+            trains = each.number < warmup or name not in KERNEL
+            assert up[name] == (4 * SIZE[name] if trains else 0)
+            # The kernel of the last warm-up round still has to come down, once.
+            assert down[name] == (4 * SIZE[name] if trains or each.number == warmup else 0)
+    for early, late in ((1, 2), (1, 4)):
+        saved = sum(played[early].traffic.up.values()) - sum(played[late].traffic.up.values())
+        headers = played[early].traffic.up[wire.ENVELOPE] - played[late].traffic.up[wire.ENVELOPE]
+        assert saved - headers == 4 * sum(SIZE[name] for name in KERNEL)
+        assert headers > 0
+
+
+@pytest.mark.parametrize("engine", [{}, {"wire": True}, {"block": 3}], ids=["plain", "wire", "block"])
+def test_a_client_that_missed_the_last_warm_up_round_gets_the_final_kernel_once(engine: dict[str, Any]) -> None:
+    """Client c is away in the last warm-up round and in the first after it."""
+    faults = Faults(trace={(1, "c"): 0.0, (2, "c"): 0.0})
+    played = play(run_of(fedfrozen(2), 6), MODEL, FOUR, faults=faults, **engine)
+    for name in KERNEL:
+        sent = [each.traffic.down[name] // SIZE[name] for each in played]
+        # Asked in vain in rounds 1 and 2, c costs bytes then too; in round 3 it alone lacks the kernel.
+        assert sent == [4, 4, 4, 1, 0, 0]
+    assert [[lost.client for lost in each.lost] for each in played] == [[], ["c"], ["c"], [], [], []]
+
+
+def test_downloads_under_partial_participation_follow_who_answered_when() -> None:
+    warmup, run = 3, run_of(fedfrozen(3), 14, cohort=2, minimum=0)
+    made, held = 0, dict[str, int]()  # the kernel's version, and the one each client holds
+    late = 0
+    for each in rounds(replace(run, drift=False), MODEL, Rehearsal(run, MODEL, FOUR.clients, Faults(dropout=0.3))):
+        lacking = [client for client in each.cohort if held.get(client) != made]
+        for name in KERNEL:
+            assert each.traffic.down[name] == SIZE[name] * len(lacking)
+        here = set(each.cohort) - {lost.client for lost in each.lost}
+        held |= dict.fromkeys(here, made)
+        made = each.number + 1 if here and each.number < warmup else made
+        late += len(lacking) if each.number > warmup else 0
+    assert 0 < late < 10  # some came late to the final kernel, and later rounds were free of it
+
+
+def test_preloaded_clients_are_not_sent_the_initial_model() -> None:
+    first, second = play(run_of(fedfrozen(0), 2, preloaded=True), MODEL, FOUR)
+    assert sum(first.traffic.down.values()) == 0
+    assert {name for name, size in second.traffic.down.items() if size and name} == EVERY - KERNEL
+    first, _ = play(run_of(fedfrozen(0), 2), MODEL, FOUR)
+    assert all(first.traffic.down[name] == 4 * SIZE[name] for name in EVERY)
+
+
+def test_what_is_counted_is_what_messages_weigh() -> None:
+    run = run_of(fedfrozen(1), 3)
+    engine = Embedded(run, MODEL, FOUR)
+    seen: list[tuple[int, int]] = []
+
+    class Scales:
+        def clients(self) -> Sequence[str]:
+            return engine.clients()
+
+        def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
+            return engine.evaluate(jobs)
+
+        def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+            down = up = 0
+            for job in jobs:
+                stale = tree.select(job.params, job.stale)
+                down += len(wire.pack({"params": stale})) if stale else 0
+                for reply in engine.train([job]):
+                    assert isinstance(reply, Update)
+                    up += len(wire.pack({"delta": reply.delta}))
+                    yield reply
+            seen.append((down, up))
+
+    played = list(rounds(run, MODEL, Scales()))
+    assert seen == [(sum(each.traffic.down.values()), sum(each.traffic.up.values())) for each in played]
+
+
+def test_local_only_sends_nothing_at_all() -> None:
+    for each in play(run_of(local_only(), 2), MODEL, FOUR):
+        assert not each.traffic.up
+        assert not each.traffic.down
+        assert tree.equal(each.server.params, MODEL.initial)
+        assert each.loss is not None
+
+
+def test_the_kernel_is_bit_for_bit_still_after_the_warm_up() -> None:
+    played = play(run_of(fedfrozen(2), 6, AdamW(weight_decay=0.3)), MODEL, FOUR)
+    still = played[1].server.params
+    assert not any(torch.equal(still[name], MODEL.initial[name]) for name in KERNEL)
+    for each in played[2:]:
+        for name in EVERY:
+            same = torch.equal(each.server.params[name], still[name])
+            assert same == (name in KERNEL)
+
+
+# ---- a rule that sends tensors of its own
+
+
+@dataclass(frozen=True)
+class Favour(Rule):
+    """In the first round, client a gets the head doubled; afterwards everyone gets the server's."""
+
+    def init(self, model: Model) -> Slots:
+        return {"round": {"head.weight": torch.zeros(())}}
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        params, slots = super().send(server, client, names)
+        if client == "a" and not server.state["round"]["head.weight"]:
+            params["head.weight"] = params["head.weight"] * 2
+        return params, slots
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        server = super().apply(server, aggregate)
+        return replace(server, state={"round": {"head.weight": server.state["round"]["head.weight"] + 1}})
+
+
+def frozen_head(model: Model, turn: Turn) -> Plan:
+    plan = share_everything(model, turn)
+    return plan.narrow(model.every() - {"head.weight"})
+
+
+def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers() -> None:
+    """The head never changes, so a client that was favoured once must be sent the server's head afterwards."""
+    run = run_of(Method("favour", frozen_head, server=Favour()), 3)
+    plain, packed = (play(run, MODEL, FOUR, wire=wire) for wire in (False, True))
+    assert tree.equal(last(plain), last(packed))
+    sent = [each.traffic.down["head.weight"] // SIZE["head.weight"] for each in plain]
+    assert sent == [4, 1, 0]
+
+
+# ---- who is asked and who is lost
+
+
+def test_the_cohort_is_keyed_and_of_the_size_asked_for() -> None:
+    run = run_of(fedavg(), 8, cohort=0.5)
+    engine = Script(reply_to, tuple("abcdef"))
+    cohorts = [each.cohort for each in rounds(run, MODEL, engine)]
+    assert {len(set(cohort)) for cohort in cohorts} == {3}
+    assert len(set(cohorts)) > 3
+    assert cohorts == [each.cohort for each in rounds(run, MODEL, Script(reply_to, tuple("abcdef")))]
+    assert [job.client for job in engine.jobs[:3]] == list(cohorts[0])
+    for size in (0, 7, 1.5):
+        with pytest.raises(RunError, match=rf"federation.cohort is {size}, but there are 6 clients"):
+            next(rounds(replace(run, cohort=size), MODEL, engine))
+
+
+def test_a_lost_client_is_recorded_and_sent_everything_again() -> None:
+    def answer(job: Job) -> Update | Lost:
+        return Lost("b", "the battery died") if job.client == "b" and job.round < 2 else reply_to(job, {})
+
+    engine = Script(answer)
+    run = run_of(fedavg(), 4)
+    for each in rounds(run, MODEL, engine):
+        assert each.lost == ((Lost("b", "the battery died"),) if each.number < 2 else ())
+        assert set(each.cohort) == {"a", "b"}
+    stale = {(job.round, job.client): job.stale for job in engine.jobs}
+    assert [len(stale[number, "a"]) for number in range(4)] == [len(EVERY), 0, 0, 0]
+    assert [len(stale[number, "b"]) for number in range(4)] == [len(EVERY)] * 3 + [0]
+
+
+def test_too_few_answers_are_an_error_that_gives_the_reasons() -> None:
+    def answer(job: Job) -> Update | Lost:
+        return Lost(job.client, "is asleep") if job.client != "a" else reply_to(job)
+
+    run = run_of(fedavg(), 1, minimum=2)
+    with pytest.raises(ClientFault, match=r"only 1 of 3 clients answered in round 0 and federation.minimum is 2 \(.*is asleep"):
+        next(rounds(run, MODEL, Script(answer, "abc")))
+    assert next(rounds(replace(run, minimum=1), MODEL, Script(answer, "abc")))
+
+
+def test_a_minimum_above_the_cohort_is_an_error_that_says_so() -> None:
+    with pytest.raises((ClientFault, RunError), match=r"federation.minimum is 3"):
+        next(rounds(run_of(fedavg(), 1, minimum=3), MODEL, Script(reply_to)))
+
+
+def poisoned() -> Clients:
+    bad = Clients(a=5, b=6, c=7)
+    bad.parts["b"] = TinyExamples(bad.parts["b"].x * float("nan"), bad.parts["b"].y)
+    return bad
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_a_client_with_nan_ends_the_run_or_is_recorded_as_told(block: int) -> None:
+    run = run_of(fedavg(), 2)
+    with pytest.raises(ClientFault, match="client 'b': the loss is nan at step 1 of 2 in round 0"):
+        play(run, MODEL, poisoned(), block=block)
+    tolerant = replace(run, tolerate=True)
+    played = play(tolerant, MODEL, poisoned(), block=block)
+    assert [[lost.client for lost in each.lost] for each in played] == [["b"], ["b"]]
+    assert "the loss is nan" in played[0].lost[0].reason
+    assert all(bool(torch.isfinite(value).all()) for value in last(played).values())
+    if block == 1:
+        away = Faults(trace={(0, "b"): 0.0, (1, "b"): 0.0})
+        assert tree.equal(last(played), last(play(run, MODEL, Clients(a=5, b=6, c=7), faults=away)))
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "another name": (lambda job: {"nowhere": torch.zeros(2)}, "sent 'nowhere', which its plan does not send up in round 0"),
+    "a frozen name": (
+        lambda job: {sorted(KERNEL)[0]: torch.zeros(4)},
+        "sent 'layers.0.key.bias', which its plan does not send up in round 0",
+    ),
+    "another shape": (lambda job: {"head.weight": torch.zeros(4, 3)}, r"sent 'head.weight' of shape \(4, 3\), not \(3, 4\)"),
+    "nan": (lambda job: {"head.weight": torch.full((3, 4), float("nan"))}, "sent 'head.weight' with values that are not finite"),
+    "infinity": (lambda job: {"head.weight": torch.full((3, 4), float("inf"))}, "sent 'head.weight' with values that are not finite; lower training.lr"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_update_is_refused_and_its_client_named(kind: str) -> None:
+    make, message = BAD[kind]
+
+    def answer(job: Job) -> Update:
+        return reply_to(job, make(job) if job.client == "b" else {"head.weight": torch.ones(3, 4)})
+
+    run = run_of(fedfrozen(0), 2)
+    with pytest.raises(ClientFault, match=f"client 'b': {message}"):
+        next(rounds(run, MODEL, Script(answer)))
+    engine = Script(answer)
+    played = list(rounds(replace(run, tolerate=True), MODEL, engine))
+    assert [lost.client for lost in played[0].lost] == ["b"]
+    assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
+    assert [job.stale for job in engine.jobs if job.client == "b"][1] == EVERY
+
+
+def test_a_bad_slot_is_refused_like_a_bad_delta() -> None:
+    for part in ({"nowhere": torch.zeros(2)}, {"head.weight": torch.full((3, 4), float("nan"))}):
+        with pytest.raises(ClientFault, match="client 'a': sent"):
+            next(rounds(run_of(fedavg(), 1), MODEL, Script(lambda job: reply_to(job, {}, slots={"slot": part}), "a")))  # noqa: B023
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
+    def answer(job: Job) -> Update:
+        return reply_to(job, weight=weight if job.client == "b" else 1.0)
+
+    with pytest.raises(ClientFault, match="client 'b'"):
+        next(rounds(run_of(fedavg(), 1), MODEL, Script(answer)))
+
+
+# ---- what the server makes of it
+
+
+def test_the_server_takes_the_weighted_mean_over_those_who_sent_a_name() -> None:
+    def answer(job: Job) -> Update:
+        names = {"a": ["embed.weight", "head.weight"], "b": ["head.weight"]}[job.client]
+        delta = {name: torch.full_like(job.params[name], 1.0 if job.client == "a" else 4.0) for name in names}
+        return reply_to(job, delta, weight=1.0 if job.client == "a" else 2.0)
+
+    [each] = rounds(run_of(fedavg(), 1), MODEL, Script(answer))
+    new = each.server.params
+    torch.testing.assert_close(new["head.weight"], MODEL.initial["head.weight"] + 3.0)
+    torch.testing.assert_close(new["embed.weight"], MODEL.initial["embed.weight"] + 1.0)
+    assert all(new[name] is MODEL.initial[name] for name in EVERY - {"head.weight", "embed.weight"})
+    assert {name for name, version in each.server.ledger.versions.items() if version} == {"head.weight", "embed.weight"}
+
+
+def test_the_rounds_loss_is_weighted_by_examples() -> None:
+    def answer(job: Job) -> Update:
+        return replace(reply_to(job), weight=3.0, loss=1.0) if job.client == "a" else replace(reply_to(job), loss=5.0)
+
+    [each] = rounds(run_of(fedavg(), 1), MODEL, Script(answer))
+    assert each.loss == pytest.approx(2.0)
+
+
+@dataclass(frozen=True)
+class Affine(Transform):
+    """Multiplies and adds at the client, and takes both back from each update or from the aggregate."""
+
+    factor: float
+    late: bool
+
+    def encode(self, update: Update, key: Key) -> Update:
+        return replace(update, delta={name: value * self.factor + 1 for name, value in update.delta.items()})
+
+    def open(self, update: Update) -> Update:
+        return update if self.late else replace(update, delta=self._undo(update.delta))
+
+    def decode(self, aggregate: Aggregate, key: Key) -> Aggregate:
+        return replace(aggregate, delta=self._undo(aggregate.delta)) if self.late else aggregate
+
+    def _undo(self, delta: Tensors) -> Tensors:
+        return {name: (value - 1) / self.factor for name, value in delta.items()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_transforms_are_undone_in_reverse(late: bool) -> None:
+    plain, coded = (run_of(Method("m", channel=channel), 2) for channel in ((), (Affine(2.0, late), Affine(4.0, late))))
+    one, two = (last(play(run, MODEL, FOUR)) for run in (plain, coded))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Noted(Transform):
+    """Draws from its key."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        return replace(update, delta={name: value + key.uniform() for name, value in update.delta.items()})
+
+
+def test_transforms_draw_by_round_client_and_place() -> None:
+    once, twice = (run_of(Method("m", channel=(Noted(),) * count), 2, lr=1e-30) for count in (1, 2))
+    drawn = set()
+    for run in (once, twice):
+        engine = Embedded(run, MODEL, FOUR)
+        for number in range(2):
+            jobs = [Job(number, client, MODEL.initial, frozenset()) for client in FOUR.clients]
+            drawn |= {float(reply.delta["head.weight"][0, 0]) for reply in engine.train(jobs)}  # type: ignore[union-attr]
+    assert len(drawn) == 16
+
+
+@dataclass(frozen=True)
+class Watchful(Rule):
+    """Tells the plan how many rounds it has seen."""
+
+    def init(self, model: Model) -> Slots:
+        return {"seen": {"": torch.zeros(())}}
+
+    def signal(self, server: Server) -> dict[str, float]:
+        return {"seen": float(server.state["seen"][""])}
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        return replace(super().apply(server, aggregate), state={"seen": {"": server.state["seen"][""] + 1}})
+
+
+def test_what_the_server_saw_reaches_the_plan_on_both_sides() -> None:
+    def plan(model: Model, turn: Turn) -> Plan:
+        whole = share_everything(model, turn)
+        return whole if turn.signal["seen"] < 2 else whole.narrow(model.every() - KERNEL)
+
+    played = play(run_of(Method("automatic", plan, server=Watchful()), 4), MODEL, FOUR)
+    sent = [bool(each.traffic.up[sorted(KERNEL)[0]]) for each in played]
+    assert sent == [True, True, False, False]
+
+
+# ---- what is never held
+
+
+class Counted:
+    """Counts how many of an engine's updates, and of their tensors, are alive whenever another is handed out."""
+
+    def __init__(self, engine: Embedded) -> None:
+        self.engine, self.most, self.handed = engine, 0, 0
+
+    def clients(self) -> Sequence[str]:
+        return self.engine.clients()
+
+    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs)
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        alive: list[weakref.ref[Tensor]] = []
+        for reply in self.engine.train(jobs):
+            assert isinstance(reply, Update)
+            alive.append(weakref.ref(reply.delta["head.weight"]))
+            gc.collect(0)
+            self.most = max(self.most, sum(each() is not None for each in alive))
+            self.handed += 1
+            yield reply
+
+
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_updates_stream_so_that_memory_does_not_grow_with_the_cohort(block: int) -> None:
+    crowd = Clients(**{f"c{number}": 3 for number in range(12)})
+    run = run_of(fedavg(), 1, batch_size=3)
+    counted = Counted(Embedded(run, MODEL, crowd, block=block))
+    [each] = rounds(run, MODEL, counted)
+    assert counted.handed == len(each.cohort) == 12
+    assert counted.most <= block + 1
+
+
+def test_the_loop_is_lazy_and_its_server_a_value() -> None:
+    run = run_of(fedavg(), 3)
+    engine = Script(reply_to)
+    start = begin(run, MODEL)
+    stream = rounds(run, MODEL, engine, start)
+    assert engine.jobs == []
+    first: Round = next(stream)
+    assert len(engine.jobs) == 2
+    kept = tree.digest(first.server.params)
+    list(stream)
+    assert tree.digest(first.server.params) == kept
+    assert tree.equal(start.params, MODEL.initial)
+    assert start.ledger.held == {}
+
+
+def test_going_on_from_a_server_gives_the_rest_of_the_rounds() -> None:
+    run: Run = run_of(fedavg(), 4, cohort=0.5)
+    whole = play(run, MODEL, FOUR)
+    rest = play(run, MODEL, FOUR, server=whole[1].server, start=2)
+    assert [each.number for each in rest] == [2, 3]
+    assert [each.cohort for each in rest] == [each.cohort for each in whole[2:]]
+    assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
+    assert tree.equal(last(rest), last(whole))
