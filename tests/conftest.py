@@ -6,8 +6,8 @@ import os
 
 from hypothesis import settings
 
-# One thread a worker: more would fight with the other workers, and tensors this small gain nothing. Said by environment,
-# before torch is loaded, so that it also reaches subprocesses and a test without torch need not wait for it.
+# One thread a worker: more would fight with the other workers, and tensors this small gain nothing. Said by the
+# environment, before torch is loaded, so that it reaches subprocesses and a test without torch need not wait for it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # A test that would download something fails at once, on every machine alike.

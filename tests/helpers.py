@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.conformance import Tiny, TinyExamples, TinyPopulation
+from partita.conformance import Tiny, TinyExamples
 from partita.core.learn import Job, deal
 from partita.core.method import Aggregate, Method, Rule, Server, Update
 from partita.core.model import ClientData, Examples, Model
@@ -45,15 +45,6 @@ class Clients:
         return ClientData(part, part, part)
 
 
-class Few:
-    """The first four of conformance's clients: enough for a cohort of half."""
-
-    clients = TinyPopulation.clients[:4]
-
-    def __getitem__(self, client: str) -> ClientData:
-        return TinyPopulation()[client]
-
-
 def small() -> Tiny:
     return Tiny(width=4, layers=1)
 
@@ -67,7 +58,9 @@ def run_of(
     return Run(method, training, rounds=count, key=Key(seed), **more)  # type: ignore[arg-type]
 
 
-def play(run: Run, model: Model, population: object, server: Server | None = None, start: int = 0, **engine: object) -> list[Round]:
+def play(
+    run: Run, model: Model, population: object, server: Server | None = None, start: int = 0, **engine: object
+) -> list[Round]:
     made = Embedded(run, model, population, **engine)  # type: ignore[arg-type]
     return list(rounds(run, model, made, server, start))
 

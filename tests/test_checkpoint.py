@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from partita.core import checkpoint, files, tree
 from partita.core.files import DamageError, DiskError
-from partita.core.ledger import Ledger
 from partita.core.learn import ClientState
+from partita.core.ledger import Ledger
 from partita.core.method import Method, Server
 from partita.core.rounds import rounds
 from partita.core.store import Disk, Memory
@@ -46,7 +46,9 @@ def assert_same(one: Server, two: Server) -> None:
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("server", [server_of(), Server({"w": torch.zeros(2)}, {}, Ledger({"w": 0}))], ids=["full", "new"])
+@pytest.mark.parametrize(
+    "server", [server_of(), Server({"w": torch.zeros(2)}, {}, Ledger({"w": 0}))], ids=["full", "new"]
+)
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, server: Server) -> None:
     path = checkpoint.save(tmp_path, 5, server)
     done, back = checkpoint.load(path)
@@ -109,7 +111,9 @@ DAMAGE: dict[str, Any] = {
 def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path, kind: str) -> None:
     older, newest = (checkpoint.save(tmp_path, done, server_of(done)) for done in (1, 2))
     newest.write_bytes(DAMAGE[kind](newest.read_bytes()))
-    with pytest.raises(DamageError, match=rf"{newest.name} is damaged: .*; delete it to resume from the checkpoint before it"):
+    with pytest.raises(
+        DamageError, match=rf"{newest.name} is damaged: .*; delete it to resume from the checkpoint before it"
+    ):
         checkpoint.load(newest)
     newest.unlink()
     assert checkpoint.load(files.sealed(tmp_path)[-1])[0] == 1
@@ -128,8 +132,8 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, call: str, monkeyp
         patch.setattr(os, call, fail)
         with pytest.raises(
             DiskError,
-            match=r"cannot write .*000002-\w+\.safetensors \(No space left on device; [\d,]+ bytes\); what was saved before is "
-            "whole: make room or fix the folder, then resume the run",
+            match=r"cannot write .*000002-\w+\.safetensors \(No space left on device; [\d,]+ bytes\); "
+            "what was saved before is whole: make room or fix the folder, then resume the run",
         ):
             checkpoint.save(tmp_path, 2, server_of(2.0))
     assert files_in(tmp_path) == kept
@@ -174,7 +178,9 @@ def value_of(state: ClientState) -> float | None:
     return float(state.personal["w"][0]) if state.personal else None
 
 
-@pytest.mark.parametrize("name", ["a/b", "ü", "..", ".", "a b", "c:d", "%2F", "a%2Fb", "con", "x" * 60, "日本", "-", "~", "a.b"])
+@pytest.mark.parametrize(
+    "name", ["a/b", "ü", "..", ".", "a b", "c:d", "%2F", "a%2Fb", "con", "x" * 60, "日本", "-", "~", "a.b"]
+)
 def test_any_client_name_has_its_own_place(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "runs" / "clients"
     disk = Disk(folder)
@@ -261,7 +267,9 @@ def test_a_damaged_state_is_named_with_its_client(tmp_path: Path) -> None:
     [name] = files_in(tmp_path)
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(DamageError, match=r"000000-\w+\.safetensors is damaged.*client 'a/b' from a copy, or start anew"):
+    with pytest.raises(
+        DamageError, match=r"000000-\w+\.safetensors is damaged.*client 'a/b' from a copy, or start anew"
+    ):
         disk.load("a/b", 1)
 
 

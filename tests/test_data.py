@@ -224,6 +224,9 @@ def test_synthetic_images_are_class_plus_domain_plus_noise() -> None:
         assert torch.equal(image, kinds[int(label), place])
     step = kinds[0, "domain1"] - kinds[0, "domain0"]  # a domain moves every class alike
     torch.testing.assert_close(kinds[3, "domain1"] - kinds[3, "domain0"], step)
+    assert step.abs().max() > 0.5
+    alike = load("synthetic", Key(0), **options, noise=0.0, shift=0.0).train
+    assert len(alike.inputs["pixel_values"].flatten(1).unique(dim=0)) == 4
     assert {tuple(image.flatten().tolist()) for image in still.test.inputs["pixel_values"]} <= {
         tuple(image.flatten().tolist()) for image in kinds.values()
     }

@@ -59,7 +59,10 @@ def by_hand(updates: list[Update], tag: str) -> dict[str, float]:
     }
 
 
-@given(st.lists(st.tuples(st.integers(0, 99), st.floats(0.5, 20)), min_size=1, max_size=5), st.sampled_from([0.01, 1.0, 30.0]))
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.floats(0.5, 20)), min_size=1, max_size=5),
+    st.sampled_from([0.01, 1.0, 30.0]),
+)
 @settings(max_examples=40)
 def test_measures_are_numpys(clients: list[tuple[int, float]], scale: float) -> None:
     updates = [update_of(number, "abcd", weight, scale) for number, weight in clients]
@@ -103,7 +106,8 @@ def test_senders_that_differ_by_name() -> None:
             p = p / p.sum()
             d = np.stack([flat(update.delta, [name]) for update in senders])
             lengths = [
-                np.linalg.norm(flat(update.delta, [each for each in names if each in update.delta])) for update in senders
+                np.linalg.norm(flat(update.delta, [each for each in names if each in update.delta]))
+                for update in senders
             ]
             m = p @ d
             spread += p @ (d**2).sum(1)

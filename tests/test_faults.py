@@ -52,7 +52,9 @@ def test_a_trace_decides_where_it_speaks() -> None:
     assert faults.work(Key(0), 3, "c8") == 0.0
 
 
-@pytest.mark.parametrize(("rate", "value"), [("dropout", -0.1), ("dropout", 1.1), ("straggle", 2.0), ("straggle", float("nan"))])
+@pytest.mark.parametrize(
+    ("rate", "value"), [("dropout", -0.1), ("dropout", 1.1), ("straggle", 2.0), ("straggle", float("nan"))]
+)
 def test_a_rate_that_is_no_probability_is_named(rate: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"federation.{rate} is {value}; it is a probability, from 0 to 1"):
         Faults(**{rate: value})
@@ -63,7 +65,10 @@ def test_a_trace_is_played_by_the_engine() -> None:
     run = run_of(fedavg(), 2, epochs=2)
     plain = play(run, model, population)
     traced = play(run, model, population, faults=Faults(trace={(0, "a"): 0.0, (1, "b"): 0.5}))
-    assert [[(lost.client, lost.reason) for lost in each.lost] for each in traced] == [[("a", "dropped out (simulated)")], []]
+    assert [[(lost.client, lost.reason) for lost in each.lost] for each in traced] == [
+        [("a", "dropped out (simulated)")],
+        [],
+    ]
     assert not tree.equal(plain[1].server.params, traced[1].server.params)
     full = play(run, model, population, faults=Faults(trace={(0, "a"): 0.0}))
     assert tree.equal(full[0].server.params, traced[0].server.params)

@@ -117,7 +117,10 @@ def payloads(draw: st.DrawFn) -> list[tuple[Tensors, float]]:
     """Some weighted messages, each of some of the names."""
     count = draw(st.integers(1, 5))
     return [
-        ({name: torch.tensor(draw(st.lists(values, min_size=3, max_size=3))) for name in sorted(draw(subsets))}, draw(weights))
+        (
+            {name: torch.tensor(draw(st.lists(values, min_size=3, max_size=3))) for name in sorted(draw(subsets))},
+            draw(weights),
+        )
         for _ in range(count)
     ]
 
@@ -316,7 +319,17 @@ def test_a_sample_of_all_is_a_permutation_and_every_order_is_possible() -> None:
 
 # ---- messages
 
-TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
+TYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 words = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8)
 slot_words = words.filter(lambda word: "/" not in word)
 
@@ -329,7 +342,9 @@ def messages(draw: st.DrawFn) -> dict[str, Tensors]:
         return value.to(draw(st.sampled_from(TYPES)))
 
     slots = draw(st.lists(slot_words, max_size=3, unique=True))
-    return {slot: {name: tensor() for name in draw(st.lists(words, min_size=1, max_size=4, unique=True))} for slot in slots}
+    return {
+        slot: {name: tensor() for name in draw(st.lists(words, min_size=1, max_size=4, unique=True))} for slot in slots
+    }
 
 
 @given(messages())
@@ -384,13 +399,15 @@ def test_the_ledger_agrees_with_a_dict_of_dicts(data: st.DataObject, preloaded: 
             for wanted in (frozenset(NAMES), data.draw(subsets)):
                 expected = {name for name in wanted if held[client].get(name) != present[name]}
                 assert ledger.lacks(client, wanted) == expected
-        received = data.draw(st.lists(st.tuples(st.sampled_from(CLIENTS), subsets), max_size=3, unique_by=lambda pair: pair[0]))
+        received = data.draw(
+            st.lists(st.tuples(st.sampled_from(CLIENTS), subsets), max_size=3, unique_by=lambda pair: pair[0])
+        )
         ledger = ledger.acknowledge(received)
         for client, names in received:
             held[client] |= {name: present[name] for name in names}
         changed = data.draw(subsets)
         ledger = ledger.changed(changed, number + 1)
-        present |= {name: f"round {number}" for name in changed}
+        present |= dict.fromkeys(changed, f"round {number}")
 
 
 def test_who_acknowledged_lacks_nothing_until_a_name_changes() -> None:

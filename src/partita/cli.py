@@ -195,9 +195,9 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
                 bar.update(task, completed=row["round"] + 1, description=settings.label + tested)
                 for client, reason in row["lost"].items():
                     bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)
-        except BaseException:
+        except BaseException as error:
             if kept := _rows_in(folder):
-                _say(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
+                error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
             raise
 
 
@@ -237,8 +237,12 @@ class RateColumn(ProgressColumn):
         return Text(f"{task.speed:.2f}/s" if task.speed else "–/s", style="progress.data.speed")
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stderr)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def main() -> None:
@@ -247,11 +251,11 @@ def main() -> None:
 
     try:
         app()
-    except KeyboardInterrupt:
-        _say("stopped")
+    except KeyboardInterrupt as stop:
+        _say("stopped", *_notes(stop))
         sys.exit(130)
     except (ValueError, OSError, ClientFault) as error:
         if os.environ.get("PARTITA_DEBUG"):
             raise
-        _say(f"error: {error}")
+        _say(f"error: {error}", *_notes(error))
         sys.exit(1)

@@ -21,11 +21,10 @@ def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: 
     """The runs of a comparison, all checked before the first starts."""
     if seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; it must be at least 1")
-    first = load(config, [*changes, *_said(_specs(methods)[0])])
     planned: list[Planned] = []
     for spec in _specs(methods):
         settings = load(config, [*changes, "method={}", *_said(spec)])
-        for seed in range(first.seed, first.seed + seeds):
+        for seed in range(settings.seed, settings.seed + seeds):
             folder = out / re.sub(r"[^\w.=+-]+", "_", spec).strip("_") / f"seed-{seed}"
             planned.append((folder, replace(settings, seed=seed, label=spec)))
     for folder, settings in planned:

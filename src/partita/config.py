@@ -14,7 +14,7 @@ import tomli_w
 
 from partita import data, methods, models
 from partita.core.optim import SGD, AdamW, Optimizer, Schedule
-from partita.core.options import OptionError, bind, pick
+from partita.core.options import OptionError, bind, nearest, pick
 from partita.core.run import Training
 
 
@@ -71,6 +71,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     state: Literal["memory", "disk"] = "memory"
     threads: int | None = None
+    deterministic: bool = True  # on a GPU: the same bits again, for some speed
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ def parse(raw: Mapping[str, Any]) -> Config:
     for key, value in raw.items():
         if key in _TABLES and not isinstance(value, Mapping):
             raise OptionError(f"{key} is {value!r}; it must be a table, [{key}]")
+        if key not in Config.__dataclass_fields__:
+            raise OptionError(f"unknown key '{key}'; {nearest(key, Config.__dataclass_fields__)}")
     shaped = {key: kind(**bind(kind, raw[key], key)) for key, kind in _TABLES.items() if key in raw}
     plain = {key: value for key, value in raw.items() if key not in _TABLES}
     if "method" not in plain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core import checkpoint, tree, wire
-from partita.core.learn import Job
+from partita.core.learn import ClientState, Job, assemble
 from partita.core.method import Method, Server, Update
 from partita.core.model import Batch, ClientData, Examples, Model, Output, Population
 from partita.core.optim import SGD, AdamW, Optimizer
@@ -124,7 +124,7 @@ class Watch:
         self.engine = engine
         return self
 
-    def clients(self) -> Iterable[str]:
+    def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
     def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -140,8 +140,6 @@ class Watch:
                 yield reply
 
     def _look(self, job: Job, update: Update) -> None:
-        from partita.core.learn import ClientState, assemble
-
         plan, _ = assemble(self.run, self.model, job, ClientState())
         sent = wire.unpack(wire.pack({"delta": update.delta, **update.slots}))
         names = {name for part in sent.values() for name in part}

@@ -13,6 +13,8 @@ BATCH = 512  # large, since nothing is kept for a backward pass
 
 def score(model: Model, params: Tensors, examples: Examples) -> dict[str, float]:
     """Accuracy and mean loss; an empty set has no scores."""
+    if not len(examples):
+        return {}
     device = next(iter(params.values())).device
     right = loss = 0.0
     with torch.inference_mode():
@@ -22,5 +24,4 @@ def score(model: Model, params: Tensors, examples: Examples) -> dict[str, float]
             out = model(params, tree.to(batch.inputs, device))
             right += float((out.logits.argmax(-1) == targets).sum())
             loss += float(model.losses(out, targets).sum())
-    count = len(examples)
-    return {"accuracy": right / count, "loss": loss / count} if count else {}
+    return {"accuracy": right / len(examples), "loss": loss / len(examples)}

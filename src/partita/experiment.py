@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -47,6 +48,10 @@ def build(config: Config) -> Experiment:
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     device = _device(config.engine.device)
+    if device.type == "cuda":
+        # Without it, the fused attention's backward pass sums in whatever order its blocks finish.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(config.engine.deterministic)
     method = methods.build(config.method["name"], _rest(config.method, "name"))
     task = data.load(config.data["name"], key / "data", **_rest(config.data, "name"))
     federation = data.split(task, **config.split, key=key / "split")
@@ -131,7 +136,7 @@ def _play(experiment: Experiment, folder: Path, server: Server, done: int) -> It
 
 def digest(experiment: Experiment, server: Server, store: Store) -> str:
     """Of the server's tensors and of every client's own."""
-    own = {}
+    own: tree.Tensors = {}
     for client in store.known():
         state = store.load(client, experiment.run.rounds)
         for slot, part in {"personal": state.personal, **state.memory}.items():

@@ -44,7 +44,7 @@ class Model:
         raise NotImplementedError
 
     def to(self, device: torch.device) -> None:
-        """Move the frozen rest, where there is one."""
+        """Move the initial parameters, and the frozen rest where there is one."""
 
     def every(self) -> Names:
         return frozenset(self.initial)

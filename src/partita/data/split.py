@@ -39,8 +39,8 @@ def split(
 ) -> Federation:
     """Deal the train rows to clients, and let each cut its own validation and test part."""
     deal = pick(SPLITS, kind, "split")
-    given = options if clients is None else {"clients": clients, **options}
-    partition = deal(task, key=key / kind, **bind(deal, given, "split", given=["task", "key"]))
+    asked = options if clients is None else {"clients": clients, **options}
+    partition = deal(task, key=key / kind, **bind(deal, asked, "split", given=["task", "key"]))
     # By their decimals: a share of 0.29 of 100 rows is 29 rows, which binary fractions miss.
     cut = Cut(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     return Federation(task, partition.clients, cut)
@@ -179,7 +179,7 @@ def _names(values: list[str], per_value: int) -> list[str]:
     """Values made fit for file names and key paths; those that become alike are numbered apart."""
     taken: dict[str, None] = {}
     for value in values:
-        plain = re.sub(r"[^\w.-]+", "_", value).strip("_") or "unnamed"
+        plain = re.sub(r"[^\w.-]+", "_", value).strip("_.") or "unnamed"  # not "..", nor hidden
         name, again = plain, 2
         while name in taken:
             name, again = f"{plain}_{again}", again + 1

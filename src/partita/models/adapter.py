@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from partita.core import tree
 from partita.core.model import Model, Output
 from partita.core.options import nearest
 from partita.core.tree import Names, Tensors
@@ -46,6 +47,7 @@ class Adapted(Model):
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]
+        self.initial.update(tree.to(self.initial, device))
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
         """A plain transformers folder, which needs no partita to load."""

@@ -1,0 +1,144 @@
+"""One round of FedAvg, timed against a bare PyTorch loop that does the same work on the same batches.
+
+Prints ratios from one run: absolute times depend on the machine and on what else it does. Both sides must reach the
+same tensors, or the comparison is void.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from transformers import ViTConfig, ViTForImageClassification
+
+from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita.core.learn import deal
+from partita.core.model import Examples
+from partita.core.tree import Tensors
+
+CLIENTS, STEPS, BATCH = 10, 5, 32
+SIZES = {
+    "tiny (1 layer, width 16, 5 tokens)": (1, 16, 8, 4),
+    "small (2, 64, 65)": (2, 64, 32, 4),
+    "medium (6, 192, 65)": (6, 192, 32, 4),
+}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--sizes", nargs="*", default=list(SIZES))
+    options.add_argument("--out", type=Path)
+    chosen = options.parse_args()
+    device = torch.device(chosen.device)
+    results = [measure(size, device, chosen.repeats) for size in chosen.sizes]
+    about = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "work": f"{CLIENTS} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn",
+    }
+    print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
+    print(f"{'model':36} {'bare loop':>10}", *(f"{side:>14}" for side in ours(device)), f"{'difference':>11}")
+    for row in results:
+        ratios = [f"{row['bare'] / row[side]:>13.2f}x" for side in ours(device)]
+        print(f"{row['model']:36} {1000 * row['bare']:>7.0f} ms", *ratios, f"{row['difference']:>11.0e}")
+    print("a ratio above 1 is faster than the bare loop")
+    if chosen.out:
+        chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
+
+
+def ours(device: torch.device) -> dict[str, tuple[int, str]]:
+    """The ways to run it: clients side by side, and precision. bfloat16 is left to GPUs: not every CPU has it."""
+    sides = {"block 1": (1, "float32"), "block 10": (10, "float32")}
+    return sides if device.type == "cpu" else {**sides, "block 10, bf16": (10, "bfloat16")}
+
+
+def measure(size: str, device: torch.device, repeats: int) -> dict[str, object]:
+    layers, width, pixels, patch = SIZES[size]
+    key = Key(0)
+    task = data.load("synthetic", key, examples=CLIENTS * 250, size=pixels, channels=3)
+    federation = data.split(task, "iid", clients=CLIENTS, key=key)
+    shape = {"layers": layers, "width": width, "heads": 4, "patch": patch}
+    model = models.build("vit", task, key, **shape)
+    sides: dict[str, Callable[[], Tensors]] = {}
+    for side, (block, precision) in ours(device).items():
+        training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH, precision=precision)
+        run = Run(methods.build("fedavg"), training, rounds=1, key=key, drift=False)
+        engine = Embedded(run, model, federation, block=block, device=device)
+        sides[side] = lambda run=run, engine=engine: next(rounds(run, model, engine)).server.params
+    module = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=2 * width,
+            image_size=pixels, patch_size=patch, num_channels=3, num_labels=len(task.classes),
+            attn_implementation="sdpa",
+        )
+    ).to(device)  # fmt: skip
+    start = {name: value.to(device) for name, value in model.initial.items()}
+    work = []
+    for client in federation.clients:
+        examples = federation[client].train
+        batches = deal(len(examples), training, None, key / "round" / 0 / "client" / client / "batches" / 0)
+        work.append((examples, batches))
+    sides["bare"] = lambda: bare_round(module, start, work, device)
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    results: dict[str, Tensors] = {}
+    for repeat in range(repeats + 1):
+        for side, play in sides.items():
+            seconds, results[side] = timed(play, device)
+            if repeat:  # the first warms up
+                times[side].append(seconds)
+    # Without the key biases: softmax cannot feel them, so AdamW moves them by rounding alone (docs/decisions/0004).
+    felt = [name for name in model.initial if "k_proj.bias" not in name]
+    pairs = [(results["bare"][name], results["block 1"][name]) for name in felt]
+    difference = max(float((bare - mine).abs().max() / bare.abs().max()) for bare, mine in pairs)
+    if difference > 1e-3:
+        raise SystemExit(f"{size}: the bare loop and partita differ by {difference:.1e}; the comparison is void")
+    return {"model": size, **{side: statistics.median(each) for side, each in times.items()}, "difference": difference}
+
+
+def bare_round(
+    module: ViTForImageClassification,
+    start: Tensors,
+    work: list[tuple[Examples, list[torch.Tensor]]],
+    device: torch.device,
+) -> Tensors:
+    """What one would write by hand: load, train with torch.optim, add to the weighted mean."""
+    total = sum(len(examples) for examples, _ in work)
+    mean = {name: torch.zeros_like(value) for name, value in start.items()}
+    for examples, batches in work:
+        module.load_state_dict(start)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01)
+        for indices in batches:
+            batch = examples.take(indices)
+            logits = module(batch.inputs["pixel_values"].to(device)).logits
+            loss = functional.cross_entropy(logits, batch.targets.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            for name, value in module.named_parameters():
+                mean[name] += value * (len(examples) / total)
+    return mean
+
+
+def timed(play: Callable[[], Tensors], device: torch.device) -> tuple[float, Tensors]:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    result = play()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun, result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The command line as a user meets it: in this process, through `main`, so that its words and exit codes are tested."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from partita import cli, record
+from partita.core import files
+from partita.core.files import sealed
+
+CONFIG = """
+rounds = 4
+[method]
+name = "fedfrozen"
+warmup = 2
+[data]
+name = "synthetic"
+examples = 160
+test_examples = 40
+size = 4
+[split]
+kind = "iid"
+clients = 5
+[model]
+name = "vit"
+layers = 1
+width = 8
+heads = 2
+patch = 2
+[evaluate]
+personal = 2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "experiment.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+class Shell:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *words: object) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error)."""
+        self.monkeypatch.setattr(sys, "argv", ["partita", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+            raise SystemExit(0)
+        shown = self.capsys.readouterr()
+        return int(left.value.code or 0), shown.out, shown.err
+
+
+@pytest.fixture
+def partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capsys)
+
+
+def test_run_records_and_reports(partita: Shell, config: Path, tmp_path: Path) -> None:
+    code, out, err = partita("run", "-c", config, "--out", tmp_path / "run", "--report")
+    assert code == 0
+    assert "fedfrozen" in out
+    assert err == "", "quiet where there is no terminal"
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {
+        "config.toml", "environment.json", "rows.jsonl", "plan.json", "result.json", "report.html", "checkpoints",
+    }  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+    assert all(0 <= row["test"]["accuracy"] <= 1 for row in rows)
+    assert [row["personal"] is not None for row in rows] == [False, True, False, True]
+    assert len(rows[-1]["personal"]["accuracy"]) == 5
+    assert {"query", "key", "value", "layer.0"} <= rows[1]["drift"].keys()
+    assert not {"query", "key"} & rows[2]["drift"].keys(), "what is frozen does not drift"
+    stages = json.loads((tmp_path / "run" / "plan.json").read_text())["stages"]
+    assert [(stage["first"], stage["last"]) for stage in stages] == [(0, 1), (2, 3)]
+    code, out, _ = partita("ls", tmp_path, "--json")
+    assert code == 0
+    assert [(row["label"], row["finished"]) for row in json.loads(out)] == [("fedfrozen", True)]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedfrozen", "local-only", "centralized"])
+def test_plan_foretells_the_bytes_that_a_run_records(method: str, partita: Shell, config: Path, tmp_path: Path) -> None:
+    changes = ["--set", f"method={{name='{method}'" + (", warmup=2}" if method == "fedfrozen" else "}")]
+    changes += ["--set", "federation.cohort=2", "--set", "federation.dropout=0.2"]
+    assert partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    for row in rows:
+        up = down = 0
+        for client in row["cohort"]:
+            code, out, _ = partita(
+                "plan", "-c", config, *changes, "--round", row["round"], "--client", client, "--json"
+            )
+            assert code == 0
+            shown = json.loads(out)
+            assert shown["asked"]
+            down += shown["bytes_down"]
+            up += 0 if client in row["lost"] else shown["bytes_up"]
+        assert {"up": up, "down": down} == row["bytes"]
+
+
+def test_plan_by_role_layer_and_name(partita: Shell, config: Path) -> None:
+    for by, expected in (("role", "query"), ("layer", "layer.0"), ("name", "vit.layers.0.attention.q_proj.weight")):
+        code, out, _ = partita("plan", "-c", config, "--round", 3, "--by", by)
+        assert code == 0
+        assert expected in out
+    code, out, _ = partita("plan", "-c", config, "--round", 3, "--json")
+    groups = {group["name"]: group for group in json.loads(out)["groups"]}
+    assert groups["query"]["trains"] == groups["query"]["up"] == 0 < groups["value"]["up"]
+
+
+def test_resume_goes_on_and_a_second_start_is_refused(partita: Shell, config: Path, tmp_path: Path) -> None:
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    partita("run", "-c", config, "--out", whole)
+    partita("run", "-c", config, "--out", half)
+    # As if it had been killed after the first round.
+    (half / "result.json").unlink()
+    for path in sealed(half / "checkpoints"):
+        path.unlink()
+    code, _, err = partita("run", "-c", config, "--out", half)
+    assert code == 1
+    assert "already holds a run" in err
+    assert partita("resume", half)[0] == 0
+    digests = [json.loads((folder / "result.json").read_text())["digest"] for folder in (whole, half)]
+    assert digests[0] == digests[1]
+    code, out, _ = partita("resume", half)
+    assert code == 0
+    assert "finished" in out
+    code, _, err = partita("resume", tmp_path / "nowhere")
+    assert code == 1
+    assert "holds no run" in err
+
+
+def test_compare_over_methods_and_seeds(partita: Shell, config: Path, tmp_path: Path) -> None:
+    words = ["compare", "-c", config, "--methods", "fedavg, fedprox(mu=0.5)", "--seeds", 2, "--out", tmp_path / "out"]
+    code, out, _ = partita(*words, "--set", "rounds=2", "--jobs", 2, "--json")
+    assert code == 0
+    lines = json.loads(out)["lines"]
+    assert [line["label"] for line in lines] == ["fedavg", "fedprox(mu=0.5)"]
+    assert [line["seeds"] for line in lines] == [[0, 1], [0, 1]]
+    # Again: what is there is kept, so it is quick and says the same.
+    assert partita(*words, "--set", "rounds=2", "--json")[:2] == (0, out)
+    code, _, err = partita(*words, "--set", "rounds=3")
+    assert code == 1
+    assert "holds another experiment" in err
+
+
+def test_methods_and_cards(partita: Shell) -> None:
+    code, out, _ = partita("methods", "--json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)] == ["fedavg", "fedprox", "fedfrozen", "local-only", "centralized"]
+    assert "FedProx" in partita("methods")[1]
+    assert partita("methods", "fedprox")[1].startswith("# fedprox")
+    code, _, err = partita("methods", "fedpro")
+    assert code == 1
+    assert "did you mean 'fedprox'?" in err
+
+
+BAD = {
+    "a mistyped key": (["training.btach_size=3"], "unknown key 'training.btach_size'; did you mean 'batch_size'?"),
+    "a wrong type": (["training.lr=fast"], "training.lr is 'fast'; it must be a number"),
+    "an unknown method": (["method={name='fedavgg'}"], "unknown method 'fedavgg'; did you mean 'fedavg'?"),
+    "a tag that matches nothing": (["model.frozen=['qurey']"], "no parameter of vit is named or tagged 'qurey'"),
+    "a frozen kernel that a method asks for": (["model.frozen=['query']"], "is tagged 'query'"),
+    "more clients than samples": (["split.clients=500"], "500 clients"),
+    "an empty client": (
+        ["split={kind='quantity', clients=50, alpha=0.01, smallest=1}"],
+        "would get 0; use fewer clients",
+    ),
+    "too large a cohort": (["federation.cohort=9"], "federation.cohort is 9, but there are 5 clients"),
+    "a learning rate that blows up": (
+        ["training.lr=1e30", "training.optimizer=sgd", "method={name='fedavg'}"],
+        "lower training.lr, set training.clip, or look at the client's data",
+    ),
+    "a trace that is not there": (["federation.trace=none.csv"], "cannot read the trace none.csv"),
+    "no answers": (["federation.dropout=1.0"], "0 of 5 clients answered in round 0"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_clear_message(what: str, partita: Shell, config: Path, tmp_path: Path) -> None:
+    changes, message = BAD[what]
+    code, _, err = partita(
+        "run", "-c", config, "--out", tmp_path / "run", *(word for change in changes for word in ("--set", change))
+    )
+    assert code == 1
+    assert message in err
+    assert err.startswith("error: ")
+    saved = [line for line in err.splitlines() if f"go on with: partita resume {tmp_path / 'run'}" in line]
+    assert len(err.splitlines()) == 1 + len(saved)
+    assert "Traceback" not in err
+
+
+def test_clients_too_small_for_a_test_part_still_train(partita: Shell, config: Path, tmp_path: Path) -> None:
+    assert partita("run", "-c", config, "--out", tmp_path / "run", "--set", "split.clients=160")[0] == 0
+    row = json.loads((tmp_path / "run" / "rows.jsonl").read_text().splitlines()[-1])
+    assert row["personal"] == {}, "one example each, all of it for training"
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(partita: Shell, config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    partita("run", "-c", config, "--out", folder)
+    before = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").unlink()
+    newest = sealed(folder / "checkpoints")[-1]
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    rows = (folder / "rows.jsonl").read_bytes()
+    code, _, err = partita("resume", folder)
+    assert code == 1
+    assert f"{newest} is damaged" in err
+    assert "delete it to resume from the checkpoint before it" in err
+    assert (folder / "rows.jsonl").read_bytes() == rows
+    newest.unlink()
+    assert partita("resume", folder)[0] == 0
+    assert json.loads((folder / "result.json").read_text())["digest"] == before["digest"]
+
+
+def test_a_full_disk_loses_nothing(
+    partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    partita("run", "-c", config, "--out", whole)
+    real, calls = os.replace, []
+
+    def full(one: Path, other: Path) -> None:
+        calls.append(other)
+        if len(calls) == 6:  # config, environment, plan, and two checkpoints are written; the third is not
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(one, other)
+
+    monkeypatch.setattr(files.os, "replace", full)
+    code, _, err = partita("run", "-c", config, "--out", folder)
+    assert code == 1
+    assert "No space left on device" in err
+    assert f"partita resume {folder}" in err
+    assert "Traceback" not in err
+    assert len(sealed(folder / "checkpoints")) == 2
+    assert not list(folder.rglob("*.part"))
+    assert partita("resume", folder)[0] == 0
+    digests = [json.loads((path / record.RESULT).read_text())["digest"] for path in (whole, folder)]
+    assert digests[0] == digests[1]
+
+
+def test_two_processes_cannot_share_a_run(partita: Shell, config: Path, tmp_path: Path) -> None:
+    with record.lock(tmp_path / "run"):
+        code, _, err = partita("run", "-c", config, "--out", tmp_path / "run")
+    assert code == 1
+    assert "in use by another process" in err

@@ -1,0 +1,99 @@
+"""A config is strict: what is wrong is named, with the remedy, before any work starts."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from partita.config import load, overlay, parse
+from partita.core.optim import SGD, AdamW
+
+EXAMPLES = sorted(Path("examples").glob("*.toml"))
+
+
+def parsed(*changes: str) -> object:
+    raw = {"method": {"name": "fedavg"}}
+    for change in changes:
+        overlay(raw, change)
+    return parse(raw)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+def test_every_shipped_config_loads(path: Path) -> None:
+    config = load(path)
+    assert parse(tomllib.loads(config.to_toml())) == config, "a resolved config resolves to itself"
+
+
+def test_there_are_shipped_configs() -> None:
+    assert EXAMPLES
+
+
+def test_defaults_are_written_out() -> None:
+    text = parse({"method": {"name": "fedprox"}}).to_toml()
+    assert tomllib.loads(text)["method"] == {"name": "fedprox", "mu": 0.01}
+    assert tomllib.loads(text)["training"]["batch_size"] == 32
+
+
+def test_seed_zero_is_a_seed() -> None:
+    assert parse({"method": {"name": "fedavg"}, "seed": 0}).seed == 0
+
+
+def test_composed_methods_share_the_options_out() -> None:
+    config = parse({"method": {"name": "fedfrozen+fedprox", "mu": 0.5, "warmup": 3}})
+    assert (config.method["mu"], config.method["warmup"], config.method["scope"]) == (0.5, 3, "rest")
+
+
+def test_optimizers_are_built() -> None:
+    adam = parse({"method": {"name": "fedavg"}, "training": {"weight_decay": 0.2}}).training.build()
+    assert adam.optimizer == AdamW(weight_decay=0.2)
+    plain = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0}
+    assert parse({"method": {"name": "fedavg"}, "training": plain}).training.build().optimizer == SGD(momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("method.mu=1", "unknown key 'method.mu'; there are no options here"),
+        ("method.name=fedavgg", "unknown method 'fedavgg'; did you mean 'fedavg'?"),
+        ("method.name=3", "'method.name' is missing"),
+        ("trainin.lr=1", "unknown key 'trainin'; did you mean 'training'?"),
+        ("training.learning_rate=1", "unknown key 'training.learning_rate'"),
+        ("training.batchsize=1", "did you mean 'batch_size'?"),
+        ("training.lr=high", "training.lr is 'high'; it must be a number"),
+        ("training.epochs=1.5", "training.epochs is 1.5; it must be a whole number"),
+        ("training.epochs=true", "training.epochs is True; it must be a whole number"),
+        ("training.lr=-1.0", "training.lr is -1.0; it must be above 0"),
+        ("training.optimizer=adam", "it must be 'sgd' or 'adamw'"),
+        ("training.momentum=0.9", "training.momentum and training.nesterov are for optimizer = 'sgd'"),
+        ("training=1", "training is 1; it must be a table, [training]"),
+        ("split.kind=dirichlett", "unknown split 'dirichlett'; did you mean 'dirichlet'?"),
+        ("split.beta=3", "unknown key 'split.beta'"),
+        ("data.name=digit", "unknown data 'digit'; did you mean 'digits'?"),
+        ("model.wdth=3", "unknown key 'model.wdth'; did you mean 'width'?"),
+        ("engine.block=many", "engine.block is 'many'; it must be a whole number or 'auto'"),
+        ("seed=first", "seed is 'first'; it must be a whole number"),
+    ],
+)
+def test_what_is_wrong_is_named(change: str, message: str) -> None:
+    with pytest.raises(ValueError, match="(?s).") as caught:
+        parsed("split={kind='dirichlet', clients=4, alpha=1.0}", "model={name='vit'}", change)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["lr", "=3", "seed.x=1"])
+def test_a_change_must_be_key_and_value(change: str) -> None:
+    with pytest.raises(ValueError, match="cannot"):
+        overlay({"seed": 1}, change)
+
+
+def test_a_missing_or_broken_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read the config"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("rounds = = 3")
+    with pytest.raises(ValueError, match="is not TOML"):
+        load(tmp_path / "bad.toml")
+    (tmp_path / "empty.toml").write_text("")
+    with pytest.raises(ValueError, match="'method' is missing"):
+        load(tmp_path / "empty.toml")

@@ -1,0 +1,105 @@
+"""A run killed with -9 at twenty random moments ends with the same tensors, bit for bit, as one left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from partita import record
+from partita.config import Config, load, parse
+from partita.core import checkpoint, tree
+from partita.core.files import sealed
+from partita.experiment import resume, start
+from partita.methods import INDEX
+
+KILLS = 20
+
+# Rounds of some tens of milliseconds; clients come and go, and every second round has no checkpoint.
+SETTINGS = """
+rounds = 60
+[method]
+name = "{method}"
+[data]
+name = "synthetic"
+examples = 240
+test_examples = 40
+size = 4
+[split]
+kind = "iid"
+clients = 6
+[model]
+name = "vit"
+layers = 1
+width = 8
+heads = 2
+patch = 2
+[federation]
+cohort = 0.5
+dropout = 0.1
+[engine]
+block = 1
+state = "{state}"
+[evaluate]
+personal = 20
+[checkpoint]
+every = 2
+"""
+
+
+def settings(method: str, state: str) -> Config:
+    return parse(tomllib.loads(SETTINGS.format(method=method, state=state)))
+
+
+def go_on(config: Config, folder: Path) -> None:
+    begun = (folder / record.CONFIG).exists()
+    for _ in resume(load(folder / record.CONFIG), folder) if begun else start(config, folder):
+        pass
+
+
+def live_and_die(config: Config, folder: Path, seconds: float) -> bool:
+    """Go on with the run in a process of its own, kill it after so many seconds; whether it was killed in time."""
+    child = os.fork()
+    if child == 0:
+        try:
+            go_on(config, folder)
+        except BaseException as error:
+            print(f"child failed: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "a resumed run failed by itself"
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize(("method", "state"), [(name, "memory") for name in INDEX] + [("local-only", "disk")])
+def test_twenty_kills_change_nothing(method: str, state: str, tmp_path: Path) -> None:
+    config = settings(method, state)
+    begun = time.perf_counter()
+    go_on(config, tmp_path / "whole")
+    length = time.perf_counter() - begun
+    draws, kills = random.Random(f"{method} {state}"), 0
+    while kills < KILLS and not record.finished(tmp_path / "killed"):
+        # Short lives, so that the run is still far from its end when the last kill comes.
+        kills += live_and_die(config, tmp_path / "killed", draws.uniform(0.0, 0.1) * length)
+        for path in sealed(tmp_path / "killed" / "checkpoints"):
+            checkpoint.load(path)  # whole, or it would not load
+    assert kills == KILLS, f"the run ended after {kills} kills; make it longer"
+    go_on(config, tmp_path / "killed")
+    whole, killed = (json.loads((tmp_path / name / record.RESULT).read_text()) for name in ("whole", "killed"))
+    assert killed["digest"] == whole["digest"]
+    ends = [checkpoint.load(sealed(tmp_path / name / "checkpoints")[-1])[1] for name in ("whole", "killed")]
+    assert tree.equal(ends[0].params, ends[1].params)
+    assert ends[0].ledger == ends[1].ledger
+    rows = [(tmp_path / name / record.ROWS).read_text().splitlines() for name in ("whole", "killed")]
+    for one, two in zip(*([json.loads(line) for line in lines] for lines in rows), strict=True):
+        assert {**one, "seconds": 0} == {**two, "seconds": 0}
