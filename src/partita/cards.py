@@ -25,8 +25,12 @@ HEADINGS = (
 def card(name: str) -> str:
     if name not in INDEX:
         raise OptionError(f"unknown method '{name}'; {nearest(name, INDEX)}")
-    module = INDEX[name].partition(":")[0].rpartition(".")[2]
-    return files("partita.methods").joinpath(f"{module}.md").read_text()
+    return files("partita.methods").joinpath(path_of(name)).read_text()
+
+
+def path_of(name: str) -> str:
+    """A card lies beside the method's file and is called like it."""
+    return INDEX[name].partition(":")[0].rpartition(".")[2] + ".md"
 
 
 def listing() -> list[dict[str, Any]]:

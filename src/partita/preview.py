@@ -9,7 +9,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from partita.config import Config
+from partita.config import Config, parse
 from partita.core import wire
 from partita.core.model import Model
 from partita.core.options import OptionError, nearest
@@ -76,6 +76,16 @@ def preview(config: Config, round: int, client: str | None, by: str = "role") ->
     return preview_of(
         experiment.run, experiment.model, experiment.federation.clients, round, client, by, experiment.faults
     )
+
+
+def plan_section(name: str) -> str:
+    """What a method's card says of its plan: the table of the first round and, if it differs, of the last."""
+    config = parse({"method": {"name": name}, "rounds": 10})
+    first, last = (preview(config, round, None) for round in (0, 9))
+    same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
+    tables = "\n".join(each.to_text() for each in ([first] if same else [first, last]))
+    setting = "Ten rounds, a ViT of two layers of width 64 on 8 x 8 images, ten clients of which all take part:"
+    return f"{setting}\n\n```text\n{tables}```"
 
 
 def preview_of(

@@ -128,6 +128,8 @@ class Block:
         def call(*parts: Any) -> Any:
             try:
                 return lifted(*parts)
+            except torch.OutOfMemoryError as error:
+                raise LiftError(f"a block of clients does not fit the memory: {error}; lower engine.block") from error
             except RuntimeError as error:
                 raise LiftError(
                     f"vmap cannot lift {self.model.name} with {self.run.method.name} over clients: {error}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from partita.core import tree, wire
 from partita.core.learn import ClientFault, Job, Learned, Visit, age, assemble, learn, reply, trial, visit
 from partita.core.method import Update
 from partita.core.model import Examples, Model, Population
+from partita.core.plan import Phase
 from partita.core.rounds import Lost
 from partita.core.run import Run
 from partita.core.store import Memory, Store
@@ -50,7 +52,7 @@ class Embedded:
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
         for chunk in _chunks(jobs, self.block):
             visits = [self._visit(job) for job in chunk]
-            learned = iter(self._learn([each for each in visits if isinstance(each, Visit)]))
+            learned = iter(self._learn(self.run, [each for each in visits if isinstance(each, Visit)]))
             for each in visits:
                 yield each if isinstance(each, Lost) else self._reply(each, next(learned))
 
@@ -59,15 +61,17 @@ class Embedded:
         for chunk in _chunks(jobs, self.block):
             full = [self._full(job) for job in chunk]
             if self.run.method.adapt:
-                phases = self.run.method.adapt(self.model)
-                states = [self.store.load(job.client, job.round + 1) for job in chunk]
-                trials = [
-                    trial(self.run, self.model, job, state, self.population[job.client].train, phases)
-                    for job, state in zip(chunk, states, strict=True)
-                ]
-                full = [{**params, **own.params} for params, own in zip(full, self._learn(trials), strict=True)]
+                # Plain training: the method's rules belong to its own rounds.
+                plain = replace(self.run, method=replace(self.run.method, local=(), carry_optimizer=False))
+                trials = [self._trial(job, self.run.method.adapt(self.model)) for job in chunk]
+                adapted = self._learn(plain, trials)
+                full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
                 yield job.client, score(self.model, params, self.population[job.client].test if on is None else on)
+
+    def _trial(self, job: Job, phases: tuple[Phase, ...]) -> Visit:
+        state = self.store.load(job.client, job.round + 1)
+        return trial(self.run, self.model, job, state, self.population[job.client].train, phases)
 
     def _full(self, job: Job) -> Tensors:
         """The state after the job's round, not before it."""
@@ -97,15 +101,15 @@ class Embedded:
             raise fault
         return Lost(fault.client, fault.reason)
 
-    def _learn(self, visits: Sequence[Visit]) -> list[Learned]:
+    def _learn(self, run: Run, visits: Sequence[Visit]) -> list[Learned]:
         """Only clients with equal plans, and equal ages where the optimizer counts them, fit one block."""
+        by_age = run.method.carry_optimizer and run.training.optimizer.ages
         groups: dict[object, list[int]] = {}
         for place, each in enumerate(visits):
-            by_age = self.run.method.carry_optimizer and self.run.training.optimizer.ages
             groups.setdefault((each.plan.phases, age(each) if by_age else None), []).append(place)
         learned: dict[int, Learned] = {}
         for places in groups.values():
-            results = learn(self.run, [visits[place] for place in places])
+            results = learn(run, [visits[place] for place in places])
             learned.update(zip(places, results, strict=True))
         return [learned[place] for place in range(len(visits))]
 

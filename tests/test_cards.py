@@ -1,0 +1,48 @@
+"""Cards say what the code does: sections, parameters and plan tables are checked against it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from partita.cards import HEADINGS, card, listing
+from partita.core.options import pick
+from partita.methods import INDEX
+from partita.preview import plan_section
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_a_card_has_its_sections_in_order(name: str) -> None:
+    text = card(name)
+    assert text.startswith(f"# {name}\n")
+    assert tuple(re.findall(r"^## (.+)$", text, re.MULTILINE)) == HEADINGS
+    for section in re.split(r"^## .+$", text, flags=re.MULTILINE)[1:]:
+        assert section.strip(), "no section is empty"
+    assert "<!--" not in text, "nothing is left to fill in"
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_a_card_lists_each_parameter_with_its_default(name: str) -> None:
+    parameters = inspect.signature(pick(INDEX, name, "method")).parameters.values()
+    section = card(name).partition("## Parameters\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, re.MULTILINE)
+    assert listed == [(each.name, repr(each.default)) for each in parameters]
+    assert listed or section.strip() == "None."
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_a_card_shows_the_plan_as_the_code_prints_it(name: str) -> None:
+    assert f"## Plan\n{plan_section(name)}\n" in card(name), "run: python scripts/write_plans.py"
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_evidence_comes_with_a_command_or_says_that_there_is_none(name: str) -> None:
+    section = card(name).partition("## Evidence\n")[2].partition("\n## ")[0]
+    assert "partita compare" in section or "no evidence yet" in section.lower()
+
+
+def test_every_method_has_a_line_about_it() -> None:
+    assert [row["name"] for row in listing()] == list(INDEX)
+    assert all(row["about"].endswith(".") for row in listing())
