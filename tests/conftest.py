@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # One thread a worker: more would fight with the other workers, and tensors this small gain nothing. Said by the
@@ -16,3 +17,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # The first call of a torch operation is far slower than the next, so a deadline would fail at random.
 settings.register_profile("partita", deadline=None)
 settings.load_profile("partita")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_kernels() -> None:
+    """As a run chooses them; several times faster on some machines."""
+    from partita.engines.choose import use_onednn
+
+    use_onednn("auto")

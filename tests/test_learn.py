@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from partita.core.plan import NONE, Phase, Plan, Turn, share
 from partita.core.rng import Key
 from partita.core.rounds import ask, begin, rounds
 from partita.core.run import Run, RunError, Training
+from partita.core.store import Disk
 from partita.core.tree import Names, Slots, Tensors
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults
@@ -311,6 +313,22 @@ def test_newcomers_and_returning_clients_train_side_by_side_as_alone() -> None:
         assert distance(single, last(play(run, model, population, faults=faults, block=2))) < 1e-10
 
 
+@dataclass(frozen=True)
+class Started(Inertia):
+    """The same with a memory from the first visit on."""
+
+    def memory(self, anchor: Tensors) -> Slots:
+        return {"way": {name: torch.zeros_like(value) for name, value in anchor.items()}}
+
+
+def test_clients_side_by_side_remember_each_for_itself() -> None:
+    model, population = Wide(small()), WidePopulation(PAIR)
+    plain, run = (run_of(Method("m", local=local), 3) for local in ((), (Started(),)))
+    single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
+    assert distance(single, block) < 1e-10
+    assert distance(single, last(play(plain, model, population))) > 1e-3
+
+
 def test_clients_with_equal_phases_and_unequal_plans_train_side_by_side_as_alone() -> None:
     """A proximal term holds what came from the server: for one client the head, for the other not."""
     model, population = Wide(small()), WidePopulation(PAIR)
@@ -466,9 +484,23 @@ def test_a_client_adapts_a_copy_and_nothing_of_it_remains() -> None:
         assert single[client]["loss"] == pytest.approx(block[client]["loss"], rel=1e-5)
 
 
-def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone() -> None:
+def test_a_client_is_evaluated_as_it_is_after_the_round(tmp_path: Path) -> None:
+    model, run = small(), run_of(local_only(), 2)
+    engine = Embedded(run, model, PAIR, store=Disk(tmp_path))
+    list(rounds(run, model, engine))
+    for client, scores in engine.evaluate([Job(1, client, {}, frozenset()) for client in PAIR.clients]):
+        part = PAIR[client].test
+        whole = part.take(torch.arange(len(part)))
+        losses = model.losses(model(engine.store.load(client, 2).personal, whole.inputs), whole.targets)
+        assert scores["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+        assert float(losses.mean()) < float(model.losses(model(model.initial, whole.inputs), whole.targets).mean())
+
+
+@pytest.mark.parametrize("local", [(), (Pull(),)], ids=["plain", "with a rule"])
+def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[Local, ...]) -> None:
+    """Plainly: the method's rules belong to its own rounds."""
     model, examples = small(), ALONE["c"].train
-    method = replace(fedavg(), adapt=lambda model: (Phase(HEAD, epochs=2),))
+    method = replace(fedavg(), local=local, adapt=lambda model: (Phase(HEAD, epochs=2),))
     run = run_of(method)
     engine = Embedded(run, model, ALONE)
     [(_, scores)] = engine.evaluate([job_of(model)])

@@ -168,6 +168,24 @@ class Favour(Rule):
         return replace(server, state={"round": {"head.weight": server.state["round"]["head.weight"] + 1}})
 
 
+@dataclass(frozen=True)
+class Generous(Rule):
+    """Sends a slot beside every name, whatever is asked."""
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        params, _ = super().send(server, client, names)
+        return params, {"beside": {name: value + 1 for name, value in server.params.items()}}
+
+
+def test_slots_come_down_for_what_trains_and_are_counted() -> None:
+    method = Method("generous", fedfrozen(0).plan, server=Generous())
+    engine = Script(lambda job: reply_to(job, {}))
+    played = list(rounds(run_of(method, 2, preloaded=True), MODEL, engine))
+    assert {frozenset(job.slots["beside"]) for job in engine.jobs} == {EVERY - KERNEL}
+    for each in played:
+        assert all(each.traffic.down[name] == (0 if name in KERNEL else 2 * SIZE[name]) for name in EVERY)
+
+
 def frozen_head(model: Model, turn: Turn) -> Plan:
     plan = share_everything(model, turn)
     return plan.narrow(model.every() - {"head.weight"})

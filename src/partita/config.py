@@ -71,6 +71,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     state: Literal["memory", "disk"] = "memory"
     threads: int | None = None
+    onednn: bool | Literal["auto"] = "auto"  # torch's kernels for CPUs
     deterministic: bool = True  # on a GPU: the same bits again, for some speed
 
 

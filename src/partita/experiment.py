@@ -23,6 +23,7 @@ from partita.core.rounds import Round, ask, begin, rounds
 from partita.core.run import Run, RunError
 from partita.core.store import Disk, Memory, Store
 from partita.data import Federation
+from partita.engines.choose import choose_block, use_onednn
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults, read_trace
 from partita.evaluate import score
@@ -47,6 +48,7 @@ def build(config: Config) -> Experiment:
     key = Key(config.seed)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
+    use_onednn(config.engine.onednn)
     device = _device(config.engine.device)
     if device.type == "cuda":
         # Without it, the fused attention's backward pass sums in whatever order its blocks finish.
@@ -72,7 +74,11 @@ def build(config: Config) -> Experiment:
     run.cohort_size(len(federation.clients))
     trace = read_trace(Path(federate.trace)) if federate.trace else {}
     faults = Faults() if method.pool else Faults(federate.dropout, federate.straggle, trace)
-    block = _block(config.engine.block, run, model, federation, device)
+    block = config.engine.block
+    if block == "auto":
+        block = choose_block(run, model, federation, device)
+    if block < 1:
+        raise RunError(f"engine.block is {block}; it must be at least 1, or 'auto'")
     plan_for(method.plan, model, Turn(0, run.rounds, federation.clients[0]))
     plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
     return Experiment(config, run, model, federation, faults, device, block)
@@ -218,12 +224,3 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise RunError("engine.device is 'cuda', but torch sees no GPU; use 'cpu', or install a CUDA build of torch")
     return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name)
-
-
-def _block(wanted: int | str, run: Run, model: Model, federation: Federation, device: torch.device) -> int:
-    """The number of clients side by side; "auto" is a rule of sizes alone, so that a run repeats itself."""
-    if isinstance(wanted, int):
-        if wanted < 1:
-            raise RunError(f"engine.block is {wanted}; it must be at least 1, or 'auto'")
-        return wanted
-    return run.cohort_size(len(federation.clients))

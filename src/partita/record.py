@@ -75,6 +75,7 @@ def environment(device: torch.device, block: int) -> dict[str, str]:
         "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "device": str(device),
         "threads": str(torch.get_num_threads()),
+        "onednn": str(torch.backends.mkldnn.enabled),
         "block": str(block),
         **{package: version(package) for package in packages},
     }

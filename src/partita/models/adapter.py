@@ -74,9 +74,10 @@ def adapt(name: str, module: PreTrainedModel, frozen: Iterable[str] = ()) -> Ada
     module.train(False).requires_grad_(False)
     module.set_attn_implementation(attention.NAME)
     model_type = str(module.config.model_type)
-    tags = tags_of(model_type, (name for name, _ in module.named_parameters()))
+    own = dict(module.named_parameters())
+    tags = tags_of(model_type, own)
     stays = _frozen(name, tags, frozen)
-    initial = {name: value.detach().clone() for name, value in module.named_parameters() if name not in stays}
+    initial = {each: value.detach().clone() for each, value in own.items() if each not in stays}
     places = _places(module, initial.keys())
     _empty(places)
     return Adapted(
@@ -84,7 +85,7 @@ def adapt(name: str, module: PreTrainedModel, frozen: Iterable[str] = ()) -> Ada
         module=module,
         forward=architecture(model_type).forward,
         initial=initial,
-        tags={name: tags[name] for name in initial},
+        tags={each: tags[each] for each in initial},
         places=places,
     )
 
