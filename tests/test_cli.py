@@ -52,11 +52,13 @@ class Shell:
     def __call__(self, *words: object) -> tuple[int, str, str]:
         """(exit code, standard output, standard error)."""
         self.monkeypatch.setattr(sys, "argv", ["partita", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
+        try:
             cli.main()
-            raise SystemExit(0)
+            code = 0
+        except SystemExit as left:
+            code = int(left.code or 0)
         shown = self.capsys.readouterr()
-        return int(left.value.code or 0), shown.out, shown.err
+        return code, shown.out, shown.err
 
 
 @pytest.fixture

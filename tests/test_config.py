@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -77,9 +78,8 @@ def test_optimizers_are_built() -> None:
     ],
 )
 def test_what_is_wrong_is_named(change: str, message: str) -> None:
-    with pytest.raises(ValueError, match="(?s).") as caught:
+    with pytest.raises(ValueError, match=re.escape(message)):
         parsed("split={kind='dirichlet', clients=4, alpha=1.0}", "model={name='vit'}", change)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("change", ["lr", "=3", "seed.x=1"])

@@ -237,7 +237,7 @@ def test_too_few_answers_are_an_error_that_gives_the_reasons() -> None:
 
     run = run_of(fedavg(), 1, minimum=2)
     with pytest.raises(
-        ClientFault, match=r"only 1 of 3 clients answered in round 0 and federation.minimum is 2 \(.*is asleep"
+        RunError, match=r"only 1 of 3 clients answered in round 0 and federation.minimum is 2 \(.*is asleep"
     ):
         next(rounds(run, MODEL, Script(answer, "abc")))
     assert next(rounds(replace(run, minimum=1), MODEL, Script(answer, "abc")))

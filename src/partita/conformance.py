@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from partita.core import checkpoint, tree, wire
 from partita.core.learn import ClientState, Job, assemble
-from partita.core.method import Method, Server, Update
+from partita.core.method import Local, Method, Server, Update
 from partita.core.model import Batch, ClientData, Examples, Model, Output, Population
 from partita.core.optim import SGD, AdamW, Optimizer
+from partita.core.plan import Turn
 from partita.core.rng import Key
 from partita.core.rounds import Engine, Lost, Round, ask, rounds
 from partita.core.run import Run, Training
@@ -55,11 +56,14 @@ def check_method(
     if method.pool:
         population = OneClient(population)
     make = _maker(run, model, population)
+    _check_plan(run, model, population)
     before = torch.get_rng_state()
     whole = _play(run, model, make(), Watch(run, model))
     _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
+    _require(_same(whole, _play(run, model, make())), "the same run gives two results: something outside it has a say")
     _check_wire(run, model, make, whole)
-    _check_rehearsal(run, model, population, whole)
+    if all(type(rule).narrow is Local.narrow for rule in method.local):
+        _check_rehearsal(run, model, population, whole)
     _check_order(run, model, make)
     _check_resume(run, model, make, whole)
     return Findings(
@@ -152,7 +156,18 @@ class Watch:
         still = each.server.params.keys() - self.trained
         moved = {name for name in still if not torch.equal(before[name], each.server.params[name])}
         _require(not moved, f"'{_some(moved)}' moved in round {each.number}, in which nobody trained it")
+        copied = {name for name in still if before[name] is not each.server.params[name]}
+        _require(
+            not copied, f"'{_some(copied)}' did not move in round {each.number}, but a copy will be sent to everyone"
+        )
         self.server, self.trained = each.server, set()
+
+
+def _check_plan(run: Run, model: Model, population: Population) -> None:
+    """A function of the model and the turn, and of nothing else."""
+    for turn in (Turn(round, run.rounds, client) for round in range(run.rounds) for client in population.clients):
+        same = run.method.plan(model, turn) == run.method.plan(model, turn)
+        _require(same, f"its plan for {turn.client} in round {turn.round} differs from one call to the next")
 
 
 def _check_wire(run: Run, model: Model, make: Maker, whole: Played) -> None:
@@ -192,6 +207,7 @@ def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
                 stream = rounds(run, model, make(store=store))
                 for _ in range(stop):
                     each = next(stream)
+                _play(run, model, make())  # hidden state would be another's now
                 store.commit(stop)
                 path = checkpoint.save(folder / "server", stop, each.server)
                 done, server = checkpoint.load(path)

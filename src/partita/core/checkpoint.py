@@ -8,6 +8,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from partita.core import wire
 from partita.core.files import seal, sealed, unseal
 from partita.core.ledger import Ledger
 from partita.core.method import Server
@@ -31,10 +32,7 @@ def save(folder: Path, done: int, server: Server) -> Path:
         "clients": clients,
         "preloaded": server.ledger.preloaded,
     }
-    data = safetensors.torch.save(
-        {key: value.cpu().contiguous() for key, value in flat.items()}, {"partita": json.dumps(about)}
-    )
-    path = seal(folder, done, data)
+    path = seal(folder, done, wire.save(flat, {"partita": json.dumps(about)}))
     for old in sealed(folder)[:-KEPT]:
         old.unlink()
     return path

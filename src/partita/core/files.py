@@ -5,6 +5,7 @@ A sealed file also carries the digest of its bytes in its name, so that damage i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -59,7 +60,8 @@ def write(path: Path, data: bytes) -> None:
         os.replace(aside, path)
         _sync(path.parent)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where the folder itself is at fault, there is nothing to clean up
+            aside.unlink()
         raise DiskError(
             f"cannot write {path} ({error.strerror}; {len(data):,} bytes); what was saved before is whole: "
             "make room or fix the folder, then resume the run"

@@ -6,7 +6,7 @@ Rules are written for one client. `learn` takes one visit and calls them plainly
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -196,7 +196,13 @@ def _carried(run: Run, each: Visit) -> dict[str, Tensors]:
     return {slot.removeprefix(_OPTIMIZER): part for slot, part in memory.items() if slot.startswith(_OPTIMIZER)}
 
 
-def age(each: Visit) -> tuple[int, ...]:
-    """How many steps each name of the client's optimizer has behind it."""
-    ages = each.state.memory.get(_OPTIMIZER + "age", {})
-    return tuple(int(ages[name]) if name in ages else 0 for name in sorted(each.plan.train))
+def kind(run: Run, each: Visit) -> Hashable:
+    """Clients fit one block if this is equal: plan, what they remember, and, where the optimizer counts, its ages."""
+    memory = tuple((slot, tuple(part)) for slot, part in sorted(each.ctx.memory.items()))
+    if not run.training.optimizer.ages:
+        return each.plan, memory
+    ages = _carried(run, each).get("age", {})
+    born = tuple(int(ages[name]) if name in ages else 0 for name in sorted(each.plan.train))
+    # Phases that share a name hand its age on, and that depends on how many steps the earlier one took.
+    apart = sum(len(phase.names) for phase in each.plan.phases) == len(each.plan.train)
+    return each.plan, memory, born, None if apart else tuple(len(batches) for batches in each.deals)

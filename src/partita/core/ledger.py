@@ -42,6 +42,14 @@ class Ledger:
             held[client] = shared.setdefault(row, row)
         return Ledger(self.versions, held, self.preloaded)
 
+    def forget(self, overwritten: Iterable[tuple[str, Names]]) -> Ledger:
+        """These clients were sent something else under these names, so they no longer hold the server's."""
+        held = dict(self.held)
+        for client, names in overwritten:
+            rows = zip(self.versions, self._row(client), strict=True)
+            held[client] = tuple(NEVER if name in names else has for name, has in rows)
+        return Ledger(self.versions, held, self.preloaded)
+
     def changed(self, names: Names, version: int) -> Ledger:
         versions = {name: version if name in names else old for name, old in self.versions.items()}
         return Ledger(versions, self.held, self.preloaded)

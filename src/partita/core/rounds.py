@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,8 @@ from partita.core.ledger import Ledger
 from partita.core.method import Server, Update
 from partita.core.model import Model
 from partita.core.plan import Plan, Turn, plan_for
-from partita.core.run import Run
-from partita.core.tree import Names, select, within
+from partita.core.run import Run, RunError
+from partita.core.tree import Names, Tensors, select, within
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,12 @@ def ask(run: Run, model: Model, server: Server, number: int, client: str) -> tup
     signal = rule.signal(server)
     plan = plan_for(run.method.plan, model, Turn(number, run.rounds, client, signal))
     params, slots = rule.send(server, client, plan.down)
-    own = frozenset(name for name, value in params.items() if value is not server.params[name])
-    stale = server.ledger.lacks(client, plan.down) | own
+    stale = server.ledger.lacks(client, plan.down) | _not_the_servers(params, server)
     return Job(number, client, params, stale, within(slots, plan.train), signal), plan
+
+
+def _not_the_servers(params: Tensors, server: Server) -> Names:
+    return frozenset(name for name, value in params.items() if value is not server.params[name])
 
 
 class _Round:
@@ -95,6 +99,7 @@ class _Round:
         self.run, self.model, self.server, self.number = run, model, server, number
         self.traffic = Traffic()
         self.plans: dict[str, Plan] = {}
+        self.overwritten: list[tuple[str, Names]] = []
         self.received: list[tuple[str, Names]] = []
         self.lost: list[Lost] = []
         self.losses: list[tuple[float, float]] = []
@@ -103,14 +108,17 @@ class _Round:
         method, clients = self.run.method, engine.clients()
         key = self.run.key / "round" / self.number
         cohort = (key / "cohort").sample(clients, self.run.cohort_size(len(clients)))
+        if self.run.minimum > len(cohort):
+            raise RunError(
+                f"federation.minimum is {self.run.minimum}, but only {len(cohort)} clients are asked a round"
+            )
         drift = Drift(self.model)
         updates = self._receive(engine.train(self._ask(client) for client in cohort))
         watched = drift.watch(updates) if self.run.drift else updates
         aggregate = method.server.reduce(self.server, watched, len(clients))
         if len(self.received) < self.run.minimum:
             reasons = "; ".join(f"{lost.client}: {lost.reason}" for lost in self.lost[:3])
-            raise ClientFault(
-                self.lost[0].client,
+            raise RunError(
                 f"only {len(self.received)} of {len(cohort)} clients answered in round {self.number} and "
                 f"federation.minimum is {self.run.minimum} ({reasons}); lower it, or ask more clients a round",
             )
@@ -118,7 +126,7 @@ class _Round:
             aggregate = transform.decode(aggregate, key / "channel" / index)
         server = method.server.apply(self.server, aggregate)
         moved = frozenset(name for name, value in server.params.items() if value is not self.server.params[name])
-        ledger = self.server.ledger.acknowledge(self.received).changed(moved, self.number + 1)
+        ledger = self.server.ledger.acknowledge(self.received).forget(self.overwritten).changed(moved, self.number + 1)
         weight = sum(weight for weight, _ in self.losses)
         return Round(
             self.number,
@@ -132,6 +140,8 @@ class _Round:
 
     def _ask(self, client: str) -> Job:
         job, self.plans[client] = ask(self.run, self.model, self.server, self.number, client)
+        if own := _not_the_servers(job.params, self.server):
+            self.overwritten.append((client, own))
         self.traffic.down.update(wire.count({"params": select(job.params, job.stale), **job.slots}))
         return job
 
@@ -157,6 +167,8 @@ class _Round:
 
     def _fault(self, update: Update, plan: Plan) -> str | None:
         """Fewer names than the plan sends up are fine, others are not; nor are odd shapes or numbers."""
+        if not 0 <= update.weight < math.inf:
+            return f"sent the weight {update.weight}; it must be a number from 0 up"
         for slot, part in {"delta": update.delta, **update.slots}.items():
             for name, value in part.items():
                 expected = self.server.params[name].shape if name in plan.up else None

@@ -53,8 +53,16 @@ def to(tree: Tensors, device: torch.device) -> Tensors:
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    """Bit for bit."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    """Bit for bit: the same types, and -0.0 is not 0.0."""
+    return left.keys() == right.keys() and all(_same(left[name], right[name]) for name in left)
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(_bits(left), _bits(right))
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.detach().contiguous().flatten().view(torch.uint8)
 
 
 def digest(tree: Mapping[str, Tensor]) -> str:
@@ -62,7 +70,7 @@ def digest(tree: Mapping[str, Tensor]) -> str:
     state = hashlib.blake2b(digest_size=16)
     for name, value in sorted(tree.items()):
         state.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        state.update(_bits(value.cpu()).numpy().tobytes())
     return state.hexdigest()
 
 

@@ -21,8 +21,18 @@ _TYPES = {
 
 def pack(slots: Slots) -> bytes:
     """Every tensor under "slot/name"."""
-    flat = {f"{slot}/{name}": value.cpu().contiguous() for slot, part in slots.items() for name, value in part.items()}
-    return safetensors.torch.save(flat)
+    return save({f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()})
+
+
+def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
+    """As safetensors, which wants every tensor to have its memory to itself: one that comes twice is copied."""
+    apart: Tensors = {}
+    taken: set[int] = set()
+    for name, value in tensors.items():
+        whole = value.detach().cpu().contiguous()
+        apart[name] = whole.clone() if whole.untyped_storage().data_ptr() in taken else whole
+        taken.add(apart[name].untyped_storage().data_ptr())
+    return safetensors.torch.save(apart, about)
 
 
 def unpack(data: bytes) -> dict[str, Tensors]:
@@ -54,5 +64,5 @@ def _envelope(entries: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> int
     for key, kind, shape, weight in sorted(entries, key=lambda entry: (order.index(entry[1]), entry[0])):
         header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, start + weight]}
         start += weight
-    length = len(json.dumps(header, separators=(",", ":")).encode())
+    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
     return 8 + -(-length // 8) * 8

@@ -42,5 +42,5 @@ def use_onednn(wanted: bool | Literal["auto"]) -> bool:
     """
     if wanted == "auto":
         wanted = not (platform.machine() in ("aarch64", "arm64") and "ACL" not in torch.__config__.show())
-    torch.backends.mkldnn.enabled = wanted
+    torch.backends.mkldnn.enabled = wanted  # type: ignore[assignment]
     return wanted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from partita.core import tree, wire
-from partita.core.learn import ClientFault, Job, Learned, Visit, age, assemble, learn, reply, trial, visit
+from partita.core.learn import ClientFault, Job, Learned, Visit, assemble, kind, learn, reply, trial, visit
 from partita.core.method import Update
 from partita.core.model import Examples, Model, Population
 from partita.core.plan import Phase
@@ -102,11 +102,9 @@ class Embedded:
         return Lost(fault.client, fault.reason)
 
     def _learn(self, run: Run, visits: Sequence[Visit]) -> list[Learned]:
-        """Only clients with equal plans, and equal ages where the optimizer counts them, fit one block."""
-        by_age = run.method.carry_optimizer and run.training.optimizer.ages
-        groups: dict[object, list[int]] = {}
+        groups: dict[Hashable, list[int]] = {}
         for place, each in enumerate(visits):
-            groups.setdefault((each.plan.phases, age(each) if by_age else None), []).append(place)
+            groups.setdefault(kind(run, each), []).append(place)
         learned: dict[int, Learned] = {}
         for places in groups.values():
             results = learn(run, [visits[place] for place in places])

@@ -44,7 +44,7 @@ def read_trace(path: Path) -> dict[tuple[int, str], float]:
     """A CSV file with the columns round, client, work."""
     trace: dict[tuple[int, str], float] = {}
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             for line, row in enumerate(csv.DictReader(file), start=2):
                 try:
                     round, client, work = int(row["round"]), row["client"], float(row["work"])
@@ -55,4 +55,6 @@ def read_trace(path: Path) -> dict[tuple[int, str], float]:
                 trace[round, client] = work
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"cannot read the trace {path}: it is not text in UTF-8") from error
     return trace

@@ -130,11 +130,11 @@ def _wrong_names(model: str, given: Iterable[str], wanted: Iterable[str]) -> str
 def quiet() -> Iterator[None]:
     """No reports and progress bars of transformers; what they would say is checked where it matters."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()

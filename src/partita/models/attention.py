@@ -23,7 +23,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         return _written_out(query, key, value, mask, scale)
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(map(is_batchedtensor, tensors)):
-        return _Folded.apply(query, key, value, mask, scale)  # type: ignore[no-any-return, no-untyped-call]
+        return _Folded.apply(query, key, value, mask, scale)
     if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward pass has no batching rule
         return _written_out(query, key, value, mask, scale)
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
