@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+from helpers import run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core.method import Method
+from partita.core.method import Local, Method, MethodError
+from partita.core.optim import SGD
 from partita.core.options import OptionError, bind, describe, fits, nearest, pick
-from partita.core.run import Training
+from partita.core.plan import Phase, PlanError
+from partita.core.run import RunError, Training
 from partita.methods import INDEX, build
+from partita.methods.fedavg import fedavg
 
 
 def sample(
@@ -193,3 +197,18 @@ def test_a_method_that_cannot_be_built_says_why(name: str, options: dict[str, An
 def test_a_value_out_of_range_is_named(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, options)
+
+
+def test_settings_that_make_no_sense_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"training\.nesterov needs training\.momentum"):
+        SGD(nesterov=True)
+    with pytest.raises(PlanError, match="a phase of 0 epochs"):
+        Phase(frozenset({"a"}), epochs=0)
+    with pytest.raises(RunError, match=r"federation\.cohort is -0\.5"):
+        run_of(fedavg(), 1, cohort=-0.5).cohort_size(4)
+    with pytest.raises(MethodError, match="a slot cannot be called 'delta'"):
+        Method("m", local=(TakesDelta(),))
+
+
+class TakesDelta(Local):
+    slots = frozenset({"delta"})

@@ -480,3 +480,19 @@ def test_going_on_from_a_server_gives_the_rest_of_the_rounds() -> None:
     assert [each.cohort for each in rest] == [each.cohort for each in whole[2:]]
     assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
     assert tree.equal(last(rest), last(whole))
+
+
+def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: Run, visits: list[object]) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr("partita.engines.embedded.learn", full)
+    with pytest.raises(RunError, match=r"4 clients side by side do not fit the memory; lower engine\.block"):
+        play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
+    with pytest.raises(RunError, match=r"lower training\.batch_size"):
+        play(run_of(fedavg(), 1), MODEL, FOUR)
+
+
+def test_an_answer_nobody_asked_for_is_an_error() -> None:
+    with pytest.raises(ClientFault, match="client 'b': answered in round 0 without being asked, or twice"):
+        next(rounds(run_of(fedavg(), 1), MODEL, Script(lambda job: replace(reply_to(job), client="b"), "ab")))

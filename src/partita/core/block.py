@@ -115,8 +115,9 @@ class Block:
 
     def _correct(self, grads: Tensors, anchor: Tensors, sent: Slots, memory: Slots) -> Tensors:
         ctx = Context(self.model, self.plan, anchor, sent, memory, self.lr)
+        names = grads.keys()
         for rule in self.run.method.local:
-            grads = rule.gradient(grads, ctx)
+            grads = {name: slope for name, slope in rule.gradient(grads, ctx).items() if name in names}
         limit = self.run.training.clip
         return grads if limit is None else clip(grads, tree.norm(grads), limit)
 
@@ -128,8 +129,8 @@ class Block:
         def call(*parts: Any) -> Any:
             try:
                 return lifted(*parts)
-            except torch.OutOfMemoryError as error:
-                raise LiftError(f"a block of clients does not fit the memory: {error}; lower engine.block") from error
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise LiftError(
                     f"vmap cannot lift {self.model.name} with {self.run.method.name} over clients: {error}; "

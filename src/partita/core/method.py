@@ -17,6 +17,9 @@ from partita.core.tree import Mean, Names, Slots, Tensors, add
 T = TypeVar("T")
 
 
+RESERVED = frozenset({"params", "delta", "personal"})  # what messages and files hold beside slots
+
+
 class MethodError(ValueError):
     """A method that cannot be built, composed or run as asked."""
 
@@ -167,6 +170,8 @@ class Method:
     def __post_init__(self) -> None:
         taken: set[str] = set()
         for rule in self.local:
+            if wrong := {slot for slot in rule.slots if slot in RESERVED or not slot.isidentifier()}:
+                raise MethodError(f"{self.name}: a slot cannot be called '{sorted(wrong)[0]}'; give it another name")
             if clash := taken & rule.slots:
                 raise MethodError(f"{self.name}: two local rules use the slot '{sorted(clash)[0]}'; use one of them")
             taken |= rule.slots

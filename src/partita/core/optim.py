@@ -40,6 +40,10 @@ class SGD:
     name: str = "sgd"
     ages: bool = False
 
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise ValueError("training.nesterov needs training.momentum above 0")
+
     def init(self, params: Tensors) -> dict[str, Tensors]:
         return {"momentum": zeros_like(params)} if self.momentum else {}
 

@@ -32,6 +32,10 @@ class Phase:
     names: Names
     epochs: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.epochs < 1:
+            raise PlanError(f"a phase of {self.epochs} epochs trains nothing; leave it out, or give 1 or more")
+
 
 @dataclass(frozen=True)
 class Plan:

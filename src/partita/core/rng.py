@@ -22,7 +22,7 @@ class Key:
     path: tuple[str | int, ...] = ()
 
     def __truediv__(self, step: str | int) -> Key:
-        return Key(self.root, (*self.path, step))
+        return Key(self.root, (*self.path, step if isinstance(step, str) else int(step)))  # numpy's 3 is 3
 
     def seed(self) -> int:
         """63 bits; the type of each step is hashed with it, so 1 and "1" differ."""

@@ -147,11 +147,12 @@ class _Round:
 
     def _receive(self, replies: Iterable[Update | Lost]) -> Iterator[Update]:
         for reply in replies:
+            if reply.client not in self.plans:
+                raise ClientFault(reply.client, f"answered in round {self.number} without being asked, or twice")
+            plan = self.plans.pop(reply.client)
             if isinstance(reply, Lost):
-                self.plans.pop(reply.client)
                 self.lost.append(reply)
                 continue
-            plan = self.plans.pop(reply.client)
             self.traffic.up.update(wire.count({"delta": reply.delta, **reply.slots}))
             for transform in reversed(self.run.method.channel):
                 reply = transform.open(reply)

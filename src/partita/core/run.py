@@ -46,7 +46,7 @@ class Run:
     key: Key
     cohort: int | float = 1.0  # clients a round, as a number or (a float up to 1.0) as a fraction
     minimum: int = 1  # answers without which a round is not applied but an error
-    tolerate: bool = False  # a client's fault (NaN, an exception) is recorded instead of ending the run
+    tolerate: bool = False  # a client's fault (a loss or an update that is no use) is recorded and does not end the run
     preloaded: bool = False  # clients hold the initial model before the first round
     drift: bool = True  # measure drift each round
 
@@ -59,8 +59,9 @@ class Run:
         return self.training.lr * self.training.schedule.factor(round, self.rounds)
 
     def cohort_size(self, population: int) -> int:
-        size = max(1, round(self.cohort * population)) if isinstance(self.cohort, float) else self.cohort
-        if not 1 <= size <= population or (isinstance(self.cohort, float) and self.cohort > 1.0):
+        share = isinstance(self.cohort, float)
+        size = max(1, round(self.cohort * population)) if share else int(self.cohort)
+        if not 1 <= size <= population or (share and not 0 < self.cohort <= 1):
             raise RunError(
                 f"federation.cohort is {self.cohort}, but there are {population} clients; "
                 "give a number from 1 to that, or a fraction such as 0.2"

@@ -15,7 +15,7 @@ from partita.core.method import Update
 from partita.core.model import Examples, Model, Population
 from partita.core.plan import Phase
 from partita.core.rounds import Lost
-from partita.core.run import Run
+from partita.core.run import Run, RunError
 from partita.core.store import Memory, Store
 from partita.core.tree import Tensors
 from partita.engines.faults import Faults
@@ -107,7 +107,11 @@ class Embedded:
             groups.setdefault(kind(run, each), []).append(place)
         learned: dict[int, Learned] = {}
         for places in groups.values():
-            results = learn(run, [visits[place] for place in places])
+            try:
+                results = learn(run, [visits[place] for place in places])
+            except torch.OutOfMemoryError as error:
+                remedy = "lower engine.block" if len(places) > 1 else "lower training.batch_size"
+                raise RunError(f"{len(places)} clients side by side do not fit the memory; {remedy}") from error
             learned.update(zip(places, results, strict=True))
         return [learned[place] for place in range(len(visits))]
 
