@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.conformance import Tiny, TinyExamples
 from partita.core.learn import Job, deal
 from partita.core.method import Aggregate, Method, Rule, Server, Update
 from partita.core.model import ClientData, Examples, Model
@@ -19,6 +18,7 @@ from partita.core.rounds import Lost, Round, rounds
 from partita.core.run import Run, Training
 from partita.core.tree import Slots, Tensors
 from partita.engines.embedded import Embedded
+from partita.tiny import Tiny, TinyExamples
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(weight_decay=0.1),

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from partita.conformance import Tiny, TinyExamples, Wide, WidePopulation
 from partita.core import tree
 from partita.core.block import LiftError
 from partita.core.learn import ClientFault, ClientState, Job, deal, learn, reply, visit
@@ -34,6 +33,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
 from partita.methods.local_only import local_only
+from partita.tiny import Tiny, TinyExamples, Wide, WidePopulation
 
 ALONE = Clients(c=10)
 PAIR = Clients(c=10, d=7)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import KERNEL, OPTIMIZERS, Clients, ServerMomentum, distance, last, play, run_of, small
 
-from partita.conformance import OneClient, Tiny, Wide, WidePopulation
 from partita.core import tree
 from partita.core.method import Local, Method, MethodError, Rule, Transform, compose
 from partita.core.plan import Phase, Turn, plan_for
@@ -23,6 +22,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen, frozen
 from partita.methods.fedprox import fedprox
 from partita.methods.local_only import local_only
+from partita.tiny import OneClient, Tiny, Wide, WidePopulation
 
 MODEL = small()
 FOUR = Clients(a=5, b=6, c=7, d=8)

@@ -13,7 +13,6 @@ import torch
 from helpers import KERNEL, Clients, Script, last, play, run_of, small
 from torch import Tensor
 
-from partita.conformance import TinyExamples
 from partita.core import tree, wire
 from partita.core.learn import ClientFault, Job
 from partita.core.method import Aggregate, Method, Rule, Server, Transform, Update
@@ -30,6 +29,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.local_only import local_only
 from partita.rehearse import Rehearsal
+from partita.tiny import TinyExamples
 
 FOUR = Clients(a=5, b=6, c=7, d=8)
 MODEL = small()

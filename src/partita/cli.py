@@ -72,7 +72,7 @@ def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], re
         print(f"{folder} is finished; nothing to resume")
     else:
         settings = load(folder / record.CONFIG)
-        _play(go_on(settings, folder), settings, folder, _rows_in(folder))
+        _play(go_on(settings, folder), settings, folder, record.count_rows(folder))
     _close([folder], folder / "report.html" if report else None)
 
 
@@ -127,9 +127,10 @@ def report_command(
     out: Annotated[Path | None, typer.Option(help="The page; report.html in the first folder unless said.")] = None,
     target: Annotated[float | None, typer.Option(help="Accuracy for 'rounds to target'.")] = None,
     as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
 ) -> None:
     """Write one self-contained HTML page on recorded runs, and print their table."""
-    _close(folders, out or folders[0] / "report.html", target, as_json)
+    _close(folders, out or folders[0] / "report.html", target, as_json, markdown)
 
 
 @app.command(name="methods")
@@ -187,6 +188,8 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
 
 
 def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
+    from partita.record import count_rows
+
     with _progress() as bar:
         task = bar.add_task(settings.label, total=settings.rounds, completed=done)
         try:
@@ -196,24 +199,27 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
                 for client, reason in row["lost"].items():
                     bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)
         except BaseException as error:
-            if kept := _rows_in(folder):
+            if kept := count_rows(folder):
                 error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
             raise
 
 
-def _close(folders: list[Path], page: Path | None, target: float | None = None, as_json: bool = False) -> None:
+def _close(
+    folders: list[Path],
+    page: Path | None,
+    target: float | None = None,
+    as_json: bool = False,
+    markdown: bool = False,
+) -> None:
     from partita import report
 
     records = [report.read(run) for folder in folders for run in report.find(folder)]
     comparison = report.compare(records, target)
-    print(report.to_json(comparison) if as_json else report.to_text(comparison))
+    show = report.to_json if as_json else report.to_markdown if markdown else report.to_text
+    print(show(comparison))
     if page:
-        print(f"report: {report.page(records, page)}", file=sys.stderr if as_json else sys.stdout)
-
-
-def _rows_in(folder: Path) -> int:
-    rows = folder / "rows.jsonl"
-    return rows.read_bytes().count(b"\n") if rows.exists() else 0
+        written = report.page(records, page, target=target)
+        print(f"report: {written}", file=sys.stderr if as_json or markdown else sys.stdout)
 
 
 def _progress() -> Progress:

@@ -53,7 +53,7 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
                     settings = futures[future]
                     error.args = (f"{settings.label}, seed {settings.seed}: {error}", *error.args[1:])
                     raise
-            yield sum(_rows_in(folder) for folder, _ in planned)
+            yield sum(record.count_rows(folder) for folder, _ in planned)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -67,11 +67,6 @@ def _play(folder: Path, settings: Config, threads: int) -> None:
     begun = (folder / record.CONFIG).exists()
     for _ in resume(load(folder / record.CONFIG), folder) if begun else start(settings, folder):
         pass
-
-
-def _rows_in(folder: Path) -> int:
-    path = folder / record.ROWS
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _check_same(folder: Path, settings: Config) -> None:

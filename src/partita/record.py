@@ -59,6 +59,11 @@ def keep_rows(folder: Path, done: int) -> None:
     write(path, b"".join(kept))
 
 
+def count_rows(folder: Path) -> int:
+    path = folder / ROWS
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def finished(folder: Path) -> dict[str, Any] | None:
     path = folder / RESULT
     return json.loads(path.read_text()) if path.exists() else None
