@@ -22,6 +22,7 @@ from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, 
 from partita.core.learn import deal
 from partita.core.model import Examples
 from partita.core.tree import Tensors
+from partita.engines.choose import use_onednn
 
 CLIENTS, STEPS, BATCH = 10, 5, 32
 SIZES = {
@@ -34,16 +35,18 @@ SIZES = {
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--sizes", nargs="*", default=list(SIZES))
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
     device = torch.device(chosen.device)
+    onednn = use_onednn("auto")  # for both sides
     results = [measure(size, device, chosen.repeats) for size in chosen.sizes]
     about = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "onednn": str(onednn),
         "work": f"{CLIENTS} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn",
     }
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
