@@ -72,7 +72,7 @@ def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], re
         print(f"{folder} is finished; nothing to resume")
     else:
         settings = load(folder / record.CONFIG)
-        _play(go_on(settings, folder), settings, folder, record.count_rows(folder))
+        _play(go_on(settings, folder), settings, folder, record.saved_rounds(folder))
     _close([folder], folder / "report.html" if report else None)
 
 
@@ -188,7 +188,7 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
 
 
 def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
-    from partita.record import count_rows
+    from partita.record import saved_rounds
 
     with _progress() as bar:
         task = bar.add_task(settings.label, total=settings.rounds, completed=done)
@@ -199,7 +199,7 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
                 for client, reason in row["lost"].items():
                     bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)
         except BaseException as error:
-            if kept := count_rows(folder):
+            if kept := saved_rounds(folder):
                 error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
             raise
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from partita.core.files import DiskError, write
+from partita.core.files import DiskError, number_of, sealed, write
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
 
@@ -62,6 +62,12 @@ def keep_rows(folder: Path, done: int) -> None:
 def count_rows(folder: Path) -> int:
     path = folder / ROWS
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def saved_rounds(folder: Path) -> int:
+    """The rounds behind the newest checkpoint."""
+    saved = sealed(folder / "checkpoints")
+    return number_of(saved[-1]) if saved else 0
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
