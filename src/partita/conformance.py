@@ -84,11 +84,13 @@ class Played:
 Maker = Callable[..., Embedded]
 
 
-def _maker(run: Run, model: Model, population: Population) -> Maker:
-    faults = Faults() if run.method.pool else Faults(dropout=0.15, straggle=0.3)
+def _faults(run: Run) -> Faults:
+    return Faults() if run.method.pool else Faults(dropout=0.15, straggle=0.3)
 
+
+def _maker(run: Run, model: Model, population: Population) -> Maker:
     def make(**options: object) -> Embedded:
-        return Embedded(run, model, population, faults=faults, **options)  # type: ignore[arg-type]
+        return Embedded(run, model, population, faults=_faults(run), **options)  # type: ignore[arg-type]
 
     return make
 
@@ -177,8 +179,7 @@ def _check_wire(run: Run, model: Model, make: Maker, whole: Played) -> None:
 
 
 def _check_rehearsal(run: Run, model: Model, population: Population, whole: Played) -> None:
-    faults = Faults() if run.method.pool else Faults(dropout=0.15, straggle=0.3)
-    rehearsal = Rehearsal(run, model, population.clients, faults)
+    rehearsal = Rehearsal(run, model, population.clients, _faults(run))
     for one, two in zip(whole.rounds, rounds(replace(run, drift=False), model, rehearsal), strict=True):
         _require(one.traffic == two.traffic, f"the plan foretells other bytes than were sent in round {one.number}")
 

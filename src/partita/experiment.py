@@ -15,8 +15,9 @@ from partita import data, methods, models, record
 from partita.config import Config
 from partita.core import checkpoint, tree
 from partita.core.files import sealed
+from partita.core.learn import Job
 from partita.core.method import Server
-from partita.core.model import Model
+from partita.core.model import Model, layer_of, role_of
 from partita.core.plan import Plan, Turn, plan_for
 from partita.core.rng import Key
 from partita.core.rounds import Round, ask, begin, rounds
@@ -154,19 +155,22 @@ def measure(experiment: Experiment, engine: Embedded, each: Round) -> Row:
     """The model on the central test set, and clients' models on their own test parts, when they are due."""
     due, run, last = experiment.config.evaluate, experiment.run, each.number + 1 == experiment.run.rounds
     federation, model = experiment.federation, experiment.model
-    clients = (run.key / "evaluate").sample(federation.clients, min(due.clients, len(federation.clients)))
-    asked = [ask(run, model, each.server, each.number, client) for client in sorted(clients)]
+    clients = sorted((run.key / "evaluate").sample(federation.clients, min(due.clients, len(federation.clients))))
+
+    def jobs() -> Iterator[Job]:
+        return (ask(run, model, each.server, each.number, client)[0] for client in clients)
+
     test: dict[str, float] | None = None
     if last or (each.number + 1) % due.every == 0:
-        if asked[0][1].keep:
+        if ask(run, model, each.server, each.number, clients[0])[1].keep:
             # No single model exists: the mean over clients of how each one's own model does.
-            test = _mean([scores for _, scores in engine.evaluate((job for job, _ in asked), federation.test)])
+            test = _mean([scores for _, scores in engine.evaluate(jobs(), federation.test)])
         else:
             test = score(model, each.server.params, federation.test)
     personal: dict[str, dict[str, float]] | None = None
     if last or (each.number + 1) % due.personal == 0:
         personal = {}
-        for client, scores in engine.evaluate(job for job, _ in asked):
+        for client, scores in engine.evaluate(jobs()):
             for metric, value in scores.items():
                 personal.setdefault(metric, {})[client] = value
     return {"test": test, "personal": personal}
@@ -208,8 +212,7 @@ def plan_rows(model: Model, plan: Plan) -> list[Row]:
     """A plan by parameter."""
     rows = []
     for name, value in model.initial.items():
-        layers = sorted(tag for tag in model.tags[name] if tag.startswith("layer."))
-        layer, role = next(iter(layers), None), next(iter(sorted(model.tags[name].difference(layers))), "")
+        layer, role = layer_of(model.tags[name]), role_of(model.tags[name])
         does = {"trains": plan.train, "up": plan.up, "down": plan.down, "keep": plan.keep}
         size = {"parameters": value.numel(), "bytes": value.numel() * value.element_size()}
         rows.append({"name": name, "layer": layer, "role": role, **size, **{k: name in v for k, v in does.items()}})

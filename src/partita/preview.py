@@ -11,12 +11,12 @@ from rich.table import Table
 
 from partita.config import Config, parse
 from partita.core import wire
-from partita.core.model import Model
+from partita.core.model import Model, layer_of, role_of
 from partita.core.options import OptionError, nearest
 from partita.core.plan import Plan
 from partita.core.rounds import ask
 from partita.core.run import Run
-from partita.core.tree import Names, select
+from partita.core.tree import select
 from partita.engines.faults import Faults
 from partita.experiment import build
 from partita.rehearse import answer, rehearse
@@ -126,7 +126,8 @@ def preview_of(
 def _groups(model: Model, plan: Plan, up: Mapping[str, int], down: Mapping[str, int], by: str) -> Iterator[Group]:
     found: dict[str, list[str]] = {}
     for name in model.initial:
-        found.setdefault(name if by == "name" else heading(model.tags[name], by), []).append(name)
+        titles = {"name": name, "layer": layer_of(model.tags[name]) or "–", "role": role_of(model.tags[name]) or "–"}
+        found.setdefault(titles[by], []).append(name)
 
     def numbers(names: Iterable[str]) -> int:
         return sum(model.initial[name].numel() for name in names)
@@ -141,12 +142,6 @@ def _groups(model: Model, plan: Plan, up: Mapping[str, int], down: Mapping[str, 
             down=sum(down.get(name, 0) for name in names),
             keeps=numbers(plan.keep.intersection(names)),
         )
-
-
-def heading(tags: Names, by: str) -> str:
-    """A parameter's layer ("–" outside all layers) or its role, which is the tag that is not a layer."""
-    layers = sorted(tag for tag in tags if tag.startswith("layer."))
-    return next(iter(layers if by == "layer" else sorted(tags.difference(layers))), "–")
 
 
 def _count(number: int) -> str:

@@ -60,6 +60,16 @@ class Model:
         return frozenset(name for name, tags in self.tags.items() if not tags.isdisjoint(wanted))
 
 
+def layer_of(tags: Names) -> str | None:
+    """The tag of a parameter's layer; None outside all layers."""
+    return next((tag for tag in sorted(tags) if tag.startswith("layer.")), None)
+
+
+def role_of(tags: Names) -> str:
+    """The tag that is not a layer."""
+    return next((tag for tag in sorted(tags) if not tag.startswith("layer.")), "")
+
+
 @dataclass(frozen=True)
 class Batch:
     """Inputs by name, as the model takes them. The mask (example,) is zero for padding; None: all count."""

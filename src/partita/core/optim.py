@@ -50,12 +50,12 @@ class SGD:
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
         values, slopes = [params[name] for name in grads], list(grads.values())
         if self.weight_decay:
-            slopes = _list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
+            slopes = list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
         if self.momentum:
             moments = [state["momentum"][name] for name in grads]
             torch._foreach_mul_(moments, self.momentum)
             torch._foreach_add_(moments, slopes)
-            slopes = _list(torch._foreach_add(slopes, moments, alpha=self.momentum)) if self.nesterov else moments
+            slopes = list(torch._foreach_add(slopes, moments, alpha=self.momentum)) if self.nesterov else moments
         torch._foreach_add_(values, slopes, alpha=-lr)
 
 
@@ -78,7 +78,7 @@ class AdamW:
         torch._foreach_lerp_(first, slopes, 1 - self.beta1)
         torch._foreach_mul_(second, self.beta2)
         torch._foreach_addcmul_(second, slopes, slopes, value=1 - self.beta2)
-        spread = _list(torch._foreach_sqrt(second))
+        spread = list(torch._foreach_sqrt(second))
         torch._foreach_div_(spread, [(1 - self.beta2 ** ages[name]) ** 0.5 for name in grads])
         torch._foreach_add_(spread, self.eps)
         torch._foreach_addcdiv_(values, first, spread, [-lr / (1 - self.beta1 ** ages[name]) for name in grads])
@@ -113,7 +113,3 @@ def clip(grads: Tensors, norm: Tensor, limit: float) -> Tensors:
     """Scale to at most the limit, as torch.nn.utils.clip_grad_norm_ does."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     return {name: grad * factor for name, grad in grads.items()}
-
-
-def _list(tensors: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
-    return list(tensors)
