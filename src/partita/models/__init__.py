@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from partita.core.model import Model
 from partita.core.options import bind, pick
@@ -10,8 +10,10 @@ from partita.core.rng import Key
 
 INDEX = {
     "vit": "partita.models.vit:vit",
-    "vit-pretrained": "partita.models.vit:pretrained",
+    "pretrained": "partita.models.pretrained:pretrained",
 }
+
+Kind = Literal["image", "text", "tokens", "lm"]
 
 
 class ModelError(ValueError):
@@ -29,6 +31,26 @@ class ImageTask(Protocol):
 
     @property
     def size(self) -> int: ...
+
+
+class Task(ImageTask, Protocol):
+    """What a pretrained model needs to know. Channels and size are zero where there are no images.
+
+    | kind | inputs | targets |
+    |---|---|---|
+    | "image" | "pixel_values" (example, channel, size, size) | class (example,) |
+    | "text" | "input_ids", "attention_mask" (example, token) | class (example,) |
+    | "tokens" | as for "text" | class of each token (example, token), -100 where none is asked |
+    | "lm" | as for "text" | the next token (example, token), -100 where none is asked; `classes` is empty |
+
+    With `multi_label`, the targets of images and texts are zeros and ones (example, class).
+    """
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def multi_label(self) -> bool: ...
 
 
 def build(name: str, task: ImageTask, key: Key, /, **options: Any) -> Model:

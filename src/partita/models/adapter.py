@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from partita.core import tree
 from partita.core.model import Model, Output
 from partita.core.options import nearest
+from partita.core.rng import Key
 from partita.core.tree import Names, Tensors
-from partita.models import ModelError, attention
-from partita.models.architectures import architecture, tags_of
+from partita.models import ModelError, attention, fused
+from partita.models.architectures import architecture, forward_of, tags_of
+from partita.models.objectives import KINDS, Objective, losses_for
+from partita.models.recompute import recompute_layers
 
 Place = tuple[dict[str, Any], str]  # a submodule's own parameters, and the name among them
 
@@ -28,7 +30,8 @@ Place = tuple[dict[str, Any], str]  # a submodule's own parameters, and the name
 class Adapted(Model):
     """Parameters are lent to the module for one call; between calls it holds only what is frozen for good.
 
-    So two threads must not call it at once.
+    So two threads must not call it at once. `fixed` are inputs that are the same for every example. With a `dtype`,
+    everything is computed in it, but what trains is held as it is and cast for each call.
     """
 
     name: str
@@ -37,22 +40,39 @@ class Adapted(Model):
     initial: Tensors
     tags: Mapping[str, Names]
     places: Mapping[str, tuple[Place, ...]]
+    objective: Objective = field(default="single", kw_only=True)
+    fixed: Tensors = field(default_factory=dict, kw_only=True)
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        with self._lent(params):
-            return self.forward(self.module, inputs)
+        inputs = {**inputs, **self.fixed}
+        if self.dtype is None:
+            with self._lent(params):
+                return self.forward(self.module, inputs)
+        with self._lent(_cast(params, self.dtype)):
+            out = self.forward(self.module, _cast(inputs, self.dtype))
+        return Output(out.logits.float(), None if out.features is None else out.features.float())
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(out.logits, targets, reduction="none")
+        return losses_for(self.objective, out.logits, targets)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]
         self.initial.update(tree.to(self.initial, device))
+        self.fixed.update(tree.to(self.fixed, device))
+
+    def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Adapted:
+        from partita.models.lora import low_rank  # only there is PEFT needed
+
+        return low_rank(self, rank, alpha, roles, key)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
         """A plain transformers folder, which needs no partita to load."""
         with self._lent(params), quiet():
-            self.module.save_pretrained(folder)
+            self.module.save_pretrained(folder, state_dict=fused.join(self.module, self.module.state_dict()))
+        if self.dtype is not None:  # transformers notes the type of the first parameter; ours are of two types
+            self.module.config.dtype = self.dtype
+            self.module.config.save_pretrained(folder)
 
     @contextmanager
     def _lent(self, params: Tensors) -> Iterator[None]:
@@ -68,31 +88,77 @@ class Adapted(Model):
             _empty(self.places)
 
 
-def adapt(name: str, module: PreTrainedModel, frozen: Iterable[str] = ()) -> Adapted:
+def adapt(
+    name: str,
+    module: PreTrainedModel,
+    frozen: Iterable[str] = (),
+    *,
+    objective: Objective = "single",
+    fixed: Tensors | None = None,
+    dtype: torch.dtype | None = None,
+    checkpointing: bool = False,
+) -> Adapted:
     """Takes the module over. `frozen` gives parameter names or tags of what never trains nor travels."""
+    model_type = str(module.config.model_type)
+    forward = forward_of(model_type, *KINDS[objective])
+    if split := architecture(model_type).split:
+        split(module)
     # Every random draw has a key path, and dropout draws from global state: it stays off (decision 0003).
     module.train(False).requires_grad_(False)
-    module.set_attn_implementation(attention.NAME)
-    model_type = str(module.config.model_type)
+    with quiet():
+        module.set_attn_implementation(attention.NAME)
+    _treat_padding_as_any_token(module)
+    if checkpointing:
+        recompute_layers(module)
     own = dict(module.named_parameters())
-    tags = tags_of(model_type, own)
+    tags = _tags(model_type, module)
     stays = _frozen(name, tags, frozen)
     initial = {each: value.detach().clone() for each, value in own.items() if each not in stays}
+    if dtype is not None:
+        for each in stays:
+            own[each].data = own[each].data.to(dtype)
     places = _places(module, initial.keys())
     _empty(places)
     return Adapted(
         name=name,
         module=module,
-        forward=architecture(model_type).forward,
+        forward=forward,
         initial=initial,
         tags={each: tags[each] for each in initial},
         places=places,
+        objective=objective,
+        fixed=dict(fixed or {}),
+        dtype=dtype,
     )
+
+
+def _treat_padding_as_any_token(module: nn.Module) -> None:
+    """vmap would leave out the gradient of the padding's embedding for a block's first client alone.
+
+    Nothing is lost, since what attention does not see has no gradient.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            part.padding_idx = None
+
+
+def _tags(model_type: str, module: nn.Module) -> dict[str, Names]:
+    """A tied parameter has the tags of all its names: GPT-2's embedding is also its head."""
+    paths = dict(module.named_parameters(remove_duplicate=False))
+    by_path, first = tags_of(model_type, paths), _first_names(module)
+    tags = dict.fromkeys(first.values(), frozenset[str]())
+    for path, value in paths.items():
+        tags[first[id(value)]] |= by_path[path]
+    return tags
+
+
+def _first_names(module: nn.Module) -> dict[int, str]:
+    return {id(value): name for name, value in module.named_parameters()}
 
 
 def _places(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[Place, ...]]:
     """Where each parameter sits: more than one place where weights are tied."""
-    first = {id(value): name for name, value in module.named_parameters()}
+    first = _first_names(module)
     places: dict[str, tuple[Place, ...]] = dict.fromkeys(names, ())
     for path, value in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = path.rpartition(".")
@@ -118,6 +184,10 @@ def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str]) -> Nam
     if stays >= tags.keys():
         raise ModelError(f"frozen: nothing of {model} is left to train; freeze fewer tags")
     return frozenset(stays)
+
+
+def _cast(values: Tensors, dtype: torch.dtype) -> Tensors:
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in values.items()}
 
 
 def _wrong_names(model: str, given: Iterable[str], wanted: Iterable[str]) -> str:

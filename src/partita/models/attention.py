@@ -17,23 +17,34 @@ NAME = "partita"
 REFUSED = ("softcap", "position_bias", "s_aux")  # changes to the scores that other architectures ask for
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """softmax(query keyᵀ · scale) value, each (example, head, token, width); a Boolean mask is true where to look."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
+) -> Tensor:
+    """softmax(query keyᵀ · scale) value, each (example, head, token, width); a Boolean mask is true where to look.
+
+    Several heads of the query may share one of key and value. Causal: a token looks at none after it; without a mask.
+    """
     if torch.compiler.is_compiling():  # the compiler fuses it, and cannot see which transforms are at work
-        return _written_out(query, key, value, mask, scale)
+        return _written_out(query, key, value, mask, scale, causal)
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(map(is_batchedtensor, tensors)):
-        return _Folded.apply(query, key, value, mask, scale)
+        return _Folded.apply(query, key, value, mask, scale, causal)
     if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward pass has no batching rule
-        return _written_out(query, key, value, mask, scale)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        return _written_out(query, key, value, mask, scale, causal)
+    if mask is not None:  # no fused kernel of CUDA takes both a mask and shared heads
+        key, value = _for_each_head(query, key, value)
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
 
 
 class _Folded(torch.autograd.Function):
     """Under vmap, clients become more examples of one fused call; by itself vmap would call it for each client."""
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
+    ) -> Tensor:
         raise AssertionError("only ever called under vmap")
 
     @staticmethod
@@ -42,7 +53,14 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, dims: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+        info: Any,
+        dims: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        causal: bool,
     ) -> tuple[Tensor, int]:
         clients = info.batch_size
 
@@ -54,11 +72,25 @@ class _Folded(torch.autograd.Function):
         if mask is not None:
             mask = front(mask, dims[3])  # one row may serve all examples
             mask = mask.expand(clients, examples, *mask.shape[2:]).flatten(0, 1)
-        output = attend(query, key, value, mask, scale)
+        output = attend(query, key, value, mask, scale, causal)
         return output.reshape(clients, examples, *output.shape[1:]), 0
 
 
-def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value repeated where several heads of the query share one."""
+    sharing = query.shape[1] // key.shape[1]
+    if sharing == 1:
+        return key, value
+    key, value = (part[:, :, None].expand(-1, -1, sharing, -1, -1).flatten(1, 2) for part in (key, value))
+    return key, value
+
+
+def _written_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
+) -> Tensor:
+    key, value = _for_each_head(query, key, value)
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None and mask.dtype == torch.bool:
         # Not -inf: an example that is all padding must not turn into NaN.
@@ -88,19 +120,29 @@ def _attention(
     if asked := [name for name in REFUSED if others.get(name) is not None]:
         raise ModelError(f"{type(module).__name__} asks for {asked[0]}, which {NAME} attention does not compute")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    if causal and attention_mask is None and query.shape[2] > 1:
-        raise ModelError(f"{type(module).__name__} is causal but gives no mask; make one by transformers.masking_utils")
-    return attend(query, key, value, attention_mask, scaling).transpose(1, 2), None  # (example, token, head, width)
+    causal = causal and attention_mask is None and query.shape[2] > 1  # a mask has it in it
+    return attend(query, key, value, attention_mask, scaling, causal).transpose(
+        1, 2
+    ), None  # (example, token, head, width)
 
 
 def _mask(
-    *, attention_mask: Tensor | None = None, allow_is_bidirectional_skip: bool = False, **facts: Any
+    *,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **facts: Any,
 ) -> Tensor | None:
-    """A Boolean mask (example, 1, query, key), or None where all see all; values are not looked at, for vmap's sake."""
-    if allow_is_bidirectional_skip and attention_mask is None:
-        return None
+    """A Boolean mask (example, 1, query, key), or None where all see all, or all that came before.
+
+    Without padding to mark, lengths decide which. Its values are never looked at, for vmap's sake.
+    """
+    whole = attention_mask is None
     return sdpa_mask(
-        **{**facts, "allow_is_causal_skip": False}, attention_mask=attention_mask, allow_is_bidirectional_skip=False
+        **facts,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=whole and allow_is_causal_skip,
+        allow_is_bidirectional_skip=whole and allow_is_bidirectional_skip,
     )
 
 

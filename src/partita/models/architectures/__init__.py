@@ -1,0 +1,85 @@
+"""For each architecture: how its module is run, and what each parameter is for, read from its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from partita.core.tree import Names
+from partita.models import Kind, ModelError
+from partita.models.architectures import clip, decoders, encoders, vision
+from partita.models.architectures.architecture import ROLES, Architecture, Forward
+
+__all__ = [
+    "ARCHITECTURES",
+    "ROLES",
+    "Architecture",
+    "Forward",
+    "architecture",
+    "forward_of",
+    "heads_among",
+    "tags_of",
+]
+
+# By transformers' config.model_type. A new architecture is one more entry.
+ARCHITECTURES = {
+    "vit": vision.like_vit("vit"),
+    "deit": vision.like_vit("deit"),
+    "dinov2": vision.like_dinov2("dinov2"),
+    "dinov2_with_registers": vision.like_dinov2("dinov2_with_registers"),
+    "bert": encoders.like_bert("bert", encoders.pooled),
+    "roberta": encoders.like_bert("roberta", encoders.whole),
+    "electra": encoders.like_bert("electra", encoders.whole),
+    "distilbert": encoders.DISTILBERT,
+    "gpt2": decoders.GPT2,
+    "llama": decoders.LLAMA,
+    "mistral": decoders.LLAMA,
+    "qwen2": decoders.LLAMA,
+    "qwen3": decoders.LLAMA,
+    "clip": clip.CLIP,
+}
+
+
+def architecture(model_type: str) -> Architecture:
+    if model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"partita does not know the architecture '{model_type}', only: {', '.join(ARCHITECTURES)}; "
+            f"add '{model_type}' with its heads and its table of roles to ARCHITECTURES in {__name__}"
+        )
+    return ARCHITECTURES[model_type]
+
+
+def forward_of(model_type: str, *wanted: Kind) -> Forward:
+    """How the module is run for the first of these kinds of task that there is a head for."""
+    heads = architecture(model_type).heads
+    for kind in wanted:
+        if kind in heads:
+            return heads[kind]
+    raise ModelError(
+        f"partita runs a '{model_type}' for tasks of the kind {' or '.join(heads)}, not {' or '.join(wanted)}; "
+        f"choose another model, or add that head to ARCHITECTURES in {__name__}"
+    )
+
+
+def heads_among(model_type: str, names: Iterable[str]) -> Names:
+    patterns = [re.compile(pattern) for pattern, role, *_ in architecture(model_type).roles if role == "head"]
+    return frozenset(name for name in names if any(pattern.fullmatch(name) for pattern in patterns))
+
+
+def tags_of(model_type: str, names: Iterable[str]) -> dict[str, Names]:
+    """The tags of each name: exactly one role, the layer where there is one, and what else its row says."""
+    table = [(re.compile(pattern), tags) for pattern, *tags in architecture(model_type).roles]
+    return {name: _tags(model_type, name, table) for name in names}
+
+
+def _tags(model_type: str, name: str, table: list[tuple[re.Pattern[str], list[str]]]) -> Names:
+    found = [(match, tags) for pattern, tags in table if (match := pattern.fullmatch(name))]
+    if len(found) != 1 or found[0][1][0] not in ROLES:
+        matched = ", ".join(f"'{tags[0]}'" for _, tags in found) or "nothing"
+        raise ModelError(
+            f"the parameter '{name}' of '{model_type}' must have exactly one role of {', '.join(ROLES)}, but the table "
+            f"gives it {matched}; add or correct its row (pattern, role) in ARCHITECTURES in {__name__}"
+        )
+    match, tags = found[0]
+    layer = match.groupdict().get("layer")
+    return frozenset(tags if layer is None else (*tags, f"layer.{layer}"))

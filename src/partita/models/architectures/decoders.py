@@ -1,0 +1,92 @@
+"""Decoders of text: GPT-2, and LLaMA with its kin (SmolLM, Mistral, Qwen). Features are those of the last token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.core.model import Output
+from partita.core.tree import Tensors
+from partita.models import fused
+from partita.models.architectures.architecture import Architecture, rows
+
+
+def _state(module: Any, inputs: Tensors) -> Tensor:
+    """(example, token, width)"""
+    others = dict(inputs)
+    body = module.base_model
+    # Embedded here, since GPT-2 would look among the tokens for padding, and vmap cannot lift a look at values.
+    embedded = body.get_input_embeddings()(others.pop("input_ids"))
+    state: Tensor = body(inputs_embeds=embedded, use_cache=False, **others).last_hidden_state
+    return state
+
+
+def _last(state: Tensor, inputs: Tensors) -> Tensor:
+    """The state of the last token that is no padding, on whichever side the padding is: (example, width)."""
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return state[:, -1]
+    place = (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)  # (example,)
+    return state.gather(1, place[:, None, None].expand(-1, 1, state.shape[-1])).squeeze(1)
+
+
+def _classes(module: Any, inputs: Tensors) -> Output:
+    features = _last(_state(module, inputs), inputs)
+    return Output(module.score(features), features)
+
+
+def _tokens(module: Any, inputs: Tensors) -> Output:
+    state = _state(module, inputs)
+    head = module.classifier if hasattr(module, "classifier") else module.score
+    return Output(head(state), _last(state, inputs))
+
+
+def _next(module: Any, inputs: Tensors) -> Output:
+    state = _state(module, inputs)
+    return Output(module.lm_head(state), _last(state, inputs))
+
+
+GPT2 = Architecture(
+    roles=(
+        (r"transformer\.w[tp]e\..+", "embedding"),
+        *rows(
+            r"transformer\.h\.(?P<layer>\d+)\.",
+            {
+                r"attn\.c_attn\.query\..+": "query",
+                r"attn\.c_attn\.key\..+": "key",
+                r"attn\.c_attn\.value\..+": "value",
+                r"attn\.c_proj\..+": "output",
+                r"mlp\..+": "mlp",
+                r"ln_[12]\..+": "norm",
+            },
+        ),
+        (r"transformer\.ln_f\..+", "norm"),
+        (r"(score|classifier|lm_head)\..+", "head"),
+    ),
+    heads={"text": _classes, "tokens": _tokens, "lm": _next},
+    split=fused.split,
+)
+
+LLAMA = Architecture(
+    roles=(
+        (r"model\.embed_tokens\..+", "embedding"),
+        *rows(
+            r"model\.layers\.(?P<layer>\d+)\.",
+            {
+                # Qwen3's norms of queries and keys change the scores of attention, as no other norm in a layer does
+                # by itself: whoever freezes the kernel means them too.
+                r"self_attn\.q_(proj|norm)\..+": "query",
+                r"self_attn\.k_(proj|norm)\..+": "key",
+                r"self_attn\.v_proj\..+": "value",
+                r"self_attn\.o_proj\..+": "output",
+                r"mlp\..+": "mlp",
+                r"(input|post_attention)_layernorm\..+": "norm",
+            },
+        ),
+        (r"model\.norm\..+", "norm"),
+        (r"(score|lm_head)\..+", "head"),
+    ),
+    heads={"text": _classes, "tokens": _tokens, "lm": _next},
+)

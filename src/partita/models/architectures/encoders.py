@@ -1,0 +1,75 @@
+"""Encoders of text: BERT (also MiniLM), RoBERTa, ELECTRA, DistilBERT. Features are those of the first token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import functional
+
+from partita.core.model import Output
+from partita.core.tree import Tensors
+from partita.models.architectures.architecture import Architecture, Forward, rows
+
+_EMBEDDINGS = {
+    r"embeddings\.(word|position|token_type)_embeddings\..+": "embedding",
+    r"embeddings\.LayerNorm\..+": "norm",
+    r"embeddings_project\..+": "embedding",
+}
+_HEADS = ((r"(pre_)?classifier\..+", "head"),)
+
+
+def like_bert(body: str, text: Forward) -> Architecture:
+    layer = {
+        r"attention\.self\.query\..+": "query",
+        r"attention\.self\.key\..+": "key",
+        r"attention\.self\.value\..+": "value",
+        r"attention\.output\.dense\..+": "output",
+        r"(intermediate|output)\.dense\..+": "mlp",
+        r"(attention\.)?output\.LayerNorm\..+": "norm",
+    }
+    return Architecture(
+        roles=(
+            *rows(rf"{body}\.", _EMBEDDINGS),
+            *rows(rf"{body}\.encoder\.layer\.(?P<layer>\d+)\.", layer),
+            (rf"{body}\.pooler\..+", "head"),  # only a head for whole texts uses it
+            *_HEADS,
+        ),
+        heads={"text": text, "tokens": whole},
+    )
+
+
+def pooled(module: Any, inputs: Tensors) -> Output:
+    """The head takes what the pooler makes of the first token."""
+    out = module.base_model(**inputs)
+    return Output(module.classifier(out.pooler_output), out.last_hidden_state[:, 0])
+
+
+def whole(module: Any, inputs: Tensors) -> Output:
+    """The head takes every token, and finds the first by itself where it needs that alone."""
+    state = module.base_model(**inputs).last_hidden_state  # (example, token, width)
+    return Output(module.classifier(state), state[:, 0])
+
+
+def _through_relu(module: Any, inputs: Tensors) -> Output:
+    features = module.base_model(**inputs).last_hidden_state[:, 0]  # of (example, token, width) the first token
+    return Output(module.classifier(functional.relu(module.pre_classifier(features))), features)
+
+
+DISTILBERT = Architecture(
+    roles=(
+        *rows(r"distilbert\.", _EMBEDDINGS),
+        *rows(
+            r"distilbert\.transformer\.layer\.(?P<layer>\d+)\.",
+            {
+                r"attention\.q_lin\..+": "query",
+                r"attention\.k_lin\..+": "key",
+                r"attention\.v_lin\..+": "value",
+                r"attention\.out_lin\..+": "output",
+                r"ffn\..+": "mlp",
+                r"(sa|output)_layer_norm\..+": "norm",
+            },
+        ),
+        *_HEADS,
+    ),
+    heads={"text": _through_relu, "tokens": whole},
+)

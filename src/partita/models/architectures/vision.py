@@ -1,0 +1,57 @@
+"""Vision Transformers: ViT, DeiT, DINOv2 with and without registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from partita.core.model import Output
+from partita.core.tree import Tensors
+from partita.models.architectures.architecture import Architecture, rows
+
+_PROJECTIONS = {
+    r"attention\.q_proj\..+": "query",
+    r"attention\.k_proj\..+": "key",
+    r"attention\.v_proj\..+": "value",
+    r"attention\.o_proj\..+": "output",
+    r"mlp\..+": "mlp",
+}
+
+
+def like_vit(body: str) -> Architecture:
+    return Architecture(
+        roles=(
+            (rf"{body}\.embeddings\..+", "embedding"),
+            *rows(rf"{body}\.layers\.(?P<layer>\d+)\.", {**_PROJECTIONS, r"layernorm_(before|after)\..+": "norm"}),
+            (rf"{body}\.layernorm\..+", "norm"),
+            (r"classifier\..+", "head"),
+        ),
+        heads={"image": _class_token},
+    )
+
+
+def like_dinov2(body: str) -> Architecture:
+    # A layer scale is a diagonal matrix on the output of what stands before it, and has the role of that.
+    own = {r"norm[12]\..+": "norm", r"layer_scale1\..+": "output", r"layer_scale2\..+": "mlp"}
+    return Architecture(
+        roles=(
+            (rf"{body}\.embeddings\..+", "embedding"),
+            *rows(rf"{body}\.encoder\.layer\.(?P<layer>\d+)\.", {**_PROJECTIONS, **own}),
+            (rf"{body}\.layernorm\..+", "norm"),
+            (r"classifier\..+", "head"),
+        ),
+        heads={"image": _class_token_and_mean},
+    )
+
+
+def _class_token(module: Any, inputs: Tensors) -> Output:
+    features = module.base_model(**inputs).last_hidden_state[:, 0]  # of (example, token, width) the class token
+    return Output(module.classifier(features), features)
+
+
+def _class_token_and_mean(module: Any, inputs: Tensors) -> Output:
+    state = module.base_model(**inputs).last_hidden_state  # (example, token, width)
+    patches = state[:, 1 + getattr(module.config, "num_register_tokens", 0) :]
+    features = torch.cat([state[:, 0], patches.mean(1)], 1)
+    return Output(module.classifier(features), features)

@@ -1,0 +1,161 @@
+"""Low-rank factors beside the linear layers of a transformers module, by PEFT."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.core import wire
+from partita.core.options import nearest
+from partita.core.rng import Key
+from partita.core.tree import Names, Tensors
+from partita.models import ModelError
+from partita.models.adapter import Adapted, Place
+from partita.models.architectures import tags_of
+
+FACTORS = ("lora_A", "lora_B")  # (rank, in) and (out, rank)
+ADAPTER = "default"  # as PEFT calls an only one
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Adapted):
+    """Beside the weight W of each site, factors A and B that turn it into W + (alpha / rank) B A."""
+
+    base: Adapted
+    rank: int
+    alpha: float
+    sites: tuple[str, ...]  # the adapted layers
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        self.base.module.to(device)  # type: ignore[arg-type]
+        self.base.initial.update({name: self.initial[name] for name in self.base.initial})
+
+    def merged(self, params: Tensors) -> Tensors:
+        """The parameters with which the base model computes the same."""
+        result = {name: params[name] for name in self.base.initial}
+        for site in self.sites:
+            name = f"{site}.weight"
+            if name not in result:
+                raise ModelError(f"'{name}' is frozen for good and cannot take up its factors; use save_pretrained")
+            A, B = (params[f"{site}.{factor}.weight"] for factor in FACTORS)
+            result[name] = result[name] + (self.alpha / self.rank) * (B @ A)
+        return result
+
+    def save_merged(self, params: Tensors, folder: str | Path) -> None:
+        """A plain transformers folder, which needs neither partita nor PEFT to load."""
+        self.base.save_pretrained(self.merged(params), folder)
+
+    def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
+        """A PEFT folder with the factors and the head, for the base model as it was loaded."""
+        # PEFT saves whole modules, and would tear a tied one apart.
+        head = {name for name in self._tagged("head") - self._tagged("embedding") if "." in name}
+        rest = self.initial.keys() - head - self._tagged("lora")
+        if moved := [name for name in sorted(rest) if not torch.equal(params[name], self.initial[name])]:
+            raise ModelError(
+                f"'{moved[0]}' has moved since {self.name} was loaded, and a PEFT folder holds only the factors and "
+                "the head; use save_merged, which writes the whole model"
+            )
+        config = _config(self.rank, self.alpha, self.sites)
+        config.modules_to_save = sorted({name.rpartition(".")[0] for name in head}) or None
+        config.base_model_name_or_path = self.module.name_or_path or None
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        named = {f"base_model.model.{name}": params[name] for name in sorted(params.keys() - rest)}  # as PEFT has it
+        (Path(folder) / "adapter_model.safetensors").write_bytes(wire.save(named, {"format": "pt"}))
+
+    def _tagged(self, tag: str) -> Names:
+        return frozenset(name for name, tags in self.tags.items() if tag in tags)
+
+
+def low_rank(adapted: Adapted, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> LowRank:
+    """A copy with factors beside the linear layers of the roles; at first they change nothing, since B is zero."""
+    if isinstance(adapted, LowRank):
+        raise ModelError(f"{adapted.name} has low-rank factors already; give the model without them")
+    if not alpha > 0:
+        raise ModelError(f"alpha is {alpha}; it must be above 0")
+    weights = {**dict(adapted.module.named_parameters()), **adapted.initial}  # the module holds what is frozen
+    every_tag = tags_of(str(adapted.module.config.model_type), weights)
+    sites = _sites(adapted, every_tag, roles)
+    initial, tags = dict(adapted.initial), dict(adapted.tags)
+    for site in sites:
+        weight = weights[f"{site}.weight"]
+        out, into = weight.shape
+        if not 1 <= rank <= min(out, into):
+            raise ModelError(f"rank is {rank}, but '{site}' is {out} x {into}; use a rank from 1 to {min(out, into)}")
+        A, B = (f"{site}.{factor}.weight" for factor in FACTORS)
+        # In float32 whatever the frozen weight is in, as all that trains.
+        initial[A] = _uniform(rank, into, key / A).to(weight.device)
+        initial[B] = torch.zeros(out, rank, device=weight.device)
+        tags[A] = tags[B] = every_tag[f"{site}.weight"] | {"lora"}
+    module, places = _injected(adapted, _config(rank, alpha, sites), sites)
+    own = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
+    changed = {"module": module, "initial": initial, "tags": tags, "places": places}
+    return LowRank(**{**own, **changed}, base=adapted, rank=rank, alpha=alpha, sites=sites)
+
+
+def _sites(adapted: Adapted, tags: Mapping[str, Names], roles: Sequence[str]) -> tuple[str, ...]:
+    """The linear layers of the roles. The head is none of them, since it trains whole."""
+    linear = {
+        path: carried
+        for path, part in adapted.module.named_modules()
+        if isinstance(part, nn.Linear) and "head" not in (carried := tags.get(f"{path}.weight", {"head"}))
+    }
+    known = {tag for carried in linear.values() for tag in carried if not tag.startswith("layer.")}
+    if not roles:
+        raise ModelError(f"roles is empty; it can have: {', '.join(sorted(known))}")
+    for role in roles:
+        if role not in known:
+            remedy = nearest(role, known) if known else "outside its head it has no torch.nn.Linear at all"
+            raise ModelError(f"roles: no linear layer of {adapted.name} is tagged '{role}'; {remedy}")
+    return tuple(site for site, carried in linear.items() if not carried.isdisjoint(roles))
+
+
+def _uniform(rank: int, into: int, key: Key) -> Tensor:
+    """Between ±1 / √in, as PEFT draws it."""
+    return nn.init.kaiming_uniform_(torch.empty(rank, into), a=math.sqrt(5), generator=key.generator())
+
+
+def _injected(adapted: Adapted, config: Any, sites: Sequence[str]) -> tuple[Any, dict[str, tuple[Place, ...]]]:
+    """A copy of the module with PEFT's layers in it, and where each parameter sits there.
+
+    PEFT wraps a layer and leaves it whole, so the places of its parameters stay right.
+    """
+    shared = {id(value): value for value in adapted.module.parameters()}  # what is frozen for good is not copied
+    module, places = copy.deepcopy((adapted.module, dict(adapted.places)), shared)
+    _fill(places, adapted.initial)  # PEFT looks at the weights
+    with torch.random.fork_rng(devices=[]):  # and draws factors of its own
+        _peft().inject_adapter_in_model(config, module, ADAPTER)
+    for site in sites:
+        for factor in FACTORS:
+            owner = module.get_submodule(f"{site}.{factor}.{ADAPTER}")._parameters
+            places[f"{site}.{factor}.weight"] = ((owner, "weight"),)
+    _fill(places, dict.fromkeys(places))
+    return module, places
+
+
+def _fill(places: Mapping[str, tuple[Place, ...]], values: Mapping[str, Tensor | None]) -> None:
+    for name, found in places.items():
+        for owner, leaf in found:
+            owner[leaf] = values[name]
+
+
+def _config(rank: int, alpha: float, sites: Sequence[str]) -> Any:
+    return _peft().LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(sites), lora_dropout=0.0)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ModelError("low-rank factors need the package 'peft': pip install 'partita[lora]'") from error
+    return peft
