@@ -7,7 +7,7 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python3.13)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check style types wheel bench format clean
+.PHONY: help demo test test-all check style types wheel mutate bench format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,9 @@ types: $(READY)  ## mypy
 
 wheel: $(READY)  ## build the wheel, install it elsewhere, and use it from there
 	$(PY) scripts/check_wheel.py
+
+mutate: $(READY)  ## break every method's formula in every way known, and see that a test fails
+	$(PY) scripts/mutate.py --jobs $(WORKERS)
 
 bench: $(READY)  ## the speed benchmarks
 	$(PY) benchmarks/run.py

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from partita import cli, record
+from partita.compare import expand
 from partita.core import files
 from partita.core.files import sealed
+from partita.methods import INDEX
 
 CONFIG = """
 rounds = 4
@@ -157,12 +159,24 @@ def test_compare_over_methods_and_seeds(partita: Shell, config: Path, tmp_path: 
 def test_methods_and_cards(partita: Shell) -> None:
     code, out, _ = partita("methods", "--json")
     assert code == 0
-    assert [row["name"] for row in json.loads(out)] == ["fedavg", "fedprox", "fedfrozen", "local-only", "centralized"]
+    assert [row["name"] for row in json.loads(out)] == list(INDEX)
+    assert "fedfrozen+scaffold" in json.loads(out)[list(INDEX).index("scaffold")]["compositions"]
     assert "FedProx" in partita("methods")[1]
     assert partita("methods", "fedprox")[1].startswith("# fedprox")
     code, _, err = partita("methods", "fedpro")
     assert code == 1
     assert "did you mean 'fedprox'?" in err
+
+
+def test_a_methods_options_may_be_lists_and_may_say_whose_they_are(config: Path, tmp_path: Path) -> None:
+    specs = "fedavg, layer-skipping(layers=[0], embeddings=true, training.lr=0.5),fedprox(mu=2)"
+    runs = [settings for _, settings in expand(config, ["rounds=2"], specs, 1, tmp_path)]
+    assert [each.method for each in runs] == [
+        {"name": "fedavg"},
+        {"name": "layer-skipping", "layers": [0], "embeddings": True},
+        {"name": "fedprox", "mu": 2},
+    ]
+    assert [each.training.lr for each in runs] == [1e-3, 0.5, 1e-3]
 
 
 BAD = {

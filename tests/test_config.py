@@ -10,8 +10,9 @@ import pytest
 
 from partita.config import load, overlay, parse
 from partita.core.optim import SGD, AdamW
+from partita.methods import COMPOSITIONS, INDEX
 
-EXAMPLES = sorted(Path("examples").glob("*.toml"))
+EXAMPLES = sorted([*Path("examples").glob("*.toml"), *Path("studies").rglob("*.toml")])
 
 
 def parsed(*changes: str) -> object:
@@ -25,6 +26,13 @@ def parsed(*changes: str) -> object:
 def test_every_shipped_config_loads(path: Path) -> None:
     config = load(path)
     assert parse(tomllib.loads(config.to_toml())) == config, "a resolved config resolves to itself"
+
+
+@pytest.mark.parametrize("name", [*INDEX, *COMPOSITIONS, "lora+feddyn"])
+def test_every_methods_config_resolves_to_itself(name: str) -> None:
+    """Options may be lists, and two parts may call one thing alike (the alpha of lora and feddyn)."""
+    config = parse({"method": {"name": name}})
+    assert parse(tomllib.loads(config.to_toml())) == config
 
 
 def test_there_are_shipped_configs() -> None:

@@ -52,6 +52,7 @@ LIBRARIES = {
     "typer": ["cli*"],
     "matplotlib": ["report"],
     "transformers": ["models"],
+    "peft": ["models.lora"],
     "sklearn": ["data", "evaluate"],
     "datasets": ["data"],
     "flwr_datasets": ["data"],

@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from partita.core.options import OptionError, nearest, pick
-from partita.methods import INDEX
+from partita.methods import COMPOSITIONS, INDEX
 
 HEADINGS = (
     "Idea",
@@ -29,16 +29,17 @@ def card(name: str) -> str:
 
 
 def path_of(name: str) -> str:
-    """A card lies beside the method's file and is called like it."""
-    return INDEX[name].partition(":")[0].rpartition(".")[2] + ".md"
+    """A card lies beside the method's file and is called like its function."""
+    return INDEX[name].partition(":")[2] + ".md"
 
 
 def listing() -> list[dict[str, Any]]:
-    """Every method with its parameters and the first line of its file."""
+    """Every method with its parameters, the first line of its file, and the compositions it is known to work in."""
     rows = []
     for name in INDEX:
         function = pick(INDEX, name, "method")
         parameters = {each.name: each.default for each in inspect.signature(function).parameters.values()}
         about = (inspect.getdoc(inspect.getmodule(function)) or "").partition("\n")[0]
-        rows.append({"name": name, "parameters": parameters, "about": about})
+        composes = [each for each in COMPOSITIONS if name in each.split("+")]
+        rows.append({"name": name, "parameters": parameters, "about": about, "compositions": composes})
     return rows

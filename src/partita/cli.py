@@ -37,6 +37,7 @@ app = typer.Typer(
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The experiment, in TOML.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Change a key: --set method.mu=0.1. May be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")]
 Report = Annotated[bool, typer.Option("--report", help="Write the HTML report as well.")]
 
 
@@ -108,6 +109,7 @@ def compare(
     target: Annotated[float | None, typer.Option(help="Accuracy for 'rounds to target'.")] = None,
     report: Report = False,
     as_json: Json = False,
+    markdown: Markdown = False,
 ) -> None:
     """Run several methods over several seeds and compare them in one table."""
     from partita.compare import compare_all, expand
@@ -118,7 +120,7 @@ def compare(
         task = bar.add_task(f"{len(folders)} runs", total=total)
         for done in compare_all(folders, jobs or os.cpu_count() or 1):
             bar.update(task, completed=done)
-    _close([folder for folder, _ in folders], out / "report.html" if report else None, target, as_json)
+    _close([folder for folder, _ in folders], out / "report.html" if report else None, target, as_json, markdown)
 
 
 @app.command(name="report")
@@ -127,7 +129,7 @@ def report_command(
     out: Annotated[Path | None, typer.Option(help="The page; report.html in the first folder unless said.")] = None,
     target: Annotated[float | None, typer.Option(help="Accuracy for 'rounds to target'.")] = None,
     as_json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
+    markdown: Markdown = False,
 ) -> None:
     """Write one self-contained HTML page on recorded runs, and print their table."""
     _close(folders, out or folders[0] / "report.html", target, as_json, markdown)
@@ -141,6 +143,7 @@ def methods_command(
     from rich.table import Table
 
     from partita.cards import card, listing
+    from partita.methods import COMPOSITIONS
 
     if name:
         print(card(name))
@@ -153,6 +156,7 @@ def methods_command(
     for row in rows:
         table.add_row(row["name"], ", ".join(f"{k}={v!r}" for k, v in row["parameters"].items()) or "–", row["about"])
     Console().print(table)
+    print(f"\nSupported compositions: {', '.join(COMPOSITIONS)}\nA method's card: partita methods NAME")
 
 
 @app.command()

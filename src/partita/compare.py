@@ -87,6 +87,8 @@ def _specs(methods: str) -> list[str]:
 
 
 def _said(spec: str) -> list[str]:
+    """Options are the method's, unless a dot says whose they are, as in 'lora(rank=4, training.lr=0.1)'."""
     name, _, options = spec.partition("(")
-    given = [f"method.{option.strip()}" for option in options.rstrip(")").split(",") if option.strip()]
-    return [f"method.name={name.strip()}", *given]
+    given = [each.strip() for each in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", options.rstrip(")"))]
+    own = [each if "." in each.partition("=")[0] else f"method.{each}" for each in given if each]
+    return [f"method.name={name.strip()}", *own]

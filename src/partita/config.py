@@ -182,10 +182,11 @@ def _filled_method(table: Table) -> Table:
     """With all defaults, so that the recorded config says what was run."""
     name, options = _named(table, "method", "name")
     methods.build(name, options)
-    defaults: dict[str, Any] = {}
-    for part in name.split("+"):
-        defaults |= _defaults(pick(methods.INDEX, part, "method"))
-    return {"name": name, **defaults, **options}
+    found = [_defaults(pick(methods.INDEX, part, "method")) for part in name.split("+")]
+    # A key that two parts share cannot be said in a config, so each keeps its own default.
+    own = {key: value for part in found for key, value in part.items() if sum(key in other for other in found) == 1}
+    said = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    return {"name": name, **own, **said}
 
 
 def _filled(table: Table, where: str, index: Mapping[str, str], given: list[str]) -> Table:

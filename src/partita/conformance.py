@@ -46,9 +46,14 @@ def check_method(
     optimizer: Optimizer | None = None,
     tolerance: float = 1e-5,
 ) -> Findings:
-    """Raise a ConformanceError that names the first promise broken; return what was measured."""
+    """Raise a ConformanceError that names the first promise broken; return what was measured.
+
+    Without an optimizer it is AdamW, or SGD for a method that is derived for that alone.
+    """
     model, population = model or Tiny(), population or TinyPopulation()
-    training = Training(lr=0.02, optimizer=optimizer or AdamW(weight_decay=0.1), batch_size=8)
+    model = method.extend(model, Key(5)) if method.extend else model
+    own: Optimizer = AdamW(weight_decay=0.1)
+    training = Training(lr=0.02, optimizer=optimizer or (own if method.takes(own.name) else SGD()), batch_size=8)
     clients = 1 if method.pool else 0.5
     run = Run(method, training, rounds=6, key=Key(7), cohort=clients)
     if method.pool:
@@ -153,7 +158,7 @@ class Watch:
 
     def after(self, each: Round) -> None:
         before = self.model.initial if self.server is None else self.server.params
-        still = each.server.params.keys() - self.trained
+        still = each.server.params.keys() - self.run.method.server.moves(self.model, frozenset(self.trained))
         moved = {name for name in still if not torch.equal(before[name], each.server.params[name])}
         _require(not moved, f"'{_some(moved)}' moved in round {each.number}, in which nobody trained it")
         copied = {name for name in still if before[name] is not each.server.params[name]}
@@ -230,9 +235,8 @@ def _check_blocks(run: Run, model: Model, population: Population, tolerance: flo
     feel), float32 noise becomes motion of full size in any two ways of computing; float64 takes the noise below eps.
     """
     plain = SGD(momentum=0.9)
-    right = all(rule.optimizers is None or plain.name in rule.optimizers for rule in run.method.local)
     own = run.training.optimizer
-    single = replace(run, training=replace(run.training, optimizer=plain if right else own))
+    single = replace(run, training=replace(run.training, optimizer=plain if run.method.takes(plain.name) else own))
     worst = _compare_blocks(single, model, population, tolerance)
     _compare_blocks(run, Wide(model), WidePopulation(population), tolerance)
     return worst
@@ -243,9 +247,8 @@ def _compare_blocks(run: Run, model: Model, population: Population, tolerance: f
     whole = _play(run, model, make())
     for block in (2, 5):
         other = _play(run, model, make(block=block))
-        slots = {"the server's": whole.params, **whole.states}
-        for owner, one in slots.items():
-            two = other.params if one is whole.params else other.states[owner]
+        for owner in ("the server's", *whole.states):
+            one, two = (_params(each) if owner == "the server's" else each.states[owner] for each in (whole, other))
             for name, value in one.items():
                 # Against the slot as a whole: the momentum of a key bias is rounding and nothing else.
                 alike = [each for key, each in one.items() if key.partition("/")[0] == name.partition("/")[0]]
@@ -254,6 +257,10 @@ def _compare_blocks(run: Run, model: Model, population: Population, tolerance: f
                 worst = max(worst, difference)
                 _require(difference <= tolerance, f"in blocks of {block}, {owner} '{name}' differs by {difference:.1e}")
     return worst
+
+
+def _params(played: Played) -> Tensors:
+    return {f"params/{name}": value for name, value in played.params.items()}
 
 
 def _same(one: Played, two: Played) -> bool:

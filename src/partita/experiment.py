@@ -60,6 +60,7 @@ def build(config: Config) -> Experiment:
     federation = data.split(task, **config.split, key=key / "split")
     federation = federation.pooled() if method.pool else federation
     model = models.build(config.model["name"], task, key / "model", **_rest(config.model, "name"))
+    model = method.extend(model, key / "extend") if method.extend else model
     federate = config.federation
     run = Run(
         method,
@@ -82,6 +83,8 @@ def build(config: Config) -> Experiment:
         raise RunError(f"engine.block is {block}; it must be at least 1, or 'auto'")
     plan_for(method.plan, model, Turn(0, run.rounds, federation.clients[0]))
     plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
+    if method.adapt:
+        method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
     return Experiment(config, run, model, federation, faults, device, block)
 
 
@@ -118,7 +121,8 @@ def _play(experiment: Experiment, folder: Path, server: Server, done: int) -> It
     disk = Disk(folder / "clients", experiment.device)
     store: Store = disk if config.engine.state == "disk" else Memory(disk)
     engine = Embedded(run, model, experiment.federation, experiment.block, experiment.device, store, experiment.faults)
-    server = replace(server, params=tree.to(server.params, experiment.device))
+    state = {slot: tree.to(part, experiment.device) for slot, part in server.state.items()}
+    server = replace(server, params=tree.to(server.params, experiment.device), state=state)
     begun = clock = time.perf_counter()
     row: Row = {}
     for each in rounds(run, model, engine, server, done):
@@ -162,7 +166,7 @@ def measure(experiment: Experiment, engine: Embedded, each: Round) -> Row:
 
     test: dict[str, float] | None = None
     if last or (each.number + 1) % due.every == 0:
-        if ask(run, model, each.server, each.number, clients[0])[1].keep:
+        if _personal(run, *ask(run, model, each.server, each.number, clients[0]), each.server):
             # No single model exists: the mean over clients of how each one's own model does.
             test = _mean([scores for _, scores in engine.evaluate(jobs(), federation.test)])
         else:
@@ -174,6 +178,12 @@ def measure(experiment: Experiment, engine: Embedded, each: Round) -> Row:
             for metric, value in scores.items():
                 personal.setdefault(metric, {})[client] = value
     return {"test": test, "personal": personal}
+
+
+def _personal(run: Run, job: Job, plan: Plan, server: Server) -> bool:
+    """Whether a client keeps something, adapts before it is tested, or is sent what was made for it alone."""
+    made = any(value is not server.params[name] for name, value in job.params.items())
+    return bool(plan.keep) or run.method.adapt is not None or made
 
 
 def _mean(scores: list[dict[str, float]]) -> dict[str, float]:

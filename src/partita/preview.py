@@ -80,7 +80,8 @@ def preview(config: Config, round: int, client: str | None, by: str = "role") ->
 
 def plan_section(name: str) -> str:
     """What a method's card says of its plan: the table of the first round and, if it differs, of the last."""
-    config = parse({"method": {"name": name}, "rounds": 10})
+    # Plain SGD, which every method takes; a plan does not depend on it.
+    config = parse({"method": {"name": name}, "training": {"optimizer": "sgd"}, "rounds": 10})
     first, last = (preview(config, round, None) for round in (0, 9))
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
     tables = "\n".join(each.to_text() for each in ([first] if same else [first, last]))

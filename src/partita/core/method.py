@@ -109,6 +109,8 @@ class Transform:
 class Rule:
     """How the server learns from updates. The default is FedAvg's: a weighted mean over those who sent a name."""
 
+    optimizers: Names | None = None  # the local optimizers it is right for; None: any
+
     def init(self, model: Model) -> Slots:
         return {}
 
@@ -123,6 +125,10 @@ class Rule:
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
         """One pass over a stream of updates, in memory that does not grow with the cohort."""
         return average(updates)
+
+    def moves(self, model: Model, trained: Names) -> Names:
+        """What apply may move where these names were trained; conformance holds it to that."""
+        return trained
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         """A name that is not in the aggregate must be handed on as the same object."""
@@ -156,7 +162,7 @@ def _result(mean: Mean, over: str, total: float) -> Tensors:
 
 @dataclass(frozen=True)
 class Method:
-    """The four choices, and three facts about how they are run."""
+    """The four choices, and four facts about how they are run."""
 
     name: str
     plan: Planner = share_everything
@@ -166,6 +172,7 @@ class Method:
     adapt: Callable[[Model], tuple[Phase, ...]] | None = None  # trained on a copy before a personal evaluation
     carry_optimizer: bool = False  # a client's optimizer state lives on from round to round
     pool: bool = False  # all clients' data in one place
+    extend: Callable[[Model, Key], Model] | None = None  # parameters of the method's own, added to the model
 
     def __post_init__(self) -> None:
         taken: set[str] = set()
@@ -176,14 +183,20 @@ class Method:
                 raise MethodError(f"{self.name}: two local rules use the slot '{sorted(clash)[0]}'; use one of them")
             taken |= rule.slots
 
+    def takes(self, optimizer: str) -> bool:
+        return all(optimizer in right for _, right in self._picky())
+
     def check_optimizer(self, optimizer: str) -> None:
-        for rule in self.local:
-            if rule.optimizers is not None and optimizer not in rule.optimizers:
-                right = " or ".join(sorted(rule.optimizers))
+        for rule, right in self._picky():
+            if optimizer not in right:
                 raise MethodError(
-                    f"{self.name}: {type(rule).__name__} is derived for {right}, not for {optimizer}; "
-                    f"set training.optimizer = '{sorted(rule.optimizers)[0]}'"
+                    f"{self.name}: {rule} is derived for {' or '.join(sorted(right))}, not for {optimizer}; set "
+                    f"training.optimizer = '{min(right)}', without momentum"
                 )
+
+    def _picky(self) -> list[tuple[str, Names]]:
+        rules: tuple[Local | Rule, ...] = (*self.local, self.server)
+        return [(type(rule).__name__, rule.optimizers) for rule in rules if rule.optimizers is not None]
 
 
 def compose(first: Method, *others: Method) -> Method:
@@ -200,6 +213,7 @@ def compose(first: Method, *others: Method) -> Method:
             adapt=_either(name, "adapt", result.adapt, other.adapt, None),
             carry_optimizer=result.carry_optimizer or other.carry_optimizer,
             pool=result.pool or other.pool,
+            extend=_either(name, "extend", result.extend, other.extend, None),
         )
     return result
 

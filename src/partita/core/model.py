@@ -10,7 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from partita.core.rng import Key
 from partita.core.tree import Names, Tensors
+
+TOWERS = frozenset({"vision", "text"})  # of models with two
 
 
 class TagError(ValueError):
@@ -46,6 +49,10 @@ class Model:
     def to(self, device: torch.device) -> None:
         """Move the initial parameters, and the frozen rest where there is one."""
 
+    def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
+        """This model with low-rank factors, tagged "lora", beside the weights of the roles."""
+        raise TagError(f"{self.name} cannot take low-rank factors; use a Hugging Face model")
+
     def every(self) -> Names:
         return frozenset(self.initial)
 
@@ -66,8 +73,8 @@ def layer_of(tags: Names) -> str | None:
 
 
 def role_of(tags: Names) -> str:
-    """The tag that is not a layer."""
-    return next((tag for tag in sorted(tags) if not tag.startswith("layer.")), "")
+    """What the parameter is for, whichever layer or tower it sits in; low-rank factors are a role of their own."""
+    return next((tag for tag in sorted(tags - TOWERS) if not tag.startswith("layer.")), "")
 
 
 @dataclass(frozen=True)

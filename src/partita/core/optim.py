@@ -37,8 +37,12 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
-    name: str = "sgd"
     ages: bool = False
+
+    @property
+    def name(self) -> str:
+        """Momentum is a name of its own: rules derived for plain SGD are wrong with it."""
+        return "sgd with momentum" if self.momentum else "sgd"
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:

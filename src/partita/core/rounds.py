@@ -14,7 +14,7 @@ from partita.core import wire
 from partita.core.drift import Drift, Measures
 from partita.core.learn import ClientFault, Job
 from partita.core.ledger import Ledger
-from partita.core.method import Server, Update
+from partita.core.method import MethodError, Server, Update
 from partita.core.model import Model
 from partita.core.plan import Plan, Turn, plan_for
 from partita.core.run import Run, RunError
@@ -116,6 +116,11 @@ class _Round:
         updates = self._receive(engine.train(self._ask(client) for client in cohort))
         watched = drift.watch(updates) if self.run.drift else updates
         aggregate = method.server.reduce(self.server, watched, len(clients))
+        if aggregate.cohort != len(self.received):
+            raise MethodError(
+                f"{method.name}: {type(method.server).__name__} says it reduced {aggregate.cohort} updates, but there "
+                f"were {len(self.received)}; it must take each once and count them"
+            )
         if len(self.received) < self.run.minimum:
             reasons = "; ".join(f"{lost.client}: {lost.reason}" for lost in self.lost[:3])
             raise RunError(

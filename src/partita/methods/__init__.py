@@ -12,10 +12,46 @@ from partita.core.options import OptionError, bind, pick
 INDEX = {
     "fedavg": "partita.methods.fedavg:fedavg",
     "fedprox": "partita.methods.fedprox:fedprox",
+    "scaffold": "partita.methods.scaffold:scaffold",
+    "fednova": "partita.methods.fednova:fednova",
+    "feddyn": "partita.methods.feddyn:feddyn",
+    "moon": "partita.methods.moon:moon",
+    "fedavgm": "partita.methods.fedavgm:fedavgm",
+    "fedadam": "partita.methods.fedopt:fedadam",
+    "fedyogi": "partita.methods.fedopt:fedyogi",
+    "fedadagrad": "partita.methods.fedopt:fedadagrad",
     "fedfrozen": "partita.methods.fedfrozen:fedfrozen",
+    "fedpart": "partita.methods.fedpart:fedpart",
+    "layer-skipping": "partita.methods.layer_skipping:layer_skipping",
+    "lora": "partita.methods.lora:lora",
+    "flora": "partita.methods.flora:flora",
+    "fedper": "partita.methods.fedper:fedper",
+    "fedrep": "partita.methods.fedrep:fedrep",
+    "fedbabu": "partita.methods.fedbabu:fedbabu",
+    "fedtp": "partita.methods.fedtp:fedtp",
     "local-only": "partita.methods.local_only:local_only",
     "centralized": "partita.methods.centralized:centralized",
 }
+
+# Compositions that are called supported: conformance runs over each. Others may work, and none is refused by name.
+COMPOSITIONS = (
+    "fedfrozen+fedprox",
+    "fedfrozen+scaffold",
+    "fedfrozen+feddyn",
+    "fedfrozen+fednova",
+    "fedfrozen+moon",
+    "fedfrozen+fedadam",
+    "fedfrozen+fedprox+fedavgm",
+    "fedper+moon+fedadam",
+    "fedper+scaffold",
+    "fedrep+fedprox+fedyogi",
+    "fedbabu+feddyn",
+    "fedpart+scaffold",
+    "fedpart+moon+fedadagrad",
+    "layer-skipping+fedprox+fedadam",
+    "lora+fedprox+fedadam",
+    "lora+scaffold",
+)
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Method:

@@ -1,0 +1,30 @@
+"""FedAvgM: the server moves with momentum along the mean of the updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from partita.core.method import Aggregate, Method, MethodError, Rule, Server
+from partita.core.model import Model
+from partita.core.tree import Slots, scale, zeros_like
+
+
+@dataclass(frozen=True)
+class Momentum(Rule):
+    lr: float
+    beta: float
+
+    def init(self, model: Model) -> Slots:
+        return {"velocity": zeros_like(model.initial)}
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        old = server.state["velocity"]
+        new = {name: self.beta * old[name] + value for name, value in aggregate.delta.items()}
+        server = super().apply(server, replace(aggregate, delta=scale(new, self.lr)))
+        return replace(server, state={"velocity": {**old, **new}})
+
+
+def fedavgm(lr: float = 1.0, beta: float = 0.9) -> Method:
+    if not 0 <= beta < 1:
+        raise MethodError(f"method.beta is {beta}; momentum is from 0 up to, not including, 1")
+    return Method("fedavgm", server=Momentum(lr, beta))

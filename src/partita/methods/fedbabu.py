@@ -1,0 +1,28 @@
+"""FedBABU: only the body is learned together; the head stays as it was drawn, and is fitted when a client is tested."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from partita.core.method import Method, MethodError
+from partita.core.model import Model
+from partita.core.plan import Phase, Plan, Turn, share
+
+
+def fedbabu(
+    fixed: tuple[str, ...] = ("head",), finetune: int = 5, tune: Literal["all", "head", "body"] = "all"
+) -> Method:
+    """`finetune` are the epochs in which a client fits `tune` to its own data before it is tested."""
+    if tune == "head" and not fixed:
+        raise MethodError("method.tune is 'head', but method.fixed is empty; name the tags of the head there")
+
+    def plan(model: Model, turn: Turn) -> Plan:
+        body = model.every() - model.names(*fixed)
+        return share(body, down=body)
+
+    def adapt(model: Model) -> tuple[Phase, ...]:
+        head = model.names(*fixed)
+        parts = {"all": model.every(), "head": head, "body": model.every() - head}
+        return (Phase(parts[tune], finetune),)
+
+    return Method("fedbabu", plan=plan, adapt=adapt if finetune else None)

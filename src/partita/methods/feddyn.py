@@ -1,0 +1,64 @@
+"""FedDyn: each client's loss is tilted and tied so that, where all agree, they agree on the common optimum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from partita.core.method import Aggregate, Context, Local, Method, MethodError, Rule, Server, Update
+from partita.core.model import Batch, Model, Output
+from partita.core.tree import Mean, Slots, Tensors, add, scale, subtract, zeros_like
+from partita.methods.fedprox import Proximal
+
+
+@dataclass(frozen=True)
+class Tilted(Local):
+    """-<tilt, w>, where the tilt gathers what the tie to the anchor pulled: at rest, the client's own gradient."""
+
+    alpha: float
+    slots = frozenset({"tilt"})
+
+    def memory(self, anchor: Tensors) -> Slots:
+        return {"tilt": zeros_like(anchor)}
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+        shared = sorted(ctx.plan.up)
+        inner = [(ctx.memory["tilt"][name] * params[name]).sum() for name in shared]
+        return -torch.stack(inner).sum() if inner else None
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        moved = {name: params[name] - ctx.anchor[name] for name in sorted(ctx.plan.up)}
+        tilt = {name: ctx.memory["tilt"][name] for name in moved}
+        return {}, {"tilt": subtract(tilt, scale(moved, self.alpha))}
+
+
+@dataclass(frozen=True)
+class Untilted(Rule):
+    """The mean of those who answered, less the mean tilt of all clients over alpha; clients count alike."""
+
+    alpha: float
+
+    def init(self, model: Model) -> Slots:
+        return {"tilt": zeros_like(model.initial)}
+
+    def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
+        delta, cohort = Mean(), 0
+        for update in updates:
+            cohort += 1
+            delta.add(update.delta, 1.0)
+        moved = {name: value * (delta.weight[name] / population) for name, value in delta.value.items()}
+        return Aggregate(delta.value, {"moved": moved}, cohort)
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        tilt = add(server.state["tilt"], scale(aggregate.slots["moved"], -self.alpha))
+        delta = {name: value - tilt[name] / self.alpha for name, value in aggregate.delta.items()}
+        return replace(super().apply(server, replace(aggregate, delta=delta)), state={"tilt": tilt})
+
+
+def feddyn(alpha: float = 0.01) -> Method:
+    if alpha <= 0:
+        raise MethodError(f"method.alpha is {alpha}; it must be above 0, since the server divides by it")
+    return Method("feddyn", local=(Proximal(alpha), Tilted(alpha)), server=Untilted(alpha))

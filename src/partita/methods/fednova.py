@@ -1,0 +1,32 @@
+"""FedNova: updates are divided by their number of steps before the mean, so that it does not lean to fast clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from partita.core.method import Aggregate, Method, Rule, Server, Update
+from partita.core.tree import Mean
+from partita.methods.scaffold import PLAIN_SGD
+
+
+@dataclass(frozen=True)
+class Normalised(Rule):
+    """(sum p_i steps_i) · sum p_i (delta_i / steps_i), name by name."""
+
+    optimizers = PLAIN_SGD
+
+    def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
+        direction, length, cohort = Mean(), Mean(), 0
+        for update in updates:
+            cohort += 1
+            steps = {name: torch.tensor(float(update.steps[name]), dtype=torch.float64) for name in update.delta}
+            direction.add({name: value / steps[name] for name, value in update.delta.items()}, update.weight)
+            length.add(steps, update.weight)
+        return Aggregate({name: value * length.value[name] for name, value in direction.value.items()}, {}, cohort)
+
+
+def fednova() -> Method:
+    return Method("fednova", server=Normalised())

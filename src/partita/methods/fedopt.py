@@ -1,0 +1,68 @@
+"""FedOpt: Adam, Yogi or Adagrad at the server, with the mean update in place of a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from partita.core.method import Aggregate, Method, MethodError, Rule, Server
+from partita.core.model import Model
+from partita.core.tree import Slots, zeros_like
+
+Square = Callable[[Tensor, Tensor], Tensor]  # (second moment, squared delta) -> second moment
+
+
+@dataclass(frozen=True)
+class Adaptive(Rule):
+    """w + lr · first / (sqrt(second) + tau); a name ages only in rounds in which it was sent."""
+
+    lr: float
+    beta1: float
+    tau: float
+    square: Square
+    debias: float | None = None  # beta2 where both moments are freed from their start at zero, as torch's Adam does
+
+    def init(self, model: Model) -> Slots:
+        start = {name: torch.full_like(value, self.tau**2) for name, value in model.initial.items()}
+        ages = {name: torch.tensor(0) for name in model.initial}
+        zeros = zeros_like(model.initial)
+        return {"first": zeros, "second": start if self.debias is None else zeros, "age": ages}
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        state, delta = {slot: dict(part) for slot, part in server.state.items()}, {}
+        for name, value in aggregate.delta.items():
+            first = state["first"][name] = self.beta1 * state["first"][name] + (1 - self.beta1) * value
+            second = state["second"][name] = self.square(state["second"][name], value * value)
+            age = state["age"][name] = state["age"][name] + 1
+            if self.debias is not None:
+                first, second = first / (1 - self.beta1 ** int(age)), second / (1 - self.debias ** int(age))
+            delta[name] = self.lr * first / (second.sqrt() + self.tau)
+        return replace(super().apply(server, replace(aggregate, delta=delta)), state=state)
+
+
+def fedadam(
+    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 0.001, debias: bool = True
+) -> Method:
+    _check(tau, beta1, beta2)
+    rule = Adaptive(lr, beta1, tau, lambda old, new: beta2 * old + (1 - beta2) * new, beta2 if debias else None)
+    return Method("fedadam", server=rule)
+
+
+def fedyogi(lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 0.001) -> Method:
+    """Adam whose second moment shrinks no faster than it grows."""
+    _check(tau, beta1, beta2)
+    rule = Adaptive(lr, beta1, tau, lambda old, new: old - (1 - beta2) * new * torch.sign(old - new))
+    return Method("fedyogi", server=rule)
+
+
+def fedadagrad(lr: float = 0.01, beta1: float = 0.0, tau: float = 0.001) -> Method:
+    _check(tau, beta1)
+    return Method("fedadagrad", server=Adaptive(lr, beta1, tau, torch.add))
+
+
+def _check(tau: float, beta1: float, beta2: float = 0.0) -> None:
+    if not (0 <= beta1 < 1 and 0 <= beta2 <= 1 and tau > 0):
+        raise MethodError(f"method.beta1 is {beta1}, beta2 {beta2}, tau {tau}; betas lie in 0 to 1, tau above 0")

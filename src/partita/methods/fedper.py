@@ -1,0 +1,20 @@
+"""FedPer: the body is shared, the head stays with the client; both train together."""
+
+from __future__ import annotations
+
+from partita.core.method import Method
+from partita.core.model import Model
+from partita.core.plan import Phase, Plan, Turn, share
+
+
+def fedper(personal: tuple[str, ...] = ("head",), finetune: int = 1) -> Method:
+    """`personal` are the tags that stay; `finetune` the epochs a client trains its copy before it is tested."""
+
+    def plan(model: Model, turn: Turn) -> Plan:
+        kept = model.names(*personal)
+        return share(model.every(), down=model.every() - kept, keep=kept)
+
+    def adapt(model: Model) -> tuple[Phase, ...]:
+        return (Phase(model.every(), finetune),)
+
+    return Method("fedper", plan=plan, adapt=adapt if finetune else None)

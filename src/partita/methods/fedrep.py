@@ -1,0 +1,24 @@
+"""FedRep: each round a client first fits its own head to the shared body, then takes the body a step further."""
+
+from __future__ import annotations
+
+from partita.core.method import Method
+from partita.core.model import Model
+from partita.core.plan import Phase, Plan, Turn
+
+
+def fedrep(
+    personal: tuple[str, ...] = ("head",), head_epochs: int = 10, body_epochs: int | None = 1, finetune: int = 10
+) -> Method:
+    """`finetune` are the epochs in which a client refits its head before it is tested; None: as the run says."""
+
+    def plan(model: Model, turn: Turn) -> Plan:
+        head = model.names(*personal)
+        body = model.every() - head
+        phases = (Phase(head, head_epochs), Phase(body, body_epochs))
+        return Plan(tuple(phase for phase in phases if phase.names), up=body, down=body, keep=head)
+
+    def adapt(model: Model) -> tuple[Phase, ...]:
+        return (Phase(model.names(*personal), finetune),)
+
+    return Method("fedrep", plan=plan, adapt=adapt if finetune and personal else None)

@@ -1,0 +1,99 @@
+"""FedTP: the server learns a hypernetwork that makes each client's query, key and value weights; the rest is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.method import Aggregate, Method, MethodError, Rule, Server, Update
+from partita.core.model import Model
+from partita.core.rng import Key
+from partita.core.tree import Mean, Names, Slots, Tensors, add, scale
+
+
+@dataclass(frozen=True)
+class Hypernetwork(Rule):
+    """w_i = w_start + H f(z_i) + b for each of the weights it makes: z_i is the client's embedding, f a small network.
+
+    A client's delta is the direction in which its weights should go, so H, b, f and z_i follow it by the chain rule.
+    """
+
+    lr: float
+    embedding: int
+    hidden: int
+    draw: int
+
+    def init(self, model: Model) -> Slots:
+        made, key = sorted(model.names("query", "key", "value")), Key(self.draw) / "fedtp"
+        sizes = {"in": (self.hidden, self.embedding), "out": (self.hidden, self.hidden)}
+        trunk = {f"{part}.bias": torch.zeros(self.hidden) for part in sizes}
+        for part, size in sizes.items():
+            drawn = torch.randn(size, generator=(key / part).generator())
+            trunk[f"{part}.weight"] = drawn / size[1] ** 0.5
+        return {
+            "trunk": trunk,
+            # Zero, so that every client starts from the model as it was loaded, pretrained or not.
+            "maps": {name: model.initial[name].new_zeros(model.initial[name].numel(), self.hidden) for name in made},
+            "shift": {name: torch.zeros_like(model.initial[name]) for name in made},
+        }
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        params, _ = super().send(server, client, names)
+        features = _features(server.state["trunk"], self._embedding(server, client))
+        for name in server.state["maps"].keys() & names:
+            made = (server.state["maps"][name] @ features.to(params[name])).view_as(params[name])
+            params[name] = params[name] + (made + server.state["shift"][name])
+        return params, {}
+
+    def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
+        maps, trunk = server.state["maps"], server.state["trunk"]
+        shared, moved, pulled = Mean(), {"maps": Mean(), "shift": Mean(), "trunk": Mean()}, dict[str, Tensor]()
+        weights: dict[str, float] = {}
+        for update in updates:
+            own = {name: value for name, value in update.delta.items() if name in maps}
+            shared.add({name: value for name, value in update.delta.items() if name not in maps}, update.weight)
+            leaves = {**trunk, "z": self._embedding(server, update.client)}
+            leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
+            features = _features(leaves, leaves["z"])
+            back = torch.zeros_like(features)
+            for name, value in own.items():
+                back += (maps[name].T @ value.flatten()).to(features)
+            slopes = torch.autograd.grad(features, list(leaves.values()), back)
+            pull = dict(zip(leaves, slopes, strict=True))
+            pulled[update.client] = pull.pop("z")
+            weights[update.client] = update.weight
+            outer = {name: torch.outer(value.flatten(), features.detach().to(value)) for name, value in own.items()}
+            moved["maps"].add(outer, update.weight)
+            moved["shift"].add(own, update.weight)
+            moved["trunk"].add(pull, update.weight)
+        total = sum(weights.values()) or 1.0
+        slots = {slot: mean.value for slot, mean in moved.items()}
+        slots["embedding"] = {client: value * (weights[client] / total) for client, value in pulled.items()}
+        return Aggregate(shared.value, slots, len(weights))
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        known = {client: self._embedding(server, client) for client in aggregate.slots["embedding"]}
+        state = {**server.state, "embedding": {**server.state.get("embedding", {}), **known}}
+        state = {slot: add(part, scale(aggregate.slots[slot], self.lr)) for slot, part in state.items()}
+        return replace(super().apply(server, aggregate), state=state)
+
+    def _embedding(self, server: Server, client: str) -> Tensor:
+        if client in (known := server.state.get("embedding", {})):
+            return known[client]
+        drawn = torch.randn(self.embedding, generator=(Key(self.draw) / "fedtp" / "client" / client).generator())
+        return drawn.to(server.state["trunk"]["in.bias"])
+
+
+def _features(trunk: Tensors, embedding: Tensor) -> Tensor:
+    inner = functional.relu(functional.linear(embedding, trunk["in.weight"], trunk["in.bias"]))
+    return functional.linear(inner, trunk["out.weight"], trunk["out.bias"])
+
+
+def fedtp(lr: float = 0.05, embedding: int = 8, hidden: int = 32, draw: int = 0) -> Method:
+    if embedding < 1 or hidden < 0:
+        raise MethodError(f"method.embedding is {embedding} and method.hidden {hidden}; give 1 or more, and 0 or more")
+    return Method("fedtp", server=Hypernetwork(lr, embedding, hidden, draw))

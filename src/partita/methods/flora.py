@@ -1,0 +1,60 @@
+"""FLoRA: clients train low-rank factors, and the server adds the mean of their products to the base weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from partita.core.method import Aggregate, Method, Rule, Server, Update, average
+from partita.core.model import Model
+from partita.core.plan import Plan, Turn, share
+from partita.core.rng import Key
+from partita.core.tree import Names, Slots, Tensors, add
+
+A, B, W = ".lora_A.weight", ".lora_B.weight", ".weight"  # (rank, in), (out, rank), (out, in)
+
+
+def flora(rank: int = 8, alpha: float = 16.0, roles: tuple[str, ...] = ("query", "value"), draw: int = 0) -> Method:
+    """As lora, but each round starts with new factors: B is zero, and A is drawn by `draw`."""
+
+    def plan(model: Model, turn: Turn) -> Plan:
+        train = model.names("lora", "head")
+        return share(train, down=train | {layer + W for layer in layers(train)})
+
+    rule = AddProducts(alpha, draw)
+    return Method("flora", plan=plan, server=rule, extend=lambda model, key: model.low_rank(rank, alpha, roles, key))
+
+
+def layers(names: Iterable[str]) -> list[str]:  # of which a factor is among the names
+    return sorted({name.removesuffix(A).removesuffix(B) for name in names if name.endswith((A, B))})
+
+
+@dataclass(frozen=True)
+class AddProducts(Rule):
+    """The server's B is zero for good, so what a client's factors add to a weight is their whole product."""
+
+    alpha: float
+    draw: int
+
+    def init(self, model: Model) -> Slots:
+        return {"flora": {"rounds": torch.tensor(0)}}
+
+    def moves(self, model: Model, trained: Names) -> Names:
+        return trained | {layer + W for layer in layers(trained)}
+
+    def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
+        def multiplied(delta: Tensors) -> Tensors:
+            after, rest = add(server.params, delta), {name: delta[name] for name in delta if not name.endswith((A, B))}
+            factors = {layer: (after[layer + B], after[layer + A]) for layer in layers(delta)}
+            return rest | {layer + W: self.alpha / len(down) * (up @ down) for layer, (up, down) in factors.items()}
+
+        return average(replace(update, delta=multiplied(update.delta)) for update in updates)
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        params, done = super().apply(server, aggregate).params, server.state["flora"]["rounds"]
+        for name in (layer + A for layer in layers(params) if layer + W in aggregate.delta):
+            numbers = torch.rand(params[name].shape, generator=(Key(self.draw) / int(done) / name).generator())
+            params[name] = ((2 * numbers - 1) / numbers.shape[1] ** 0.5).to(params[name])  # as PEFT draws it
+        return replace(server, params=params, state={"flora": {"rounds": done + 1}})

@@ -1,0 +1,47 @@
+"""MOON: a client's features are drawn to those of the model it was sent and away from those it had last time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.method import Context, Local, Method, MethodError
+from partita.core.model import Batch, Output
+from partita.core.tree import Slots, Tensors, select
+
+
+@dataclass(frozen=True)
+class Contrastive(Local):
+    """-log of the share of exp(sim(z, z_sent) / T) beside exp(sim(z, z_last) / T), a softplus of a difference."""
+
+    mu: float
+    temperature: float
+    slots = frozenset({"last"})
+
+    def memory(self, anchor: Tensors) -> Slots:
+        return {"last": anchor}
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+        own, others = _features(ctx, out), (ctx.anchor, {**ctx.anchor, **ctx.memory["last"]})
+        sent, last = (_features(ctx, ctx.model(other, batch.inputs)) for other in others)  # (example, width)
+        near, far = (functional.cosine_similarity(own, other) for other in (sent, last))  # (example,)
+        losses = functional.softplus((far - near) / self.temperature)
+        return self.mu * (losses.mean() if batch.mask is None else (losses * batch.mask).sum() / batch.mask.sum())
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        return {}, {"last": select(params, ctx.plan.train)}
+
+
+def _features(ctx: Context, out: Output) -> Tensor:
+    if out.features is None:
+        raise MethodError(f"moon compares features, and {ctx.model.name} gives none; use another model")
+    return out.features
+
+
+def moon(mu: float = 1.0, temperature: float = 0.5) -> Method:
+    if mu < 0 or temperature <= 0:
+        raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")
+    return Method("moon", local=(Contrastive(mu, temperature),))

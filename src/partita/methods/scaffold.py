@@ -1,0 +1,64 @@
+"""SCAFFOLD: control variates take each client's own direction out of its steps and put the common one in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from partita.core.method import Aggregate, Context, Local, Method, Rule, Server, Update
+from partita.core.model import Model
+from partita.core.tree import Mean, Names, Slots, Tensors, add, scale, select, subtract, zeros_like
+
+PLAIN_SGD = frozenset({"sgd"})
+
+
+@dataclass(frozen=True)
+class Corrected(Local):
+    """A variate is a client's mean gradient of its last visit, read off from how far it went (option II)."""
+
+    slots = frozenset({"control"})
+    optimizers = PLAIN_SGD
+
+    def memory(self, anchor: Tensors) -> Slots:
+        return {"control": zeros_like(anchor)}
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        # What a client keeps has no common direction to be corrected to.
+        own, common, shared = ctx.memory["control"], ctx.sent["control"], grads.keys() & ctx.plan.up
+        return {**grads, **{name: grads[name] - own[name] + common[name] for name in sorted(shared)}}
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        own, common = (select(slots["control"], ctx.plan.up) for slots in (ctx.memory, ctx.sent))
+        walked = {name: (ctx.anchor[name] - params[name]) / (steps[name] * ctx.lr) for name in own}
+        new = add(subtract(own, common), walked)
+        return {"control": subtract(new, own)}, {"control": new}
+
+
+@dataclass(frozen=True)
+class CommonControl(Rule):
+    """Clients count alike, so that the common variate stays the mean of all clients' own, asked or not."""
+
+    lr: float
+
+    def init(self, model: Model) -> Slots:
+        return {"control": zeros_like(model.initial)}
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        return super().send(server, client, names)[0], {"control": server.state["control"]}
+
+    def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
+        delta, control, cohort = Mean(), Mean(), 0
+        for update in updates:
+            cohort += 1
+            delta.add(update.delta, 1.0)
+            control.add(update.slots.get("control", {}), 1.0)
+        shift = {name: value * (control.weight[name] / population) for name, value in control.value.items()}
+        return Aggregate(delta.value, {"control": shift}, cohort)
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        server = super().apply(server, replace(aggregate, delta=scale(aggregate.delta, self.lr)))
+        return replace(server, state={"control": add(server.state["control"], aggregate.slots["control"])})
+
+
+def scaffold(lr: float = 1.0) -> Method:
+    return Method("scaffold", local=(Corrected(),), server=CommonControl(lr))

@@ -1,0 +1,65 @@
+"""A federation of pictures for methods that need a Hugging Face model: the smallest ViT, four clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita.core.model import Batch, ClientData
+from partita.core.rng import Key
+from partita.models.adapter import Adapted
+from partita.models.lora import LowRank
+from partita.models.vit import vit
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Both a task and its examples."""
+
+    pixels: Tensor  # (example, channel, size, size)
+    labels: Tensor
+    classes: tuple[str, ...] = ("cat", "dog", "emu")
+    channels: int = 1
+    size: int = 2
+    kind: str = "image"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: Tensor) -> Batch:
+        return Batch({"pixel_values": self.pixels[indices]}, self.labels[indices])
+
+
+def pictures(count: int, seed: int = 0) -> Pictures:
+    draw = (Key(seed) / "pictures").generator()
+    pixels = torch.randn(count, 1, 2, 2, generator=draw)
+    return Pictures(pixels, (pixels.sum((1, 2, 3)) > 0).long() + (pixels[:, 0, 0, 0] > 0.5).long())
+
+
+class Albums:
+    """Clients by name, each with so many pictures of its own, or all with the same ones."""
+
+    def __init__(self, same: bool = False, **sizes: int) -> None:
+        self.clients = tuple(sizes)
+        self.parts = {
+            client: pictures(size, 0 if same else place) for place, (client, size) in enumerate(sizes.items())
+        }
+
+    def __getitem__(self, client: str) -> ClientData:
+        part = self.parts[client]
+        return ClientData(part, part, part)
+
+
+FOUR = Albums(a=9, b=5, c=12, h=7)
+
+
+def small(layers: int = 1, frozen: tuple[str, ...] = ()) -> Adapted:
+    return vit(pictures(1), Key(1), layers=layers, width=4, heads=1, mlp_ratio=1, patch=1, frozen=frozen)
+
+
+def extended(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[str, ...] = ()) -> LowRank:
+    model = small(layers, frozen).low_rank(rank, alpha, ("query", "value"), Key(2))
+    assert isinstance(model, LowRank)
+    return model

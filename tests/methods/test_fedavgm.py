@@ -1,0 +1,38 @@
+"""FedAvgM is torch's momentum with the mean update as the (negative) gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Clients, last, play, run_of, small
+from servers import TorchServer, apply_all, drawn_deltas
+from torch.testing import assert_close
+
+from partita.core import tree
+from partita.core.method import MethodError
+from partita.methods.fedavg import fedavg
+from partita.methods.fedavgm import fedavgm
+
+
+def test_it_is_torchs_momentum() -> None:
+    torchs = TorchServer(lambda values: torch.optim.SGD(values, lr=0.7, momentum=0.8))
+    ours = apply_all(fedavgm(lr=0.7, beta=0.8).server, drawn_deltas())
+    assert_close(ours, torchs.apply_all(drawn_deltas()), rtol=0, atol=1e-12)
+
+
+def test_a_name_nobody_sent_keeps_its_velocity_and_its_place() -> None:
+    both, one = drawn_deltas(count=2), [{"a": each["a"]} for each in drawn_deltas(count=2)]
+    apart = [both[0], one[1], both[1]]
+    together = [both[0], both[1]]
+    assert_close(apply_all(fedavgm().server, apart)["b"], apply_all(fedavgm().server, together)["b"])
+
+
+def test_without_momentum_it_is_fedavg_bit_for_bit() -> None:
+    clients = Clients(a=5, b=9, c=6)
+    one, two = (play(run_of(method, 3, cohort=2), small(), clients) for method in (fedavgm(beta=0.0), fedavg()))
+    assert tree.equal(last(one), last(two))
+
+
+def test_momentum_of_one_is_refused() -> None:
+    with pytest.raises(MethodError, match=r"method\.beta is 1"):
+        fedavgm(beta=1)

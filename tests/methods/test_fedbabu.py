@@ -1,0 +1,65 @@
+"""FedBABU: the head neither trains nor travels, and is fitted when a client is tested."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Clients, TorchLoop, last, play, run_of, small
+
+from partita.core import tree
+from partita.core.learn import deal
+from partita.core.method import MethodError
+from partita.core.plan import Phase, Turn, plan_for
+from partita.core.rounds import ask
+from partita.engines.embedded import Embedded
+from partita.evaluate import score
+from partita.methods.fedavg import fedavg
+from partita.methods.fedbabu import fedbabu
+
+CLIENTS = Clients(a=5, b=9, c=6)
+MODEL = small()
+HEAD = MODEL.names("head")
+BODY = MODEL.every() - HEAD
+
+
+def test_the_plan() -> None:
+    plan = plan_for(fedbabu().plan, MODEL, Turn(0, 3, "a"))
+    assert plan.train == plan.up == plan.down == BODY
+    assert not plan.keep
+
+
+def test_the_head_stays_as_it_was_drawn() -> None:
+    final = last(play(run_of(fedbabu(), 2), MODEL, CLIENTS))
+    assert all(final[name] is MODEL.initial[name] for name in HEAD)
+    assert all(not torch.equal(final[name], MODEL.initial[name]) for name in MODEL.names("value", "mlp"))
+
+
+@pytest.mark.parametrize(("tune", "names"), [("all", MODEL.every()), ("head", HEAD), ("body", BODY)])
+def test_what_is_fitted_before_a_test(tune: str, names: frozenset[str]) -> None:
+    adapt = fedbabu(finetune=3, tune=tune).adapt  # type: ignore[arg-type]
+    assert adapt is not None
+    assert adapt(MODEL) == (Phase(names, 3),)
+    assert fedbabu(finetune=0).adapt is None
+
+
+def test_a_client_is_tested_as_a_plain_loop_on_its_data_leaves_it() -> None:
+    run = run_of(fedbabu(finetune=2), 2)
+    (*_, final) = play(run, MODEL, CLIENTS)
+    job, _ = ask(run, MODEL, final.server, 1, "b")
+    ((client, scores),) = Embedded(run, MODEL, CLIENTS).evaluate([job])
+    data = CLIENTS[client].train
+    loop = TorchLoop(MODEL, run.training, final.server.params)
+    key = run.key / "round" / 1 / "client" / "b" / "adapt" / "batches" / 0
+    loop.fit(data, deal(len(data), run.training, 2, key))
+    assert scores == pytest.approx(score(MODEL, loop.values(), data), abs=1e-6)
+    assert scores["loss"] < score(MODEL, final.server.params, data)["loss"]
+
+
+def test_with_nothing_fixed_it_is_fedavg_bit_for_bit() -> None:
+    one, two = (play(run_of(method, 3, cohort=2), MODEL, CLIENTS) for method in (fedbabu(fixed=()), fedavg()))
+    assert tree.equal(last(one), last(two))
+
+
+def test_to_fit_a_head_that_is_not_named_is_refused() -> None:
+    with pytest.raises(MethodError, match="name the tags of the head"):
+        fedbabu(fixed=(), tune="head")

@@ -1,0 +1,87 @@
+"""FedNova takes out what unequal numbers of steps do to the mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import Clients, last, play, run_of, small
+from quadratics import LR, Bowls, Quadratic, X, flat, powers, rest, start
+
+from partita.core import tree
+from partita.core.ledger import Ledger
+from partita.core.method import Method, MethodError, Server
+from partita.core.optim import AdamW
+from partita.core.rounds import Round
+from partita.methods.fedavg import fedavg
+from partita.methods.fednova import fednova
+
+STEPS = np.array([1, 2, 3, 4])  # one epoch in batches of one: as many steps as examples
+
+
+def played(method: Method, count: int, cohort: float = 1.0) -> list[Round]:
+    return play(run_of(method, count, lr=LR, batch_size=1, cohort=cohort, drift=False), Quadratic(), Bowls(), block=1)
+
+
+def walk(lr: float) -> np.ndarray:
+    """I - (I - lr H_i)^steps_i: how far a client goes."""
+    eye = np.eye(5)
+    maps = eye - lr * Bowls().H
+    return np.stack([eye - powers(maps[i : i + 1], int(STEPS[i]))[0] for i in range(4)])
+
+
+@pytest.mark.parametrize("cohort", [1.0, 0.5])
+def test_every_round_is_the_formula(cohort: float) -> None:
+    bowls, w, B = Bowls(), start(), walk(LR)
+    for each in played(fednova(), 8, cohort):
+        asked = [int(client[1:]) for client in each.cohort]
+        p = bowls.p[asked] / bowls.p[asked].sum()
+        directions = [-(B[i] @ (w - bowls.a[i])) / STEPS[i] for i in asked]
+        w = w + (p @ STEPS[asked]) * np.einsum("i,ij->j", p, np.stack(directions))
+        np.testing.assert_allclose(flat(each.server.params), w, rtol=0, atol=1e-12)
+
+
+def test_the_bias_of_unequal_steps_is_gone() -> None:
+    """At small rates a client walks lr · steps_i · H_i: FedAvg weighs clients by their steps, FedNova does not."""
+    bowls = Bowls()
+    weighted = rest(bowls.p * STEPS, bowls.H, bowls.a)
+    bias = np.linalg.norm(weighted - bowls.optimum())
+    assert bias > 0.1
+    for rate in (1e-2, 1e-3, 1e-4):
+        plain = rest(bowls.p, walk(rate), bowls.a)
+        nova = rest(bowls.p / STEPS, walk(rate), bowls.a)
+        assert np.linalg.norm(plain - weighted) < 10 * rate
+        assert np.linalg.norm(nova - bowls.optimum()) < 10 * rate
+
+
+def test_the_federation_rests_where_the_formula_says() -> None:
+    fixed = rest(Bowls().p / STEPS, walk(LR), Bowls().a)
+    np.testing.assert_allclose(flat(last(played(fednova(), 60))), fixed, rtol=0, atol=1e-7)
+
+
+def test_fedavg_leaves_the_optimum_at_once_and_fednova_only_in_second_order() -> None:
+    """From the optimum, a round with half the rate goes half as far under FedAvg and a quarter as far under FedNova."""
+    best = torch.tensor(Bowls().optimum())
+    there = Server({"x": best[:X], "y": best[X:]}, ledger=Ledger({"x": 0, "y": 0}))
+    moved = {}
+    for method in (fedavg(), fednova()):
+        for rate in (0.01, 0.005):
+            run = run_of(method, 1, lr=rate, batch_size=1)
+            after = flat(last(play(run, Quadratic(), Bowls(), there)))
+            moved[method.name, rate] = np.linalg.norm(after - best.numpy())
+    assert moved["fedavg", 0.01] / moved["fedavg", 0.005] == pytest.approx(2, abs=0.1)
+    assert moved["fednova", 0.01] / moved["fednova", 0.005] == pytest.approx(4, abs=0.1)
+    assert moved["fednova", 0.005] < 0.05 * moved["fedavg", 0.005]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_with_equal_steps_it_is_fedavg_bit_for_bit(steps: int) -> None:
+    """Powers of two divide without rounding."""
+    clients = Clients(a=5, b=9, c=6)
+    one, two = (play(run_of(method, 3, steps=steps), small(), clients) for method in (fednova(), fedavg()))
+    assert tree.equal(last(one), last(two))
+
+
+def test_other_optimizers_are_refused() -> None:
+    with pytest.raises(MethodError, match="fednova: Normalised is derived for sgd, not for adamw"):
+        run_of(fednova(), optimizer=AdamW())

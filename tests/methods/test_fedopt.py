@@ -1,0 +1,104 @@
+"""FedAdam is torch's Adam and FedAdagrad torch's Adagrad on the mean update; FedYogi is its formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import signature
+
+import numpy as np
+import pytest
+import torch
+from helpers import Clients, last, play, run_of, small
+from servers import TorchServer, apply_all, drawn_deltas
+from torch.testing import assert_close
+
+from partita.core import tree
+from partita.core.method import Method, MethodError
+from partita.core.rounds import begin, rounds
+from partita.engines.embedded import Embedded
+from partita.methods.fedavg import fedavg
+from partita.methods.fedopt import fedadagrad, fedadam, fedyogi
+from partita.tiny import Wide, WidePopulation
+
+CLIENTS = Clients(a=5, b=9, c=6)
+
+
+def test_fedadam_is_torchs_adam() -> None:
+    torchs = TorchServer(lambda values: torch.optim.Adam(values, lr=0.3, betas=(0.8, 0.95), eps=0.02))
+    ours = apply_all(fedadam(0.3, 0.8, 0.95, 0.02).server, drawn_deltas())
+    assert_close(ours, torchs.apply_all(drawn_deltas()), rtol=0, atol=1e-12)
+
+
+def test_fedadam_in_a_federation_is_torchs_adam_on_the_mean_delta() -> None:
+    """FedAvg's round from where FedAdam is gives the mean delta that Adam is fed."""
+    model, clients = Wide(small()), WidePopulation(CLIENTS)
+    values = {name: value.clone() for name, value in model.initial.items()}
+    adam = torch.optim.Adam(list(values.values()), lr=0.02, betas=(0.9, 0.99), eps=1e-3)
+    run = run_of(fedavg(), 3, cohort=2)
+    server = begin(run, model)
+    for number, each in enumerate(play(run_of(fedadam(0.02), 3, cohort=2), model, clients)):
+        mean = next(rounds(run, model, Embedded(run, model, clients), server, number)).server.params
+        for name, value in values.items():
+            value.grad = server.params[name] - mean[name]
+        adam.step()
+        assert_close(each.server.params, values, rtol=0, atol=1e-12)
+        server = replace(each.server, state={})
+
+
+def test_without_debiasing_fedadam_and_fedyogi_are_the_papers_algorithm() -> None:
+    lr, beta1, beta2, tau = 0.3, 0.8, 0.95, 0.02
+    squares = {
+        "fedadam": lambda v, d: beta2 * v + (1 - beta2) * d**2,
+        "fedyogi": lambda v, d: v - (1 - beta2) * d**2 * np.sign(v - d**2),
+    }
+    for method in (fedadam(lr, beta1, beta2, tau, debias=False), fedyogi(lr, beta1, beta2, tau)):
+        w, m, v = np.zeros(4), np.zeros(4), np.full(4, tau**2)
+        for delta in drawn_deltas():
+            d = delta["a"].numpy()
+            m = beta1 * m + (1 - beta1) * d
+            v = squares[method.name](v, d)
+            w = w + lr * m / (np.sqrt(v) + tau)
+        np.testing.assert_allclose(apply_all(method.server, drawn_deltas())["a"], w, rtol=0, atol=1e-12)
+
+
+def test_fedadagrad_is_torchs_adagrad() -> None:
+    torchs = TorchServer(
+        lambda values: torch.optim.Adagrad(values, lr=0.3, eps=0.02, initial_accumulator_value=0.02**2)
+    )
+    ours = apply_all(fedadagrad(0.3, 0.0, 0.02).server, drawn_deltas())
+    assert_close(ours, torchs.apply_all(drawn_deltas()), rtol=0, atol=1e-12)
+
+
+def test_a_name_ages_only_when_it_is_sent() -> None:
+    both = drawn_deltas(count=3)
+    apart = [both[0], {"a": both[1]["a"]}, both[2]]
+    alone = apply_all(fedadam(0.3).server, apart)["b"]
+    assert_close(alone, apply_all(fedadam(0.3).server, [both[0], both[2]])["b"])
+
+
+@pytest.mark.parametrize("method", [fedadam(2.0, 0.0, 1.0, 1.0, debias=False), fedyogi(2.0, 0.0, 1.0, 1.0)])
+def test_with_moments_off_it_is_fedavg_bit_for_bit(method: Method) -> None:
+    """The second moment then stays at 1, and 2 · delta / (1 + 1) is exact."""
+    one, two = (play(run_of(each, 3, cohort=2), small(), CLIENTS) for each in (method, fedavg()))
+    assert tree.equal(last(one), last(two))
+
+
+def test_the_first_rounds_of_adagrad_and_of_a_forgetful_yogi_are_the_same_bit_for_bit() -> None:
+    """Both add the square to a start below it."""
+    methods = fedadagrad(0.1, 0.0, 1e-12), fedyogi(0.1, 0.0, 0.0, 1e-12)
+    one, two = (play(run_of(each, 1), small(), CLIENTS) for each in methods)
+    assert tree.equal(last(one), last(two))
+
+
+def test_yogi_stays_where_the_square_is_what_it_expects() -> None:
+    rule, tau = fedyogi(tau=0.5).server, 0.5
+    still = [{name: torch.full_like(value, tau) for name, value in drawn_deltas(1)[0].items()}] * 3
+    assert all(bool(torch.isfinite(value).all()) for value in apply_all(rule, still).values())
+
+
+@pytest.mark.parametrize("wrong", [{"beta1": 1.0}, {"beta2": 1.5}, {"tau": 0.0}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    for method in (fedadam, fedyogi, fedadagrad):
+        if wrong.keys() <= signature(method).parameters.keys():
+            with pytest.raises(MethodError, match=r"method.beta1 is"):
+                method(**wrong)  # type: ignore[operator]

@@ -1,0 +1,56 @@
+"""FedPart: whole rounds, then the groups in turn."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import Clients, last, play, run_of, small
+
+from partita.core import tree
+from partita.core.method import MethodError
+from partita.core.plan import Turn, plan_for
+from partita.methods.fedavg import fedavg
+from partita.methods.fedpart import fedpart, groups
+from partita.tiny import Tiny
+
+CLIENTS = Clients(a=5, b=9, c=6)
+
+
+def test_groups_go_from_the_input_to_the_head_and_leave_nothing_out() -> None:
+    model = Tiny(layers=12)
+    found = groups(model)
+    wanted = [model.names("embedding"), *(model.names(f"layer.{n}") for n in range(12)), model.names("head")]
+    assert found == wanted
+    assert frozenset().union(*found) == model.every()
+    assert sum(map(len, found)) == len(model.every())
+
+
+def test_a_cycle() -> None:
+    model = Tiny(layers=2)
+    a, b, c, d = groups(model)
+    whole = model.every()
+    cycle = [whole, whole, whole, a, a, b, b, c, c, d, d]
+    planner = fedpart(full=3, each=2).plan
+    plans = [plan_for(planner, model, Turn(number, 99, "a")) for number in range(22)]
+    assert [plan.train for plan in plans] == cycle * 2
+    assert all(plan.up == plan.train and plan.down == whole and not plan.keep for plan in plans)
+
+
+def test_a_group_moves_and_the_rest_does_not() -> None:
+    model = small()
+    before = model.initial
+    for number, each in enumerate(play(run_of(fedpart(full=0, each=1), 3), model, CLIENTS)):
+        after = each.server.params
+        assert {name for name in before if after[name] is not before[name]} == groups(model)[number]
+        assert {name for name in each.traffic.up if name} == groups(model)[number]
+        before = after
+
+
+def test_with_whole_rounds_only_it_is_fedavg_bit_for_bit() -> None:
+    one, two = (play(run_of(method, 3, cohort=2), small(), CLIENTS) for method in (fedpart(full=3), fedavg()))
+    assert tree.equal(last(one), last(two))
+
+
+@pytest.mark.parametrize("wrong", [{"full": -1}, {"each": 0}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(MethodError, match=r"method.full is"):
+        fedpart(**wrong)

@@ -1,0 +1,60 @@
+"""FedRep: first the head on the body as it came, then the body under the new head."""
+
+from __future__ import annotations
+
+from helpers import Clients, TorchLoop, distance, last, play, run_of, small
+
+from partita.core import tree
+from partita.core.learn import deal
+from partita.core.plan import Phase, Turn, plan_for
+from partita.core.store import Memory
+from partita.core.tree import Names, Tensors
+from partita.methods.fedavg import fedavg
+from partita.methods.fedrep import fedrep
+
+CLIENTS = Clients(a=5, b=9, c=6)
+MODEL = small()
+HEAD = MODEL.names("head")
+BODY = MODEL.every() - HEAD
+
+
+def test_the_plan() -> None:
+    plan = plan_for(fedrep(head_epochs=7, body_epochs=2).plan, MODEL, Turn(0, 3, "a"))
+    assert plan.phases == (Phase(HEAD, 7), Phase(BODY, 2))
+    assert plan.up == plan.down == BODY
+    assert plan.keep == HEAD
+
+
+def test_a_round_is_two_plain_loops_one_after_the_other() -> None:
+    run, store = run_of(fedrep(head_epochs=2, body_epochs=1), 1, cohort=1), Memory()
+    (played,) = play(run, MODEL, CLIENTS, store=store)
+    (client,) = played.cohort
+    data = CLIENTS[client].train
+    values: Tensors = MODEL.initial
+    for index, (names, epochs) in enumerate([(HEAD, 2), (BODY, 1)]):
+        key = run.key / "round" / 0 / "client" / client / "batches" / index
+        loop = TorchLoop(MODEL, run.training, values)
+        _only(loop, names)
+        loop.fit(data, deal(len(data), run.training, epochs, key))
+        values = loop.values()
+    assert distance(store.load(client, 1).personal, tree.select(values, HEAD)) < 1e-7
+    assert distance(tree.select(played.server.params, BODY), tree.select(values, BODY)) < 1e-7
+
+
+def _only(loop: TorchLoop, names: Names) -> None:
+    for name, value in loop.params.items():
+        value.requires_grad_(name in names)
+
+
+def test_with_nothing_personal_it_is_fedavg_bit_for_bit() -> None:
+    same = fedrep(personal=(), body_epochs=None)
+    one, two = (play(run_of(method, 3, cohort=2), MODEL, CLIENTS) for method in (same, fedavg()))
+    assert tree.equal(last(one), last(two))
+    assert same.adapt is None
+
+
+def test_before_a_test_a_client_refits_its_head_alone() -> None:
+    adapt = fedrep(finetune=3).adapt
+    assert adapt is not None
+    assert adapt(MODEL) == (Phase(HEAD, 3),)
+    assert fedrep(finetune=0).adapt is None

@@ -1,0 +1,120 @@
+"""FedTP: the hypernetwork follows the clients by the chain rule, and without it FedAvg is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Clients, distance, last, play, run_of, small
+from torch.testing import assert_close
+
+from partita.core import tree
+from partita.core.method import MethodError, Server, Update
+from partita.core.rng import Key
+from partita.core.tree import Tensors
+from partita.methods.fedavg import fedavg
+from partita.methods.fedtp import fedtp
+from partita.tiny import Wide, WidePopulation
+
+CLIENTS = Clients(a=6, b=6, c=6)
+MODEL = small()
+MADE = MODEL.names("query", "key", "value")
+
+
+def trained(lr: float = 0.3) -> Server:
+    """After some rounds no part of the hypernetwork is at its start."""
+    return play(run_of(fedtp(lr, embedding=3, hidden=4), 3, lr=0.3), MODEL, CLIENTS)[-1].server
+
+
+def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas() -> None:
+    """Of sum p_i <delta_i, w_i(z_i, hypernetwork)>, by autograd over the whole of it."""
+    rule, server, lr = fedtp(0.3, embedding=3, hidden=4).server, trained(), 0.3
+    draw = Key(2).generator()
+    deltas = {c: {n: torch.randn(v.shape, generator=draw) for n, v in MODEL.initial.items()} for c in "ab"}
+    weights = {"a": 1.0, "b": 3.0}
+    updates = [Update(client, deltas[client], {}, weights[client], {}, None) for client in "ab"]
+    after = rule.apply(server, rule.reduce(server, updates, 3))
+
+    leaves = {
+        (slot, name): value.clone().requires_grad_()
+        for slot, part in server.state.items()
+        for name, value in part.items()
+    }
+    state: dict[str, Tensors] = {}
+    for (slot, name), value in leaves.items():
+        state.setdefault(slot, {})[name] = value
+    goal = torch.zeros(())
+    for client in "ab":
+        made, _ = rule.send(Server(server.params, state), client, MODEL.every())
+        for name in MADE:
+            goal = goal + weights[client] / 4.0 * (made[name] * deltas[client][name]).sum()
+    slopes = torch.autograd.grad(goal, list(leaves.values()), allow_unused=True)
+    for (slot, name), slope in zip(leaves, slopes, strict=True):
+        old = server.state[slot][name]
+        wanted = old if slope is None else old + lr * slope
+        assert_close(after.state[slot][name], wanted, rtol=1e-4, atol=1e-5)
+        if slot != "embedding" or name != "c":
+            assert not torch.equal(after.state[slot][name], old), f"{slot} {name} did not learn"
+    rest = MODEL.every() - MADE
+    for name in rest:
+        mean = (deltas["a"][name] + 3 * deltas["b"][name]) / 4
+        assert_close(after.params[name], server.params[name] + mean)
+    assert all(after.params[name] is server.params[name] for name in MADE)
+
+
+def test_every_client_is_sent_weights_of_its_own_and_the_rest_is_common() -> None:
+    rule, server = fedtp(0.3, embedding=3, hidden=4).server, trained()
+    one, two = (rule.send(server, client, MODEL.every())[0] for client in "ab")
+    assert all(not torch.equal(one[name], two[name]) for name in MADE)
+    assert all(one[name] is two[name] for name in MODEL.every() - MADE)
+    assert tree.equal(one, rule.send(server, "a", MODEL.every())[0])
+
+
+def test_only_what_is_asked_for_is_made() -> None:
+    some = MODEL.names("query", "mlp")
+    assert fedtp().server.send(trained(), "a", some)[0].keys() == some
+
+
+def test_a_client_that_weighs_nothing_teaches_nothing() -> None:
+    rule, server = fedtp(0.3, embedding=3, hidden=4).server, trained()
+    delta = {name: torch.ones_like(value) for name, value in MODEL.initial.items()}
+    aggregate = rule.reduce(server, [Update("a", delta, {}, 0.0, {}, None)], 3)
+    assert aggregate.slots["embedding"]["a"].abs().max() == 0
+
+
+def test_a_newcomer_is_served_too() -> None:
+    made, _ = fedtp(0.3, embedding=3, hidden=4).server.send(trained(), "never seen", MODEL.every())
+    assert all(bool(torch.isfinite(value).all()) for value in made.values())
+
+
+def test_all_start_from_the_model_as_it_was_loaded() -> None:
+    rule = fedtp().server
+    made, _ = rule.send(Server(dict(MODEL.initial), rule.init(MODEL)), "a", MODEL.every())
+    assert tree.equal(made, MODEL.initial)
+
+
+def test_without_a_hidden_layer_the_first_round_is_fedavgs_bit_for_bit_and_the_others_to_rounding() -> None:
+    """Then only the shift is left, which is the same for all."""
+    plain = play(run_of(fedavg(), 4), MODEL, CLIENTS)
+    rule = fedtp(lr=1.0, hidden=0)
+    ours = play(run_of(rule, 4), MODEL, CLIENTS)
+    sent = [rule.server.send(each.server, "a", MODEL.every())[0] for each in ours]
+    assert tree.equal(sent[0], last(plain[:1]))
+    assert distance(sent[3], last(plain)) < 1e-5
+
+
+def test_the_first_round_is_fedavgs_for_all_that_is_shared() -> None:
+    one, two = (last(play(run_of(method, 1), MODEL, CLIENTS)) for method in (fedtp(), fedavg()))
+    assert tree.equal(tree.select(one, MODEL.every() - MADE), tree.select(two, MODEL.every() - MADE))
+
+
+def test_another_draw_gives_other_embeddings_and_wide_models_work() -> None:
+    model, clients = Wide(MODEL), WidePopulation(CLIENTS)
+    one, two = (play(run_of(fedtp(0.3, draw=draw), 2), model, clients)[-1].server for draw in (0, 1))
+    assert not torch.equal(one.state["embedding"]["a"], two.state["embedding"]["a"])
+    assert one.state["maps"][sorted(MADE)[0]].dtype == torch.float64
+
+
+@pytest.mark.parametrize("wrong", [{"embedding": 0}, {"hidden": -1}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(MethodError, match=r"method.embedding is"):
+        fedtp(**wrong)  # type: ignore[arg-type]

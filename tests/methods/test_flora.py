@@ -1,0 +1,174 @@
+"""FLoRA: the mean of products is exact, where LoRA's product of means is not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from albums import FOUR, Albums, extended, pictures, small
+from helpers import play, run_of
+from torch import Tensor
+
+from partita.conformance import check_method
+from partita.core import tree
+from partita.core.learn import Job
+from partita.core.method import Aggregate, Method, Update
+from partita.core.rounds import Lost, Round, begin, rounds
+from partita.core.tree import Tensors
+from partita.engines.embedded import Embedded
+from partita.methods.flora import flora
+from partita.methods.lora import lora
+from partita.models import ModelError
+
+MODEL = extended()
+INPUTS = {"pixel_values": pictures(6, seed=9).pixels}
+FLORA, LORA = flora(rank=2, alpha=3.0), lora(rank=2, alpha=3.0)
+LAYERS = ("vit.layers.0.attention.q_proj", "vit.layers.0.attention.v_proj")
+
+
+@dataclass
+class Tap:
+    """An engine that remembers what its clients sent."""
+
+    engine: Embedded
+    sent: list[Update] = field(default_factory=list)
+
+    def clients(self) -> Any:
+        return self.engine.clients()
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        for reply in self.engine.train(jobs):
+            assert isinstance(reply, Update)
+            self.sent.append(reply)
+            yield reply
+
+    def evaluate(self, jobs: Iterable[Job]) -> Any:
+        raise NotImplementedError
+
+
+def played(method: Method, clients: Albums) -> tuple[Round, list[Update]]:
+    """One round of many steps, so that the factors of clients are far apart."""
+    run = run_of(method, 1, lr=1.0, steps=12)
+    tap = Tap(Embedded(run, MODEL, clients))
+    return next(iter(rounds(run, MODEL, tap))), tap.sent
+
+
+def product(params: Tensors, layer: str) -> Tensor:
+    A, B = (params[f"{layer}.{factor}.weight"].double() for factor in ("lora_A", "lora_B"))
+    return 3.0 / 2 * B @ A
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    return float((left - right).norm() / right.norm())
+
+
+def test_the_aggregate_is_the_mean_of_products_and_not_the_product_of_means() -> None:
+    one, sent = played(FLORA, FOUR)
+    other, same = played(LORA, FOUR)
+    assert all(tree.equal(left.delta, right.delta) for left, right in zip(sent, same, strict=True))
+    total = sum(update.weight for update in sent)
+    for layer in LAYERS:
+        exact = sum(product(tree.add(MODEL.initial, each.delta), layer) * each.weight / total for each in sent)
+        assert isinstance(exact, Tensor)
+        added = one.server.params[f"{layer}.weight"].double() - MODEL.initial[f"{layer}.weight"].double()
+        assert distance(added, exact) < 1e-5
+        assert distance(product(other.server.params, layer), exact) > 1e-3
+
+
+def test_it_equals_stacking_as_the_paper_writes_it() -> None:
+    one, sent = played(FLORA, FOUR)
+    total = sum(update.weight for update in sent)
+    clients = [tree.add(MODEL.initial, each.delta) for each in sent]
+    for layer in LAYERS:
+        B = torch.cat([each[f"{layer}.lora_B.weight"] for each in clients], 1)  # (out, client x rank)
+        shares = [each.weight / total for each in sent]
+        A = torch.cat([p * each[f"{layer}.lora_A.weight"] for p, each in zip(shares, clients, strict=True)])
+        after = MODEL.initial[f"{layer}.weight"] + 3.0 / 2 * B @ A
+        assert torch.allclose(one.server.params[f"{layer}.weight"], after, rtol=0, atol=1e-5)
+
+
+def test_one_client_finds_its_own_model_in_the_base() -> None:
+    one, [update] = played(FLORA, Albums(a=9))
+    own, params = tree.add(MODEL.initial, update.delta), one.server.params
+    merged = MODEL.merged(own)
+    assert tree.equal({name: params[name] for name in merged}, merged)
+    assert torch.allclose(MODEL(params, INPUTS).logits, MODEL(own, INPUTS).logits, rtol=0, atol=1e-5)
+    assert not torch.allclose(MODEL(params, INPUTS).logits, MODEL(MODEL.initial, INPUTS).logits, atol=1e-2)
+
+
+def test_up_and_to_the_head_it_is_lora() -> None:
+    (one, _), (other, _) = played(FLORA, FOUR), played(LORA, FOUR)
+    head = MODEL.names("head")
+    assert tree.equal(tree.select(one.server.params, head), tree.select(other.server.params, head))
+    assert one.traffic.up == other.traffic.up
+    assert one.loss == other.loss
+
+
+def test_every_round_starts_with_new_factors() -> None:
+    A, B = (f"{LAYERS[0]}.{factor}.weight" for factor in ("lora_A", "lora_B"))
+    servers = [each.server for each in play(run_of(FLORA, 3), MODEL, FOUR)]
+    drawn = [MODEL.initial[A], *(server.params[A] for server in servers)]
+    for place, value in enumerate(drawn):
+        assert -0.5 <= value.min() < -0.2
+        assert 0.2 < value.max() <= 0.5
+        assert not any(torch.equal(value, other) for other in drawn[:place])
+    assert all(server.params[B] is MODEL.initial[B] for server in servers)
+    assert [int(server.state["flora"]["rounds"]) for server in servers] == [1, 2, 3]
+    again, other = (play(run_of(flora(2, 3.0, draw=draw), 1), MODEL, FOUR)[0].server for draw in (0, 1))
+    assert torch.equal(again.params[A], drawn[1])
+    assert not torch.equal(other.params[A], drawn[1])
+    assert tree.equal({**again.params, A: drawn[0]}, {**servers[0].params, A: drawn[0]})
+
+
+def test_the_base_comes_down_each_round_and_the_zeros_once() -> None:
+    first, second = play(run_of(FLORA, 2), MODEL, FOUR)
+    for layer in LAYERS:
+        for each in (first, second):
+            assert each.traffic.down[f"{layer}.weight"] == len(FOUR.clients) * 4 * 4 * 4
+            assert f"{layer}.weight" not in each.traffic.up
+        assert f"{layer}.lora_B.weight" in first.traffic.down
+        assert f"{layer}.lora_B.weight" not in second.traffic.down
+
+
+def test_a_round_without_answers_moves_nothing() -> None:
+    before = begin(run_of(FLORA), MODEL)
+    after = FLORA.server.apply(before, Aggregate({}, {}, 0))
+    assert all(after.params[name] is value for name, value in before.params.items())
+
+
+def test_a_factor_that_did_not_travel_is_the_servers() -> None:
+    server, B = begin(run_of(FLORA), MODEL), torch.ones(4, 2)
+    half = Update("a", {f"{LAYERS[0]}.lora_B.weight": B}, {}, 1.0, {}, None)
+    delta = FLORA.server.reduce(server, [half], 1).delta
+    expected = 1.5 * (B @ MODEL.initial[f"{LAYERS[0]}.lora_A.weight"])
+    assert tree.equal(delta, {f"{LAYERS[0]}.weight": expected})
+
+
+def test_updates_are_let_go_as_they_stream_past() -> None:
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    def updates() -> Iterator[Update]:
+        for _ in range(40):
+            delta = {name: torch.ones_like(MODEL.initial[name]) for name in MODEL.names("lora", "head")}
+            alive.update(delta.values())
+            assert len(alive) <= 3 * len(delta)
+            yield Update("a", delta, {}, 1.0, {}, None)
+
+    assert FLORA.server.reduce(begin(run_of(FLORA), MODEL), updates(), 40).cohort == 40
+
+
+def test_what_it_learned_is_saved_merged(tmp_path: Path) -> None:
+    params = played(FLORA, FOUR)[0].server.params
+    with pytest.raises(ModelError, match="use save_merged"):
+        MODEL.save_pretrained(params, tmp_path)
+    merged = MODEL.merged(params)
+    assert torch.equal(MODEL.base(merged, INPUTS).logits, MODEL(params, INPUTS).logits)
+
+
+def test_it_keeps_its_promises() -> None:
+    check_method(flora(rank=2), small(), FOUR)

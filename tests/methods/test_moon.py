@@ -1,0 +1,71 @@
+"""MOON against a plain loop with the paper's loss written as a two-way classification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Clients, batches_of, distance, last, play, run_of, small
+from torch.nn import functional
+
+from partita.core import tree
+from partita.core.method import Method, MethodError
+from partita.core.model import Output
+from partita.core.tree import Tensors
+from partita.methods.fedavg import fedavg
+from partita.methods.moon import moon
+from partita.tiny import Tiny, Wide, WidePopulation
+
+
+def test_three_rounds_of_two_clients_are_the_papers() -> None:
+    """Two, since a single client's last model is the one it is sent, and the contrast then pulls nowhere."""
+    mu, temperature, rate = 2.0, 0.3, 0.2
+    model, clients = Wide(small()), WidePopulation(Clients(a=6, b=6))
+    run = run_of(moon(mu, temperature), 3, lr=rate)
+    ours, sent = play(run, model, clients), dict(model.initial)
+    last = dict.fromkeys(clients.clients, sent)
+    for number in range(3):
+        for client in clients.clients:
+            live = sent
+            for indices in batches_of(run, number, client, clients[client].train):
+                live = {name: value.detach().requires_grad_() for name, value in live.items()}
+                batch = clients[client].train.take(indices)
+                out = model(live, batch.inputs)
+                others = [model(other, batch.inputs).features for other in (sent, last[client])]
+                logits = torch.stack([functional.cosine_similarity(out.features, z) for z in others], 1) / temperature
+                contrast = functional.cross_entropy(logits, torch.zeros(len(indices), dtype=torch.long))
+                loss = model.losses(out, batch.targets).mean() + mu * contrast
+                slopes = torch.autograd.grad(loss, list(live.values()))
+                live = {name: live[name] - rate * slope for name, slope in zip(live, slopes, strict=True)}
+            last[client] = {name: value.detach() for name, value in live.items()}
+        sent = {name: (last["a"][name] + last["b"][name]) / 2 for name in sent}
+        assert distance(ours[number].server.params, sent) < 1e-12
+
+
+def test_it_remembers_its_own_last_model_and_not_the_servers() -> None:
+    """With two clients the two differ, and the contrast then bends the second round."""
+    clients = Clients(a=7, b=7)
+    first, second = (play(run_of(moon(mu), 2, lr=0.2), small(), clients) for mu in (0.0, 5.0))
+    assert distance(first[0].server.params, second[0].server.params) < 1e-6
+    assert distance(first[1].server.params, second[1].server.params) > 1e-3
+
+
+def test_without_weight_it_is_fedavg_bit_for_bit() -> None:
+    clients = Clients(a=5, b=9, c=6)
+    one, two = (play(run_of(method, 3, cohort=2), small(), clients) for method in (moon(mu=0.0), fedavg()))
+    assert tree.equal(last(one), last(two))
+
+
+class Blind(Tiny):
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return Output(super().__call__(params, inputs).logits)
+
+
+def test_a_model_without_features_is_refused() -> None:
+    with pytest.raises(MethodError, match="moon compares features, and tiny attention gives none"):
+        play(run_of(moon()), Blind(width=4, layers=1), Clients(a=5))
+
+
+@pytest.mark.parametrize("make", [lambda: moon(-1.0), lambda: moon(1.0, 0.0)])
+def test_settings_that_make_no_sense_are_refused(make: object) -> None:
+    with pytest.raises(MethodError, match=r"method.mu is"):
+        _: Method = make()  # type: ignore[operator]

@@ -1,0 +1,59 @@
+"""A server's rule by itself, fed with deltas, and torch.optim fed with the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from partita.core.method import Aggregate, Rule, Server
+from partita.core.model import Model
+from partita.core.rng import Key
+from partita.core.tree import Tensors
+
+
+class Two(Model):
+    """Two parameters and no use for them."""
+
+    name = "two"
+    tags = {"a": frozenset({"query"}), "b": frozenset({"head"})}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.initial = {"a": torch.zeros(4, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
+
+
+def drawn_deltas(count: int = 6) -> list[Tensors]:
+    """Large and small ones, so that second moments both grow and shrink."""
+    draw = Key(1).generator()
+    model = Two()
+    return [
+        {
+            name: torch.randn(value.shape, generator=draw, dtype=torch.float64) * (1.0 if number % 2 else 0.1)
+            for name, value in model.initial.items()
+        }
+        for number in range(count)
+    ]
+
+
+def apply_all(rule: Rule, deltas: Sequence[Tensors]) -> Tensors:
+    model = Two()
+    server = Server(dict(model.initial), rule.init(model))
+    for delta in deltas:
+        before = server.params
+        server = rule.apply(server, Aggregate(delta, {}, 1))
+        assert all(server.params[name] is before[name] for name in before if name not in delta)
+    return server.params
+
+
+class TorchServer:
+    def __init__(self, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
+        self.params = {name: value.clone() for name, value in Two().initial.items()}
+        self.optimizer = make(list(self.params.values()))
+
+    def apply_all(self, deltas: Sequence[Tensors]) -> Tensors:
+        for delta in deltas:
+            for name, value in self.params.items():
+                value.grad = -delta[name]
+            self.optimizer.step()
+        return self.params

@@ -1,0 +1,57 @@
+"""Which model is tested: the server's where there is one for all, the clients' own where there is not."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from partita.config import parse
+from partita.core.rounds import rounds
+from partita.engines.embedded import Embedded
+from partita.evaluate import score
+from partita.experiment import build, measure
+
+CONFIG = """
+rounds = 1
+[method]
+name = "{method}"
+[training]
+optimizer = "sgd"
+lr = 0.1
+[data]
+name = "synthetic"
+examples = 120
+test_examples = 40
+size = 4
+[split]
+kind = "iid"
+clients = 3
+[model]
+name = "vit"
+layers = 1
+width = 8
+heads = 2
+patch = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "common"),
+    [("fedavg", True), ("fedfrozen", True), ("fedper", False), ("fedbabu", False), ("fedtp", False)],
+)
+def test_the_central_test_is_of_the_model_that_clients_would_use(method: str, common: bool) -> None:
+    experiment = build(parse(tomllib.loads(CONFIG.format(method=method))))
+    run, model, federation = experiment.run, experiment.model, experiment.federation
+    engine = Embedded(run, model, federation)
+    (played,) = rounds(run, model, engine)
+    found = measure(experiment, engine, played)["test"]["loss"]
+    of_the_server = score(model, played.server.params, federation.test)["loss"]
+    assert (found == of_the_server) == common
+
+
+def test_an_adaptation_that_cannot_be_is_refused_before_training() -> None:
+    settings = tomllib.loads(CONFIG.format(method="fedbabu"))
+    settings["method"]["finetune"] = -1
+    with pytest.raises(ValueError, match="a phase of -1 epochs trains nothing"):
+        build(parse(settings))
