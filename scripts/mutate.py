@@ -33,7 +33,7 @@ LAWS = ("tests/test_theorems.py", "tests/test_reductions.py")
 MORE_TESTS: dict[str, tuple[str, ...]] = {
     "centralized": LAWS,
     "fedavg": LAWS,
-    "fedfrozen": LAWS,
+    "fedfrozen": (*LAWS, "tests/methods/test_disagreement.py"),
     "fedprox": LAWS,
     "local_only": LAWS,
 }

@@ -25,10 +25,11 @@ CORE = [
 ]
 
 # Part -> what it may import of partita beside all of core and itself.
-PARTS = ["methods", "privacy", "channel", "models", "data", "lab", "evaluate", "record"]
+PARTS = ["methods", "privacy", "channel", "models", "data", "evaluate", "record"]
 ABOVE_CORE = {
     **{part: [] for part in PARTS},
     "engines": ["evaluate"],
+    "lab": ["methods", "report"],
     "cards": ["methods"],
     "rehearse": ["engines"],
     "tiny": [],
@@ -48,12 +49,13 @@ LIBRARIES = {
     "safetensors": ["*"],
     "numpy": ["*"],
     "scipy": OUTSIDE_CORE,
-    "rich": ["cli*", "preview", "report"],
+    "rich": ["cli*", "preview", "report", "lab.commands"],
     "typer": ["cli*"],
-    "matplotlib": ["report"],
-    "transformers": ["models"],
+    "matplotlib": ["report", "lab.figures"],
+    "transformers": ["models", "data.encode"],
     "peft": ["models.lora"],
     "sklearn": ["data", "evaluate"],
+    "seqeval": ["evaluate"],
     "datasets": ["data"],
     "flwr_datasets": ["data"],
     "PIL": ["data"],

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -106,7 +106,9 @@ def compare(
         "runs/compare"
     ),
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; one a processor unless said.")] = None,
-    target: Annotated[float | None, typer.Option(help="Accuracy for 'rounds to target'.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="For 'rounds to target': a share such as 0.9, or a perplexity.")
+    ] = None,
     report: Report = False,
     as_json: Json = False,
     markdown: Markdown = False,
@@ -127,7 +129,9 @@ def compare(
 def report_command(
     folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
     out: Annotated[Path | None, typer.Option(help="The page; report.html in the first folder unless said.")] = None,
-    target: Annotated[float | None, typer.Option(help="Accuracy for 'rounds to target'.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="For 'rounds to target': a share such as 0.9, or a perplexity.")
+    ] = None,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
@@ -160,6 +164,19 @@ def methods_command(
 
 
 @app.command()
+def lab(
+    what: Annotated[Literal["fig1", "fig2", "all"], typer.Argument(help="Which figures to draw.")] = "all",
+    out: Annotated[Path, typer.Option(help="A folder for the figures and, with all, a page.")] = Path("runs/lab"),
+    seeds: Annotated[int, typer.Option(help="Federations drawn for each setting.")] = 12,
+) -> None:
+    """FedFrozen's theory on linear attention, computed and drawn: bias, drift, and the choice of the warm-up."""
+    from partita.lab.commands import make
+
+    for path in make(what, out, seeds):
+        print(path)
+
+
+@app.command()
 def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"), as_json: Json = False) -> None:
     """List the runs below a folder."""
     from rich.table import Table
@@ -169,7 +186,7 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
     rows: list[dict[str, Any]] = []
     for path in find(folder):
         each = read(path)
-        tested = [row["test"]["accuracy"] for row in each.rows if row.get("test")]
+        tested = [row["test"].get(each.metric.name) for row in each.rows if row.get("test")]
         rows.append(
             {
                 "folder": str(path),
@@ -177,28 +194,33 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
                 "seed": each.seed,
                 "rounds": f"{len(each.rows)}/{each.config['rounds']}",
                 "finished": each.finished,
-                "accuracy": tested[-1] if tested else None,
+                "metric": each.metric.name,
+                "value": tested[-1] if tested else None,
+                "shown": each.metric.show(tested[-1] if tested else None),
             }
         )
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table("folder", "label", "seed", "rounds", "accuracy", "", box=None, header_style="bold")
+    table = Table("folder", "label", "seed", "rounds", "test", "", box=None, header_style="bold")
     for row in rows:
-        accuracy = "–" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
+        tested = f"{row['metric']} {row['shown']}"
         state = "finished" if row["finished"] else f"unfinished: partita resume {row['folder']}"
-        table.add_row(row["folder"], row["label"], str(row["seed"]), row["rounds"], accuracy, state)
+        table.add_row(row["folder"], row["label"], str(row["seed"]), row["rounds"], tested, state)
     Console().print(table)
 
 
 def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
     from partita.record import saved_rounds
+    from partita.report import read_metric
 
+    metric = None
     with _progress() as bar:
         task = bar.add_task(settings.label, total=settings.rounds, completed=done)
         try:
             for row in rows:
-                tested = f" · accuracy {row['test']['accuracy']:.1%}" if row["test"] else ""
+                metric = metric or read_metric(folder)
+                tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
                 bar.update(task, completed=row["round"] + 1, description=settings.label + tested)
                 for client, reason in row["lost"].items():
                     bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)

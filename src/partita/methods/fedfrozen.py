@@ -9,31 +9,54 @@ from partita.core.model import Model
 from partita.core.plan import Plan, Turn, share, share_everything
 from partita.core.rng import Key
 from partita.core.tree import Names
+from partita.methods.disagreement import Disagreement
 
 Frozen = Literal["kernel", "value", "mlp", "random"]
 
 
 def fedfrozen(
-    warmup: int | float = 0.3, scope: Literal["rest", "value"] = "rest", freeze: Frozen = "kernel", draw: int = 0
+    warmup: int | float | Literal["auto"] = 0.3,
+    scope: Literal["rest", "value"] = "rest",
+    freeze: Frozen = "kernel",
+    draw: int = 0,
+    threshold: float = 17.0,
+    patience: int = 3,
+    latest: float = 1.0,
 ) -> Method:
-    """Warm-up in rounds (an integer) or as a fraction of the rounds (a float; 1.0 never freezes).
+    """Warm-up in rounds (an integer), as a fraction of the rounds (a float; 1.0 never freezes), or "auto".
 
     After it, scope "rest" trains all but the frozen set, scope "value" only the value projections and the head.
     `freeze` other than "kernel" is for ablations; "random" draws, by `draw`, as many parameters of the same shapes.
+    "auto" freezes after `patience` rounds in a row in which clients' disagreement on the set is more than `threshold`
+    times its progress, and at the latest after the fraction `latest` of the rounds.
     """
-    if warmup < 0 or (isinstance(warmup, float) and warmup > 1):
+    if isinstance(warmup, str):
+        if warmup != "auto":
+            raise MethodError(f"method.warmup is '{warmup}'; give rounds, a fraction from 0.0 to 1.0, or 'auto'")
+    elif warmup < 0 or (isinstance(warmup, float) and warmup > 1):
         raise MethodError(f"method.warmup is {warmup}; give rounds as 0, 1, 2, ... or a fraction from 0.0 to 1.0")
     if scope == "value" and freeze != "kernel":
         raise MethodError(f"method.scope 'value' already says what trains; it cannot go with freeze '{freeze}'")
+    if not threshold > 0 or patience < 1 or not 0 <= latest <= 1:
+        raise MethodError(
+            f"method.threshold, patience and latest are {threshold}, {patience} and {latest}; "
+            "give a number above 0, at least one round, and a fraction from 0.0 to 1.0"
+        )
 
     def plan(model: Model, turn: Turn) -> Plan:
-        last = round(warmup * turn.rounds) if isinstance(warmup, float) else warmup
-        if turn.round < last:
+        if warmup == "auto":
+            warm = not turn.signal.get("frozen", 0.0) and turn.round < round(latest * turn.rounds)
+        else:
+            warm = turn.round < (round(warmup * turn.rounds) if isinstance(warmup, float) else warmup)
+        if warm:
             return share_everything(model, turn)
         train = model.names("value", "head") if scope == "value" else model.every() - frozen(model, freeze, draw)
         return share(train, down=model.every())
 
-    return Method("fedfrozen", plan=plan)
+    if warmup != "auto":
+        return Method("fedfrozen", plan=plan)
+    rule = Disagreement(lambda model: frozen(model, freeze, draw), threshold, patience)
+    return Method("fedfrozen", plan=plan, server=rule)
 
 
 def frozen(model: Model, freeze: Frozen, draw: int) -> Names:

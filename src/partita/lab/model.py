@@ -1,0 +1,80 @@
+"""The laboratory's federations on the ordinary core: linear attention as a model, its clients as a population."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from partita.core.method import Context, Local, Method
+from partita.core.model import Batch, ClientData, Model, Output
+from partita.core.tree import Tensors
+from partita.lab.theory import Data, Features, Kernel, LabError, attend
+from partita.lab.world import World
+
+
+class LinearAttention(Model):
+    """Z(H) W with half the squared error of an example's tokens as its loss; starts where the world does."""
+
+    name = "linear attention"
+
+    def __init__(self, world: World, features: Features) -> None:
+        self.features = features
+        self.initial = {"query.weight": world.kernel.query, "key.weight": world.kernel.key, "value.weight": world.value}
+        # The value weights are the last ones, so they are the head too.
+        self.tags = {
+            "query.weight": frozenset({"query", "layer.0"}),
+            "key.weight": frozenset({"key", "layer.0"}),
+            "value.weight": frozenset({"value", "head", "layer.0"}),
+        }
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        kernel = Kernel(params["query.weight"], params["key.weight"])
+        mixed = attend(inputs["h"], kernel, self.features)  # (example, token, width)
+        return Output(mixed @ params["value.weight"], mixed.mean(-2))
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return (out.logits - targets).square().sum((-1, -2)) / 2
+
+
+@dataclass(frozen=True)
+class Ridge(Local):
+    """Half of `strength` times the squared norm of the value weights; weight decay would reach the kernel too."""
+
+    strength: float
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor:
+        return self.strength * params["value.weight"].square().sum() / 2
+
+
+def ridge(strength: float) -> Method:
+    """To be composed: `compose(fedfrozen(10), ridge(0.01))`."""
+    return Method("ridge", local=(Ridge(strength),))
+
+
+@dataclass(frozen=True)
+class Part:
+    inputs: Tensor  # (example, token, width)
+    targets: Tensor  # (example, token, output)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def take(self, indices: Tensor) -> Batch:
+        return Batch({"h": self.inputs[indices]}, self.targets[indices])
+
+
+class LabPopulation:
+    """The clients of one federation; a client's weight is its number of examples, as everywhere in the core."""
+
+    def __init__(self, data: Data) -> None:
+        if data.inputs.dim() != 4:
+            raise LabError(f"a population is one federation, not {len(data.inputs)} side by side; give one of them")
+        self.data = data
+        self.clients = tuple(f"c{number}" for number in range(len(data.weight)))
+
+    def __getitem__(self, client: str) -> ClientData:
+        number = int(client[1:])
+        present = self.data.share[number] > 0
+        part = Part(self.data.inputs[number][present], self.data.targets[number][present])
+        return ClientData(part, part, part)

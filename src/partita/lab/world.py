@@ -1,0 +1,118 @@
+"""Federations to experiment on: clients that share a task and differ by a level, drawn by key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.rng import Key
+from partita.lab.theory import Data, Features, Kernel, LabError, attend
+
+
+@dataclass(frozen=True)
+class Size:
+    clients: int = 8
+    examples: int = 12  # of a client of middle size
+    tokens: int = 6
+    width: int = 4
+    rank: int = 2
+    outputs: int = 2
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How clients differ at level 1; each is multiplied by the level."""
+
+    rotation: float = 1.0  # angle of the client's inputs
+    value: float = 0.5  # of the value map that made its targets
+    kernel: float = 0.5  # of the kernel that made them
+    noise: float = 0.5  # of its label noise, as a factor on the common one
+    sizes: float = 0.5  # of the logarithm of its number of examples
+
+
+@dataclass(frozen=True)
+class World:
+    """The clients' data, and where the server starts."""
+
+    data: Data
+    kernel: Kernel
+    value: Tensor  # (..., width, output)
+
+
+def draw(
+    key: Key,
+    level: float,
+    features: Features,
+    size: Size = Size(),  # noqa: B008
+    differ: Differences = Differences(),  # noqa: B008
+    noise: float = 0.1,
+) -> World:
+    """Level 0 gives clients that differ by sampling alone; targets come from linear attention, plus noise."""
+    if level < 0 or size.clients < 1 or size.examples < 1:
+        raise LabError(f"level {level} with {size.clients} clients of {size.examples} examples; give 0 or more, and 1")
+
+    def normal(name: str, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=(key / name).generator(), dtype=torch.float64)
+
+    clients, examples, width = size.clients, size.examples, size.width
+    counts = _sizes(level * differ.sizes * normal("sizes", clients), examples)
+    most = int(counts.max())
+    present = (torch.arange(most) < counts[:, None]).double()  # (client, example)
+
+    twist = normal("rotation", clients, width, width) / math.sqrt(width)
+    rotation = torch.linalg.matrix_exp(level * differ.rotation * (twist - twist.transpose(-1, -2)))
+    # Directions of unequal size, or a rotation would change nothing; tokens of one length, as after a norm layer.
+    tokens = normal("inputs", clients, most, size.tokens, width) * torch.linspace(1.5, 0.5, width, dtype=torch.float64)
+    tokens = functional.normalize(tokens, dim=-1) * math.sqrt(width / size.tokens)  # so that tr HᵀH = width
+    inputs = tokens @ rotation.unsqueeze(1)
+
+    own = level * differ.kernel
+    teacher = Kernel(*(_matrix(normal, side, width, size.rank, clients, own) for side in Kernel._fields))
+    value = _matrix(normal, "value", width, size.outputs, clients, level * differ.value)
+    targets = attend(inputs, teacher, features) @ value.unsqueeze(-3)
+    # Scaled over all clients together, so that losses at different levels can be compared.
+    targets = targets / (targets.square() * present[..., None, None]).sum().div(present.sum()).sqrt()
+    louder = torch.exp(level * differ.noise * normal("noise.client", clients))[:, None, None, None]
+    targets = targets + noise * louder * normal("noise", *targets.shape) / math.sqrt(size.tokens * size.outputs)
+
+    data = Data(inputs, targets, present / counts[:, None], counts / counts.sum())
+    start = Kernel(*(normal(f"start.{side}", width, size.rank) / math.sqrt(width) for side in Kernel._fields))
+    return World(data, start, torch.zeros(width, size.outputs, dtype=torch.float64))
+
+
+def _sizes(logarithms: Tensor, middle: int) -> Tensor:
+    """From half to twice the middle one, since all clients are filled up to the largest."""
+    return (middle * torch.exp(logarithms).clamp(0.5, 2.0)).round().clamp(min=1)
+
+
+def _matrix(normal: Callable[..., Tensor], name: str, rows: int, columns: int, clients: int, own: float) -> Tensor:
+    """(client, rows, columns): common to all, plus each client's own."""
+    common, private = normal(name, rows, columns), normal(f"{name}.client", clients, rows, columns)
+    return (common + own * private) / math.sqrt(rows)
+
+
+def stack(worlds: Sequence[World]) -> World:
+    """Many side by side: (run, ...). Clients with fewer examples than the most are filled up with absent ones."""
+    most = max(world.data.share.shape[-1] for world in worlds)
+
+    def pad(value: Tensor, axis: int) -> Tensor:
+        missing = most - value.shape[axis]
+        filler = value.new_zeros([missing if place == axis else length for place, length in enumerate(value.shape)])
+        return torch.cat([value, filler], axis)
+
+    data = [world.data for world in worlds]
+    return World(
+        Data(
+            torch.stack([pad(each.inputs, 1) for each in data]),
+            torch.stack([pad(each.targets, 1) for each in data]),
+            torch.stack([pad(each.share, 1) for each in data]),
+            torch.stack([each.weight for each in data]),
+        ),
+        Kernel(*(torch.stack(sides) for sides in zip(*(world.kernel for world in worlds), strict=True))),
+        torch.stack([world.value for world in worlds]),
+    )

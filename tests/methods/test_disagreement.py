@@ -1,0 +1,122 @@
+"""The automatic warm-up: what the server measures, when it freezes, and that it does so again after a stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Clients, play, run_of, small
+from torch import Tensor
+
+from partita.conformance import check_method
+from partita.core import checkpoint, tree
+from partita.core.method import Method, MethodError, Server, Update
+from partita.core.plan import Turn
+from partita.core.rng import Key
+from partita.methods.fedfrozen import fedfrozen
+
+FOUR = Clients(a=5, b=9, c=7, d=12)
+EAGER = fedfrozen("auto", threshold=1.3, patience=2)
+
+
+def test_a_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> None:
+    run = run_of(EAGER, 8, lr=0.2)
+    whole = play(run, small(), FOUR)
+    when = next(t for t, each in enumerate(whole) if each.server.state["warmup"]["frozen"])
+    assert 1 <= when < 7, "freezing must lie inside the run"
+    for stop in (when, when + 1):
+        path = checkpoint.save(tmp_path / str(stop), stop, whole[stop - 1].server)
+        done, server = checkpoint.load(path)
+        again = play(run, small(), FOUR, server, done)
+        for one, two in zip(whole[stop:], again, strict=True):
+            assert tree.equal(one.server.params, two.server.params)
+            assert one.traffic == two.traffic
+            for slot, part in one.server.state.items():
+                assert tree.equal(part, two.server.state[slot])
+
+
+def test_patience_counts_rounds_in_a_row() -> None:
+    """A round below the threshold starts the count anew; what is frozen sends nothing, so it stays frozen."""
+    rule, model = EAGER.server, small()
+    unit = torch.ones(4, 4)
+    apart, alike = (unit, -0.9 * unit), (10 * unit, 10 * unit)
+
+    def signals(*story: tuple[Tensor, Tensor]) -> tuple[list[float], Server]:
+        server, said = Server(dict(model.initial), rule.init(model)), []
+        for left, right in story:
+            updates = [
+                _update(client, {"layers.0.query.weight": delta}) for client, delta in (("a", left), ("b", right))
+            ]
+            server = rule.apply(server, rule.reduce(server, updates, 2))
+            said.append(rule.signal(server)["frozen"])
+        return said, server
+
+    assert rule.signal(Server({}, rule.init(model))) == {"frozen": 0.0}
+    said, server = signals(apart, apart)
+    assert said == [0.0, 1.0]
+    said, calmed = signals(apart, alike)
+    assert (said, float(calmed.state["warmup"]["streak"])) == ([0.0, 0.0], 0.0)
+    still = rule.apply(server, rule.reduce(server, [_update("a", {}), _update("b", {})], 2))
+    assert still.state is server.state
+
+
+def _update(client: str, delta: dict[str, Tensor]) -> Update:
+    return Update(client, delta, {}, 1.0, {}, None)
+
+
+def test_the_spread_is_the_weighted_mean_square_distance() -> None:
+    rule, model = EAGER.server, small()
+    server = Server(dict(model.initial), rule.init(model))
+    name = "layers.0.key.weight"
+    deltas = {client: torch.randn(4, 4, generator=(Key(0) / client).generator()) for client in "abc"}
+    weights = {"a": 1.0, "b": 2.0, "c": 5.0}
+    updates = [replace(_update(client, {name: delta}), weight=weights[client]) for client, delta in deltas.items()]
+    after = rule.apply(server, rule.reduce(server, iter(updates), 3)).state
+    mean = sum(weights[client] * delta for client, delta in deltas.items()) / 8
+    spread = sum(weights[client] * (delta - mean).square().sum() for client, delta in deltas.items()) / 8
+    assert float(after["warmup"]["spread"]) == pytest.approx(0.3 * float(spread), rel=1e-5)
+    torch.testing.assert_close(after["progress"][name], 0.3 * mean)
+
+
+def test_latest_freezes_whatever_clients_say_and_before_any_signal_all_train() -> None:
+    model = small()
+    method = fedfrozen("auto", threshold=1e9, latest=0.5)
+    sizes = [len(method.plan(model, Turn(round, 10, "a")).train) for round in range(10)]
+    assert sizes[:5] == [len(model.every())] * 5
+    assert sizes[5:] == [len(model.every()) - 4] * 5
+    assert len(method.plan(model, Turn(0, 10, "a", {"frozen": 1.0})).train) == len(model.every()) - 4
+    played = play(run_of(fedfrozen("auto", threshold=1e9), 4), model, FOUR)
+    plain = play(run_of(Method("plain"), 4), model, FOUR)
+    assert tree.equal(played[-1].server.params, plain[-1].server.params), "never firing, it is FedAvg bit for bit"
+
+
+def test_the_rule_watches_what_will_be_frozen() -> None:
+    model = small()
+    watched = fedfrozen("auto", freeze="mlp").server.init(model)["progress"]
+    assert watched.keys() == model.names("mlp")
+    model.initial = {name: value.bfloat16() for name, value in model.initial.items()}
+    wide = fedfrozen("auto").server.init(model)["progress"]
+    assert {value.dtype for value in wide.values()} == {torch.float32}, "a long mean in bfloat16 stops moving"
+    assert wide.keys() == model.names("query", "key")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"warmup": "automatic"}, "'automatic'; give rounds, a fraction from 0.0 to 1.0, or 'auto'"),
+        ({"warmup": "auto", "threshold": 0.0}, "threshold"),
+        ({"warmup": "auto", "patience": 0}, "at least one round"),
+        ({"warmup": "auto", "latest": 1.5}, "a fraction from 0.0 to 1.0"),
+    ],
+)
+def test_refusals(options: dict[str, object], words: str) -> None:
+    with pytest.raises(MethodError, match=words):
+        fedfrozen(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("eagerness", [{}, {"threshold": 0.5, "patience": 1}])
+def test_the_automatic_method_conforms_whether_it_freezes_or_not(eagerness: dict[str, Any]) -> None:
+    check_method(fedfrozen("auto", **eagerness), small(), Clients(c0=3, c1=9, c2=12, c3=6))

@@ -1,0 +1,365 @@
+"""The laboratory against its closed forms, and the automatic warm-up against the laboratory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import play
+from torch import Tensor
+
+from partita.core.method import Method, compose
+from partita.core.rng import Key
+from partita.core.rounds import Round
+from partita.core.run import Run, Training
+from partita.lab import commands, experiments, figures
+from partita.lab.model import LabPopulation, LinearAttention, ridge
+from partita.lab.simulate import (
+    Setting,
+    Trace,
+    automatic_warmup,
+    frozen_stage,
+    losses_by_warmup,
+    sharpness,
+    step_size,
+    warm_up,
+)
+from partita.lab.theory import (
+    Data,
+    Features,
+    Kernel,
+    LabError,
+    attend,
+    best_value,
+    drift,
+    feature_map,
+    fixed_point,
+    loss,
+    moments,
+    profile,
+    profile_gradient,
+    ridged,
+)
+from partita.lab.world import Differences, Size, World, draw, stack
+from partita.methods.fedfrozen import fedfrozen
+
+RIDGE = 0.05
+TINY = Size(clients=3, examples=5, tokens=4, width=3, rank=2, outputs=2)
+MAPS = ("identity", "elu", "relu", "random")
+
+
+def make(name: str = "identity", level: float = 1.0, seed: int = 0, size: Size = TINY) -> tuple[World, Features]:
+    features = feature_map(name, size.rank)
+    return draw(Key(seed), level, features, size), features
+
+
+def rows_of(world: World, features: Features) -> tuple[Tensor, Tensor]:
+    """Z and Y of all examples, one below the other, each row times the root of its weight."""
+    data = world.data
+    root = (data.weight[:, None] * data.share).sqrt()[..., None, None]
+    mixed = attend(data.inputs, world.kernel.spread(), features)
+    return (root * mixed).flatten(0, -2), (root * data.targets).flatten(0, -2)
+
+
+# ---- closed forms
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_the_attention_is_the_formula(name: str) -> None:
+    world, features = make(name)
+    tokens = world.data.inputs[1, 2]  # (token, width)
+    query, key = world.kernel
+    expected = features(tokens @ query) @ features(tokens @ key).T @ tokens
+    torch.testing.assert_close(attend(world.data.inputs, world.kernel.spread(), features)[1, 2], expected)
+
+
+def test_random_features_approach_the_exponential_kernel() -> None:
+    features = feature_map("random", 2, Key(1), count=200_000)
+    query, key = torch.tensor([0.3, -0.5]).double(), torch.tensor([0.4, 0.2]).double()
+    assert float(features(query) @ features(key)) == pytest.approx(float(torch.exp(query @ key)), rel=0.01)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_the_best_value_solves_the_stacked_ridge_problem(name: str) -> None:
+    world, features = make(name)
+    mixed, targets = rows_of(world, features)
+    eye = RIDGE**0.5 * np.eye(mixed.shape[1])
+    augmented = np.vstack([mixed.numpy(), eye]), np.vstack([targets.numpy(), np.zeros((len(eye), targets.shape[1]))])
+    expected, residual, *_ = np.linalg.lstsq(*augmented)
+    means = moments(world.data, world.kernel, features)
+    np.testing.assert_allclose(best_value(means, RIDGE).numpy(), expected, atol=1e-10)
+    assert float(profile(means, RIDGE)) == pytest.approx(residual.sum() / 2, rel=1e-10)
+
+
+def test_the_loss_is_the_mean_over_examples() -> None:
+    world, features = make()
+    mixed, targets = rows_of(world, features)
+    value = torch.ones(3, 2).double()
+    expected = (targets - mixed @ value).square().sum() / 2 + RIDGE * value.square().sum() / 2
+    means = moments(world.data, world.kernel, features)
+    assert float(loss(means, value, RIDGE)) == pytest.approx(float(expected), rel=1e-12)
+    best = best_value(means, RIDGE)
+    assert float(loss(means, best, RIDGE)) == pytest.approx(float(profile(means, RIDGE)), rel=1e-12)
+    assert loss(means, best + 0.01, RIDGE) > profile(means, RIDGE)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_the_profile_gradient_is_that_of_the_profile(name: str) -> None:
+    """The envelope theorem: no term for how W* moves. Held against autograd through the solve, and differences."""
+    world, features = make(name)
+    gradient = profile_gradient(world.data, world.kernel, RIDGE, features)
+    live = Kernel(*(side.clone().requires_grad_() for side in world.kernel))
+    through = torch.autograd.grad(profile(moments(world.data, live, features), RIDGE), live)
+    for ours, theirs in zip(gradient, through, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-9)
+
+    def at(step: float) -> Tensor:
+        moved = world.kernel._replace(key=world.kernel.key + step * nudge)
+        return profile(moments(world.data, moved, features), RIDGE)
+
+    nudge = torch.zeros_like(world.kernel.key)
+    nudge[1, 0] = 1.0
+    slope = (at(1e-6) - at(-1e-6)) / 2e-6
+    assert float(slope) == pytest.approx(float(gradient.key[1, 0]), rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_the_frozen_stage_ends_at_its_fixed_point(steps: int) -> None:
+    world, features = make(level=2.0)
+    means = moments(world.data, world.kernel, features)
+    setting = Setting(float(step_size(world, 0.5, features)), steps, 0, RIDGE)
+    value = frozen_stage(means, world.value, setting, 5000)
+    expected = fixed_point(means, RIDGE, setting.lr, steps)
+    torch.testing.assert_close(value, expected, atol=1e-8, rtol=0)
+    assert len(set(world.data.weight.tolist())) > 1, "the weights must be unequal for this to mean much"
+
+
+def test_a_frozen_round_is_gradient_steps_and_a_mean() -> None:
+    world, features = make(level=2.0)
+    means = moments(world.data, world.kernel, features)
+    start = torch.ones(3, 2).double()
+    ends = []
+    for gram, cross in zip(means.gram, means.cross, strict=True):
+        value = start
+        for _ in range(3):
+            value = value - 0.2 * (ridged(gram, RIDGE) @ value - cross)
+        ends.append(value)
+    expected = sum(weight * end for weight, end in zip(world.data.weight, ends, strict=True))
+    torch.testing.assert_close(frozen_stage(means, start, Setting(0.2, 3, 0, RIDGE), 1), expected)
+
+
+def test_drift_is_zero_for_one_step_and_for_identical_clients_and_grows_otherwise() -> None:
+    world, features = make(level=2.0)
+    means = moments(world.data, world.kernel, features)
+    lr = float(step_size(world, 0.5, features))
+    distance, excess = drift(means, RIDGE, lr, 1)
+    assert float(distance) < 1e-10
+    assert abs(float(excess)) < 1e-12
+    alike = replace(means, gram=means.gram[:1].expand(3, -1, -1), cross=means.cross[:1].expand(3, -1, -1))
+    assert float(drift(alike, RIDGE, lr, 20)[0]) < 1e-10
+    far = [float(drift(means, RIDGE, lr, steps)[0]) for steps in (2, 5, 20)]
+    assert 1e-3 < far[0] < far[1] < far[2]
+    value = fixed_point(means, RIDGE, lr, 20)
+    excess = drift(means, RIDGE, lr, 20)[1]
+    assert float(excess) == pytest.approx(float(loss(means, value, RIDGE) - profile(means, RIDGE)), rel=1e-8)
+
+
+def test_warm_up_descends_on_the_profile_when_value_weights_are_fitted_and_steps_are_small() -> None:
+    """With W at W*, a small step follows the profile's own gradient, so it decreases F at any level of heterogeneity.
+
+    After it W lags behind W* by the order of the step, so the next rounds descend too while the gradient is larger.
+    """
+    world, features = make(level=2.0, seed=3)
+    fitted = replace(world, value=best_value(moments(world.data, world.kernel, features), RIDGE))
+    many = stack([fitted])
+    trace = warm_up(many, Setting(0.02, 2, 12, RIDGE), features)
+    values = torch.stack([profile(moments(many.data, trace.kernel_at(t), features), RIDGE) for t in range(13)])
+    assert (values[1:] < values[:-1]).all()
+    slope = profile_gradient(world.data, world.kernel, RIDGE, features)
+    tiny = warm_up(many, Setting(1e-7, 1, 1, RIDGE), features)
+    step = (tiny.kernel_at(1).query[0] - world.kernel.query) / -1e-7
+    torch.testing.assert_close(step, slope.query, atol=1e-6, rtol=1e-6)
+
+
+# ---- worlds
+
+
+def test_a_world_depends_on_its_key_and_level_alone() -> None:
+    one, again, other = make(seed=1)[0], make(seed=1)[0], make(seed=2)[0]
+    assert torch.equal(one.data.targets, again.data.targets)
+    assert one.data.targets.shape != other.data.targets.shape or not torch.equal(one.data.targets, other.data.targets)
+
+
+def test_at_level_zero_clients_share_the_task_and_above_it_they_do_not() -> None:
+    features = feature_map("identity", 2)
+    size = Size(clients=6, examples=200)
+
+    def spread(level: float, differ: Differences) -> float:
+        """How far the clients' own best value weights lie apart."""
+        world = draw(Key(0), level, features, size, differ, noise=0.0)
+        means = moments(world.data, world.kernel, features)
+        own = torch.linalg.solve(ridged(means.gram, 1e-3), means.cross)
+        return float(own.std(0).norm() / own.mean(0).norm())
+
+    still = spread(0.0, Differences())
+    for name in ("rotation", "value", "kernel"):
+        assert spread(1.0, replace(Differences(0, 0, 0, 0, 0), **{name: 1.0})) > 1.5 * still
+    world = draw(Key(0), 0.0, features, size)
+    assert torch.equal(world.data.weight, torch.full((6,), 1 / 6, dtype=torch.float64))
+    assert draw(Key(0), 2.0, features, size).data.weight.std() > 0.02
+
+
+def test_shares_and_weights_sum_to_one_and_stacking_changes_no_result() -> None:
+    worlds = [make(level=level, seed=seed)[0] for seed, level in enumerate((0.0, 1.0, 3.0))]
+    features = make()[1]
+    many = stack(worlds)
+    torch.testing.assert_close(many.data.share.sum(-1), torch.ones(3, 3).double())
+    torch.testing.assert_close(many.data.weight.sum(-1), torch.ones(3).double())
+    together = profile(moments(many.data, many.kernel, features), RIDGE)
+    for place, world in enumerate(worlds):
+        alone = profile(moments(world.data, world.kernel, features), RIDGE)
+        assert float(together[place]) == pytest.approx(float(alone), rel=1e-12)
+
+
+def test_errors_name_the_thing() -> None:
+    with pytest.raises(LabError, match="feature map 'elo'; it can be: elu, identity, random, relu"):
+        feature_map("elo", 2)
+    with pytest.raises(LabError, match="level -1"):
+        draw(Key(0), -1.0, feature_map("relu", 2))
+    with pytest.raises(LabError, match="one federation, not 2"):
+        LabPopulation(stack([make()[0], make()[0]]).data)
+
+
+# ---- the simulator and the core
+
+
+def core(world: World, features: Features, method: Method, setting: Setting) -> list[Round]:
+    training = Training(lr=float(setting.lr), batch_size=1000, steps=setting.steps)
+    run = Run(compose(method, ridge(setting.ridge)), training, setting.rounds, Key(0))
+    return play(run, LinearAttention(world, features), LabPopulation(world.data), block=3)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_the_simulator_and_the_core_give_the_same_tensors(name: str) -> None:
+    world, features = make(name, level=1.5)
+    other, _ = make(name, level=0.5, seed=9)
+    many = stack([world, other])
+    setting = Setting(torch.tensor([0.05, 0.02]).double(), 3, 4, RIDGE)
+    trace = warm_up(many, setting, features)
+    means = moments(many.data, trace.kernel_at(2), features)
+    value = frozen_stage(means, trace.value[2], setting, 2)
+    for place, each in enumerate((world, other)):
+        own = replace(setting, lr=float(setting.lr[place]))
+        full, half = core(each, features, fedfrozen(1.0), own), core(each, features, fedfrozen(2), own)
+        for done in range(4):
+            params = full[done].server.params
+            torch.testing.assert_close(params["query.weight"], trace.kernel.query[done + 1, place], atol=1e-10, rtol=0)
+            torch.testing.assert_close(params["value.weight"], trace.value[done + 1, place], atol=1e-10, rtol=0)
+        params = half[-1].server.params
+        torch.testing.assert_close(params["key.weight"], trace.kernel.key[2, place], atol=1e-10, rtol=0)
+        torch.testing.assert_close(params["value.weight"], value[place], atol=1e-10, rtol=0)
+    final = losses_by_warmup(many, trace, setting, features)
+    torch.testing.assert_close(final[2], loss(means, value, RIDGE))
+    last = moments(many.data, trace.kernel_at(4), features)
+    torch.testing.assert_close(final[4], loss(last, trace.value[4], RIDGE))
+
+
+def test_sharpness_foretells_which_frozen_stages_converge() -> None:
+    world, features = make()
+    many = stack([world, world])
+    steep = step_size(many, 1.0, features)
+    setting = Setting(torch.stack([steep[0] * 1.9, steep[1] * 2.6]), 1, 0, 0.0)
+    still = Trace(Kernel(*(side[None] for side in many.kernel)), many.value[None], torch.zeros(0, 2))
+    found = sharpness(many, still, setting, features)
+    torch.testing.assert_close(found, torch.tensor([1.9, 2.6]).double())
+    alone = Data(many.data.inputs, many.data.targets, many.data.share, _only_the_steepest(world, features).expand(2, 3))
+    ends = frozen_stage(moments(alone, many.kernel, features), torch.ones_like(many.value), setting, 400)
+    assert ends[0].norm() < 100 < ends[1].norm()
+
+
+def _only_the_steepest(world: World, features: Features) -> Tensor:
+    top = torch.linalg.eigvalsh(moments(world.data, world.kernel, features).gram)[:, -1]
+    return (top == top.max()).double()
+
+
+# ---- the automatic warm-up
+
+
+def frozen_at(played: list[Round]) -> int:
+    """The first round whose update left the kernel where it was; one past the last if there is none."""
+    kernels = [each.server.params["query.weight"] for each in played]
+    return next((t for t in range(1, len(kernels)) if kernels[t] is kernels[t - 1]), len(kernels))
+
+
+@pytest.mark.parametrize(("threshold", "patience"), [(1.5, 1), (2.0, 3)])
+def test_the_rule_freezes_when_the_simulator_says_so(threshold: float, patience: int) -> None:
+    worlds = [make(level=level, seed=seed)[0] for seed, level in enumerate((0.5, 2.0))]
+    features = make()[1]
+    many = stack(worlds)
+    setting = Setting(0.15, 6, 12, RIDGE)
+    chosen = automatic_warmup(warm_up(many, setting, features), threshold, patience)
+    assert int(chosen.min()) < 12, "nothing freezes here, so nothing is compared"
+    for place, world in enumerate(worlds):
+        method = fedfrozen("auto", threshold=threshold, patience=patience)
+        assert frozen_at(core(world, features, method, setting)) == int(chosen[place])
+
+
+def test_identical_clients_never_freeze_and_quarrelling_ones_soon_do() -> None:
+    features = feature_map("identity", 2)
+    world, _ = make(level=0.0)
+    same = Data(*(value[:1].expand_as(value).contiguous() for value in _parts(world.data)))
+    setting = Setting(0.1, 4, 8, RIDGE)
+    agree = replace(world, data=same)
+    assert frozen_at(core(agree, features, fedfrozen("auto", threshold=0.1, patience=1), setting)) == 8
+    opposed = same.targets * torch.tensor([1.0, -1.0, 0.0])[:, None, None, None]
+    quarrel = replace(world, data=replace(same, targets=opposed), value=0.2 * torch.ones(3, 2).double())
+    assert frozen_at(core(quarrel, features, fedfrozen("auto", threshold=1.0, patience=2), setting)) < 8
+
+
+def _parts(data: Data) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return data.inputs, data.targets, data.share, torch.full_like(data.weight, 1 / len(data.weight))
+
+
+# ---- figures
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ROUNDS", 6), ("SEARCH", 2), ("LEVELS", (0.0, 1.0)), ("STEPS", (1, 3))):
+        monkeypatch.setattr(experiments, name, value)
+    monkeypatch.setattr(figures, "LOCAL", 3)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_figure_is_written_and_the_other_drawn(tmp_path: Path) -> None:
+    assert [path.name for path in commands.make("fig1", tmp_path / "out", seeds=2)] == ["fig1.png", "fig1.svg"]
+    labels = [axes.get_title("left")[0] for axes in figures.fig2(2, lambda: None).figure.axes]
+    assert labels == ["a", "b", "c", "d"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_all_figures_and_a_page_that_loads_nothing(tmp_path: Path) -> None:
+    written = commands.make("all", tmp_path / "out", seeds=2)
+    assert [path.name for path in written] == ["fig1.png", "fig1.svg", "fig2.png", "fig2.svg", "laboratory.html"]
+    assert all(path.stat().st_size > 5000 for path in written)
+    text = written[-1].read_text()
+    assert text.count("<svg") == 2
+    assert "http" not in text.replace("http://www.w3.org", "")
+
+
+@pytest.mark.usefixtures("quick")
+def test_bias_is_above_a_search_that_finds_better_kernels_and_drift_needs_local_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(experiments, "SEARCH", 30)
+    batch = experiments.run((0.5, 2.0), 2, 1)
+    bias, excess = experiments.bias_and_drift(batch)
+    assert bias.shape == excess.shape == (7, 4)
+    assert bias.min() > 1e-3, "six rounds of one step cannot reach the least"
+    assert excess.abs().max() < 1e-12
+    monkeypatch.setattr(experiments, "SEARCH", 1)
+    assert experiments.bias_and_drift(experiments.run((0.5, 2.0), 2, 8))[1].min() > 1e-9
