@@ -51,6 +51,12 @@ EQUIVALENT: dict[Spot, str] = {
         "held = sorted(ctx.plan.train & ctx.plan.down)",
         "ctx.plan.train & ctx.plan.down -> ctx.plan.down",
     ): "what came down and does not train is still at its anchor, so its square is zero",
+    ("scaffold", "delta.add(update.delta, 1.0)", "1.0 -> 2.0"): "a mean with equal weights, whatever they are",
+    (
+        "fedtp",
+        "total = sum(weights.values()) or 1.0",
+        "1.0 -> 2.0",
+    ): "only where all weights are zero, and then zero is divided by it",
 }
 
 

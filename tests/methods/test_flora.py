@@ -119,6 +119,8 @@ def test_every_round_starts_with_new_factors() -> None:
         assert not any(torch.equal(value, other) for other in drawn[:place])
     assert all(server.params[B] is MODEL.initial[B] for server in servers)
     assert [int(server.state["flora"]["rounds"]) for server in servers] == [1, 2, 3]
+    one, two = (servers[0].params[f"{layer}.lora_A.weight"] for layer in LAYERS)
+    assert not torch.equal(one, two), "each layer has its own"
     again, other = (play(run_of(flora(2, 3.0, draw=draw), 1), MODEL, FOUR)[0].server for draw in (0, 1))
     assert torch.equal(again.params[A], drawn[1])
     assert not torch.equal(other.params[A], drawn[1])

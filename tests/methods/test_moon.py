@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import Clients, batches_of, distance, last, play, run_of, small
 from torch.nn import functional
 
 from partita.core import tree
-from partita.core.method import Method, MethodError
+from partita.core.method import Context, Method, MethodError
 from partita.core.model import Output
+from partita.core.plan import Turn, share_everything
+from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.methods.fedavg import fedavg
-from partita.methods.moon import moon
+from partita.methods.moon import Contrastive, moon
 from partita.tiny import Tiny, Wide, WidePopulation
 
 
@@ -47,6 +51,22 @@ def test_it_remembers_its_own_last_model_and_not_the_servers() -> None:
     first, second = (play(run_of(moon(mu), 2, lr=0.2), small(), clients) for mu in (0.0, 5.0))
     assert distance(first[0].server.params, second[0].server.params) < 1e-6
     assert distance(first[1].server.params, second[1].server.params) > 1e-3
+
+
+def test_padding_has_no_say() -> None:
+    model, data = small(), Clients(a=4)["a"].train
+    other = {
+        name: value + 0.3 * torch.randn(value.shape, generator=Key(1).generator())
+        for name, value in model.initial.items()
+    }
+    plan = share_everything(model, Turn(0, 1, "a"))
+    ctx = Context(model, plan, model.initial, {}, {"last": other}, 0.1)
+    rule, live = Contrastive(1.0, 0.5), tree.scale(other, 0.7)
+    whole, padded = data.take(torch.arange(3)), data.take(torch.tensor([0, 1, 2, 0]))
+    masked = replace(padded, mask=torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    penalties = [rule.penalty(model(live, batch.inputs), live, batch, ctx) for batch in (whole, masked, padded)]
+    torch.testing.assert_close(penalties[0], penalties[1])
+    assert abs(float(penalties[0]) - float(penalties[2])) > 1e-3, "the example that is repeated does matter"
 
 
 def test_without_weight_it_is_fedavg_bit_for_bit() -> None:
