@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.func import functional_call
 
 from partita.conformance import check_method
-from partita.core.model import Batch, ClientData
+from partita.core.model import IGNORED, Batch, ClientData
 from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.methods.fedfrozen import fedfrozen
 from partita.models import Kind, ModelError, fused
 from partita.models.adapter import Adapted, adapt
 from partita.models.architectures import ARCHITECTURES
-from partita.models.objectives import IGNORED, Objective, losses_for
+from partita.models.objectives import Objective, losses_for
 from partita.models.pretrained import drawing_from
 
 CLASSES, WORDS, PAD, END, TOKENS, EXAMPLES, LAYERS = 3, 20, 1, 19, 6, 4, 2

@@ -173,7 +173,7 @@ def test_a_methods_options_may_be_lists_and_may_say_whose_they_are(config: Path,
     runs = [settings for _, settings in expand(config, ["rounds=2"], specs, 1, tmp_path)]
     assert [each.method for each in runs] == [
         {"name": "fedavg"},
-        {"name": "layer-skipping", "layers": [0], "embeddings": True},
+        {"name": "layer-skipping", "layers": (0,), "embeddings": True},
         {"name": "fedprox", "mu": 2},
     ]
     assert [each.training.lr for each in runs] == [1e-3, 0.5, 1e-3]

@@ -310,7 +310,7 @@ def test_images_are_made_grey_and_resized(tmp_path: Path) -> None:
         ({"label": "domain"}, "'domain' .* has no class names"),
         ({"channels": 4}, "channels = 4"),
         ({"mean": [0.1, 0.2]}, "mean has 2 values for 3 channels"),
-        ({"path": "nowhere"}, "no file 'nowhere/train.parquet'"),
+        ({"path": "nowhere"}, "no file or folder 'nowhere'; give a file"),
     ],
 )
 def test_image_errors(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -327,10 +327,10 @@ def test_image_errors(tmp_path: Path, options: dict[str, Any], message: str) -> 
         (
             {"images": pictures(1) + pictures(1, (3, 3))},
             {"images": pictures(2)},
-            "image 1 is 3 by 3, .* 6 by 6; set size",
+            "the image in row 1 of the train part .* is 3 by 3, .* 6 by 6; set size",
         ),
         ({"images": pictures(2)}, {"images": pictures(2, (4, 4))}, "differ in size between train and test; set size"),
-        ({"images": pictures(2), "label": [0, -1]}, {"images": pictures(2)}, "row 1 has no label"),
+        ({"images": pictures(2), "label": [0, -1]}, {"images": pictures(2)}, "row 1 of the train part .* has no label"),
         ({"images": pictures(2)}, {"images": pictures(2), "classes": ("dog", "cat")}, "name other classes in 'label'"),
     ],
 )
@@ -338,6 +338,98 @@ def test_image_folders_that_do_not_fit(tmp_path: Path, train: Any, test: Any, me
     write(tmp_path, "train", **train)
     write(tmp_path, "test", **test)
     with pytest.raises(DataError, match=message):
+        load("images", Key(0), path=tmp_path)
+
+
+def album(folder: Path, **counts: int) -> list[np.ndarray]:
+    """A folder for each class, with so many images."""
+    from PIL import Image
+
+    shown = []
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for number, image in enumerate(pictures(count)):
+            Image.fromarray(image).save(folder / name / f"{number}.png")
+            shown.append(image)
+    return shown
+
+
+def test_class_folders_become_a_task(tmp_path: Path) -> None:
+    train, test = album(tmp_path / "train", dog=2, cat=3), album(tmp_path / "test", cat=1)
+    (tmp_path / "train" / "cat" / ".hidden").write_text("left by a file manager")
+    task = load("images", Key(0), path=tmp_path)
+    assert task.classes == ("cat", "dog")
+    assert task.train.targets.tolist() == [0, 0, 0, 1, 1]
+    expected = np.stack(train[2:] + train[:2]).transpose(0, 3, 1, 2)
+    assert np.array_equal(task.train.inputs["pixel_values"].numpy(), expected)
+    assert np.array_equal(task.test.inputs["pixel_values"].numpy(), np.stack(test).transpose(0, 3, 1, 2))
+    alone = load("images", Key(0), path=tmp_path / "train", test=0.4)
+    assert (alone.classes, len(alone.train), len(alone.test)) == (("cat", "dog"), 3, 2)
+
+
+def empty_file(folder: Path) -> None:
+    (folder / "train" / "cat" / "1.png").write_bytes(b"")
+
+
+def broken_file(folder: Path) -> None:
+    file = folder / "train" / "cat" / "1.png"
+    file.write_bytes(file.read_bytes()[:60])
+
+
+def stray_text(folder: Path) -> None:
+    (folder / "train" / "cat" / "notes.txt").write_text("nice cats")
+
+
+def loose_image(folder: Path) -> None:
+    (folder / "train" / "cat" / "1.png").rename(folder / "train" / "1.png")
+
+
+def other_class(folder: Path) -> None:
+    (folder / "test" / "cat").rename(folder / "test" / "cats")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (empty_file, r"the image in row 1 of the train part .*cat/1\.png'\) is empty; replace or remove it"),
+        (broken_file, r"the image in row 1 of the train part .*cat/1\.png'\) cannot be read; replace or remove it"),
+        (stray_text, r"notes\.txt' is no image"),
+        (loose_image, r"train/1\.png' is in no folder of a class"),
+        (other_class, "cats' holds a class that train has not; did you mean 'cat'"),
+    ],
+)
+def test_spoilt_image_folders(spoil: Any, message: str, tmp_path: Path) -> None:
+    album(tmp_path / "train", cat=3, dog=2)
+    album(tmp_path / "test", cat=1)
+    spoil(tmp_path)
+    with pytest.raises(DataError, match=message):
+        load("images", Key(0), path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({"bytes": b"", "path": None}, "is empty"),
+        (None, "is empty"),
+        ({"bytes": b"no image", "path": None}, "cannot be read"),
+    ],
+)
+def test_a_spoilt_image_in_a_table_is_named_by_its_row(kept: Any, message: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    for part in "train", "test":
+        write(tmp_path, part, pictures(2))
+    album(tmp_path, cat=1)
+    good = {"bytes": (tmp_path / "cat" / "0.png").read_bytes(), "path": None}
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
+    table = datasets.Dataset.from_dict({"image": [good, kept], "label": [0, 1]}, features=features)
+    table.to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=f"the image in row 1 of the train part .* {message}; replace or remove it"):
+        load("images", Key(0), path=tmp_path)
+
+
+def test_folders_without_data_are_told(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing here")
+    with pytest.raises(DataError, match=r"holds no data set that partita can read; give a file \(parquet"):
         load("images", Key(0), path=tmp_path)
 
 

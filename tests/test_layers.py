@@ -38,6 +38,7 @@ ABOVE_CORE = {
     "experiment": [*PARTS, "engines", "rehearse", "config"],
     "preview": [*PARTS, "engines", "rehearse", "config", "experiment"],
     "compare": [*PARTS, "engines", "rehearse", "config", "experiment"],
+    "flower_app": [*PARTS, "engines", "config", "experiment"],
 }
 TOP = ["__init__", "__main__", "cli*"]  # may import anything, and no other may import them
 ALONE = ["report"]  # reads recorded rows, so it may import nothing of partita but itself
@@ -60,8 +61,8 @@ LIBRARIES = {
     "flwr_datasets": ["data"],
     "PIL": ["data"],
     "pyarrow": ["data"],
-    "tomli_w": ["config", "record"],
-    "flwr": ["engines.flower"],
+    "tomli_w": ["config", "record", "flower_app"],
+    "flwr": ["engines.flower", "flower_app"],
 }
 BY_STRING = ["import_module", "need"]  # functions that import what their first argument says
 

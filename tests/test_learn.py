@@ -349,9 +349,11 @@ class OnlySGD(Local):
 
 def test_a_rule_says_which_optimizers_it_is_right_for() -> None:
     method = Method("scaffold", local=(OnlySGD(),))
-    assert run_of(method, optimizer=SGD(momentum=0.9))
+    assert run_of(method, optimizer=SGD(weight_decay=0.1))
     with pytest.raises(MethodError, match=r"scaffold: OnlySGD is derived for sgd, not for adamw; set training\.opt"):
         run_of(method, optimizer=AdamW())
+    with pytest.raises(MethodError, match="not for sgd with momentum"):
+        run_of(method, optimizer=SGD(momentum=0.9))
 
 
 # ---- dealing

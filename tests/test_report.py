@@ -23,7 +23,8 @@ from scipy import stats
 from partita import report
 from partita.report import Record, ReportError, compare, find, page, picture, read
 from partita.report.frame import styles, svg
-from partita.report.plots import accuracy_by_bytes, accuracy_by_round, curve, drift_by_role, personal_by_client
+from partita.report.metric import ACCURACY, Metric
+from partita.report.plots import curve, drift_by_role, metric_by_bytes, metric_by_round, personal_by_client
 from partita.report.show import columns
 from partita.report.stages import FATES, changes, fate, plan_grid, plans
 from partita.report.tables import holm, worst_tenth
@@ -31,6 +32,7 @@ from partita.report.tables import holm, worst_tenth
 LABELS = ("fedavg", "fedprox", "fedfrozen")
 ROLES = {"query": 4096, "key": 4096, "value": 4096, "output": 4096, "mlp": 16384, "norm": 128}
 ROUNDS, WARM_UP, CLIENTS = 16, 6, 10
+PERPLEXITY = Metric("perplexity", higher_is_better=False)
 CONFIG = """
 seed = {seed}
 rounds = {rounds}
@@ -232,7 +234,7 @@ def test_old_runs_without_plan_and_environment_stay_reportable(tmp_path: Path) -
     assert line.final is not None
     assert (line.up, line.down, line.total_mb, line.seconds, line.personal) == (None,) * 5
     assert "fedavg" in page([record], tmp_path / "page.html").read_text()
-    assert accuracy_by_bytes([record]) is drift_by_role([record]) is plan_grid([record]) is None
+    assert metric_by_bytes([record]) is drift_by_role([record]) is plan_grid([record]) is None
 
 
 # The comparison
@@ -409,7 +411,8 @@ def test_unfinished_runs_are_told_and_not_paired_with_runs_ahead_of_them(tmp_pat
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=45))
 def test_worst_tenth(values: list[float]) -> None:
     count = max(1, math.ceil(len(values) / 10))
-    assert worst_tenth(values) == pytest.approx(np.sort(values)[:count].mean())
+    assert worst_tenth(values, ACCURACY) == pytest.approx(np.sort(values)[:count].mean())
+    assert worst_tenth(values, PERPLEXITY) == pytest.approx(np.sort(values)[::-1][:count].mean())
 
 
 def test_missing_personal_values_are_left_out_and_told(tmp_path: Path) -> None:
@@ -439,6 +442,80 @@ def test_another_metric(tmp_path: Path) -> None:
     comparison = compare([record], metric="f1")
     assert comparison.lines[0].final == 0.7
     assert cells(comparison, "f1, %") == ("70.0",)
+
+
+def perplexities(root: Path, label: str, seed: int, values: list[float]) -> Record:
+    """A language model's run; the clients' own values are 1 to 20 above the last."""
+
+    def edit(row: dict[str, Any]) -> dict[str, Any]:
+        value = values[row["round"]]
+        own = {f"c{number}": value + number for number in range(1, 21)}
+        return {**row, "test": {"loss": math.log(value), "perplexity": value}, "personal": {"perplexity": own}}
+
+    folder = write_run(root, label, seed, rounds=len(values), edit=edit)
+    plan = json.loads((folder / "plan.json").read_text())
+    metric = {"name": "perplexity", "higher_is_better": False}
+    (folder / "plan.json").write_text(json.dumps({"metric": metric, **plan}))
+    return read(folder)
+
+
+def test_a_metric_of_which_less_is_better(tmp_path: Path) -> None:
+    curves = {"a": [[90.0, 44.0, 40.0, 41.0], [80.0, 43.5, 39.0, 39.0]], "b": [[60.0, 41.5, 30.0, 31.0]] * 2}
+    runs = [perplexities(tmp_path, label, seed, each) for label, two in curves.items() for seed, each in enumerate(two)]
+    assert {run.metric for run in runs} == {PERPLEXITY}
+    comparison = compare(runs)
+    first, second = comparison.lines
+    assert (comparison.metric, comparison.higher_is_better) == ("perplexity", False)
+    assert first.final == 40.0
+    assert comparison.target == pytest.approx(1.05 * 40.0)
+    assert (first.reach.rounds, second.reach.rounds) == (3, 2)  # type: ignore[union-attr]
+    assert first.personal == pytest.approx(40.0 + 10.5)
+    assert first.personal_worst == pytest.approx(40.0 + 19.5)  # the highest two of twenty
+    assert second.difference is not None
+    assert second.difference.mean == pytest.approx(-9.0)
+    assert cells(comparison, "perplexity") == ("40.0 ± 1.41", "31.0 ± 0.00")
+    assert cells(comparison, "difference")[1].startswith("−9.00 [")
+    assert cells(comparison, "rounds to 42.0") == ("3", "2")
+    assert any("lower is better" in comment for comment in comparison.comments)
+    assert any("105% of the final mean of a" in comment for comment in comparison.comments)
+    text = report.to_text(comparison) + page(runs, tmp_path / "page.html").read_text()
+    assert "test perplexity" in text
+    assert not re.search(r"percentage|perplexity, %|accuracy", text)
+    figure = metric_by_round(runs)
+    assert figure is not None
+    assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx([85.0, 43.75, 39.5, 40.0])
+    strips = personal_by_client(runs)
+    assert strips is not None
+    means = [line.get_xdata()[0] for line in strips.axes[0].lines if len(line.get_xdata()) == 2]
+    worst = [line.get_xdata()[0] for line in strips.axes[0].lines if len(line.get_xdata()) == 1]
+    assert means == pytest.approx([50.5, 41.5])
+    assert worst == pytest.approx([59.5, 50.5])
+    by_loss = compare(runs, metric="loss")
+    assert not by_loss.higher_is_better
+    assert cells(by_loss, "loss")[1].startswith("3.43")
+
+
+def test_runs_that_are_judged_differently_are_not_compared(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path, "old", 0, [0.5]), perplexities(tmp_path, "new", 0, [40.0])]
+    assert runs[0].metric == ACCURACY  # its folder does not say
+    for make in (compare, metric_by_round, lambda records: page(records, tmp_path / "page.html")):
+        with pytest.raises(ReportError, match="'old' by accuracy, 'new' by perplexity; report them apart"):
+            make(runs)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "shown"),
+    [
+        (ACCURACY, 0.7134, "71.3%"),
+        (ACCURACY, None, "–"),
+        (PERPLEXITY, 1234.5, "1 234"),
+        (PERPLEXITY, 12.34, "12.3"),
+        (PERPLEXITY, 1.234, "1.23"),
+        (PERPLEXITY, None, "–"),
+    ],
+)
+def test_values_as_they_are_shown(metric: Metric, value: float | None, shown: str) -> None:
+    assert metric.show(value) == shown
 
 
 def test_every_way_of_showing_has_every_number(records: list[Record]) -> None:
@@ -480,7 +557,7 @@ def test_curves_are_mean_and_sample_deviation(records: list[Record]) -> None:
     runs = [record for record in records if record.label == "fedprox"]
     values = 100 * np.array([[row["test"]["accuracy"] for row in run.rows] for run in runs])  # (seed, round)
     sent = np.array([[row["bytes"]["up"] for row in run.rows] for run in runs]) / 1e6
-    found = curve(runs, "accuracy")
+    found = curve(runs, ACCURACY)
     assert found.rounds == list(range(1, ROUNDS + 1))
     assert found.mean == pytest.approx(values.mean(axis=0))
     assert found.sd == pytest.approx(values.std(axis=0, ddof=1))
@@ -488,7 +565,7 @@ def test_curves_are_mean_and_sample_deviation(records: list[Record]) -> None:
 
 
 def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[Record]) -> None:
-    figure = accuracy_by_round(records)
+    figure = metric_by_round(records)
     assert figure is not None
     verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARM_UP + 0.5] * 2]
     assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].colour]
@@ -533,7 +610,7 @@ def test_legends_cover_no_data_and_labels_look_different(tmp_path: Path, count: 
     labels = [*labels, *(f"method {number}" for number in range(count))][:count]
     assert len({(style.colour, str(style.dash)) for style in styles(labels).values()}) == count
     runs = [read(write_run(tmp_path, label, 0, rounds=8)) for label in labels]
-    for make in (accuracy_by_round, drift_by_role):
+    for make in (metric_by_round, drift_by_role):
         figure = make(runs)
         assert figure is not None
         figure.draw_without_rendering()
@@ -563,7 +640,7 @@ def test_the_picture_is_a_wide_png_and_matplotlib_stays_as_it_was(records: list[
 def test_without_matplotlib_the_remedy_is_named(records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ReportError, match=re.escape("pip install 'partita[report]'")):
-        accuracy_by_round(records)
+        metric_by_round(records)
 
 
 # The page

@@ -42,7 +42,9 @@ def moved(job: Job, by: float = 1.0) -> Tensors:
 
 
 def reply_to(job: Job, delta: Tensors | None = None, weight: float = 1.0, slots: Slots | None = None) -> Update:
-    return Update(job.client, moved(job) if delta is None else delta, slots or {}, weight, {}, 0.5)
+    return Update(
+        job.client, moved(job) if delta is None else delta, slots or {}, weight, dict.fromkeys(job.params, 1), 0.5
+    )
 
 
 # ---- bytes

@@ -204,9 +204,9 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
         return
     table = Table("folder", "label", "seed", "rounds", "test", "", box=None, header_style="bold")
     for row in rows:
-        tested = f"{row['metric']} {row['shown']}"
+        result = f"{row['metric']} {row['shown']}"
         state = "finished" if row["finished"] else f"unfinished: partita resume {row['folder']}"
-        table.add_row(row["folder"], row["label"], str(row["seed"]), row["rounds"], tested, state)
+        table.add_row(row["folder"], row["label"], str(row["seed"]), row["rounds"], result, state)
     Console().print(table)
 
 

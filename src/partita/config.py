@@ -73,6 +73,7 @@ class EngineConfig:
     threads: int | None = None
     onednn: bool | Literal["auto"] = "auto"  # torch's kernels for CPUs
     deterministic: bool = True  # on a GPU: the same bits again, for some speed
+    cache_frozen: bool = False  # compute once for each example what the lowest layers in model.frozen make of it
 
 
 @dataclass(frozen=True)

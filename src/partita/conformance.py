@@ -11,8 +11,8 @@ import torch
 
 from partita.core import checkpoint, tree, wire
 from partita.core.learn import ClientState, Job, assemble
-from partita.core.method import Local, Method, Server, Update
-from partita.core.model import Model, Population
+from partita.core.method import Local, Method, Rule, Server, Update
+from partita.core.model import Examples, Model, Population
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.plan import Turn
 from partita.core.rng import Key
@@ -65,7 +65,8 @@ def check_method(
     _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
     _require(_same(whole, _play(run, model, make())), "the same run gives two results: something outside it has a say")
     _check_wire(run, model, make, whole)
-    if all(type(rule).narrow is Local.narrow for rule in method.local):
+    # What clients choose by their data, and a server by what it saw, no plan can foretell.
+    if all(type(rule).narrow is Local.narrow for rule in method.local) and type(method.server).signal is Rule.signal:
         _check_rehearsal(run, model, population, whole)
     _check_order(run, model, make)
     _check_resume(run, model, make, whole)
@@ -136,8 +137,8 @@ class Watch:
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
-    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
-        return self.engine.evaluate(jobs)
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs, on)
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
         for job in jobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from partita.core.method import Server
 from partita.core.model import Model, layer_of, role_of
 from partita.core.plan import Plan, Turn, plan_for
 from partita.core.rng import Key
-from partita.core.rounds import Round, ask, begin, rounds
+from partita.core.rounds import Engine, Round, ask, begin, rounds
 from partita.core.run import Run, RunError
 from partita.core.store import Disk, Memory, Store
 from partita.data import Federation
 from partita.engines.choose import choose_block, use_onednn
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults, read_trace
-from partita.evaluate import score
+from partita.evaluate import Measure, measure_for, score
 
 Row = dict[str, Any]
 
@@ -43,6 +43,7 @@ class Experiment:
     faults: Faults
     device: torch.device
     block: int
+    measure: Measure
 
 
 def build(config: Config) -> Experiment:
@@ -56,11 +57,13 @@ def build(config: Config) -> Experiment:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.engine.deterministic)
     method = methods.build(config.method["name"], _rest(config.method, "name"))
-    task = data.load(config.data["name"], key / "data", **_rest(config.data, "name"))
+    task = data.load(config.data["name"], key / "data", **_data_options(config))
     federation = data.split(task, **config.split, key=key / "split")
     federation = federation.pooled() if method.pool else federation
     model = models.build(config.model["name"], task, key / "model", **_rest(config.model, "name"))
     model = method.extend(model, key / "extend") if method.extend else model
+    if config.engine.cache_frozen:
+        model, federation = _cached(model, federation)
     federate = config.federation
     run = Run(
         method,
@@ -85,7 +88,7 @@ def build(config: Config) -> Experiment:
     plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
     if method.adapt:
         method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
-    return Experiment(config, run, model, federation, faults, device, block)
+    return Experiment(config, run, model, federation, faults, device, block, measure_for(task))
 
 
 def start(config: Config, folder: Path) -> Iterator[Row]:
@@ -96,31 +99,60 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
         )
     experiment = build(config)
     with record.lock(folder):
-        block = replace(config.engine, block=experiment.block)
-        record.write(folder / record.CONFIG, replace(config, engine=block).to_toml().encode())
-        record.write_json(folder / record.ENVIRONMENT, record.environment(experiment.device, experiment.block))
-        record.write_json(folder / record.PLAN, {"stages": stages(experiment)})
-        yield from _play(experiment, folder, begin(experiment.run, experiment.model), 0)
+        prepare(experiment, folder)
+        yield from play(experiment, folder, *_embedded(experiment, folder), begin(experiment.run, experiment.model), 0)
 
 
 def resume(config: Config, folder: Path) -> Iterator[Row]:
     """Go on after the newest checkpoint as if nothing had happened."""
     experiment = build(config)
     with record.lock(folder):
-        saved = sealed(folder / "checkpoints")
-        done, server = 0, begin(experiment.run, experiment.model)
-        if saved:
-            done, server = checkpoint.load(saved[-1], experiment.device)
-        record.keep_rows(folder, done)
+        done, server = recall(experiment, folder)
         Disk(folder / "clients").rewind(done)
-        yield from _play(experiment, folder, server, done)
+        yield from play(experiment, folder, *_embedded(experiment, folder), server, done)
 
 
-def _play(experiment: Experiment, folder: Path, server: Server, done: int) -> Iterator[Row]:
-    config, run, model = experiment.config, experiment.run, experiment.model
+def prepare(experiment: Experiment, folder: Path) -> None:
+    """Write down what is known before the first round."""
+    config = replace(experiment.config, engine=replace(experiment.config.engine, block=experiment.block))
+    record.write(folder / record.CONFIG, config.to_toml().encode())
+    record.write_json(folder / record.ENVIRONMENT, record.environment(experiment.device, experiment.block))
+    record.write_json(
+        folder / record.PLAN, {"metric": asdict(experiment.measure.primary), "stages": stages(experiment)}
+    )
+
+
+def recall(experiment: Experiment, folder: Path) -> tuple[int, Server]:
+    """(rounds done, the server after them) by the newest checkpoint; rows of later rounds are dropped."""
+    saved = sealed(folder / "checkpoints")
+    done, server = 0, begin(experiment.run, experiment.model)
+    if saved:
+        done, server = checkpoint.load(saved[-1], experiment.device)
+    record.keep_rows(folder, done)
+    return done, server
+
+
+def _embedded(experiment: Experiment, folder: Path) -> tuple[Embedded, Store]:
     disk = Disk(folder / "clients", experiment.device)
-    store: Store = disk if config.engine.state == "disk" else Memory(disk)
-    engine = Embedded(run, model, experiment.federation, experiment.block, experiment.device, store, experiment.faults)
+    store: Store = disk if experiment.config.engine.state == "disk" else Memory(disk)
+    engine = Embedded(
+        experiment.run,
+        experiment.model,
+        experiment.federation,
+        experiment.block,
+        experiment.device,
+        store,
+        experiment.faults,
+        measure=experiment.measure,
+    )
+    return engine, store
+
+
+def play(
+    experiment: Experiment, folder: Path, engine: Engine, store: Store, server: Server, done: int
+) -> Iterator[Row]:
+    """Rounds from `done` on, whoever carries them, each recorded as it ends."""
+    config, run, model = experiment.config, experiment.run, experiment.model
     state = {slot: tree.to(part, experiment.device) for slot, part in server.state.items()}
     server = replace(server, params=tree.to(server.params, experiment.device), state=state)
     begun = clock = time.perf_counter()
@@ -155,11 +187,12 @@ def digest(experiment: Experiment, server: Server, store: Store) -> str:
     return tree.digest({**server.params, **own})
 
 
-def measure(experiment: Experiment, engine: Embedded, each: Round) -> Row:
+def measure(experiment: Experiment, engine: Engine, each: Round) -> Row:
     """The model on the central test set, and clients' models on their own test parts, when they are due."""
     due, run, last = experiment.config.evaluate, experiment.run, each.number + 1 == experiment.run.rounds
     federation, model = experiment.federation, experiment.model
-    clients = sorted((run.key / "evaluate").sample(federation.clients, min(due.clients, len(federation.clients))))
+    present = engine.clients()
+    clients = sorted((run.key / "evaluate").sample(present, min(due.clients, len(present))))
 
     def jobs() -> Iterator[Job]:
         return (ask(run, model, each.server, each.number, client)[0] for client in clients)
@@ -168,9 +201,11 @@ def measure(experiment: Experiment, engine: Embedded, each: Round) -> Row:
     if last or (each.number + 1) % due.every == 0:
         if _personal(run, *ask(run, model, each.server, each.number, clients[0]), each.server):
             # No single model exists: the mean over clients of how each one's own model does.
-            test = _mean([scores for _, scores in engine.evaluate(jobs(), federation.test)])
+            # There is no such mean where clients are elsewhere, since none holds the central test set.
+            found = [scores for _, scores in engine.evaluate(jobs(), federation.test)]
+            test = _mean(found) if found else None
         else:
-            test = score(model, each.server.params, federation.test)
+            test = score(model, each.server.params, federation.test, experiment.measure)
     personal: dict[str, dict[str, float]] | None = None
     if last or (each.number + 1) % due.personal == 0:
         personal = {}
@@ -187,7 +222,9 @@ def _personal(run: Run, job: Job, plan: Plan, server: Server) -> bool:
 
 
 def _mean(scores: list[dict[str, float]]) -> dict[str, float]:
-    return {metric: sum(each[metric] for each in scores) / len(scores) for metric in scores[0]}
+    """Of the metrics that all have: one may be left out where a model's answers are no numbers."""
+    shared = [metric for metric in scores[0] if all(metric in each for each in scores)]
+    return {metric: sum(each[metric] for each in scores) / len(scores) for metric in shared}
 
 
 def _row(experiment: Experiment, each: Round, seconds: float) -> Row:
@@ -227,6 +264,21 @@ def plan_rows(model: Model, plan: Plan) -> list[Row]:
         size = {"parameters": value.numel(), "bytes": value.numel() * value.element_size()}
         rows.append({"name": name, "layer": layer, "role": role, **size, **{k: name in v for k, v in does.items()}})
     return rows
+
+
+def _data_options(config: Config) -> dict[str, Any]:
+    """Texts are cut into the tokens of the model, unless another tokenizer is named."""
+    options, name = _rest(config.data, "name"), config.data["name"]
+    return {"tokenizer": config.model.get("path"), **options} if data.takes(name, "tokenizer") else options
+
+
+def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
+    """What the frozen lowest layers make of each example is computed once."""
+    from partita.models.cache import cache_frozen  # only there is transformers needed
+
+    task = federation.task
+    above, (train, test) = cache_frozen(model, task.train, task.test)
+    return above, replace(federation, task=replace(task, train=train, test=test))  # type: ignore[arg-type]
 
 
 def _rest(table: Any, key: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from partita.core import tree
 from partita.core.learn import ClientState, Job, Learned, reply, visit
 from partita.core.method import Local, MethodError, Server, Update
-from partita.core.model import Batch, Model
+from partita.core.model import Batch, Examples, Model
 from partita.core.rounds import Lost, begin, rounds
 from partita.core.run import Run
 from partita.engines.faults import Faults
@@ -47,7 +47,7 @@ class Rehearsal:
                 continue
             yield answer(self.run, self.model, job)
 
-    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         raise MethodError("a rehearsal trains nothing, so there is nothing to evaluate")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from partita.core import tree
 from partita.core.method import Context, Local
-from partita.core.model import Batch
+from partita.core.model import IGNORED, Batch
 from partita.core.optim import clip
 from partita.core.plan import Phase
 from partita.core.run import Run
@@ -168,22 +168,28 @@ def _lead_shared(part: tuple[Any, Any], count: int) -> tuple[Any, Any]:
 
 
 def _collate(batches: Sequence[Batch]) -> Batch:
-    """(client, example, ...): short batches are padded with their first example, which the mask then leaves out."""
+    """(client, example, ...): short batches are padded with their first example, which the mask then leaves out.
+
+    Where rows of tokens differ in length, they are padded with zeros, and their targets with such as do not count.
+    """
     sizes = [len(batch.targets) for batch in batches]
     longest = max(sizes)
 
-    def pad(value: Tensor) -> Tensor:
+    def pad(value: Tensor, width: int, fill: int) -> Tensor:
+        if value.ndim > 1 and value.shape[1] < width:
+            value = torch.cat([value, value.new_full((len(value), width - value.shape[1], *value.shape[2:]), fill)], 1)
         missing = longest - len(value)
         return torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) if missing else value
 
-    def join(values: Sequence[Tensor]) -> Tensor:
-        return torch.stack([pad(value) for value in values])
+    def join(values: Sequence[Tensor], fill: int) -> Tensor:
+        width = max(value.shape[1] if value.ndim > 1 else 0 for value in values)
+        return torch.stack([pad(value, width, fill) for value in values])
 
-    inputs = {name: join([batch.inputs[name] for batch in batches]) for name in batches[0].inputs}
+    inputs = {name: join([batch.inputs[name] for batch in batches], 0) for name in batches[0].inputs}
     mask = None
     if min(sizes) < longest:
         mask = (torch.arange(longest) < torch.tensor(sizes).unsqueeze(1)).float()  # (client, example)
-    return Batch(inputs, join([batch.targets for batch in batches]), mask)
+    return Batch(inputs, join([batch.targets for batch in batches], IGNORED), mask)
 
 
 def _place(batch: Batch, device: torch.device) -> Batch:

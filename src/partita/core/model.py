@@ -13,6 +13,7 @@ from torch import Tensor
 from partita.core.rng import Key
 from partita.core.tree import Names, Tensors
 
+IGNORED = -100  # a target that does not count: padding, or a token of which nothing is asked
 TOWERS = frozenset({"vision", "text"})  # of models with two
 
 

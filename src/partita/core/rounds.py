@@ -15,7 +15,7 @@ from partita.core.drift import Drift, Measures
 from partita.core.learn import ClientFault, Job
 from partita.core.ledger import Ledger
 from partita.core.method import MethodError, Server, Update
-from partita.core.model import Model
+from partita.core.model import Examples, Model
 from partita.core.plan import Plan, Turn, plan_for
 from partita.core.run import Run, RunError
 from partita.core.tree import Names, Tensors, select, within
@@ -27,6 +27,7 @@ class Lost:
 
     client: str
     reason: str
+    empty: bool = False  # it holds nothing of what it was sent any more
 
 
 class Engine(Protocol):
@@ -36,7 +37,9 @@ class Engine(Protocol):
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]: ...
 
-    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]: ...
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+        """Scores on each client's own test part, or on the examples given; a client without scores is left out."""
+        ...
 
 
 @dataclass
@@ -157,6 +160,8 @@ class _Round:
             plan = self.plans.pop(reply.client)
             if isinstance(reply, Lost):
                 self.lost.append(reply)
+                if reply.empty:
+                    self.overwritten.append((reply.client, self.model.every()))
                 continue
             self.traffic.up.update(wire.count({"delta": reply.delta, **reply.slots}))
             for transform in reversed(self.run.method.channel):
@@ -175,13 +180,18 @@ class _Round:
         """Fewer names than the plan sends up are fine, others are not; nor are odd shapes or numbers."""
         if not 0 <= update.weight < math.inf:
             return f"sent the weight {update.weight}; it must be a number from 0 up"
-        for slot, part in {"delta": update.delta, **update.slots}.items():
+        if update.loss is not None and not math.isfinite(update.loss):
+            return f"sent the loss {update.loss}; lower training.lr, set training.clip, or look at the client's data"
+        for part in (update.delta, *update.slots.values()):
             for name, value in part.items():
                 expected = self.server.params[name].shape if name in plan.up else None
                 if expected is None:
                     return f"sent '{name}', which its plan does not send up in round {self.number}"
-                if slot == "delta" and value.shape != expected:
+                if value.shape != expected:
                     return f"sent '{name}' of shape {tuple(value.shape)}, not {tuple(expected)}"
                 if not bool(torch.isfinite(value).all()):
                     return f"sent '{name}' with values that are not finite; lower training.lr or set training.clip"
+                steps = update.steps.get(name)
+                if not isinstance(steps, int) or steps < 1:
+                    return f"sent '{name}' after {steps} steps; it must be a whole number from 1 up"
         return None

@@ -14,10 +14,13 @@ from partita.data.task import Federation, Rows, Table, Task
 INDEX = {
     "digits": "partita.data.digits:digits",
     "images": "partita.data.images:images",
+    "lm": "partita.data.lm:lm",
     "synthetic": "partita.data.synthetic:synthetic",
+    "text": "partita.data.text:text",
+    "tokens": "partita.data.tokens:tokens",
 }
 
-__all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Rows", "Table", "Task", "load", "split"]
+__all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Rows", "Table", "Task", "load", "split", "takes"]
 
 
 def load(name: str, key: Key, **options: Any) -> Task:
@@ -28,3 +31,8 @@ def load(name: str, key: Key, **options: Any) -> Task:
         options["key"] = key
     task: Task = make(**options)
     return task
+
+
+def takes(name: str, option: str) -> bool:
+    """Whether the named task has such an option."""
+    return option in inspect.signature(pick(INDEX, name, "task")).parameters

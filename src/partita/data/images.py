@@ -1,7 +1,8 @@
-"""Image folders in Hugging Face's parquet layout."""
+"""Images of one class each."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from partita.core.options import nearest
+from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.data.errors import DataError, need
+from partita.data.labels import one_label
+from partita.data.source import Part, read
 from partita.data.task import Table, Task
 
 MODES = {1: "L", 3: "RGB"}
@@ -34,14 +37,17 @@ class Normalise:
 
 def images(
     path: str | Path,
+    key: Key,
     image: str = "image",
     label: str = "label",
     size: int | None = None,
     channels: int = 3,
     mean: tuple[float, ...] = (0.5,),
     std: tuple[float, ...] = (0.5,),
+    config: str | None = None,
+    test: float | str = 0.2,
 ) -> Task:
-    """A folder with train.parquet and test.parquet; a client cuts its own validation part, so no other file is read.
+    """Image classification. A client cuts its own validation part, so no other part than train and test is read.
 
     Images are squeezed to `size` by `size`; without it they must be square and alike. Mean and std of 0.5 put pixels
     in [-1, 1]; a pretrained model wants its own. Columns of text, whole numbers or classes become the task's columns.
@@ -51,81 +57,68 @@ def images(
     for name, values in ("mean", mean), ("std", std):
         if len(values) not in (1, channels):
             raise DataError(f"{name} has {len(values)} values for {channels} channels; give 1 or {channels}")
-    folder = Path(path)
-    train, test = (_read(folder / f"{part}.parquet", image, label) for part in ("train", "test"))
-    classes = train.features[label].names
-    if test.features[label].names != classes:
-        raise DataError(
-            f"train.parquet and test.parquet of '{folder}' name other classes in '{label}'; write them alike"
-        )
-    pixels, held_out = (_pixels(data, image, size, channels) for data in (train, test))
+    source = read(path, key, config, test)
+    for part in (source.train, source.test):
+        _check(part, image, label)
+    classes, *targets = one_label(source, label)
+    pixels, held_out = (_pixels(part, image, size, channels) for part in (source.train, source.test))
     if held_out.shape[1:] != pixels.shape[1:]:
-        raise DataError(f"images of '{folder}' differ in size between train and test; set size to make them alike")
-    side, normalise = pixels.shape[-1], Normalise(mean, std)
+        raise DataError(f"images of '{path}' differ in size between train and test; set size to make them alike")
+    normalise = Normalise(mean, std)
     return Task(
-        folder.name,
-        Table({"pixel_values": pixels}, _targets(train, label), normalise),
-        Table({"pixel_values": held_out}, _targets(test, label), normalise),
-        classes=tuple(classes),
-        columns={name: _column(train, name) for name in train.column_names if _splits_by(train, name, label)},
+        source.name,
+        Table({"pixel_values": pixels}, targets[0], normalise),
+        Table({"pixel_values": held_out}, targets[1], normalise),
+        classes=classes,
+        columns=source.train.columns(label),
         channels=channels,
-        size=side,
+        size=pixels.shape[-1],
     )
 
 
-def _read(file: Path, image: str, label: str) -> Any:
+def _check(part: Part, image: str, label: str) -> None:
     datasets = need("datasets", "data")
-    if not file.is_file():
-        raise DataError(f"there is no file '{file}'; give the folder that has train.parquet and test.parquet")
-    # Straight from the file: the library's own reader would leave a copy of every data set in the user's cache.
-    data = datasets.Dataset(need("pyarrow.parquet", "data").read_table(file))
-    for column in (image, label):
-        if column not in data.column_names:
-            raise DataError(f"'{file}' has no column '{column}'; {nearest(column, data.column_names)}")
-    if not isinstance(data.features[image], datasets.Image):
-        raise DataError(f"column '{image}' of '{file}' holds no images; name the one that does with image = '...'")
-    if not isinstance(data.features[label], datasets.ClassLabel):
-        raise DataError(f"column '{label}' of '{file}' has no class names; cast it with datasets' class_encode_column")
-    return data
+    part.need(image, label)
+    if not isinstance(part.data.features[image], datasets.Image):
+        raise DataError(f"column '{image}' of {part.where} holds no images; name the one that does with image = '...'")
+    if not isinstance(part.data.features[label], datasets.ClassLabel):
+        raise DataError(
+            f"column '{label}' of {part.where} has no class names; cast it with datasets' class_encode_column"
+        )
 
 
-def _pixels(data: Any, column: str, size: int | None, channels: int) -> Tensor:
+def _pixels(part: Part, column: str, size: int | None, channels: int) -> Tensor:
     """Bytes, (row, channel, height, width)."""
     filled: NDArray[np.uint8] | None = None
-    for row, picture in enumerate(data[column]):
+    for place, picture in enumerate(_decoded(part, column)):
         picture = picture.convert(MODES[channels])
         if size is not None and picture.size != (size, size):
             picture = picture.resize((size, size))
         if filled is None:
             if picture.width != picture.height:
                 raise DataError(f"images are {picture.width} by {picture.height}; set size to make them square")
-            filled = np.empty((len(data), channels, picture.height, picture.width), np.uint8)
+            filled = np.empty((len(part.data), channels, picture.height, picture.width), np.uint8)
         if picture.size != filled.shape[:1:-1]:
             raise DataError(
-                f"image {row} is {picture.width} by {picture.height}, the first is {filled.shape[3]} by "
-                f"{filled.shape[2]}; set size to make them alike"
+                f"the image in {part.row(place)} is {picture.width} by {picture.height}, the first is "
+                f"{filled.shape[3]} by {filled.shape[2]}; set size to make them alike"
             )
-        filled[row] = np.asarray(picture).reshape(*filled.shape[2:], channels).transpose(2, 0, 1)
-    if filled is None:
-        raise DataError("a part has no images; both train.parquet and test.parquet need some")
+        filled[place] = np.asarray(picture).reshape(*filled.shape[2:], channels).transpose(2, 0, 1)
+    assert filled is not None, "no part is empty"
     return torch.from_numpy(filled)
 
 
-def _targets(data: Any, label: str) -> Tensor:
-    labels = torch.tensor(data.with_format("numpy")[label][:], dtype=torch.int64)
-    if (labels < 0).any():
-        raise DataError(f"row {int((labels < 0).nonzero()[0])} has no label; leave unlabelled rows out of the file")
-    return labels
-
-
-def _splits_by(data: Any, name: str, label: str) -> bool:
-    feature = data.features[name]
-    kind = getattr(feature, "dtype", "")
-    return name != label and type(feature).__name__ in ("Value", "ClassLabel") and ("string" in kind or "int" in kind)
-
-
-def _column(data: Any, name: str) -> NDArray[Any]:
-    feature, values = data.features[name], data[name][:]
-    if hasattr(feature, "int2str"):
-        values = feature.int2str(values)
-    return np.array(["" if value is None else str(value) for value in values])
+def _decoded(part: Part, column: str) -> Iterator[Any]:
+    """One by one, so that a broken image can be named."""
+    feature = part.data.features[column]
+    for place, kept in enumerate(part.data.cast_column(column, need("datasets", "data").Image(decode=False))[column]):
+        file = Path(kept["path"]) if kept and kept["path"] else None
+        named = f"the image in {part.row(place)}" + (f" ('{file}')" if file else "")
+        if kept and kept["bytes"] is None and file and file.is_file():
+            kept = {**kept, "bytes": file.read_bytes()}
+        if not kept or kept["bytes"] == b"":
+            raise DataError(f"{named} is empty; replace or remove it")
+        try:
+            yield feature.decode_example(kept)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise DataError(f"{named} cannot be read; replace or remove it") from error

@@ -24,6 +24,7 @@ SPLITS = {
     "pathological": "partita.data.split:pathological",
     "by_column": "partita.data.split:by_column",
     "flwr": "partita.data.flwr:flwr",
+    "site": "partita.data.site:site",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.data.errors import DataError
 from partita.data.names import Listed
+from partita.data.ragged import Ragged
 
 Ints = NDArray[np.int64]
 Parts = tuple[Tensor, Tensor, Tensor]  # the rows of a client's train, validation and test part
@@ -50,7 +51,7 @@ class Table:
 class Rows:
     """Some rows of a table, held as their indices alone."""
 
-    table: Table
+    table: Table | Ragged
     indices: Tensor  # (row,)
 
     def __len__(self) -> int:
@@ -62,15 +63,21 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is to be learnt. `columns` holds one value for each train row, for splits that follow them."""
+    """What is to be learnt. `columns` holds one value for each train row, for splits that follow them.
+
+    `kind` says what goes in and what is asked: the class of an image or a text, or with `multi_label` any number of
+    classes; the tag of each token; or the next token, where there are no classes.
+    """
 
     name: str
-    train: Table
-    test: Table
+    train: Table | Ragged
+    test: Table | Ragged
     classes: tuple[str, ...]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     channels: int = 0  # of images; 0 for other inputs
     size: int = 0  # of square images; 0 for other inputs
+    kind: Literal["image", "text", "tokens", "lm"] = "image"
+    multi_label: bool = False
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():
@@ -80,7 +87,7 @@ class Task:
     def labels(self) -> Ints:
         """The class of each train row, for tasks that have one."""
         targets = self.train.targets
-        if targets.ndim != 1 or targets.is_floating_point():
+        if targets.ndim != 1 or targets.is_floating_point() or self.kind in ("tokens", "lm"):
             raise DataError(
                 f"{self.name} has targets of shape {tuple(targets.shape)} and type {targets.dtype}, but this split "
                 "needs one class for each example; use 'iid', 'quantity' or 'by_column'"

@@ -19,7 +19,7 @@ from partita.core.run import Run, RunError
 from partita.core.store import Memory, Store
 from partita.core.tree import Tensors
 from partita.engines.faults import Faults
-from partita.evaluate import score
+from partita.evaluate import ACCURACY, Measure, score
 
 T = TypeVar("T")
 
@@ -39,10 +39,12 @@ class Embedded:
         store: Store | None = None,
         faults: Faults | None = None,
         wire: bool = False,
+        measure: Measure = ACCURACY,
     ) -> None:
         self.run, self.model, self.population, self.block = run, model, population, block
         self.device = device or torch.device("cpu")
         self.store, self.faults, self.wire = store or Memory(), faults or Faults(), wire
+        self.measure = measure
         self.copies: dict[str, Tensors] = {}
         model.to(self.device)
 
@@ -67,7 +69,8 @@ class Embedded:
                 adapted = self._learn(plain, trials)
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
-                yield job.client, score(self.model, params, self.population[job.client].test if on is None else on)
+                examples = self.population[job.client].test if on is None else on
+                yield job.client, score(self.model, params, examples, self.measure)
 
     def _trial(self, job: Job, phases: tuple[Phase, ...]) -> Visit:
         state = self.store.load(job.client, job.round + 1)

@@ -31,7 +31,7 @@ class Adapted(Model):
     """Parameters are lent to the module for one call; between calls it holds only what is frozen for good.
 
     So two threads must not call it at once. `fixed` are inputs that are the same for every example. With a `dtype`,
-    everything is computed in it, but what trains is held as it is and cast for each call.
+    everything is computed in it, but what trains is held in float32 and cast for each call.
     """
 
     name: str
@@ -113,7 +113,8 @@ def adapt(
     own = dict(module.named_parameters())
     tags = _tags(model_type, module)
     stays = _frozen(name, tags, frozen)
-    initial = {each: value.detach().clone() for each, value in own.items() if each not in stays}
+    wide = None if dtype is None else torch.float32  # a step in half precision would be lost to rounding
+    initial = {each: value.detach().to(wide, copy=True) for each, value in own.items() if each not in stays}
     if dtype is not None:
         for each in stays:
             own[each].data = own[each].data.to(dtype)

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional
 
+from partita.core.model import IGNORED
 from partita.models import Kind
 
 Objective = Literal["single", "multi", "tokens", "lm"]
@@ -16,7 +17,6 @@ KINDS: dict[Objective, tuple[Kind, ...]] = {
     "tokens": ("tokens",),
     "lm": ("lm",),
 }
-IGNORED = -100  # a target that does not count: padding, a word's later pieces, a prompt
 
 
 def losses_for(objective: Objective, logits: Tensor, targets: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from partita.report.page import page
 from partita.report.plots import picture
-from partita.report.read import Record, ReportError, find, read
+from partita.report.read import Record, ReportError, find, read, read_metric
 from partita.report.show import to_json, to_markdown, to_text
 from partita.report.tables import Comparison, compare
 
@@ -15,6 +15,7 @@ __all__ = [
     "page",
     "picture",
     "read",
+    "read_metric",
     "to_json",
     "to_markdown",
     "to_text",

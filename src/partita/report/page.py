@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from partita.report import plots, stages
 from partita.report.frame import Style, styles, svg
-from partita.report.read import Record, by_label, clients, settings
+from partita.report.read import Record, by_label, clients, metric_of, settings
 from partita.report.show import Column, halves, size
 from partita.report.tables import Comparison, compare
 
@@ -29,14 +29,14 @@ def page(
     out: Path | str,
     title: str = "Federated fine-tuning, compared",
     target: float | None = None,
-    metric: str = "accuracy",
+    metric: str | None = None,
 ) -> Path:
     """Write the report of these runs; the first label is what the others are compared with."""
     out = Path(out)
     sections = (
         _head(records, title),
         _comparison(records, compare(records, target, metric)),
-        _figures(records, metric),
+        _figures(records, metric_of(records, metric).name),
         _lost(records),
         _plans(records),
         _settings(records),
@@ -156,13 +156,13 @@ def _figures(records: Sequence[Record], metric: str) -> str:
     wanted: list[tuple[str, Callable[[], Figure | None], str, str]] = [
         (
             "rounds",
-            lambda: plots.accuracy_by_round(records, metric),
+            lambda: plots.metric_by_round(records, metric),
             f"{metric.capitalize()} by round.",
             f"Test {metric} after each round, mean over seeds; {spread}{marks}",
         ),
         (
             "bytes",
-            lambda: plots.accuracy_by_bytes(records, metric),
+            lambda: plots.metric_by_bytes(records, metric),
             f"{metric.capitalize()} against what was sent up.",
             f"The same values over the megabytes that all clients together had sent to the server by then; {spread}",
         ),

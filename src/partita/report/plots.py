@@ -23,7 +23,8 @@ from partita.report.frame import (
     styles,
     whole_rounds,
 )
-from partita.report.read import Record, ReportError, by_label, number, personal, present, sent, tested
+from partita.report.metric import Metric
+from partita.report.read import Record, ReportError, by_label, metric_of, number, personal, present, sent, tested
 from partita.report.stages import changes
 from partita.report.tables import deviation, mean, worst_tenth
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Curve:
-    """Over the seeds that were tested after a round: mean and sample standard deviation, in percent."""
+    """Over the seeds that were tested after a round: mean and sample standard deviation, as shown."""
 
     rounds: list[int]  # completed, so the first is 1
     mean: list[float]
@@ -42,12 +43,12 @@ class Curve:
     megabytes: list[float] | None  # sent up by all clients until then
 
 
-def curve(runs: Sequence[Record], metric: str) -> Curve:
+def curve(runs: Sequence[Record], metric: Metric) -> Curve:
     by_round: dict[int, list[float]] = {}
     for run in runs:
-        for round, value in tested(run, metric):
+        for round, value in tested(run, metric.name):
             if value is not None:
-                by_round.setdefault(round, []).append(100 * value)
+                by_round.setdefault(round, []).append(metric.scale * value)
     sums = [_cumulative(run) for run in runs]
     megabytes = [mean([each[round] for each in sums if round in each]) for round in sorted(by_round)]
     return Curve(
@@ -64,7 +65,8 @@ def _cumulative(run: Record) -> dict[int, float]:
     return dict(zip((row["round"] for row in run.rows), sums, strict=False))
 
 
-def accuracy_by_round(records: Sequence[Record], metric: str = "accuracy") -> Figure | None:
+def metric_by_round(records: Sequence[Record], name: str | None = None) -> Figure | None:
+    metric = metric_of(records, name)
     curves = _curves(records, metric)
     if not curves:
         return None
@@ -75,7 +77,8 @@ def accuracy_by_round(records: Sequence[Record], metric: str = "accuracy") -> Fi
     return figure
 
 
-def accuracy_by_bytes(records: Sequence[Record], metric: str = "accuracy") -> Figure | None:
+def metric_by_bytes(records: Sequence[Record], name: str | None = None) -> Figure | None:
+    metric = metric_of(records, name)
     curves = _curves(records, metric)
     if not any(each.megabytes for each in curves.values()):
         return None
@@ -86,17 +89,18 @@ def accuracy_by_bytes(records: Sequence[Record], metric: str = "accuracy") -> Fi
     return figure
 
 
-def picture(records: Sequence[Record], out: Path | str, metric: str = "accuracy") -> Path:
+def picture(records: Sequence[Record], out: Path | str, metric: str | None = None) -> Path:
     """One wide PNG: what was reached by round, and what it cost in bytes sent up."""
-    curves = _curves(records, metric)
+    judge = metric_of(records, metric)
+    curves = _curves(records, judge)
     if not curves:
         raise ReportError(
-            f"no run was ever tested for '{metric}', so there is nothing to draw; choose a recorded metric"
+            f"no run was ever tested for '{judge.name}', so there is nothing to draw; choose a recorded metric"
         )
     figure = new_figure(11.5, 3.9 + legend_height(list(curves)))
     left, right = figure.subplots(1, 2, sharey=True)
-    marked = _draw_rounds(left, records, curves, metric)
-    _draw_bytes(right, records, curves, metric)
+    marked = _draw_rounds(left, records, curves, judge)
+    _draw_bytes(right, records, curves, judge)
     right.set_ylabel("")
     left.set_title("By round", loc="left", fontsize=11, color=INK, fontweight="bold")
     right.set_title("By megabytes sent up", loc="left", fontsize=11, color=INK, fontweight="bold")
@@ -107,22 +111,22 @@ def picture(records: Sequence[Record], out: Path | str, metric: str = "accuracy"
     return out
 
 
-def _curves(records: Sequence[Record], metric: str) -> dict[str, Curve]:
+def _curves(records: Sequence[Record], metric: Metric) -> dict[str, Curve]:
     curves = {label: curve(runs, metric) for label, runs in by_label(records).items()}
     return {label: each for label, each in curves.items() if each.rounds}
 
 
-def _draw_rounds(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curve], metric: str) -> bool:
+def _draw_rounds(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curve], metric: Metric) -> bool:
     """Returns whether a change of plan was marked."""
     look = styles(by_label(records))
     for label, each in curves.items():
         _draw_line(axes, each.rounds, each, look[label], len(curves))
-    calm(axes, "rounds completed", f"test {metric}, %{_band(curves)}")
+    calm(axes, "rounds completed", f"test {metric.titled}{_band(curves)}")
     whole_rounds(axes)
     return _mark_stages(axes, records, look)
 
 
-def _draw_bytes(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curve], metric: str) -> None:
+def _draw_bytes(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curve], metric: Metric) -> None:
     look = styles(by_label(records))
     spent = {label: each.megabytes for label, each in curves.items() if each.megabytes}
     for label, megabytes in spent.items():
@@ -132,7 +136,7 @@ def _draw_bytes(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curv
     starts = [megabytes[0] for megabytes in spent.values()]
     if ends and min(starts) > 0 and max(ends) > 8 * min(ends):
         axes.set_xscale("log")  # a cheap method would be a stroke at the left edge
-    calm(axes, "MB sent up so far, all clients", f"test {metric}, %{_band(curves)}")
+    calm(axes, "MB sent up so far, all clients", f"test {metric.titled}{_band(curves)}")
 
 
 def _band(curves: Mapping[str, Curve]) -> str:
@@ -218,10 +222,10 @@ def _drift(runs: Sequence[Record], role: str, measure: str) -> list[tuple[int, f
     return [(completed, fmean(values)) for completed, values in sorted(by_round.items())]
 
 
-def personal_by_client(records: Sequence[Record], metric: str = "accuracy") -> Figure | None:
+def personal_by_client(records: Sequence[Record], name: str | None = None) -> Figure | None:
     """A strip for each label. Clients rise by their value within it, so a strip is a cumulative distribution."""
-    groups = by_label(records)
-    values = {label: [present(personal(run, metric)) for run in runs] for label, runs in groups.items()}
+    groups, metric = by_label(records), metric_of(records, name)
+    values = {label: [present(personal(run, metric.name)) for run in runs] for label, runs in groups.items()}
     values = {label: seeds for label, seeds in values.items() if any(seeds)}
     if not values:
         return None
@@ -229,16 +233,16 @@ def personal_by_client(records: Sequence[Record], metric: str = "accuracy") -> F
     figure = new_figure(9.2, 0.8 + 0.58 * len(values))
     axes = figure.add_subplot()
     for row, (label, seeds) in enumerate(values.items()):
-        dots = sorted(100 * value for seed in seeds for value in seed)
+        dots = sorted(metric.scale * value for seed in seeds for value in seed)
         rise = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
         axes.plot(dots, rise, "o", color=look[label].colour, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
-        centre, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed) for seed in seeds])
+        centre, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed, metric) for seed in seeds])
         if centre is not None and worst is not None:
-            axes.plot([100 * centre] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)
-            axes.plot([100 * worst], [row], "D", color="none", markeredgecolor=INK, markersize=5.5, zorder=3)
+            axes.plot([metric.scale * centre] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)
+            axes.plot([metric.scale * worst], [row], "D", color="none", markeredgecolor=INK, markersize=5.5, zorder=3)
     axes.set_yticks(range(len(values)), [shorten(label, 28) for label in values])
     axes.set_ylim(len(values) - 0.45, -0.55)
-    calm(axes, f"personal {metric} of a client, %   (line: mean, diamond: mean of the worst tenth)", "")
+    calm(axes, f"a client's personal {metric.titled}   (line: mean, diamond: mean of the worst tenth)", "")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.tick_params(axis="y", length=0)

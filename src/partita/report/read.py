@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from partita.report.metric import ACCURACY, LOWER, Metric
+
 Row = Mapping[str, Any]
 
 
@@ -29,6 +31,7 @@ class Record:
     environment: Mapping[str, str]
     finished: bool
     folder: Path
+    metric: Metric = ACCURACY
 
 
 def find(folder: Path | str) -> list[Path]:
@@ -54,16 +57,34 @@ def read(folder: Path | str) -> Record:
     for key in ("label", "seed"):
         if key not in config:
             raise ReportError(f"'{folder / 'config.toml'}' has no '{key}'; it must be the resolved config of a run")
+    plan = _json(folder / "plan.json")
     return Record(
         label=str(config["label"]),
         seed=int(config["seed"]),
         config=config,
         rows=_rows(folder / "rows.jsonl"),
-        plan=tuple(_json(folder / "plan.json").get("stages", ())),
+        plan=tuple(plan.get("stages", ())),
         environment={key: str(value) for key, value in _json(folder / "environment.json").items()},
         finished=(folder / "result.json").is_file(),
         folder=folder,
+        metric=Metric(**plan.get("metric", {})),
     )
+
+
+def read_metric(folder: Path | str) -> Metric:
+    """Also of a run that has no finished round yet."""
+    return Metric(**_json(Path(folder) / "plan.json").get("metric", {}))
+
+
+def metric_of(records: Iterable[Record], name: str | None = None) -> Metric:
+    """The one that all runs are judged by, or the one named."""
+    known = {record.metric: record.label for record in records}
+    if name is not None:
+        return next((metric for metric in known if metric.name == name), Metric(name, name not in LOWER))
+    if len(known) > 1:
+        told = ", ".join(f"'{label}' by {metric.name}" for metric, label in known.items())
+        raise ReportError(f"these runs are not judged alike: {told}; report them apart, or name one metric")
+    return next(iter(known), ACCURACY)
 
 
 def _rows(path: Path) -> tuple[Row, ...]:

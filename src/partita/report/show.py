@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from partita.report.metric import MISSING, Metric, short
 from partita.report.tables import Comparison, Difference, Line, Reach
 
-MISSING = "–"
 COSTS = ("a client-round", "a run")
 
 
@@ -23,24 +23,28 @@ class Column:
 
 def columns(comparison: Comparison) -> list[Column]:
     """The columns that have something to say; every way of showing the table shares them."""
-    several, metric = len(comparison.lines) > 1, comparison.metric
+    several, metric = len(comparison.lines) > 1, Metric(comparison.metric, comparison.higher_is_better)
     corrected = any(line.difference and line.difference.p_holm is not None for line in comparison.lines)
     has_personal = any(line.personal is not None for line in comparison.lines)
-    target = MISSING if comparison.target is None else f"{100 * comparison.target:.1f}%"
     shown: list[tuple[bool, str, str, Callable[[Line], str]]] = [
         (True, "", "label", lambda line: line.label),
         (True, "", "seeds", lambda line: str(len(line.seeds))),
-        (True, "test", f"{metric}, %", lambda line: _spread(line.final, line.final_sd)),
-        (True, "test", "stability", lambda line: _percent(line.stability)),
-        (several, "test", "difference [95%]", lambda line: _gap(line.difference)),
+        (True, "test", metric.titled, lambda line: _spread(metric, line.final, line.final_sd)),
+        (True, "test", "stability", lambda line: metric.text(line.stability)),
+        (several, "test", "difference [95%]", lambda line: _gap(metric, line.difference)),
         (several, "test", "p (Holm)" if corrected else "p", lambda line: _p(line.difference, corrected)),
-        (has_personal, "personal", "mean, %", lambda line: _percent(line.personal)),
-        (has_personal, "personal", "worst tenth", lambda line: _percent(line.personal_worst)),
+        (
+            has_personal,
+            "personal",
+            "mean, %" if metric.higher_is_better else "mean",
+            lambda line: metric.text(line.personal),
+        ),
+        (has_personal, "personal", "worst tenth", lambda line: metric.text(line.personal_worst)),
         (True, "a client-round", "up", lambda line: size(line.up)),
         (True, "a client-round", "down", lambda line: size(line.down)),
-        (True, "a run", "MB", lambda line: _short(line.total_mb)),
-        (True, "a run", f"rounds to {target}", lambda line: _reached(line.reach)),
-        (True, "a run", "s a round", lambda line: _short(line.seconds)),
+        (True, "a run", "MB", lambda line: short(line.total_mb)),
+        (True, "a run", f"rounds to {metric.show(comparison.target)}", lambda line: _reached(line.reach)),
+        (True, "a run", "s a round", lambda line: short(line.seconds)),
     ]
     return [
         Column(group, heading, tuple(map(cell, comparison.lines))) for wanted, group, heading, cell in shown if wanted
@@ -56,19 +60,15 @@ def halves(comparison: Comparison) -> dict[str, list[Column]]:
     }
 
 
-def _percent(value: float | None, sign: str = "") -> str:
-    return MISSING if value is None else f"{100 * value:{sign}.1f}".replace("-", "−")
+def _spread(metric: Metric, value: float | None, sd: float | None) -> str:
+    return metric.text(value) if sd is None else f"{metric.text(value)} ± {metric.text(sd)}"
 
 
-def _spread(value: float | None, sd: float | None) -> str:
-    return _percent(value) if sd is None else f"{_percent(value)} ± {_percent(sd)}"
-
-
-def _gap(each: Difference | None) -> str:
+def _gap(metric: Metric, each: Difference | None) -> str:
     if each is None or each.mean is None:
         return MISSING
-    interval = "" if each.low is None else f" [{_percent(each.low)}, {_percent(each.high)}]"
-    return _percent(each.mean, "+") + interval
+    interval = "" if each.low is None else f" [{metric.text(each.low)}, {metric.text(each.high)}]"
+    return metric.text(each.mean, "+") + interval
 
 
 def _p(each: Difference | None, corrected: bool) -> str:
@@ -84,16 +84,8 @@ def size(count: float | None) -> str:
         return MISSING
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
-            return f"{_short(count / factor)} {unit}"
+            return f"{short(count / factor)} {unit}"
     return f"{count:.0f} B"
-
-
-def _short(value: float | None) -> str:
-    """Three significant digits, and never an exponent."""
-    if value is None:
-        return MISSING
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 or value == 0 else 4
-    return f"{value:,.{digits}f}".replace(",", " ")
 
 
 def _reached(reach: Reach | None) -> str:

@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from partita.report.metric import Metric
 from partita.report.read import (
     Record,
     ReportError,
     by_label,
     clients,
+    metric_of,
     number,
     personal,
     present,
@@ -19,6 +21,8 @@ from partita.report.read import (
     settings,
     tested,
 )
+
+SHARE = {True: 0.95, False: 1.05}  # of the first label's final mean: by higher_is_better, when it counts as reached
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Line:
-    """Values of the metric are fractions, spread is the sample standard deviation, and None means not known."""
+    """Values of the metric are as recorded, spread is the sample standard deviation, and None means not known."""
 
     label: str
     seeds: tuple[int, ...]
@@ -64,6 +68,7 @@ class Line:
 @dataclass(frozen=True)
 class Comparison:
     metric: str
+    higher_is_better: bool
     target: float | None
     lines: tuple[Line, ...]
     comments: tuple[str, ...]
@@ -79,26 +84,28 @@ def deviation(values: Sequence[float | None]) -> float | None:
     return statistics.stdev(known) if len(known) > 1 else None
 
 
-def compare(records: Sequence[Record], target: float | None = None, metric: str = "accuracy") -> Comparison:
+def compare(records: Sequence[Record], target: float | None = None, metric: str | None = None) -> Comparison:
     """One line for each label, in order of first appearance; the first is what the others are compared with.
 
-    The target is a fraction, by default 95% of the first label's mean final value.
+    The target is by default 95% of the first label's mean final value, or 105% of it where less is better. The metric
+    is that of the runs, unless another is named.
     """
-    groups = by_label(records)
+    groups, judge = by_label(records), metric_of(records, metric)
+    metric = judge.name
     finals = {label: {run.seed: _final(run, metric) for run in runs} for label, runs in groups.items()}
     first = next(iter(groups))
     asked = target
     if target is None and (reference := mean(list(finals[first].values()))) is not None:
-        target = 0.95 * reference
+        target = SHARE[judge.higher_is_better] * reference
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
         differences = _corrected(differences)
-    lines = tuple(_line(runs, finals[label], differences.get(label), target, metric) for label, runs in groups.items())
+    lines = tuple(_line(runs, finals[label], differences.get(label), target, judge) for label, runs in groups.items())
     comments = [
-        *_meaning(lines, target, asked is not None, metric),
+        *_meaning(lines, target, asked is not None, judge),
         *_reservations(groups, finals, differences, metric),
     ]
-    return Comparison(metric, target, lines, tuple(comments))
+    return Comparison(metric, judge.higher_is_better, target, lines, tuple(comments))
 
 
 def _line(
@@ -106,8 +113,9 @@ def _line(
     finals: dict[int, float | None],
     difference: Difference | None,
     target: float | None,
-    metric: str,
+    judge: Metric,
 ) -> Line:
+    metric = judge.name
     own = [present(personal(run, metric)) for run in runs]
     return Line(
         label=runs[0].label,
@@ -116,12 +124,12 @@ def _line(
         final_sd=deviation(list(finals.values())),
         stability=mean([_stability(run, metric) for run in runs]),
         personal=mean([mean(values) for values in own]),
-        personal_worst=mean([worst_tenth(values) for values in own]),
+        personal_worst=mean([worst_tenth(values, judge) for values in own]),
         difference=difference,
         up=mean([_each(run, "up") for run in runs]),
         down=mean([_each(run, "down") for run in runs]),
         total_mb=mean([_total(run) for run in runs]),
-        reach=None if target is None else _reach(runs, target, metric),
+        reach=None if target is None else _reach(runs, target, judge),
         seconds=mean([mean([number(row.get("seconds")) for row in run.rows]) for run in runs]),
     )
 
@@ -148,16 +156,16 @@ def _stability(run: Record, metric: str) -> float | None:
     return deviation([value for round, value in tested(run, metric) if round >= start])
 
 
-def worst_tenth(values: Sequence[float]) -> float | None:
+def worst_tenth(values: Sequence[float], judge: Metric) -> float | None:
     """The mean over the worst tenth of the clients, and over at least one."""
-    return mean(sorted(values)[: math.ceil(len(values) / 10)])
+    return mean(sorted(values, reverse=not judge.higher_is_better)[: math.ceil(len(values) / 10)])
 
 
-def _reach(runs: list[Record], target: float, metric: str) -> Reach:
-    late = [
-        next((round + 1.0 for round, value in tested(run, metric) if value is not None and value >= target), math.inf)
-        for run in runs
-    ]
+def _reach(runs: list[Record], target: float, judge: Metric) -> Reach:
+    def there(value: float | None) -> bool:
+        return value is not None and (value >= target if judge.higher_is_better else value <= target)
+
+    late = [next((round + 1.0 for round, value in tested(run, judge.name) if there(value)), math.inf) for run in runs]
     return Reach(number(statistics.median(late)), sum(map(math.isfinite, late)), len(late))
 
 
@@ -208,18 +216,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _meaning(lines: Sequence[Line], target: float | None, asked: bool, metric: str) -> list[str]:
+def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Metric) -> list[str]:
     """What the columns say, for those columns that are there."""
     said = [
-        f"{metric}: of the last tested round, mean ± sample standard deviation over seeds.",
+        f"{judge.name}: of the last tested round, mean ± sample standard deviation over seeds"
+        f"{'' if judge.higher_is_better else '; lower is better'}.",
         "stability: standard deviation over the last quarter of the rounds, averaged over seeds; lower is steadier.",
     ]
     compared = [line.difference for line in lines if line.difference]
     if compared:
         counts = sorted({each.n for each in compared})
         over = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
+        points = "in percentage points, " if judge.higher_is_better else ""
         said.append(
-            f"difference: to {lines[0].label}, in percentage points, paired over common seeds ({over}), "
+            f"difference: to {lines[0].label}, {points}paired over common seeds ({over}), "
             "with the 95% interval and p of a paired t test."
         )
     tests = [each for each in compared if each.p is not None]
@@ -232,9 +242,10 @@ def _meaning(lines: Sequence[Line], target: float | None, asked: bool, metric: s
     said.append("client-round: one client asked in one round, whether or not it answered.")
     said.append("MB: sent both ways in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
     if target is not None:
-        origin = "as asked" if asked else f"95% of the final mean of {lines[0].label}"
+        share = f"{SHARE[judge.higher_is_better]:.0%}"
+        origin = "as asked" if asked else f"{share} of the final mean of {lines[0].label}"
         said.append(
-            f"rounds to {100 * target:.1f}%: {origin}; the first round counts as 1, and in the median over seeds "
+            f"rounds to {judge.show(target)}: {origin}; the first round counts as 1, and in the median over seeds "
             "one that did not get there as infinitely late."
         )
     return said

@@ -19,12 +19,22 @@ Forward = Callable[[Any, Tensors], Output]
 
 
 @dataclass(frozen=True)
+class Start:
+    """How an input becomes what enters the first layer, by paths within the module's body."""
+
+    takes: str  # the input
+    embeds: tuple[str, ...]  # the parts before the first layer; not every module has them all
+    layers: str
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The group "layer" of a row's pattern becomes the tag "layer.N". `split` parts what the module holds as one."""
 
     roles: tuple[Row, ...]
     heads: Mapping[Kind, Forward]
     split: Callable[[nn.Module], None] | None = None
+    start: Start | None = None  # without it, frozen layers cannot be cached
 
 
 def rows(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[Row, ...]:

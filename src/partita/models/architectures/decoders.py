@@ -10,7 +10,7 @@ from torch import Tensor
 from partita.core.model import Output
 from partita.core.tree import Tensors
 from partita.models import fused
-from partita.models.architectures.architecture import Architecture, rows
+from partita.models.architectures.architecture import Architecture, Start, rows
 
 
 def _state(module: Any, inputs: Tensors) -> Tensor:
@@ -67,6 +67,7 @@ GPT2 = Architecture(
     ),
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
     split=fused.split,
+    start=Start("input_ids", ("wte", "wpe"), "h"),
 )
 
 LLAMA = Architecture(
@@ -89,4 +90,5 @@ LLAMA = Architecture(
         (r"(score|lm_head)\..+", "head"),
     ),
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
+    start=Start("input_ids", ("embed_tokens",), "layers"),
 )

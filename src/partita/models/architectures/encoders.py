@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from partita.core.model import Output
 from partita.core.tree import Tensors
-from partita.models.architectures.architecture import Architecture, Forward, rows
+from partita.models.architectures.architecture import Architecture, Forward, Start, rows
 
 _EMBEDDINGS = {
     r"embeddings\.(word|position|token_type)_embeddings\..+": "embedding",
@@ -35,6 +35,7 @@ def like_bert(body: str, text: Forward) -> Architecture:
             *_HEADS,
         ),
         heads={"text": text, "tokens": whole},
+        start=Start("input_ids", ("embeddings", "embeddings_project"), "encoder.layer"),
     )
 
 
@@ -72,4 +73,5 @@ DISTILBERT = Architecture(
         *_HEADS,
     ),
     heads={"text": _through_relu, "tokens": whole},
+    start=Start("input_ids", ("embeddings",), "transformer.layer"),
 )

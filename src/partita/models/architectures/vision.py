@@ -8,7 +8,7 @@ import torch
 
 from partita.core.model import Output
 from partita.core.tree import Tensors
-from partita.models.architectures.architecture import Architecture, rows
+from partita.models.architectures.architecture import Architecture, Start, rows
 
 _PROJECTIONS = {
     r"attention\.q_proj\..+": "query",
@@ -28,6 +28,7 @@ def like_vit(body: str) -> Architecture:
             (r"classifier\..+", "head"),
         ),
         heads={"image": _class_token},
+        start=Start("pixel_values", ("embeddings",), "layers"),
     )
 
 
@@ -42,6 +43,7 @@ def like_dinov2(body: str) -> Architecture:
             (r"classifier\..+", "head"),
         ),
         heads={"image": _class_token_and_mean},
+        start=Start("pixel_values", ("embeddings",), "encoder.layer"),
     )
 
 

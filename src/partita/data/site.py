@@ -1,0 +1,23 @@
+"""Data that lives where its client does: no machine sees more than one client's rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partita.core.options import nearest
+from partita.core.rng import Key
+from partita.data.errors import DataError
+from partita.data.names import Listed
+from partita.data.task import Partition, Task
+
+
+def site(task: Task, key: Key, sites: tuple[str, ...], client: str | None = None) -> Partition:
+    """All rows belong to one client, and those of the other sites are elsewhere; without a client, all of them are."""
+    names = Listed(sites)
+    if not sites:
+        raise DataError("split.sites names no site; list all that take part, as in sites = ['north', 'south']")
+    if client is not None and client not in names:
+        raise DataError(f"split.client is '{client}', which is not in split.sites; {nearest(client, sites)}")
+    rows = np.arange(0 if client is None else len(task.train))
+    sizes = [len(rows) if name == client else 0 for name in sites]
+    return Partition(rows, np.concatenate([[0], np.cumsum(sizes)]), names)

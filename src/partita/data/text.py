@@ -1,0 +1,39 @@
+"""Texts of one class each, or of any number of classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from partita.core.rng import Key
+from partita.data.encode import encoder
+from partita.data.labels import is_list, many_labels, one_label
+from partita.data.ragged import ragged
+from partita.data.source import read
+from partita.data.task import Task
+
+
+def text(
+    path: str | Path,
+    key: Key,
+    text: str = "text",
+    label: str = "label",
+    tokenizer: str | None = None,
+    max_length: int = 256,
+    config: str | None = None,
+    test: float | str = 0.2,
+) -> Task:
+    """Text classification; where the label column holds lists, a text may have any number of classes.
+
+    Labels are classes with names, texts or whole numbers. A longer text is cut to `max_length` tokens.
+    """
+    source = read(path, key, config, test)
+    texts = [part.texts(text) for part in (source.train, source.test)]
+    source.train.need(label)
+    multi = is_list(source.train, label)
+    classes, *targets = (many_labels if multi else one_label)(source, label)
+    encode = encoder(tokenizer, max_length)
+    train, held_out = (
+        ragged(encode.texts(each), max_length, of_row) for each, of_row in zip(texts, targets, strict=True)
+    )
+    columns = source.train.columns(text, label)
+    return Task(source.name, train, held_out, classes, columns, kind="text", multi_label=multi)
