@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import Clients, play, run_of, small
@@ -120,3 +121,46 @@ def test_refusals(options: dict[str, object], words: str) -> None:
 @pytest.mark.parametrize("eagerness", [{}, {"threshold": 0.5, "patience": 1}])
 def test_the_automatic_method_conforms_whether_it_freezes_or_not(eagerness: dict[str, Any]) -> None:
     check_method(fedfrozen("auto", **eagerness), small(), Clients(c0=3, c1=9, c2=12, c3=6))
+
+
+def test_round_by_round_it_is_the_formula() -> None:
+    """In numpy, with small weights, a client that weighs nothing, and a name that is not watched."""
+    rule, model = fedfrozen("auto", threshold=0.7, patience=2).server, small()
+    server = Server(dict(model.initial), rule.init(model))
+    watched, shapes = ("layers.0.key.bias", "layers.0.query.weight"), {"head.weight": (3, 4)}
+    shapes |= {name: tuple(model.initial[name].shape) for name in watched}
+    draws, weights = np.random.default_rng(4), {"a": 0.5, "b": 0.2, "c": 0.0}
+    progress, spread, streak, told = dict.fromkeys(watched, 0.0), 0.0, 0, []
+    for number in range(8):
+        drift = 0.3 if number in (2, 3, 6, 7) else 2.0  # of what all clients share
+        common = {name: drift * draws.normal(size=shape) for name, shape in shapes.items()}
+        own = {
+            client: {
+                name: (common[name] + draws.normal(size=shape)).astype("float32") for name, shape in shapes.items()
+            }
+            for client in weights
+        }
+        updates = [
+            replace(_update(client, {name: torch.from_numpy(value) for name, value in delta.items()}), weight=weight)
+            for (client, delta), weight in zip(own.items(), weights.values(), strict=True)
+        ]
+        server = rule.apply(server, rule.reduce(server, updates, 3))
+        share = {client: weight / 0.7 for client, weight in weights.items()}
+        mean = {name: sum(share[client] * own[client][name].astype("float64") for client in own) for name in watched}
+        apart = sum(
+            share[c] * np.sum((own[c][name].astype("float64") - mean[name]) ** 2) for c in own for name in watched
+        )
+        progress = {name: 0.7 * progress[name] + 0.3 * mean[name] for name in watched}
+        spread = 0.7 * spread + 0.3 * apart
+        debias = 1 - 0.7 ** (number + 1)
+        ahead = sum(np.sum((value / debias) ** 2) for value in progress.values())
+        streak = streak + 1 if spread / debias > 0.7**2 * ahead else 0
+        told.append(streak)
+        found = server.state["warmup"]
+        assert float(found["spread"]) == pytest.approx(spread, rel=1e-6)
+        assert (float(found["rounds"]), float(found["streak"])) == (number + 1, streak)
+        assert rule.signal(server) == {"frozen": float(streak >= 2)}
+        for name in watched:
+            np.testing.assert_allclose(server.state["progress"][name], progress[name], rtol=0, atol=1e-6)
+    assert {0, 1, 2} <= set(told), f"the rule must rise and fall for this to say anything: {told}"
+    assert found["spread"].dtype == torch.float64

@@ -1,0 +1,722 @@
+"""The Flower engine: the same run as on one machine, to the last bit, and rounds that end whatever a site does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import albums
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app.error import Error
+from flwr.cli.config_utils import load_and_validate
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.task_identity import TaskIdentity
+from helpers import Clients, files_in, last, run_of, small
+
+from partita import data, experiment, flower_app, record
+from partita.config import load
+from partita.core import checkpoint, tree, wire
+from partita.core.files import sealed
+from partita.core.learn import ClientFault, ClientState
+from partita.core.method import Method, Server, Update
+from partita.core.model import Model, Population
+from partita.core.optim import SGD, AdamW
+from partita.core.plan import Plan, Turn, share_everything
+from partita.core.rng import Key
+from partita.core.rounds import Lost, ask, begin, rounds
+from partita.core.run import Run, RunError
+from partita.core.store import Disk
+from partita.engines.embedded import Embedded
+from partita.engines.faults import Faults
+from partita.engines.flower import messages
+from partita.engines.flower.client import Site, client_app
+from partita.engines.flower.loopback import QUIET, end, free_ports, loopback
+from partita.engines.flower.server import Flower
+from partita.evaluate import ACCURACY
+from partita.methods import INDEX, build
+from partita.methods.fedavg import fedavg
+from partita.methods.fedfrozen import fedfrozen
+from partita.methods.scaffold import scaffold
+
+FOUR = Clients(c0=3, c1=7, c2=9, c3=4)  # of one to three batches
+THREE = Clients(c0=2, c1=4, c2=3)
+CPU = torch.device("cpu")
+Reply = Callable[[Message], Message | None]
+
+
+@pytest.fixture(autouse=True)
+def one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower gives every process an identity; here server and sites share one."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def carried(message: Message) -> Message:
+    """Through the bytes that Flower would send, and back."""
+    name = message.object_id
+    contents = {key: part.deflate() for key, part in get_all_nested_objects(message).items()}
+    arrived = inflate_object_from_contents(name, contents)
+    assert isinstance(arrived, Message)
+    arrived.metadata.__dict__["_message_id"] = name
+    return arrived
+
+
+@dataclass
+class Wire(Grid):
+    """Flower's grid with nothing but its messages: a node answers at once, and its reply waits until it is fetched."""
+
+    nodes: dict[int, Reply]
+    replies: dict[str, Message] = field(default_factory=dict)
+    fetching: Callable[[Message], None] = lambda reply: None
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        for message in messages:
+            arrived = carried(message)
+            if reply := self.nodes[message.metadata.dst_node_id](arrived):
+                self.replies[arrived.metadata.message_id] = reply
+            yield arrived.metadata.message_id
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        for reply in [self.replies.pop(name) for name in message_ids if name in self.replies]:
+            self.fetching(reply)
+            yield carried(reply)
+
+    def set_run(self, run: object) -> None: ...
+    def run(self) -> Any: ...  # type: ignore[override]
+    def create_message(self, *given: object) -> Any: ...
+    def send_and_receive(self, *given: object, **more: object) -> Any: ...
+
+
+def site_of(run: Run, model: Model, population: Population, folder: Path, client: str, faults: Faults) -> Reply:
+    """Every message meets a new app and new objects, as in a process of its own."""
+
+    def answer(message: Message) -> Message:
+        def site(context: Context) -> Site:
+            return Site(run, model, client, population[client], folder / client, faults, CPU, ACCURACY)
+
+        context = Context(1, message.metadata.dst_node_id, {"client": client}, RecordDict(), {})
+        return client_app(lambda context: str(context.node_config["client"]), site)(message, context)
+
+    return answer
+
+
+def wired(run: Run, model: Model, population: Population, folder: Path, faults: Faults = Faults()) -> Wire:  # noqa: B008
+    """Nodes in an order that is not that of the clients."""
+    places = enumerate(reversed(population.clients), start=10)
+    return Wire({node: site_of(run, model, population, folder, client, faults) for node, client in places})
+
+
+def flower(run: Run, model: Model, grid: Wire, clients: Iterable[str], **more: Any) -> Flower:
+    names = list(clients)
+    return Flower(
+        run, model, names, grid, **{"session": "1", "deadline": 5.0, "poll": 0.001, "wait_for": len(names)} | more
+    )
+
+
+def states(run: Run, store: Callable[[str], ClientState], clients: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {client: {"personal": store(client).personal, **store(client).memory} for client in clients}
+
+
+def alike(one: dict[str, dict[str, Any]], two: dict[str, dict[str, Any]]) -> bool:
+    flat = [
+        {f"{c}/{s}/{n}": v for c, slots in each.items() for s, part in slots.items() for n, v in part.items()}
+        for each in (one, two)
+    ]
+    return tree.equal(*flat)
+
+
+# ---- the same run
+
+
+BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}, "lora": {"rank": 2}, "flora": {"rank": 2}}
+
+
+def setting(name: str) -> tuple[Run, Model, Population]:
+    method = build(name, BRIEF.get(name, {}))
+    model: Model = albums.small() if method.extend else small()
+    population: Any = albums.FOUR if method.extend else FOUR
+    if method.extend:
+        model = method.extend(model, run_of(method).key)
+    optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
+    return run_of(method, 3, optimizer, lr=0.02, cohort=0.5, minimum=0, preloaded=name == "fedpart"), model, population
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(name: str, tmp_path: Path) -> None:
+    run, model, population = setting(name)
+    faults = Faults(dropout=0.15, straggle=0.3)
+    embedded = Embedded(run, model, population, faults=faults)
+    engine = flower(run, model, wired(run, model, population, tmp_path, faults), population.clients)
+    for one, two in zip(rounds(run, model, embedded), rounds(run, model, engine), strict=True):
+        assert tree.equal(one.server.params, two.server.params)
+        assert one.traffic == two.traffic
+        assert (one.cohort, one.lost, one.loss, one.drift) == (two.cohort, two.lost, two.loss, two.drift)
+        assert one.server.ledger == two.server.ledger
+    there = states(run, lambda client: Disk(tmp_path / client / "states").load(client, run.rounds), population.clients)
+    here = states(run, lambda client: embedded.store.load(client, run.rounds), population.clients)
+    assert alike(here, there)
+    jobs = [ask(run, model, one.server, one.number, client)[0] for client in population.clients]
+    assert list(engine.evaluate(jobs)) == list(embedded.evaluate(jobs))
+
+
+# ---- sites that fail
+
+
+Tamper = Callable[[Message, Message], Message | None]  # (what was asked, the honest reply) -> what arrives
+
+
+def tampered(grid: Wire, node: int, tamper: Tamper, when: int = 0) -> None:
+    honest = grid.nodes[node]
+
+    def answer(message: Message) -> Message | None:
+        reply = honest(message)
+        hit = message.metadata.message_type == "train" and message.metadata.group_id == str(when)
+        return tamper(message, reply) if hit and reply else reply
+
+    grid.nodes[node] = answer
+
+
+def rewritten(**changes: Any) -> Tamper:
+    """The update with other fields; a function is given the old value."""
+
+    def tamper(message: Message, reply: Message) -> Message:
+        update = messages.to_update(reply.content, "c1", 10**9)
+        new = {name: change(getattr(update, name)) if callable(change) else change for name, change in changes.items()}
+        return Message(messages.of_update(replace(update, **new)), reply_to=message)
+
+    return tamper
+
+
+def blob(change: Callable[[bytes], bytes], stype: str = "safetensors") -> Tamper:
+    def tamper(message: Message, reply: Message) -> Message:
+        data = change(reply.content["tensors"]["blob"].data)  # type: ignore[index]
+        content = RecordDict({**reply.content, "tensors": ArrayRecord({"blob": Array("uint8", (1,), stype, data)})})
+        return Message(content, reply_to=message)
+
+    return tamper
+
+
+def records(**changes: Any) -> Tamper:
+    return lambda message, reply: Message(RecordDict({**reply.content, **changes}), reply_to=message)
+
+
+def head(value: torch.Tensor) -> Callable[[Any], Any]:
+    return lambda delta: {**delta, "head.weight": value}
+
+
+HUGE = wire.pack({"delta": {"head.weight": torch.zeros(10**5)}})
+FAULTS: dict[str, tuple[Tamper, str]] = {
+    "nan": (rewritten(delta=head(torch.full((3, 4), float("nan")))), "with values that are not finite"),
+    "another shape": (rewritten(delta=head(torch.zeros(4, 3))), r"of shape \(4, 3\), not \(3, 4\)"),
+    "another shape of a slot": (rewritten(slots={"s": {"head.weight": torch.zeros(2)}}), r"of shape \(2,\), not"),
+    "another name": (rewritten(delta={"nowhere": torch.zeros(2)}), "sent 'nowhere', which its plan does not"),
+    "no weight": (rewritten(weight=float("inf")), "sent the weight inf"),
+    "a loss of nan": (rewritten(loss=float("nan")), "sent the loss nan"),
+    "no steps": (rewritten(steps={}), "after None steps"),
+    "negative steps": (rewritten(steps=lambda steps: dict.fromkeys(steps, -2)), "after -2 steps"),
+    "half a step": (rewritten(steps=lambda steps: dict.fromkeys(steps, 0.5)), "after 0.5 steps"),
+    "cut short": (blob(lambda data: data[:-9]), "its tensors cannot be read"),
+    "too much": (blob(lambda data: HUGE), r"it has 4\d\d,\d\d\d bytes of tensors"),
+    "noise": (blob(lambda data: b"\xff" * 99), "its tensors cannot be read"),
+    "a pickle": (blob(lambda data: data, "pickle"), "are not one safetensors blob"),
+    "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no MetricRecord 'numbers'"),
+    "no tensors": (records(tensors=ConfigRecord()), "has no ArrayRecord 'tensors'"),
+    "a list for a number": (records(numbers=MetricRecord({"weight": [1.0, 2.0]})), "'weight' is missing from it"),
+    "an odd refusal": (records(refusal=ConfigRecord({"reason": 3})), "'reason' is missing from it"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_bad_answer_is_recorded_and_changes_nothing_else(kind: str, tmp_path: Path) -> None:
+    tamper, reason = FAULTS[kind]
+    model, run = small(), run_of(fedavg(), 2, tolerate=True, drift=False)
+    grid = wired(run, model, THREE, tmp_path)
+    tampered(grid, 11, tamper)
+    played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+    assert [[lost.client for lost in each.lost] for each in played] == [["c1"], []]
+    with pytest.raises(AssertionError, match=reason):  # the reason as a whole is shown if it is another
+        raise AssertionError(played[0].lost[0].reason)
+    away = Embedded(run, model, THREE, faults=Faults(trace={(0, "c1"): 0.0}))
+    assert tree.equal(last(played), last(list(rounds(run, model, away))))
+
+
+@pytest.mark.parametrize("kind", ["nan", "cut short"])
+def test_a_bad_answer_ends_a_run_that_does_not_tolerate_faults(kind: str, tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 2)
+    grid = wired(run, model, THREE, tmp_path)
+    tampered(grid, 11, FAULTS[kind][0])
+    with pytest.raises(ClientFault, match=f"client 'c1': .*{FAULTS[kind][1]}"):
+        list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+
+
+def failed(message: Message, reply: Message) -> Message:
+    return Message(Error(5, "the node went away"), reply_to=message)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "reason"), [(lambda *_: None, "gave no answer within 0.4 s"), (failed, "the node went away")]
+)
+def test_who_does_not_answer_is_lost_to_that_round_and_goes_on_from_where_it_was(
+    tamper: Tamper, reason: str, tmp_path: Path
+) -> None:
+    """Client c1 learns in round 1, but its answer is lost: its memory of that round must not count."""
+    model, run = small(), run_of(scaffold(), 4)
+    grid = wired(run, model, THREE, tmp_path)
+    tampered(grid, 11, tamper, when=1)
+    begun = time.monotonic()
+    played = list(rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.4)))
+    assert time.monotonic() - begun < 10
+    assert [[lost.client for lost in each.lost] for each in played] == [[], ["c1"], [], []]
+    assert reason in played[1].lost[0].reason
+    embedded = Embedded(run, model, THREE, faults=Faults(trace={(1, "c1"): 0.0}))
+    whole = list(rounds(run, model, embedded))
+    assert tree.equal(last(played), last(whole))
+    assert [each.traffic.down for each in played] == [each.traffic.down for each in whole]
+
+
+def test_a_round_ends_by_its_deadline_though_an_upload_hangs(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1)
+    grid = wired(run, model, THREE, tmp_path)
+    over = threading.Event()
+    grid.fetching = lambda reply: (
+        over.wait(60) if reply.metadata.src_node_id == 11 and reply.metadata.group_id else None
+    )
+    begun = time.monotonic()
+    [played] = rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.5))
+    over.set()
+    assert time.monotonic() - begun < 10
+    assert played.lost == (Lost("c1", "had not sent its whole answer within 0.5 s"),)
+
+
+def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1)
+    grid = wired(run, model, THREE, tmp_path)
+    grid.fetching = lambda reply: time.sleep(0.05)
+    tampered(grid, 11, lambda *_: None)
+    engine = flower(run, model, grid, THREE.clients, deadline=0.3)
+    engine.clients()
+    found = list(engine.train(ask(run, model, begin(run, model), 0, client)[0] for client in ("c1", "c0", "c2")))
+    assert [(each.client, type(each)) for each in found] == [("c1", Lost), ("c0", Update), ("c2", Update)]
+
+
+def test_too_few_answers_end_the_run(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1, minimum=3)
+    grid = wired(run, model, THREE, tmp_path)
+    tampered(grid, 11, failed)
+    with pytest.raises(RunError, match=r"only 2 of 3 clients answered .*the node went away"):
+        list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+
+
+def broken(path: Path, how: str, before: bytes) -> None:
+    if how == "gone":
+        shutil.rmtree(path.parent)
+    else:
+        path.write_bytes(before if how == "old" else path.read_bytes()[:-5])
+
+
+@pytest.mark.parametrize("how", ["gone", "cut short", "old"])
+def test_a_client_that_lost_its_disk_says_so_and_is_sent_everything(how: str, tmp_path: Path) -> None:
+    """The kernel froze after round 0, so nobody is sent it again."""
+    model, run, kernel = small(), run_of(fedfrozen(1), 5), sorted(small().names("query"))[0]
+    engine = flower(run, model, wired(run, model, THREE, tmp_path), THREE.clients)
+    played, before = [], b""
+    for each in rounds(run, model, engine):
+        played.append(each)
+        if each.number == 0:
+            before = (tmp_path / "c1" / "copy.safetensors").read_bytes()
+        if each.number == 1:
+            broken(tmp_path / "c1" / "copy.safetensors", how, before)
+    assert [[(lost.client, lost.empty) for lost in each.lost] for each in played] == [[], [], [("c1", True)], [], []]
+    size = model.initial[kernel].numel() * 4
+    assert [each.traffic.down[kernel] // size for each in played] == [3, 3, 0, 1, 0]
+    away = Embedded(run, model, THREE, faults=Faults(trace={(2, "c1"): 0.0}))
+    assert tree.equal(last(played), last(list(rounds(run, model, away))))
+
+
+def test_of_an_error_that_partita_did_not_write_only_the_kind_leaves_the_site(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Leaky(Clients):
+        def __getitem__(self, client: str) -> Any:
+            raise RuntimeError("patient 4711 has no scan")
+
+    model, run = small(), run_of(fedavg(), 1, minimum=0, tolerate=True)
+    grid = wired(run, model, Leaky(c0=3), tmp_path)
+    [played] = rounds(run, model, flower(run, model, grid, ["c0"]))
+    assert played.lost == (Lost("c0", "failed with RuntimeError; the log of its SuperNode says more"),)
+    assert "patient 4711" in caplog.text
+
+
+def test_a_site_refuses_jobs_of_others_and_models_of_another_shape(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1, minimum=0, tolerate=True)
+    grid = wired(run, model, THREE, tmp_path)
+    engine = flower(run, model, grid, THREE.clients)
+    engine.clients()
+    engine.nodes |= {"c0": engine.nodes["c1"]}
+    jobs = [ask(run, model, begin(run, model), 0, "c0")[0]]
+    [lost] = engine.train(jobs)
+    assert lost == Lost("c0", "this site is 'c1'; look at the node config of both")
+    [lost] = engine.train([replace(jobs[0], client="c2", params={**jobs[0].params, "head.weight": torch.zeros(9, 4)})])
+    assert isinstance(lost, Lost)
+    assert lost.reason == "the server's 'head.weight' is (9, 4) and here it is (3, 4); are model and classes the same?"
+
+
+# ---- who is who
+
+
+def test_a_late_joiner_takes_part_from_the_round_after(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 4)
+    grid = wired(run, model, FOUR, tmp_path)
+    late = grid.nodes.pop(12)
+    cohorts = []
+    for each in rounds(run, model, flower(run, model, grid, FOUR.clients, wait_for=3)):
+        cohorts.append(set(each.cohort))
+        if each.number == 1:
+            grid.nodes[12] = late
+    assert cohorts == [{"c0", "c2", "c3"}] * 2 + [{"c0", "c1", "c2", "c3"}] * 2
+
+
+def test_a_name_counts_once_and_only_if_it_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, run = small(), run_of(fedavg(), 1)
+    grid = wired(run, model, Clients(c0=3, c1=4, c9=5), tmp_path)  # nodes 12, 11, 10
+    grid.nodes[20] = grid.nodes[12]
+    engine = flower(run, model, grid, FOUR.clients, wait_for=2)
+    assert engine.clients() == ["c0", "c1"]
+    assert engine.nodes == {"c0": 12, "c1": 11}
+    assert "node 10 says it is 'c9', which is not among the clients" in caplog.text
+    assert "node 20 says it is 'c0', as another did" in caplog.text
+    del grid.nodes[12]
+    assert engine.clients() == ["c0", "c1"]
+    assert engine.nodes == {"c0": 20, "c1": 11}
+
+
+def test_too_few_clients_are_an_error_that_names_those_there_are(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1)
+    grid = wired(run, model, Clients(c0=3, c2=4), tmp_path)
+    with pytest.raises(RunError, match=r"3 clients are needed, and after 0.1 s there are 2 \(c0, c2\); start the"):
+        flower(run, model, grid, FOUR.clients, wait_for=3, deadline=0.1).clients()
+
+
+def test_a_site_that_cannot_say_who_it_is_is_asked_again(tmp_path: Path) -> None:
+    model, run, asked = small(), run_of(fedavg(), 1), []
+    grid = wired(run, model, Clients(c0=3), tmp_path)
+    honest = grid.nodes[10]
+
+    def slow_to_wake(message: Message) -> Message | None:
+        asked.append(message)
+        return failed(message, message) if len(asked) < 3 else honest(message)
+
+    grid.nodes[10] = slow_to_wake
+    assert flower(run, model, grid, ["c0"]).clients() == ["c0"]
+    assert len(asked) == 3
+
+
+# ---- a server that stops
+
+
+def late_head(model: Model, turn: Turn) -> Plan:
+    """The head trains from round 2 on: at the checkpoint it is as loaded, at the sites it is not."""
+    plan = share_everything(model, turn)
+    return plan if turn.round >= 2 else plan.narrow(model.every() - model.names("head"))
+
+
+@pytest.mark.parametrize("method", [scaffold(), build("fedper"), Method("late head", late_head)], ids=lambda m: m.name)
+def test_a_server_that_goes_on_from_a_checkpoint_ends_where_it_would_have(method: Method, tmp_path: Path) -> None:
+    """Sites had gone two rounds further; what they hold and remember of those must not count."""
+    model = small()
+    run = run_of(method, 5, cohort=3 if method.name == "late head" else 2, preloaded=True)
+    whole = list(rounds(run, model, flower(run, model, wired(run, model, THREE, tmp_path / "a"), THREE.clients)))
+    grid = wired(run, model, THREE, tmp_path / "b")
+    stream = rounds(run, model, flower(run, model, grid, THREE.clients))
+    checkpoint.save(tmp_path, 2, [next(stream) for _ in range(2)][-1].server)
+    next(stream), next(stream)
+    done, server = checkpoint.load(next(tmp_path.glob("*.safetensors")))
+    server = Server(server.params, server.state, replace(server.ledger, held={}))
+    again = flower(run, model, grid, THREE.clients, session="2", start=done)
+    assert tree.equal(last(list(rounds(run, model, again, server, done))), last(whole))
+    one, two = (
+        states(run, lambda client, side=side: Disk(tmp_path / side / client / "states").load(client, 5), THREE.clients)
+        for side in "ab"
+    )
+    assert alike(one, two)
+
+
+def test_a_site_keeps_only_the_states_that_a_checkpoint_may_need(tmp_path: Path) -> None:
+    model, run, one = small(), run_of(scaffold(), 6), Clients(c1=4)
+    engine = flower(run, model, wired(run, model, one, tmp_path), one.clients)
+    for each in rounds(run, model, engine):
+        engine.store.commit(each.number + 1)
+    numbers = sorted(int(Path(name).name[:6]) for name in files_in(tmp_path / "c1" / "states"))
+    assert numbers == [3, 4, 5]
+
+
+# ---- the app
+
+
+CONFIG = """
+rounds = 3
+method = {{name = "{method}"{options}}}
+[training]
+optimizer = "sgd"
+lr = 0.1
+[data]
+name = "synthetic"
+examples = 120
+test_examples = 20
+size = 4
+[split]
+kind = "iid"
+clients = 3
+[model]
+name = "vit"
+layers = 1
+width = 8
+heads = 2
+patch = 2
+[evaluate]
+personal = 2
+[federation]
+minimum = 2
+tolerate = true
+[engine]
+block = 1
+"""
+
+
+def written(folder: Path, method: str = "fedavg", options: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "experiment.toml").write_text(CONFIG.format(method=method, options=options))
+    return folder / "experiment.toml"
+
+
+def app_grid(config: Path, folder: Path, run_config: dict[str, Any], **nodes: dict[str, Any]) -> Wire:
+    """The app of every site, as Flower would call it."""
+
+    def site(name: str, more: dict[str, Any]) -> Reply:
+        own = {"client": name, "folder": str(folder), **more}
+        return lambda message: flower_app.client(config)(message, Context(1, 1, own, RecordDict(), run_config))
+
+    return Wire({node: site(name, more) for node, (name, more) in enumerate(nodes.items())})
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / record.ROWS).read_text().splitlines()]
+    return [{**row, "seconds": 0} for row in rows]
+
+
+@pytest.mark.parametrize(("method", "options"), [("scaffold", ""), ("fedfrozen", ", warmup = 1")])
+def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
+    method: str, options: str, tmp_path: Path
+) -> None:
+    config = written(tmp_path / "app", method, options)
+    for _ in experiment.start(load(config), tmp_path / "here"):
+        pass
+    settings = {"folder": str(tmp_path / "there"), "deadline": 60.0, "clients": 3, "set": ""}
+    grid = app_grid(config, tmp_path / "sites", settings, c0={}, c1={}, c2={})
+    stopped = flower_app.serve(grid, load(config), settings, "1")
+    next(stopped), next(stopped)
+    stopped.close()
+    for _ in flower_app.serve(grid, load(config), settings, "2"):
+        pass
+    here, there = (tmp_path / side for side in ("here", "there"))
+    assert files_in(there) >= {"config.toml", "environment.json", "plan.json", "rows.jsonl", "result.json"}
+    ends = [checkpoint.load(sealed(folder / "checkpoints")[-1])[1] for folder in (here, there)]
+    assert tree.equal(ends[0].params, ends[1].params)
+    one, two = rows_of(here), rows_of(there)
+    if method == "fedfrozen":  # after the stop, sites are sent also what froze before it
+        assert sum(two[2].pop("down").values()) > sum(one[2].pop("down").values())
+        one[2]["bytes"]["down"] = two[2]["bytes"]["down"]
+    assert one == two
+    result = record.finished(there)
+    assert result
+    assert result["digest"] == tree.digest(ends[0].params)
+    with pytest.raises(record.RecordError, match="holds a run of another config"):
+        next(flower_app.serve(grid, load(config, ["seed=3"]), settings, "3"))
+
+
+def test_a_site_says_where_its_data_are_and_nothing_else(tmp_path: Path) -> None:
+    config = written(tmp_path / "app")
+    settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 3, "set": "rounds=1 federation.minimum=0"}
+    nodes: dict[str, dict[str, Any]] = {
+        "c0": {"data.noise": 2.0, "engine.threads": 1},
+        "c1": {"training.lr": 5.0},
+        "c2": {"data.noize": 2.0},
+    }
+    grid = app_grid(config, tmp_path / "sites", settings, **nodes)
+    [row] = flower_app.serve(grid, load(config, ["rounds=1", "federation.minimum=0"]), settings, "1")
+    assert row["lost"] == {
+        "c1": "the node config sets training.lr=5.0, but a site can only change data. and engine. keys",
+        "c2": "unknown key 'data.noize'; did you mean 'noise'?",
+    }
+
+
+def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
+    """Each reads its own rows; the server has none of them, and only a test set."""
+    config = written(tmp_path / "app", "fedper")
+    changes = ["rounds=1", "split={kind='site', sites=['north', 'south']}", "evaluate.personal=1"]
+    settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 2, "set": shlex.join(changes)}
+    sizes = {"north": {"data.examples": 30}, "south": {"data.examples": 90}}
+    [row] = flower_app.serve(app_grid(config, tmp_path, settings, **sizes), load(config, changes), settings, "1")
+    assert row["lost"] == {}
+    assert row["test"] is None, "no client holds the server's test set, and there is no common model"
+    assert set(row["personal"]["accuracy"]) == {"north", "south"}
+
+
+@pytest.mark.parametrize(("client", "sizes"), [("north", [21, 0]), ("south", [0, 21]), (None, [0, 0])])
+def test_all_rows_are_the_sites_own(client: str | None, sizes: list[int]) -> None:
+    task = data.load("synthetic", Key(0), examples=30)
+    split = data.split(task, "site", key=Key(0), sites=("north", "south"), client=client)
+    assert [len(split[name].train) for name in split.clients] == sizes
+
+
+def test_a_site_that_nobody_listed_is_an_error() -> None:
+    task = data.load("synthetic", Key(0), examples=30)
+    with pytest.raises(ValueError, match=r"split.client is 'nort', .* did you mean 'north'"):
+        data.split(task, "site", key=Key(0), sites=("north", "south"), client="nort")
+    with pytest.raises(ValueError, match=r"split.sites names no site"):
+        data.split(task, "site", key=Key(0), sites=())
+
+
+def test_the_app_that_is_written_is_one_that_flower_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = flower_app.init(tmp_path / "app", written(tmp_path), ["rounds=7"], clients=2)
+    project, warnings = load_and_validate(app / "pyproject.toml")
+    assert warnings == []
+    assert project["tool"]["flwr"]["app"]["config"] == {
+        "clients": 2,
+        "deadline": 600.0,
+        "folder": str(tmp_path / "runs" / "fedavg-seed-0"),
+        "sites": str(tmp_path / "runs" / "sites"),
+        "set": "",
+    }
+    assert load(app / "federation" / "experiment.toml") == load(tmp_path / "experiment.toml", ["rounds=7"])
+    assert list(flower_app.population(app)) == ["c0", "c1", "c2"]
+    with pytest.raises(flower_app.FlowerError, match="already holds a pyproject"):
+        flower_app.init(app, tmp_path / "experiment.toml")
+
+
+def test_simulated_nodes_are_clients_by_their_number(tmp_path: Path) -> None:
+    config = written(tmp_path / "app")
+    settings = {"folder": str(tmp_path / "run"), "sites": str(tmp_path / "sites"), "deadline": 60.0, "clients": 3}
+
+    def node(number: int) -> Reply:
+        own: Any = {"partition-id": number, "num-partitions": 3}
+        return lambda message: flower_app.client(config)(message, Context(1, 1, own, RecordDict(), settings))  # type: ignore[arg-type]
+
+    grid = Wire({number: node(2 - number) for number in range(3)})
+    row = next(flower_app.serve(grid, load(config), settings, "1"))
+    assert sorted(row["cohort"]) == ["c0", "c1", "c2"]
+    assert row["lost"] == {}
+    assert {path.name for path in (tmp_path / "sites").glob("*/*")} == {"c0", "c1", "c2"}
+
+
+# ---- real processes
+
+
+def await_text(path: Path, text: str, seconds: float = 240.0) -> None:
+    until = time.monotonic() + seconds
+    while not (path.exists() and text in path.read_text(errors="replace")):
+        assert time.monotonic() < until, f"{path} never says '{text}'"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_run_outlives_a_supernode_that_is_killed_in_the_middle_of_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app, there = flower_app.init(tmp_path / "app", written(tmp_path)), tmp_path / "runs" / "fedavg-seed-0"
+    with loopback(["c0", "c1", "c2"], tmp_path / "logs") as federation:
+        running = threading.Thread(target=federation.run, args=(app, "deadline=90.0"))
+        running.start()
+        await_text(tmp_path / "logs" / "c1.log", "ROUND 1]")
+        os.killpg(federation.nodes["c1"].pid, signal.SIGKILL)
+        running.join(400)
+        pids = [federation.link.pid, *(node.pid for node in federation.nodes.values())]
+    result, rows = record.finished(there), rows_of(there)
+    assert result, "the run did not finish"
+    assert [set(row["lost"]) <= {"c1"} for row in rows] == [True] * 3
+    assert "c1" in rows[1]["lost"]
+    lost = {(row["round"], "c1"): 0.0 for row in rows if "c1" not in row["cohort"] or "c1" in row["lost"]}
+    built = experiment.build(load(tmp_path / "experiment.toml"))
+    engine = Embedded(built.run, built.model, built.federation, faults=Faults(trace=lost))
+    assert tree.digest(last(list(rounds(built.run, built.model, engine)))) == result["digest"]
+    for pid in pids:  # all groups have ended
+        with pytest.raises(ProcessLookupError):
+            os.killpg(pid, 0)
+
+
+def openssl(*words: str, folder: Path) -> None:
+    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+
+def certificates(folder: Path) -> None:
+    """As the guide makes them."""
+    curve = ("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out")
+    openssl(*curve, "ca.key", folder=folder)
+    openssl(*shlex.split("req -x509 -new -key ca.key -sha256 -days 2 -subj /CN=group -out ca.crt"), folder=folder)
+    openssl(*curve, "server.key", folder=folder)
+    openssl(*shlex.split("req -new -key server.key -subj /CN=server -out server.csr"), folder=folder)
+    (folder / "san.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+    sign = "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -sha256 -extfile san.ext"
+    openssl(*shlex.split(sign), "-out", "server.pem", folder=folder)
+    for name in ("known", "stranger"):
+        make = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", name]
+        subprocess.run(make, cwd=folder, check=True)
+
+
+@pytest.mark.slow
+def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
+    certificates(tmp_path)
+    port, *others = free_ports(3)
+    programs, home = Path(sys.executable).parent, tmp_path / "flwr"
+    environment = {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": f"{programs}:{os.environ['PATH']}"}
+    home.mkdir()
+    address = f'address = "127.0.0.1:{port}"\nroot-certificates = "{tmp_path / "ca.crt"}"\n'
+    (home / "config.toml").write_text(f'[superlink]\ndefault = "group"\n[superlink.group]\n{address}')
+    started = []
+
+    def launch(name: str, *command: str) -> subprocess.Popen[bytes]:
+        log = (tmp_path / f"{name}.log").open("wb")
+        started.append(
+            subprocess.Popen(
+                [str(programs / command[0]), *command[1:]],
+                cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True,
+            )
+        )  # fmt: skip
+        log.close()
+        return started[-1]
+
+    try:
+        tls = shlex.split("--ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key")
+        launch("link", "flower-superlink", *tls, "--enable-supernode-auth", "--port", str(port))
+        await_text(tmp_path / "link.log", "Application startup complete")
+        register = [str(programs / "flwr"), "supernode", "register", str(tmp_path / "known.pub"), "group"]
+        subprocess.run(register, env=environment, check=True, capture_output=True)
+        for name, own in zip(("known", "stranger"), others, strict=True):
+            key = ("--root-certificates", "ca.crt", "--auth-supernode-private-key", name)
+            launch(name, "flower-supernode", *key, "--superlink", f"127.0.0.1:{port}", "--port", str(own))
+        await_text(tmp_path / "known.log", "SuperNode ID:")
+        assert started[-1].wait(120) != 0, "the stranger's SuperNode gives up"
+        assert "SuperNode ID:" not in (tmp_path / "stranger.log").read_text()
+    finally:
+        for process in started:
+            end(process)
