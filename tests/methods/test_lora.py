@@ -17,7 +17,8 @@ from transformers import ViTForImageClassification
 
 from partita.conformance import check_method
 from partita.core import tree
-from partita.core.model import TagError
+from partita.core.model import Model, TagError
+from partita.core.plan import Turn, plan_for
 from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.engines.faults import Faults
@@ -189,3 +190,23 @@ def test_the_base_neither_moves_nor_travels() -> None:
 
 def test_it_keeps_its_promises() -> None:
     check_method(lora(rank=2), small(), FOUR)
+
+
+class Tied(Model):
+    """A head that is the embedding as well, as in many language models, and factors."""
+
+    name = "tied"
+    tags = {  # noqa: RUF012
+        "embed": frozenset({"embedding", "head"}),
+        "bias": frozenset({"head"}),
+        "q.lora_A.weight": frozenset({"query", "lora"}),
+    }
+
+    def __init__(self) -> None:
+        self.initial = {name: torch.zeros(2) for name in self.tags}
+
+
+def test_a_head_trains_if_asked_to_and_if_it_is_not_the_embedding() -> None:
+    for head, wanted in ((True, {"q.lora_A.weight", "bias"}), (False, {"q.lora_A.weight"})):
+        plan = plan_for(lora(head=head).plan, Tied(), Turn(0, 1, "a"))
+        assert plan.train == plan.up == plan.down == wanted

@@ -12,15 +12,18 @@ from partita.core.model import Model
 from partita.core.plan import Plan, Turn, share
 from partita.core.rng import Key
 from partita.core.tree import Names, Slots, Tensors, add
+from partita.methods.lora import factors
 
 A, B, W = ".lora_A.weight", ".lora_B.weight", ".weight"  # (rank, in), (out, rank), (out, in)
 
 
-def flora(rank: int = 8, alpha: float = 16.0, roles: tuple[str, ...] = ("query", "value"), draw: int = 0) -> Method:
+def flora(
+    rank: int = 8, alpha: float = 16.0, roles: tuple[str, ...] = ("query", "value"), head: bool = True, draw: int = 0
+) -> Method:
     """As lora, but each round starts with new factors: B is zero, and A is drawn by `draw`."""
 
     def plan(model: Model, turn: Turn) -> Plan:
-        train = model.names("lora", "head")
+        train = factors(model, head)
         return share(train, down=train | {layer + W for layer in layers(train)})
 
     rule = AddProducts(alpha, draw)
