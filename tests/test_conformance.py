@@ -45,7 +45,13 @@ def findings_of(name: str) -> Findings:
     return check(build(name, BRIEF.get(name.partition("+")[0], {})))
 
 
-@pytest.mark.parametrize("name", [*INDEX, *COMPOSITIONS])
+# One composition of each kind is in the fast suite.
+FAST = ("fedfrozen+scaffold", "fedper+moon+fedadam", "fedbabu+feddyn", "fedpart+scaffold", "lora+fedprox+fedadam")
+
+
+@pytest.mark.parametrize(
+    "name", [*INDEX, *(pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in COMPOSITIONS)]
+)
 def test_every_method_and_supported_composition_conforms(name: str) -> None:
     findings = findings_of(name)
     assert 0 <= findings.block_difference < 1e-5

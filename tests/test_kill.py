@@ -91,7 +91,7 @@ def remaining(config: Config, folder: Path) -> float:
 
 
 # Every method goes through this; the ones with the most to lose do so in the fast suite.
-FAST = (("fedfrozen", "memory"), ("scaffold", "disk"), ("local-only", "disk"))
+FAST = (("fedfrozen", "memory"), ("scaffold", "disk"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from partita.core import checkpoint, tree
 from partita.core.method import Method, MethodError, Server, Update
 from partita.core.plan import Turn
 from partita.core.rng import Key
+from partita.methods.disagreement import square
 from partita.methods.fedfrozen import fedfrozen
 
 FOUR = Clients(a=5, b=9, c=7, d=12)
@@ -118,14 +118,19 @@ def test_refusals(options: dict[str, object], words: str) -> None:
         fedfrozen(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("eagerness", [{}, {"threshold": 0.5, "patience": 1}])
-def test_the_automatic_method_conforms_whether_it_freezes_or_not(eagerness: dict[str, Any]) -> None:
-    check_method(fedfrozen("auto", **eagerness), small(), Clients(c0=3, c1=9, c2=12, c3=6))
+def test_the_automatic_method_conforms_across_the_freeze() -> None:
+    check_method(fedfrozen("auto", threshold=0.5, patience=1), small(), Clients(c0=3, c1=9, c2=12, c3=6))
 
 
 def test_round_by_round_it_is_the_formula() -> None:
+    """So many thresholds that some lies between any two readings of the formula."""
+    told = [count for threshold in np.linspace(0.3, 1.5, 40) for count in follow(float(threshold))]
+    assert {0, 1, 2} <= set(told), "the rule must rise and fall for this to say anything"
+
+
+def follow(threshold: float) -> list[int]:
     """In numpy, with small weights, a client that weighs nothing, and a name that is not watched."""
-    rule, model = fedfrozen("auto", threshold=0.7, patience=2).server, small()
+    rule, model = fedfrozen("auto", threshold=threshold, patience=2).server, small()
     server = Server(dict(model.initial), rule.init(model))
     watched, shapes = ("layers.0.key.bias", "layers.0.query.weight"), {"head.weight": (3, 4)}
     shapes |= {name: tuple(model.initial[name].shape) for name in watched}
@@ -154,7 +159,7 @@ def test_round_by_round_it_is_the_formula() -> None:
         spread = 0.7 * spread + 0.3 * apart
         debias = 1 - 0.7 ** (number + 1)
         ahead = sum(np.sum((value / debias) ** 2) for value in progress.values())
-        streak = streak + 1 if spread / debias > 0.7**2 * ahead else 0
+        streak = streak + 1 if spread / debias > threshold**2 * ahead else 0
         told.append(streak)
         found = server.state["warmup"]
         assert float(found["spread"]) == pytest.approx(spread, rel=1e-6)
@@ -162,5 +167,19 @@ def test_round_by_round_it_is_the_formula() -> None:
         assert rule.signal(server) == {"frozen": float(streak >= 2)}
         for name in watched:
             np.testing.assert_allclose(server.state["progress"][name], progress[name], rtol=0, atol=1e-6)
-    assert {0, 1, 2} <= set(told), f"the rule must rise and fall for this to say anything: {told}"
     assert found["spread"].dtype == torch.float64
+    return told
+
+
+def test_clients_that_stand_still_do_not_disagree_and_one_that_weighs_nothing_has_no_say() -> None:
+    rule, model = EAGER.server, small()
+    server = Server(dict(model.initial), rule.init(model))
+    name = "layers.0.key.weight"
+    still = rule.apply(server, rule.reduce(server, [_update(each, {name: torch.zeros(4, 4)}) for each in "ab"], 2))
+    assert float(still.state["warmup"]["streak"]) == 0
+    nobody = [replace(_update("a", {name: torch.ones(4, 4)}), weight=0.0)]
+    assert rule.reduce(server, nobody, 2).slots["warmup_spread"] == {}
+
+
+def test_long_sums_are_in_double_precision() -> None:
+    assert square({"a": torch.tensor([4096.0, 1.0])}, "a") == 4096**2 + 1

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from albums import FOUR, Albums, extended, pictures, small
+from albums import FOUR, Albums, extended, pictures
 from helpers import play, run_of
 from torch import Tensor
 
-from partita.conformance import check_method
 from partita.core import tree
 from partita.core.learn import Job
 from partita.core.method import Aggregate, Method, Update
@@ -170,7 +169,3 @@ def test_what_it_learned_is_saved_merged(tmp_path: Path) -> None:
         MODEL.save_pretrained(params, tmp_path)
     merged = MODEL.merged(params)
     assert torch.equal(MODEL.base(merged, INPUTS).logits, MODEL(params, INPUTS).logits)
-
-
-def test_it_keeps_its_promises() -> None:
-    check_method(flora(rank=2), small(), FOUR)

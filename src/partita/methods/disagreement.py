@@ -39,9 +39,7 @@ class Disagreement(Rule):
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
         power = _Power(frozenset(server.state["progress"]))
         aggregate = average(power.watch(updates))
-        spread = {
-            name: _scalar(max(0.0, mean - _square(aggregate.delta, name))) for name, mean in power.means().items()
-        }
+        spread = {name: _scalar(max(0.0, mean - square(aggregate.delta, name))) for name, mean in power.means().items()}
         return replace(aggregate, slots={**aggregate.slots, "warmup_spread": spread})
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
@@ -58,7 +56,7 @@ class Disagreement(Rule):
         rounds = float(old["rounds"]) + 1
         # Both means start at zero; divided by this they are means of the rounds so far. The progress enters squared.
         started = 1 - SMOOTHING**rounds
-        ahead = sum(_square(progress, name) for name in progress)
+        ahead = sum(square(progress, name) for name in progress)
         streak = float(old["streak"]) + 1 if apart * started > self.threshold**2 * ahead else 0.0
         warmup = {
             "spread": _scalar(apart),
@@ -80,7 +78,7 @@ class _Power:
     def watch(self, updates: Iterable[Update]) -> Iterator[Update]:
         for update in updates:
             for name in update.delta.keys() & self.names:
-                self.sums[name] = self.sums.get(name, 0.0) + update.weight * _square(update.delta, name)
+                self.sums[name] = self.sums.get(name, 0.0) + update.weight * square(update.delta, name)
                 self.weights[name] = self.weights.get(name, 0.0) + update.weight
             yield update
 
@@ -88,7 +86,7 @@ class _Power:
         return {name: self.sums[name] / weight for name, weight in sorted(self.weights.items()) if weight > 0}
 
 
-def _square(tree: Tensors, name: str) -> float:
+def square(tree: Tensors, name: str) -> float:
     return float(tree[name].pow(2).sum(dtype=torch.float64))
 
 
