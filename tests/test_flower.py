@@ -27,8 +27,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 from helpers import Clients, files_in, last, run_of, small
+from typer.testing import CliRunner
 
-from partita import data, experiment, flower_app, record
+from partita import cli_flower, data, experiment, flower_app, record
 from partita.config import load
 from partita.core import checkpoint, tree, wire
 from partita.core.files import sealed
@@ -61,9 +62,10 @@ Reply = Callable[[Message], Message | None]
 
 @pytest.fixture(autouse=True)
 def one_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower gives every process an identity; here server and sites share one."""
+    """Flower gives every process an identity; here server and sites share one. No test pulls the plug."""
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
+    monkeypatch.setattr("os.fsync", lambda handle: None)
 
 
 def carried(message: Message) -> Message:
@@ -351,17 +353,18 @@ def test_a_client_that_lost_its_disk_says_so_and_is_sent_everything(how: str, tm
     assert tree.equal(last(played), last(list(rounds(run, model, away))))
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError])
 def test_of_an_error_that_partita_did_not_write_only_the_kind_leaves_the_site(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Leaky(Clients):
         def __getitem__(self, client: str) -> Any:
-            raise RuntimeError("patient 4711 has no scan")
+            raise kind("patient 4711 has no scan")
 
     model, run = small(), run_of(fedavg(), 1, minimum=0, tolerate=True)
     grid = wired(run, model, Leaky(c0=3), tmp_path)
     [played] = rounds(run, model, flower(run, model, grid, ["c0"]))
-    assert played.lost == (Lost("c0", "failed with RuntimeError; the log of its SuperNode says more"),)
+    assert played.lost == (Lost("c0", f"failed with {kind.__name__}; the log of its SuperNode says more"),)
     assert "patient 4711" in caplog.text
 
 
@@ -611,6 +614,22 @@ def test_the_app_that_is_written_is_one_that_flower_takes(tmp_path: Path, monkey
     assert list(flower_app.population(app)) == ["c0", "c1", "c2"]
     with pytest.raises(flower_app.FlowerError, match="already holds a pyproject"):
         flower_app.init(app, tmp_path / "experiment.toml")
+
+
+def test_the_command_writes_an_app_and_says_how_to_try_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = written(tmp_path)
+    done = CliRunner().invoke(cli_flower.app, ["init", "app", "--config", str(config), "--set", "seed=4"])
+    assert done.exit_code == 0, done.output
+    assert "partita flower up app --run" in done.output
+    assert flower_app.recorded(Path("app")) == tmp_path / "runs" / "fedavg-seed-4"
+
+
+def test_without_flower_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_flower, "find_spec", lambda name: None)
+    for words in (["up", str(tmp_path)], ["init", str(tmp_path), "--config", "experiment.toml"]):
+        failed = CliRunner().invoke(cli_flower.app, words)
+        assert "pip install 'partita[flower]'" in str(failed.exception)
 
 
 def test_simulated_nodes_are_clients_by_their_number(tmp_path: Path) -> None:

@@ -382,4 +382,4 @@ def test_ten_thousand_clients_take_no_time(kind: str, options: dict[str, Any]) -
 
 
 def test_every_split_is_tested() -> None:
-    assert set(SPLITS) == {*KINDS, "flwr"}
+    assert set(SPLITS) == {*KINDS, "flwr", "site"}

@@ -22,6 +22,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from partita import cli_flower
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -33,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(cli_flower.app, name="flower")
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The experiment, in TOML.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Change a key: --set method.mu=0.1. May be repeated.")]

@@ -1,0 +1,1 @@
+"""Clients on other machines, carried by Flower."""

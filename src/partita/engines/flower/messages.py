@@ -1,0 +1,162 @@
+"""What travels between server and site: tensors as one safetensors blob, the rest as typed records. Nothing is pickled.
+
+The blob is what `core/wire.py` packs and counts, so the bytes in a row are those of the blob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import safetensors
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from partita.core import tree, wire
+from partita.core.learn import Job
+from partita.core.method import Update
+from partita.core.tree import Slots, Tensors
+
+FORMAT = "safetensors"
+
+
+class MessageError(ValueError):
+    """A message that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A job as a site sees it: of its parameters only what travelled, and the seal of all that it should now hold."""
+
+    round: int
+    client: str
+    sent: Tensors
+    slots: Slots
+    signal: Mapping[str, float]
+    seal: str
+    session: str  # a server's life: what a site was sent in another one it no longer holds
+    void: int  # of this round and those after it, the site's own state is void: no answer of theirs reached the server
+    settled: int  # no checkpoint can go back behind this round
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a site has no answer."""
+
+    reason: str
+    fault: bool = False  # something went wrong, as opposed to a client that was to drop out
+    empty: bool = False  # it does not hold what the server believes
+
+
+def of_job(job: Job, seal: str, session: str, void: int, settled: int) -> RecordDict:
+    about: dict[str, Any] = {"round": job.round, "client": job.client, "seal": seal}
+    return RecordDict(
+        {
+            "job": ConfigRecord({**about, "session": session, "void": void, "settled": settled}),
+            "signal": MetricRecord(dict(job.signal)),
+            "tensors": _blob({"params": tree.select(job.params, job.stale), **job.slots}),
+        }
+    )
+
+
+def to_order(content: RecordDict) -> Order:
+    job, slots = _record(content, "job", ConfigRecord), _slots(content)
+    return Order(
+        _entry(job, "round", int),
+        _entry(job, "client", str),
+        slots.pop("params", {}),
+        slots,
+        _numbers(content, "signal"),
+        _entry(job, "seal", str),
+        _entry(job, "session", str),
+        _entry(job, "void", int),
+        _entry(job, "settled", int),
+    )
+
+
+def of_update(update: Update) -> RecordDict:
+    numbers: dict[str, Any] = {"weight": update.weight} | ({} if update.loss is None else {"loss": update.loss})
+    return RecordDict(
+        {
+            "numbers": MetricRecord(numbers),
+            "steps": MetricRecord(dict(update.steps)),
+            "tensors": _blob({"delta": update.delta, **update.slots}),
+        }
+    )
+
+
+def to_update(content: RecordDict, client: str, limit: int) -> Update:
+    """`limit` is the most bytes that an honest answer can have."""
+    numbers = _record(content, "numbers", MetricRecord)
+    steps: Any = dict(_record(content, "steps", MetricRecord))  # the rounds look whether they are whole numbers
+    slots = _slots(content, limit)
+    loss = _entry(numbers, "loss", float) if "loss" in numbers else None
+    return Update(client, slots.pop("delta", {}), slots, _entry(numbers, "weight", float), steps, loss)
+
+
+def of_scores(scores: Mapping[str, float]) -> RecordDict:
+    return RecordDict({"scores": MetricRecord(dict(scores))})
+
+
+def to_scores(content: RecordDict) -> dict[str, float]:
+    return _numbers(content, "scores")
+
+
+def of_name(client: str) -> RecordDict:
+    return RecordDict({"site": ConfigRecord({"client": client})})
+
+
+def to_name(content: RecordDict) -> str:
+    return _entry(_record(content, "site", ConfigRecord), "client", str)
+
+
+def of_refusal(refusal: Refusal) -> RecordDict:
+    return RecordDict({"refusal": ConfigRecord(asdict(refusal))})
+
+
+def to_refusal(content: RecordDict) -> Refusal | None:
+    if "refusal" not in content:
+        return None
+    record = _record(content, "refusal", ConfigRecord)
+    return Refusal(_entry(record, "reason", str), _entry(record, "fault", bool), _entry(record, "empty", bool))
+
+
+def _blob(slots: Slots) -> ArrayRecord:
+    if not any(slots.values()):
+        return ArrayRecord()
+    data = wire.pack(slots)
+    return ArrayRecord({"blob": Array("uint8", (len(data),), FORMAT, data)})
+
+
+def _slots(content: RecordDict, limit: int | None = None) -> dict[str, Tensors]:
+    record = _record(content, "tensors", ArrayRecord)
+    if not record:
+        return {}
+    if list(record) != ["blob"] or record["blob"].stype != FORMAT:
+        raise MessageError(f"its tensors are not one {FORMAT} blob; is partita of one version on both sides?")
+    data = record["blob"].data
+    if limit is not None and len(data) > limit:
+        raise MessageError(f"it has {len(data):,} bytes of tensors, and all that a plan can send up fits in {limit:,}")
+    try:
+        slots = wire.unpack(data)
+        wire.count(slots)
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise MessageError(f"its tensors cannot be read ({error}); were they cut short on the way?") from error
+    return {slot: tree.select(part, part) for slot, part in slots.items()}  # the file has an order of its own
+
+
+def _numbers(content: RecordDict, name: str) -> dict[str, float]:
+    record = _record(content, name, MetricRecord)
+    return {key: _entry(record, key, float) for key in record}
+
+
+def _record(content: RecordDict, name: str, kind: type[Any]) -> Any:
+    if not isinstance(content.get(name), kind):
+        raise MessageError(f"it has no {kind.__name__} '{name}'; is partita of one version on both sides?")
+    return content[name]
+
+
+def _entry(record: Any, name: str, kind: type[Any]) -> Any:
+    if type(record.get(name)) is not kind:
+        raise MessageError(f"'{name}' is missing from it, or is no {kind.__name__}")
+    return record[name]

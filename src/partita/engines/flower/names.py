@@ -1,0 +1,59 @@
+"""Which node is which client: each new node is asked for its name once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from flwr.app import Message, MessageType, RecordDict
+
+from partita.engines.flower import messages
+from partita.engines.flower.messages import MessageError
+from partita.engines.flower.post import Post
+
+_log = logging.getLogger(__name__)
+
+
+class Names:
+    def __init__(self, post: Post, population: Sequence[str]) -> None:
+        self.post, self.population = post, population
+        self.said: dict[int, str] = {}  # node -> the client it says it is, first come first
+        self.asked: dict[int, str] = {}  # node -> the message that asks it
+
+    def online(self) -> dict[str, int]:
+        """The node of each client that is connected. A newcomer is asked now, and is there once it has answered."""
+        online = set(self.post.grid.get_node_ids())
+        for node in sorted(online - self.said.keys() - self.asked.keys()):
+            if message := self.post.send(RecordDict(), node, MessageType.QUERY):
+                self.asked[node] = message
+        for node, message in list(self.asked.items()):
+            if reply := self.post.peek(message):
+                del self.asked[node]
+                self._note(node, reply)
+        nodes: dict[str, int] = {}
+        for node, client in self.said.items():
+            if node in online and client in self.population:
+                nodes.setdefault(client, node)
+        return nodes
+
+    def _note(self, node: int, reply: Message | str) -> None:
+        try:
+            name = _read(reply)
+        except MessageError as error:
+            _log.warning("node %d cannot say which client it is, and is asked again: %s", node, error)
+            return
+        if name not in self.population:
+            _log.warning("node %d says it is '%s', which is not among the clients; it is left out", node, name)
+        elif name in self.said.values():
+            _log.warning("node %d says it is '%s', as another did; while that one is online, it counts", node, name)
+        self.said[node] = name
+
+
+def _read(reply: Message | str) -> str:
+    if isinstance(reply, str):
+        raise MessageError(reply)
+    if reply.has_error():
+        raise MessageError(reply.error.reason)
+    if refusal := messages.to_refusal(reply.content):
+        raise MessageError(refusal.reason)
+    return messages.to_name(reply.content)
