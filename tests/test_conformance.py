@@ -45,12 +45,12 @@ def findings_of(name: str) -> Findings:
     return check(build(name, BRIEF.get(name.partition("+")[0], {})))
 
 
-# One composition of each kind is in the fast suite.
-FAST = ("fedfrozen+scaffold", "fedper+moon+fedadam", "fedbabu+feddyn", "fedpart+scaffold", "lora+fedprox+fedadam")
+# In the fast suite are all methods, of a family (FedOpt) one, and a composition of each kind.
+SLOW = {*COMPOSITIONS, "fedyogi", "fedadagrad"} - {"fedfrozen+scaffold", "fedper+moon+fedadam", "lora+fedprox+fedadam"}
 
 
 @pytest.mark.parametrize(
-    "name", [*INDEX, *(pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in COMPOSITIONS)]
+    "name", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in (*INDEX, *COMPOSITIONS)]
 )
 def test_every_method_and_supported_composition_conforms(name: str) -> None:
     findings = findings_of(name)
