@@ -17,10 +17,10 @@ demo: $(READY)  ## compare three methods on small images, and write a report to 
 	    --out runs/demo --report
 
 test: $(READY)  ## the fast tests
-	$(PY) -m pytest -q -n $(WORKERS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
 test-all: $(READY)  ## the fast and the slow tests
-	$(PY) -m pytest -q -n $(WORKERS) -m "slow or not slow"
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow"
 
 check: style types test wheel  ## all that CI runs
 

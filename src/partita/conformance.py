@@ -204,29 +204,23 @@ def _check_order(run: Run, model: Model, make: Maker) -> None:
 
 
 def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
-    """Stop early and halfway, with state in memory and on disk, and go on from what was written."""
-    for stop in (1, run.rounds // 2):
+    """Stop early with state on disk and halfway with state in memory, and go on from what was written."""
+    for stop, kind in ((1, "disk"), (run.rounds // 2, "memory")):
         with TemporaryDirectory() as name:
             folder = Path(name)
-            for store in (Disk(folder / "disk"), Memory(Disk(folder / "memory"))):
-                stream = rounds(run, model, make(store=store))
-                for _ in range(stop):
-                    each = next(stream)
-                _play(run, model, make())  # hidden state would be another's now
-                store.commit(stop)
-                path = checkpoint.save(folder / "server", stop, each.server)
-                done, server = checkpoint.load(path)
-                behind = store if isinstance(store, Disk) else store.disk
-                fresh = make(store=Disk(behind.folder) if behind else None)
-                again = _play(run, model, fresh, server=server, start=done)
-                kind = type(store).__name__.lower()
-                _require(
-                    _same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs"
-                )
-                late = [each.traffic for each in whole.rounds[stop:]]
-                _require(
-                    late == [each.traffic for each in again.rounds], f"resumed after round {stop - 1}, bytes differ"
-                )
+            disk = Disk(folder / "clients")
+            store = disk if kind == "disk" else Memory(disk)
+            stream = rounds(run, model, make(store=store))
+            for _ in range(stop):
+                each = next(stream)
+            _play(run, model, make())  # hidden state would be another's now
+            store.commit(stop)
+            path = checkpoint.save(folder / "server", stop, each.server)
+            done, server = checkpoint.load(path)
+            again = _play(run, model, make(store=Disk(disk.folder)), server=server, start=done)
+            _require(_same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
+            late = [each.traffic for each in whole.rounds[stop:]]
+            _require(late == [each.traffic for each in again.rounds], f"resumed after round {stop - 1}, bytes differ")
 
 
 def _check_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
