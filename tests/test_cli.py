@@ -154,6 +154,11 @@ def test_compare_over_methods_and_seeds(partita: Shell, config: Path, tmp_path: 
     code, _, err = partita(*words, "--set", "rounds=3")
     assert code == 1
     assert "holds another experiment" in err
+    # A report takes differences to fedavg, or to whom it is told.
+    told = ["report", tmp_path / "out", "--json"]
+    for words, first in (([], "fedavg"), (["--against", "fedprox(mu=0.5)"], "fedprox(mu=0.5)")):
+        assert json.loads(partita(*told, *words)[1])["lines"][0]["label"] == first
+    assert "did you mean 'fedavg'?" in partita(*told, "--against", "fedavgg")[2]
 
 
 def test_methods_and_cards(partita: Shell) -> None:

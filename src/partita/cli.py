@@ -135,11 +135,14 @@ def report_command(
     target: Annotated[
         float | None, typer.Option(help="For 'rounds to target': a share such as 0.9, or a perplexity.")
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The label that differences are taken to; fedavg, or the first, unless said.")
+    ] = None,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
     """Write one self-contained HTML page on recorded runs, and print their table."""
-    _close(folders, out or folders[0] / "report.html", target, as_json, markdown)
+    _close(folders, out or folders[0] / "report.html", target, as_json, markdown, against, "fedavg")
 
 
 @app.command(name="methods")
@@ -239,10 +242,18 @@ def _close(
     target: float | None = None,
     as_json: bool = False,
     markdown: bool = False,
+    against: str | None = None,
+    usual: str | None = None,
 ) -> None:
+    """Differences are taken to `against`, which must be there, or to `usual` if it is, or to the first."""
     from partita import report
+    from partita.core.options import OptionError, nearest
 
     records = [report.read(run) for folder in folders for run in report.find(folder)]
+    labels = {each.label for each in records}
+    if against is not None and against not in labels:
+        raise OptionError(f"--against is '{against}', but no run has that label; {nearest(against, labels)}")
+    records.sort(key=lambda each: each.label != (against or usual))
     comparison = report.compare(records, target)
     show = report.to_json if as_json else report.to_markdown if markdown else report.to_text
     print(show(comparison))
