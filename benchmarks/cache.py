@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from environment import environment
 
 from partita import AdamW, Embedded, Key, Model, Run, Training, data, methods, models, rounds
 from partita.core.model import Population
@@ -38,15 +38,13 @@ def main() -> None:
     torch.set_num_threads(1)
     onednn = use_onednn("auto")
     results = [measure(depth, device, chosen.repeats) for depth in chosen.frozen]
-    about = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "onednn": str(onednn),
-        "work": f"{ROUNDS} rounds of {CLIENTS} clients x {EXAMPLES // CLIENTS} images x 1 epoch of AdamW, batch "
+    about = environment(
+        device,
+        onednn,
+        f"{ROUNDS} rounds of {CLIENTS} clients x {EXAMPLES // CLIENTS} images x 1 epoch of AdamW, batch "
         f"{BATCH}; ViT of {LAYERS} layers, width {WIDTH}, {(PIXELS // PATCH) ** 2 + 1} tokens; median of "
         f"{chosen.repeats}, sides in turn",
-    }
+    )
     print(f"{about['work']}; {about['device']}, {about['threads']} thread, torch {about['torch']}")
     print(f"{'frozen layers':14} {'without':>10} {'with':>10} {'ratio':>8} {'later rounds':>13} {'difference':>11}")
     for row in results:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from environment import environment
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 
@@ -51,14 +51,12 @@ def main() -> None:
     # A CPU without instructions for bfloat16 computes in it a hundred times slower.
     dtype = getattr(torch, chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     onednn = use_onednn("auto")
-    about = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "onednn": str(onednn),
-        "work": f"{chosen.clients} clients x {chosen.steps} steps of batch 1 x {chosen.tokens} tokens, LoRA of rank "
+    about = environment(
+        device,
+        onednn,
+        f"{chosen.clients} clients x {chosen.steps} steps of batch 1 x {chosen.tokens} tokens, LoRA of rank "
         f"{RANK} on query and value, blocks of {chosen.block}",
-    }
+    )
     training = Training(1e-3, AdamW(), batch_size=1, steps=chosen.steps)
     row = measure(device, dtype, training, texts(chosen.clients, chosen.tokens), chosen.block)
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from environment import environment
 from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -42,13 +42,11 @@ def main() -> None:
     device = torch.device(chosen.device)
     onednn = use_onednn("auto")  # for both sides
     results = [measure(size, device, chosen.repeats) for size in chosen.sizes]
-    about = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "onednn": str(onednn),
-        "work": f"{CLIENTS} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn",
-    }
+    about = environment(
+        device,
+        onednn,
+        f"{CLIENTS} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn",
+    )
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
     print(f"{'model':36} {'bare loop':>10}", *(f"{side:>14}" for side in ours(device)), f"{'difference':>11}")
     for row in results:

@@ -54,7 +54,7 @@ EQUIVALENT: dict[Spot, str] = {
     ("scaffold", "delta.add(update.delta, 1.0)", "1.0 -> 2.0"): "a mean with equal weights, whatever they are",
     (
         "fedtp",
-        "total = sum(weights.values()) or 1.0",
+        "total = sum(pulled.weight.values()) or 1.0",
         "1.0 -> 2.0",
     ): "only where all weights are zero, and then zero is divided by it",
 }

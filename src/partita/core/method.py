@@ -155,9 +155,7 @@ def average(
 
 
 def _result(mean: Mean, over: str, total: float) -> Tensors:
-    if over == "senders":
-        return mean.value
-    return {name: value * (mean.weight[name] / total) for name, value in mean.value.items()}
+    return mean.value if over == "senders" else mean.over(total)
 
 
 @dataclass(frozen=True)

@@ -90,3 +90,7 @@ class Mean:
                 self.value[name] = value.to(wide, copy=True)
             elif total > 0:
                 self.value[name] += (value - self.value[name]) * (weight / total)
+
+    def over(self, total: float) -> Tensors:
+        """The weighted sum divided by a total that also counts those who did not add a name."""
+        return {name: value * (self.weight[name] / total) for name, value in self.value.items()}

@@ -49,8 +49,7 @@ class Untilted(Rule):
         for update in updates:
             cohort += 1
             delta.add(update.delta, 1.0)
-        moved = {name: value * (delta.weight[name] / population) for name, value in delta.value.items()}
-        return Aggregate(delta.value, {"moved": moved}, cohort)
+        return Aggregate(delta.value, {"moved": delta.over(population)}, cohort)
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         tilt = add(server.state["tilt"], scale(aggregate.slots["moved"], -self.alpha))

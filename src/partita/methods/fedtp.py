@@ -51,8 +51,7 @@ class Hypernetwork(Rule):
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
         maps, trunk = server.state["maps"], server.state["trunk"]
-        shared, moved, pulled = Mean(), {"maps": Mean(), "shift": Mean(), "trunk": Mean()}, dict[str, Tensor]()
-        weights: dict[str, float] = {}
+        shared, pulled, moved = Mean(), Mean(), {"maps": Mean(), "shift": Mean(), "trunk": Mean()}
         for update in updates:
             own = {name: value for name, value in update.delta.items() if name in maps}
             shared.add({name: value for name, value in update.delta.items() if name not in maps}, update.weight)
@@ -64,16 +63,15 @@ class Hypernetwork(Rule):
                 back += (maps[name].T @ value.flatten()).to(features)
             slopes = torch.autograd.grad(features, list(leaves.values()), back)
             pull = dict(zip(leaves, slopes, strict=True))
-            pulled[update.client] = pull.pop("z")
-            weights[update.client] = update.weight
+            pulled.add({update.client: pull.pop("z")}, update.weight)
             outer = {name: torch.outer(value.flatten(), features.detach().to(value)) for name, value in own.items()}
             moved["maps"].add(outer, update.weight)
             moved["shift"].add(own, update.weight)
             moved["trunk"].add(pull, update.weight)
-        total = sum(weights.values()) or 1.0
+        total = sum(pulled.weight.values()) or 1.0
         slots = {slot: mean.value for slot, mean in moved.items()}
-        slots["embedding"] = {client: value * (weights[client] / total) for client, value in pulled.items()}
-        return Aggregate(shared.value, slots, len(weights))
+        slots["embedding"] = pulled.over(total)
+        return Aggregate(shared.value, slots, len(pulled.weight))
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         known = {client: self._embedding(server, client) for client in aggregate.slots["embedding"]}

@@ -52,8 +52,7 @@ class CommonControl(Rule):
             cohort += 1
             delta.add(update.delta, 1.0)
             control.add(update.slots.get("control", {}), 1.0)
-        shift = {name: value * (control.weight[name] / population) for name, value in control.value.items()}
-        return Aggregate(delta.value, {"control": shift}, cohort)
+        return Aggregate(delta.value, {"control": control.over(population)}, cohort)
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         server = super().apply(server, replace(aggregate, delta=scale(aggregate.delta, self.lr)))
