@@ -104,6 +104,7 @@ def _enter(site: Site, order: Order) -> tuple[Embedded, Tensors]:
         raise ClientFault(order.client, f"this site is '{site.client}'; look at the node config of both")
     store, seen = Disk(site.folder / STATES, site.device), site.folder / SESSION
     store.rewind(order.void)
+    # A store keeps what its last two checkpoints need; behind both of the server's lies what is settled.
     store.commit(order.settled)
     store.commit(order.settled)
     if not seen.exists() or seen.read_text() != order.session:
