@@ -15,7 +15,19 @@ from helpers import Clients, ServerMomentum, small
 from torch import Tensor
 
 from partita.conformance import ConformanceError, Findings, check_method
-from partita.core.method import Aggregate, Context, Local, Method, MethodError, Rule, Server, Transform, Update, compose
+from partita.core.method import (
+    Aggregate,
+    Choice,
+    Context,
+    Local,
+    Method,
+    MethodError,
+    Rule,
+    Server,
+    Transform,
+    Update,
+    compose,
+)
 from partita.core.model import Batch, Examples, Model, Output
 from partita.core.optim import SGD
 from partita.core.plan import Plan, Turn, share, share_everything
@@ -149,14 +161,14 @@ def test_a_method_with_every_kind_of_state_conforms() -> None:
 class Largest(Local):
     """Trains the half of the names with the larger gradients at the anchor: a choice made on the client's data."""
 
-    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Names:
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
         batch = probe.take(torch.arange(min(4, len(probe))))
         names = sorted(plan.train)
         live = {name: ctx.anchor[name].detach().clone().requires_grad_() for name in names}
         losses = ctx.model.losses(ctx.model(live, batch.inputs), batch.targets)
         slopes = torch.autograd.grad(losses.mean(), list(live.values()))
         ranked = sorted(zip(names, slopes, strict=True), key=lambda pair: -float(pair[1].norm()))
-        return frozenset(name for name, _ in ranked[: len(ranked) // 2])
+        return Choice(frozenset(name for name, _ in ranked[: len(ranked) // 2]))
 
 
 def test_a_method_that_narrows_by_data_conforms() -> None:

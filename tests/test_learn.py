@@ -17,7 +17,7 @@ from torch import Tensor
 from partita.core import tree
 from partita.core.block import LiftError
 from partita.core.learn import ClientFault, ClientState, Job, deal, learn, reply, visit
-from partita.core.method import Context, Local, Method, MethodError
+from partita.core.method import Choice, Context, Local, Method, MethodError
 from partita.core.model import Examples, Model, Output
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.plan import NONE, Phase, Plan, Turn, share
@@ -271,9 +271,9 @@ class Only(Local):
 
     wanted: Names
 
-    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Names:
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
         assert len(probe.take(torch.arange(2)).targets) == 2
-        return self.wanted
+        return Choice(self.wanted)
 
 
 def test_a_client_can_narrow_its_plan_and_never_widen_it() -> None:

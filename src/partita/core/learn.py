@@ -61,6 +61,7 @@ class Visit:
     examples: Examples
     deals: tuple[list[Tensor], ...]  # for each phase, the batches as indices
     key: Key
+    told: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,15 @@ def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
     fresh = {slot: value for rule in run.method.local for slot, value in rule.memory(anchor).items()}
     memory = {slot: part for slot, part in state.memory.items() if not slot.startswith(_OPTIMIZER)}
     ctx = Context(model, plan, anchor, job.slots, {**fresh, **memory}, run.rate(job.round))
+    notes: dict[str, Tensors] = {}
+    told: dict[str, float] = {}
     for index, rule in enumerate(run.method.local):
         if type(rule).narrow is not Local.narrow:
-            plan = plan.narrow(rule.narrow(plan, examples, ctx, key / "narrow" / index))
-    return _lay_out(run, Visit(job, state, plan, replace(ctx, plan=plan), examples, (), key), work)
+            choice = rule.narrow(plan, examples, ctx, key / "narrow" / index)
+            plan = plan.narrow(choice.names)
+            notes |= choice.notes
+            told |= choice.told
+    return _lay_out(run, Visit(job, state, plan, replace(ctx, plan=plan, notes=notes), examples, (), key, told), work)
 
 
 def trial(run: Run, model: Model, job: Job, state: ClientState, examples: Examples, phases: tuple[Phase, ...]) -> Visit:
@@ -182,7 +188,7 @@ def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState
             memory[_OPTIMIZER + slot] = {**memory.get(_OPTIMIZER + slot, {}), **part}
     delta = tree.subtract(tree.select(after, plan.up), ctx.anchor)
     loss = float(learned.losses.mean()) if len(learned.losses) else None
-    update = Update(client, delta, slots, float(len(visit.examples)), learned.steps, loss)
+    update = Update(client, delta, slots, float(len(visit.examples)), learned.steps, loss, visit.told)
     for index, transform in enumerate(run.method.channel):
         update = transform.encode(update, visit.key / "channel" / index)
     personal = {**visit.state.personal, **tree.select(after, plan.keep)}

@@ -34,6 +34,32 @@ class Context:
     sent: Slots
     memory: Slots
     lr: float
+    notes: Slots = field(default_factory=dict)  # what its rules noted when they chose what to train
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a client chose by looking at its data: the names to train and send, notes for the end of its round, and
+    numbers that are told to the server.
+    """
+
+    names: Names
+    notes: Slots = field(default_factory=dict)
+    told: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Release:
+    """Something that leaves a client and was made from its examples, as an accountant must know it.
+
+    `noise` is Gaussian, its deviation in multiples of what one example can change; `share` is the probability with
+    which an example took part, each by itself.
+    """
+
+    what: str
+    noise: float
+    share: float
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +72,7 @@ class Update:
     weight: float
     steps: Mapping[str, int]
     loss: float | None  # the task's mean training loss; None where nothing trained
+    told: Mapping[str, float] = field(default_factory=dict)  # small numbers that its rules tell the server
 
 
 @dataclass(frozen=True)
@@ -69,14 +96,16 @@ class Local:
 
     slots: Names = NONE  # the slots it sends up and remembers; no two rules of a method may share one
     optimizers: Names | None = None  # the local optimizers it is right for; None: any
+    looks: bool = False  # narrow chooses by the client's examples, so what it chooses tells about them
+    release: Release | None = None  # how private that choice is, for each round; None: not at all
 
     def memory(self, anchor: Tensors) -> Slots:
         """What a client remembers before its first visit."""
         return {}
 
-    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Names:
-        """The names to train and send this round, chosen by looking at the client's data; the plan gates them."""
-        return plan.train
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
+        """What to train and send this round, chosen by looking at the client's data; the plan gates the names."""
+        return Choice(plan.train)
 
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         """A scalar added to the mean loss of the batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -61,6 +61,8 @@ class Round:
     traffic: Traffic
     loss: float | None
     drift: Measures
+    sent: Mapping[str, Names]  # by client, what came up
+    told: Mapping[str, Mapping[str, float]]  # by client, the numbers its rules told
 
 
 def begin(run: Run, model: Model) -> Server:
@@ -106,6 +108,8 @@ class _Round:
         self.received: list[tuple[str, Names]] = []
         self.lost: list[Lost] = []
         self.losses: list[tuple[float, float]] = []
+        self.sent: dict[str, Names] = {}
+        self.told: dict[str, Mapping[str, float]] = {}
 
     def play(self, engine: Engine) -> Round:
         method, clients = self.run.method, engine.clients()
@@ -144,6 +148,8 @@ class _Round:
             self.traffic,
             sum(weight * loss for weight, loss in self.losses) / weight if weight else None,
             drift.measures(),
+            self.sent,
+            self.told,
         )
 
     def _ask(self, client: str) -> Job:
@@ -172,6 +178,9 @@ class _Round:
                 self.lost.append(Lost(reply.client, fault))
                 continue
             self.received.append((reply.client, plan.down))
+            self.sent[reply.client] = frozenset(reply.delta)
+            if reply.told:
+                self.told[reply.client] = reply.told
             if reply.loss is not None:
                 self.losses.append((reply.weight, reply.loss))
             yield reply
@@ -182,6 +191,9 @@ class _Round:
             return f"sent the weight {update.weight}; it must be a number from 0 up"
         if update.loss is not None and not math.isfinite(update.loss):
             return f"sent the loss {update.loss}; lower training.lr, set training.clip, or look at the client's data"
+        for what, number in update.told.items():
+            if not math.isfinite(number):
+                return f"told {number} for '{what}'; it must be a finite number"
         for part in (update.delta, *update.slots.values()):
             for name, value in part.items():
                 expected = self.server.params[name].shape if name in plan.up else None

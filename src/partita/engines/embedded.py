@@ -130,7 +130,7 @@ class Embedded:
     def _carry_back(self, update: Update) -> Update:
         slots = wire.unpack(wire.pack({"delta": update.delta, **update.slots}))
         slots = {slot: tree.to(part, self.device) for slot, part in slots.items()}
-        return Update(update.client, slots.pop("delta", {}), slots, update.weight, update.steps, update.loss)
+        return replace(update, delta=slots.pop("delta", {}), slots=slots)
 
 
 def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

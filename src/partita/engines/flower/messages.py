@@ -80,6 +80,7 @@ def of_update(update: Update) -> RecordDict:
         {
             "numbers": MetricRecord(numbers),
             "steps": MetricRecord(dict(update.steps)),
+            "told": MetricRecord(dict(update.told)),
             "tensors": _blob({"delta": update.delta, **update.slots}),
         }
     )
@@ -91,7 +92,8 @@ def to_update(content: RecordDict, client: str, limit: int) -> Update:
     steps: Any = dict(_record(content, "steps", MetricRecord))  # the rounds look whether they are whole numbers
     slots = _slots(content, limit)
     loss = _entry(numbers, "loss", float) if "loss" in numbers else None
-    return Update(client, slots.pop("delta", {}), slots, _entry(numbers, "weight", float), steps, loss)
+    weight, told = _entry(numbers, "weight", float), _numbers(content, "told")
+    return Update(client, slots.pop("delta", {}), slots, weight, steps, loss, told)
 
 
 def of_scores(scores: Mapping[str, float]) -> RecordDict:
