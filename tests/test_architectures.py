@@ -24,7 +24,7 @@ from partita.core.tree import Tensors
 from partita.methods.fedfrozen import fedfrozen
 from partita.models import Kind, ModelError, fused
 from partita.models.adapter import Adapted, adapt
-from partita.models.architectures import ARCHITECTURES
+from partita.models.architectures import ARCHITECTURES, tags_of
 from partita.models.objectives import Objective, losses_for
 from partita.models.pretrained import drawing_from
 
@@ -156,7 +156,8 @@ def logits_of(out: Any) -> Tensor:
 
 
 def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
-    return torch.allclose(left, right, rtol=0, atol=tolerance)
+    """Against the largest number where that is above 1: of logits of size 10, float32 itself knows no more."""
+    return torch.allclose(left, right, rtol=0, atol=tolerance * max(1.0, float(right.detach().abs().max())))
 
 
 @contextmanager
@@ -184,7 +185,7 @@ def test_outputs_are_those_of_transformers_before_and_after_saving(case: str) ->
         logits = out.logits
         if it.each_token:  # what transformers computes for padding depends on the kernel
             logits, plain = (each[inputs["attention_mask"] == 1] for each in (logits, plain))
-        assert close(logits, plain, 2e-6), (left, (logits - plain).abs().max())
+        assert close(logits, plain), (left, (logits - plain).abs().max())
         assert logits.std() > 0.05
         assert out.features is not None
         assert out.features.shape[0] == EXAMPLES
@@ -197,7 +198,7 @@ def test_without_a_mask_a_token_still_sees_none_after_it(case: str) -> None:
     ids = words(0)["input_ids"].clamp(min=PAD + 1)
     with torch.no_grad():
         logits = it.model(it.params, {"input_ids": ids}).logits
-        assert close(logits, it.plain(input_ids=ids).logits, 2e-6)
+        assert close(logits, it.plain(input_ids=ids).logits)
         changed = it.model(it.params, {"input_ids": torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % END], 1)}).logits
     assert torch.equal(logits[:, :-1], changed[:, :-1])
     assert not close(logits[:, -1], changed[:, -1], 1e-3)
@@ -395,7 +396,7 @@ def test_the_loss_of_tokens_is_the_mean_over_those_that_count(case: str) -> None
         for example in range(EXAMPLES):
             one = {name: value[example : example + 1] for name, value in inputs.items()}
             reference = it.plain(**one, labels=targets[example : example + 1]).loss
-            assert close(losses[example], reference, 2e-6)
+            assert close(losses[example], reference)
 
 
 @pytest.mark.parametrize("case", ["gpt2-lm", "qwen2-lm"])
@@ -406,7 +407,7 @@ def test_the_loss_of_a_language_model_is_that_of_transformers_when_the_targets_a
     with torch.no_grad():
         losses = it.model.losses(it.model(it.params, {"input_ids": ids}), targets)
         assert losses.shape == (EXAMPLES,)
-        assert close(losses.mean(), it.plain(input_ids=ids, labels=ids).loss, 2e-6)
+        assert close(losses.mean(), it.plain(input_ids=ids, labels=ids).loss)
 
 
 def test_the_loss_of_several_labels_is_that_of_transformers() -> None:
@@ -485,7 +486,14 @@ def test_tied_weights_stay_tied_when_frozen_saved_and_loaded(case: str, tmp_path
         plain = class_of(case).from_pretrained(tmp_path).eval()
         assert plain.lm_head.weight is plain.get_input_embeddings().weight
         ids = words(0)["input_ids"]
-        assert close(model(params, {"input_ids": ids}).logits, plain(input_ids=ids).logits, 2e-6)
+        assert close(model(params, {"input_ids": ids}).logits, plain(input_ids=ids).logits)
+
+
+def test_older_names_of_a_parameter_have_the_same_role() -> None:
+    layer = "dinov2.encoder.layer.0.attention."
+    old = {"attention.query": "query", "attention.key": "key", "attention.value": "value", "output.dense": "output"}
+    tags = tags_of("dinov2", [f"{layer}{name}.weight" for name in old])
+    assert list(tags.values()) == [frozenset({role, "layer.0"}) for role in old.values()]
 
 
 def test_a_head_that_an_architecture_lacks_is_named() -> None:

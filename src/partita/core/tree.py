@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -48,6 +49,20 @@ def norm(tree: Tensors) -> Tensor:
     return total
 
 
+def finite(tree: Tensors) -> bool:
+    """Whether all numbers are; looked up once for all tensors, since on a GPU every look waits for it."""
+    if not tree:
+        return True
+    largest = torch._foreach_norm(list(tree.values()), ord=math.inf)
+    return bool(torch.stack([value.float() for value in largest]).isfinite().all())
+
+
+def squares(tree: Tensors) -> dict[str, float]:
+    """The square of each tensor's norm, in float64."""
+    sums = [value.pow(2).sum(dtype=torch.float64) for value in tree.values()]
+    return dict(zip(tree, torch.stack(sums).tolist() if sums else [], strict=True))
+
+
 def to(tree: Tensors, device: torch.device) -> Tensors:
     return {name: value.to(device, non_blocking=True) for name, value in tree.items()}
 
@@ -82,6 +97,7 @@ class Mean:
         self.weight: dict[str, float] = {}
 
     def add(self, tree: Tensors, weight: float) -> None:
+        known: dict[str, float] = {}  # by name, how far the mean moves towards the new value
         for name, value in tree.items():
             total = self.weight[name] = self.weight.get(name, 0.0) + weight
             if name not in self.value:
@@ -89,7 +105,12 @@ class Mean:
                 wide = torch.promote_types(value.dtype, torch.float32)
                 self.value[name] = value.to(wide, copy=True)
             elif total > 0:
-                self.value[name] += (value - self.value[name]) * (weight / total)
+                known[name] = weight / total
+        if known:  # all names in a few calls: on a GPU each call costs more than the arithmetic
+            means = [self.value[name] for name in known]
+            steps = torch._foreach_sub([tree[name] for name in known], means)
+            torch._foreach_mul_(steps, list(known.values()))
+            torch._foreach_add_(means, steps)
 
     def over(self, total: float) -> Tensors:
         """The weighted sum divided by a total that also counts those who did not add a name."""

@@ -35,7 +35,8 @@ def lm(
     train, names = _blocks(source.train, encode, text, group)
     held_out, _ = _blocks(source.test, encode, text, group)
     columns = {} if group is None else {group: np.array(names)}
-    return Task(source.name, train, held_out, (), columns, kind="lm")
+    words = max(train.words(), held_out.words())
+    return Task(source.name, train, held_out, (), columns, kind="lm", words=words)
 
 
 def _blocks(part: Part, encode: Encoder, text: str, group: str | None) -> tuple[Ragged, list[str]]:

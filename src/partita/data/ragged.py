@@ -40,6 +40,10 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def words(self) -> int:
+        """The smallest vocabulary that holds every token."""
+        return int(self.ids.max()) + 1 if len(self.ids) else 0
+
     def take(self, indices: Tensor) -> Batch:
         starts = self.offsets[indices].unsqueeze(1)
         lengths = self.offsets[indices + 1].unsqueeze(1) - starts

@@ -78,6 +78,7 @@ class Task:
     size: int = 0  # of square images; 0 for other inputs
     kind: Literal["image", "text", "tokens", "lm"] = "image"
     multi_label: bool = False
+    words: int = 0  # a vocabulary of so many holds every token; 0 where there are none
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():

@@ -36,4 +36,5 @@ def text(
         ragged(encode.texts(each), max_length, of_row) for each, of_row in zip(texts, targets, strict=True)
     )
     columns = source.train.columns(text, label)
-    return Task(source.name, train, held_out, classes, columns, kind="text", multi_label=multi)
+    words = max(train.words(), held_out.words())
+    return Task(source.name, train, held_out, classes, columns, kind="text", multi_label=multi, words=words)

@@ -44,7 +44,8 @@ def tokens(
         _check_tags(part, classes, sentences, tagged)
         tables.append(_aligned(part, encode, sentences, tagged, truncate))
     train, held_out = tables
-    return Task(source.name, train, held_out, classes, source.train.columns(), kind="tokens")
+    vocabulary = max(train.words(), held_out.words())
+    return Task(source.name, train, held_out, classes, source.train.columns(), kind="tokens", words=vocabulary)
 
 
 def _words(part: Part, tokens: str, tags: str) -> list[list[str]]:

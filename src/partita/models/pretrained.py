@@ -65,6 +65,7 @@ def pretrained(
     forward_of(config.model_type, task.kind)  # an architecture that will not do is refused before it is loaded
     if task.kind == "image":
         _check_images(path, config, task)
+    _check_tokens(path, config, task)
     if prompt is not None and (config.model_type != "clip" or task.kind != "image" or "{}" not in prompt):
         raise ModelError(
             f"prompt is '{prompt}' for a '{config.model_type}' and a task of kind '{task.kind}'; it is for a 'clip' "
@@ -158,6 +159,15 @@ def _check_images(path: str, config: Any, task: ImageTask) -> None:
         raise ModelError(
             f"'{path}' takes images of size {size}, but the task's are of size {task.size}; "
             f"resize the task's images to {size}"
+        )
+
+
+def _check_tokens(path: str, config: Any, task: Task) -> None:
+    known = getattr(config, "vocab_size", None)
+    if known is not None and task.words > known:
+        raise ModelError(
+            f"the task's texts hold the token {task.words - 1}, but '{path}' knows {known}, from 0 to {known - 1}; "
+            "leave data.tokenizer out to cut texts with the model's own, or name one that fits it"
         )
 
 

@@ -10,11 +10,12 @@ from partita.core.model import Output
 from partita.core.tree import Tensors
 from partita.models.architectures.architecture import Architecture, Start, rows
 
+# The second name of each is DINOv2's before transformers 5.20.
 _PROJECTIONS = {
-    r"attention\.q_proj\..+": "query",
-    r"attention\.k_proj\..+": "key",
-    r"attention\.v_proj\..+": "value",
-    r"attention\.o_proj\..+": "output",
+    r"attention\.(q_proj|attention\.query)\..+": "query",
+    r"attention\.(k_proj|attention\.key)\..+": "key",
+    r"attention\.(v_proj|attention\.value)\..+": "value",
+    r"attention\.(o_proj|output\.dense)\..+": "output",
     r"mlp\..+": "mlp",
 }
 
