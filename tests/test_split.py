@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "quantity": (4, {"alpha": 0.7, "smallest": 1}),
     "pathological": (12, {"classes_per_client": 1}),
     "by_column": (None, {"column": "domain", "per_value": 2}),
+    "groups": (2, {"column": "domain"}),
 }
 
 
@@ -212,6 +213,17 @@ def test_by_column_gives_each_value_clients_of_its_own(values: list[str], per_va
     assert set(partition.sizes()) <= {7 // per_value, -(-7 // per_value)}
 
 
+@given(values=st.lists(st.integers(0, 30), min_size=20, max_size=80), clients=st.integers(1, 3), seed=seeds)
+@quick
+def test_groups_are_dealt_whole_and_evenly(values: list[int], clients: int, seed: int) -> None:
+    column = np.array(["a", "b", "c", *map(str, values)])
+    task = make_task(np.zeros(len(column)), patient=column)
+    partition = partition_of(split(task, "groups", clients, key=Key(seed), column="patient"))
+    owned = [set(column[rows]) for rows in np.split(partition.rows, partition.offsets[1:-1])]
+    assert sum(map(len, owned)) == len(set(column))  # no value has two owners
+    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+
+
 def test_by_column_calls_clients_after_the_values() -> None:
     column = ["art painting", "photo", "photo", "art/painting"]
     task = make_task([0, 0, 0, 0], domain=column)
@@ -262,6 +274,8 @@ def test_options_are_checked_against_the_signature(
         ("pathological", 2, {"classes_per_client": 1}, "to nobody; use at least 3 clients"),
         ("pathological", 50, {"classes_per_client": 2}, "100 shares .* for 60 clients; use fewer"),
         ("by_column", None, {"column": "domian"}, "toy has no column 'domian'; did you mean 'domain'"),
+        ("groups", 4, {"column": "domain"}, "4 clients are to share the values of 'domain', of which there are 3"),
+        ("groups", 2, {"column": "domian"}, "toy has no column 'domian'; did you mean 'domain'"),
         ("by_column", None, {"column": "domain", "per_value": 21}, "per_value = 21, but 'art' .* 20 examples"),
     ],
 )

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from partita.core.options import bind, nearest, pick
 from partita.core.rng import Key
@@ -23,6 +24,7 @@ SPLITS = {
     "quantity": "partita.data.split:quantity",
     "pathological": "partita.data.split:pathological",
     "by_column": "partita.data.split:by_column",
+    "groups": "partita.data.split:groups",
     "flwr": "partita.data.flwr:flwr",
     "site": "partita.data.site:site",
 }
@@ -96,11 +98,8 @@ def pathological(task: Task, clients: int, key: Key, classes_per_client: int) ->
 
 def by_column(task: Task, key: Key, column: str, per_value: int = 1) -> Partition:
     """A natural split: one client, or several alike, for each value of a column, called after it."""
-    if column not in task.columns:
-        hint = nearest(column, task.columns) if task.columns else "it has none; use another kind of split"
-        raise DataError(f"{task.name} has no column '{column}'; {hint}")
     _whole("per_value", per_value)
-    values, codes, sizes = np.unique(task.columns[column], return_inverse=True, return_counts=True)
+    values, codes, sizes = np.unique(_column(task, column), return_inverse=True, return_counts=True)
     if sizes.min() < per_value:
         few = int(sizes.argmin())
         raise DataError(
@@ -113,6 +112,26 @@ def by_column(task: Task, key: Key, column: str, per_value: int = 1) -> Partitio
     owner = np.empty(len(codes), np.int64)
     owner[rows] = codes[rows] * per_value + within % per_value
     return grouped(owner, Listed(_names([str(value) for value in values], per_value)))
+
+
+def groups(task: Task, clients: int, key: Key, column: str) -> Partition:
+    """The values of a column, such as patients, are dealt whole and evenly to so many clients."""
+    values, codes = np.unique(_column(task, column), return_inverse=True)
+    _whole("clients", clients)
+    if len(values) < clients:
+        raise DataError(
+            f"{clients} clients are to share the values of '{column}', of which there are {len(values)}; use fewer"
+        )
+    owner = np.empty(len(values), np.int64)
+    owner[_draws(key).permutation(len(values))] = np.arange(len(values)) * clients // len(values)
+    return grouped(owner[codes], Numbered(clients))
+
+
+def _column(task: Task, column: str) -> NDArray[Any]:
+    if column not in task.columns:
+        hint = nearest(column, task.columns) if task.columns else "it has none; use another kind of split"
+        raise DataError(f"{task.name} has no column '{column}'; {hint}")
+    return task.columns[column]
 
 
 def _proportions(groups: Ints, clients: int, key: Key, alpha: float, smallest: int) -> Partition:
