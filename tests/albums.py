@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from partita.core.model import Batch, ClientData
+from partita.core.model import Batch, ClientData, Model
 from partita.core.rng import Key
 from partita.models.adapter import Adapted
 from partita.models.lora import LowRank
+from partita.models.prompts.clip import clip
+from partita.models.prompts.towers import Towers
 from partita.models.vit import vit
 
 
@@ -24,6 +27,7 @@ class Pictures:
     channels: int = 1
     size: int = 2
     kind: str = "image"
+    multi_label: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -55,8 +59,22 @@ class Albums:
 FOUR = Albums(a=9, b=5, c=12, h=7)
 
 
+@dataclass(frozen=True, eq=False)
+class Extensible(Adapted):
+    """A ViT that takes low-rank factors, and stands for a pair of towers where prompts are asked for."""
+
+    def prompted(self, kind: str, key: Key, **options: Any) -> Model:
+        return towers().prompted(kind, key, **options)
+
+
 def small(layers: int = 1, frozen: tuple[str, ...] = ()) -> Adapted:
-    return vit(pictures(1), Key(1), layers=layers, width=4, heads=1, mlp_ratio=1, patch=1, frozen=frozen)
+    made = vit(pictures(1), Key(1), layers=layers, width=4, heads=1, mlp_ratio=1, patch=1, frozen=frozen)
+    return Extensible(**{each.name: getattr(made, each.name) for each in fields(made)})
+
+
+def towers(dtype: Literal["float32", "bfloat16", "float64"] = "float64") -> Towers:
+    """A random CLIP, in float64 so that blocks can be held to more than float32's rounding."""
+    return clip(pictures(1), Key(1), shape="tiny", dtype=dtype)  # type: ignore[arg-type]
 
 
 def extended(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[str, ...] = ()) -> LowRank:

@@ -93,17 +93,19 @@ def test_clients_that_pull_apart() -> None:
 
 
 def test_senders_that_differ_by_name() -> None:
-    """Each name has its own senders and so its own mean; a client's direction is over what it sent of the tag."""
+    """Each name has its own senders and so its own mean; a client's direction is over what it sent of the tag, and it
+    points nowhere along what it did not send."""
     updates = [update_of(1, "ab", 2.0), update_of(2, "b", 1.0), update_of(3, "abcd", 5.0)]
     result = measured(updates)
     assert result.keys() == {"x", "y", "z"}
     for tag in ("x", "y"):
         names = [name for name in "abc" if tag in Tagged.tags[name]]
         spread = mean = along = 0.0
+        anyone = sum(update.weight for update in updates if update.delta.keys() & set(names))
         for name in names:
             senders = [update for update in updates if name in update.delta]
-            p = np.array([update.weight for update in senders])
-            p = p / p.sum()
+            weights = np.array([update.weight for update in senders])
+            p = weights / weights.sum()
             d = np.stack([flat(update.delta, [name]) for update in senders])
             lengths = [
                 np.linalg.norm(flat(update.delta, [each for each in names if each in update.delta]))
@@ -112,7 +114,7 @@ def test_senders_that_differ_by_name() -> None:
             m = p @ d
             spread += p @ (d**2).sum(1)
             mean += m @ m
-            along += (p @ (d / np.array(lengths)[:, None])) @ m
+            along += (weights / anyone @ (d / np.array(lengths)[:, None])) @ m
         expected = {
             "dispersion": np.sqrt(spread - mean) / np.sqrt(mean),
             "cosine": along / np.sqrt(mean),
@@ -120,6 +122,12 @@ def test_senders_that_differ_by_name() -> None:
         }
         assert result[tag] == pytest.approx(expected, rel=1e-5)
     assert result["z"]["dispersion"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_clients_who_send_nothing_in_common_do_not_point_one_way() -> None:
+    """Two of equal length at right angles: each is at 45 degrees to the mean."""
+    apart = [Update("a", {"a": torch.ones(2)}, {}, 1.0, {}, None), Update("b", {"b": torch.ones(2)}, {}, 1.0, {}, None)]
+    assert measured(apart)["x"]["cosine"] == pytest.approx(np.sqrt(0.5))
 
 
 def test_nothing_seen_nothing_measured() -> None:

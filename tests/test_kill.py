@@ -18,7 +18,7 @@ from partita.config import Config, load, parse
 from partita.core import checkpoint, tree
 from partita.core.files import sealed
 from partita.experiment import resume, start
-from partita.methods import INDEX, build
+from partita.methods import INDEX, ON_TOWERS, build
 
 KILLS = 20
 
@@ -58,7 +58,8 @@ every = 2
 
 def settings(method: str, state: str) -> Config:
     optimizer = "adamw" if build(method).takes("adamw") else "sgd"
-    return parse(tomllib.loads(SETTINGS.format(method=method, state=state, optimizer=optimizer)))
+    raw = tomllib.loads(SETTINGS.format(method=method, state=state, optimizer=optimizer))
+    return parse({**raw, "model": {"name": "clip", "shape": "tiny"}} if method in ON_TOWERS else raw)
 
 
 def go_on(config: Config, folder: Path) -> None:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "partita"
 # Each line may import itself and the lines above it.
 CORE = [
     ["core.tree", "core.rng", "core.model", "core.files", "core.options"],
-    ["core.ledger", "core.plan", "core.wire"],
+    ["core.ledger", "core.plan", "core.wire", "core.private", "core.ghost"],
     ["core.method"],
     ["core.optim"],
     ["core.run", "core.drift", "core.block"],
@@ -25,7 +25,7 @@ CORE = [
 ]
 
 # Part -> what it may import of partita beside all of core and itself.
-PARTS = ["methods", "privacy", "channel", "models", "data", "evaluate", "record"]
+PARTS = ["methods", "privacy", "channel", "models", "data", "evaluate", "record", "alarms"]
 ABOVE_CORE = {
     **{part: [] for part in PARTS},
     "engines": ["evaluate"],
@@ -38,6 +38,7 @@ ABOVE_CORE = {
     "experiment": [*PARTS, "engines", "rehearse", "config"],
     "preview": [*PARTS, "engines", "rehearse", "config", "experiment"],
     "compare": [*PARTS, "engines", "rehearse", "config", "experiment"],
+    "audit": [*PARTS, "engines", "config", "experiment"],
     "flower_app": [*PARTS, "engines", "config", "experiment"],
 }
 TOP = ["__init__", "__main__", "cli*"]  # may import anything, and no other may import them
@@ -63,6 +64,7 @@ LIBRARIES = {
     "pyarrow": ["data"],
     "tomli_w": ["config", "record", "flower_app"],
     "flwr": ["engines.flower", "flower_app"],
+    "dp_accounting": ["privacy.accountant"],
 }
 BY_STRING = ["import_module", "need"]  # functions that import what their first argument says
 

@@ -64,6 +64,7 @@ class Images:
     size: int = 4
     kind: Kind = "image"
     multi_label: bool = False
+    words: int = 0
 
 
 TASK, KEY = Images(), Key(7) / "model"
@@ -449,6 +450,13 @@ def saved(module: type, config: PreTrainedConfig, folder: Path) -> str:
     return str(folder)
 
 
+def test_texts_cut_by_another_tokenizer_than_the_models_are_refused(tmp_path: Path) -> None:
+    path = saved(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
+    pretrained(Texts(words=9), KEY, path=path)
+    with pytest.raises(ModelError, match=r"the token 9, but .* knows 9, from 0 to 8; leave data.tokenizer out"):
+        pretrained(Texts(words=10), KEY, path=path)
+
+
 @pytest.mark.parametrize(
     ("task", "objective", "shape"),
     [
@@ -568,7 +576,8 @@ def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None
 def test_every_name_in_the_index_can_be_built(tmp_path: Path) -> None:
     small().save_pretrained(small().initial, tmp_path)
     for name in INDEX:
-        model = build(name, TASK, KEY, **({"path": str(tmp_path)} if "pretrained" in name else {}))
+        needed = {"pretrained": {"path": str(tmp_path)}, "clip": {"shape": "tiny"}}
+        model = build(name, TASK, KEY, **needed.get(name, {}))
         assert model(model.initial, images()).logits.shape == (EXAMPLES, 3)
 
 

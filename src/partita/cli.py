@@ -128,6 +128,67 @@ def compare(
     _close([folder for folder, _ in folders], out / "report.html" if report else None, target, as_json, markdown)
 
 
+@app.command()
+def budget(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="An experiment with a [privacy] table.")] = None,
+    changes: Changes = None,
+    epsilon: Annotated[float | None, typer.Option(help="The budget; the noise is found for it.")] = None,
+    noise: Annotated[float | None, typer.Option(help="In multiples of the clip, instead of a budget.")] = None,
+    delta: Annotated[float | None, typer.Option(help="1e-5, or a tenth of one in the examples, unless said.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Training examples of one client, asked in every round.")] = None,
+    batch: Annotated[int, typer.Option(help="Examples a step, on average.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds in which the client is asked.")] = 20,
+    epochs: Annotated[int, typer.Option(help="Passes over the examples a round.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Show the noise that a privacy budget asks for, how epsilon grows, and what other choices would change."""
+    from partita.core.options import OptionError
+    from partita.privacy.budget import Client, forecast_client, forecast_run
+
+    if config is None:
+        if examples is None:
+            raise OptionError("say --config, or --examples and what else is known of one client")
+        shown = forecast_client(Client(examples, batch, rounds, epochs), epsilon, noise, delta)
+    else:
+        from partita.config import load
+        from partita.experiment import build
+
+        asked = {"privacy.epsilon": epsilon, "privacy.noise": noise, "privacy.delta": delta}
+        said = [f"{key}={value}" for key, value in asked.items() if value is not None]
+        guard = build(load(config, [*(changes or ()), *said])).guard
+        if guard is None:
+            raise OptionError(f"{config} has no [privacy] table; add one, or say --epsilon")
+        shown = forecast_run(guard)
+    print(json.dumps(shown.to_json(), indent=1) if as_json else shown.to_text())
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    canaries: Annotated[
+        int, typer.Option(help="Train again with so many examples put in by coin flips: a lower bound on epsilon.")
+    ] = 0,
+    shadows: Annotated[int, typer.Option(help="With canaries: train so many more times, for likelihood ratios.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Attack a finished run: guess who was in its training data, and see what that proves of its privacy."""
+    from partita.audit import AUDIT
+    from partita.audit import audit as attack
+
+    found = attack(folder, canaries, shadows)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    for name, each in found["attacks"].items():
+        print(f"{name}: AUC {each['auc']:.3f}, {each['true_at_1%']:.1%} found at 1% false alarms")
+    claim, bound = found["claim"], found["bound"]
+    if bound:
+        print(f"epsilon is at least {bound['epsilon']:.3g}, by {bound['right']} right of {bound['guesses']} guesses")
+    if claim and claim["planned"] is not None:
+        print(f"epsilon is claimed to be at most {claim['planned']:.3g}")
+    print(f"written to {folder / AUDIT}; 'partita report {folder}' shows it")
+
+
 @app.command(name="report")
 def report_command(
     folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
@@ -227,7 +288,9 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
             for row in rows:
                 metric = metric or read_metric(folder)
                 tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
-                bar.update(task, completed=row["round"] + 1, description=settings.label + tested)
+                spent = (row.get("privacy") or {}).get("epsilon")
+                cost = "" if spent is None else f" · ε {spent:.3g}"
+                bar.update(task, completed=row["round"] + 1, description=settings.label + tested + cost)
                 for client, reason in row["lost"].items():
                     bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)
         except BaseException as error:

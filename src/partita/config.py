@@ -16,6 +16,7 @@ from partita import data, methods, models
 from partita.core.optim import SGD, AdamW, Optimizer, Schedule
 from partita.core.options import OptionError, bind, nearest, pick
 from partita.core.run import Training
+from partita.privacy.guard import Terms
 
 
 class ConfigError(ValueError):
@@ -74,6 +75,7 @@ class EngineConfig:
     onednn: bool | Literal["auto"] = "auto"  # torch's kernels for CPUs
     deterministic: bool = True  # on a GPU: the same bits again, for some speed
     cache_frozen: bool = False  # compute once for each example what the lowest layers in model.frozen make of it
+    secret: str | None = None  # a file that only this machine can read: what is drawn for privacy is drawn by it
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    privacy: Terms | None = None
 
     def to_toml(self) -> str:
         return tomli_w.dumps(_drop_none(dataclasses.asdict(self)))
@@ -119,6 +122,7 @@ _TABLES = {
     "engine": EngineConfig,
     "evaluate": EvaluateConfig,
     "checkpoint": CheckpointConfig,
+    "privacy": Terms,
 }
 
 

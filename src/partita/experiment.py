@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from partita.core.learn import Job
 from partita.core.method import Server
 from partita.core.model import Model, layer_of, role_of
 from partita.core.plan import Plan, Turn, plan_for
+from partita.core.private import PrivacyError
 from partita.core.rng import Key
 from partita.core.rounds import Engine, Round, ask, begin, rounds
 from partita.core.run import Run, RunError
@@ -28,8 +32,10 @@ from partita.engines.choose import choose_block, use_onednn
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults, read_trace
 from partita.evaluate import Measure, measure_for, score
+from partita.privacy.guard import Guard, protect
 
 Row = dict[str, Any]
+PRIVACY = "privacy.json"  # in a run's folder: the promise, and the noise that keeps it
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Experiment:
     device: torch.device
     block: int
     measure: Measure
+    guard: Guard | None = None
 
 
 def build(config: Config) -> Experiment:
@@ -56,6 +63,8 @@ def build(config: Config) -> Experiment:
         # Without it, the fused attention's backward pass sums in whatever order its blocks finish.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.engine.deterministic)
+        # cuDNN's attention plans each new shape anew, and batches of text come in many.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     method = methods.build(config.method["name"], _rest(config.method, "name"))
     task = data.load(config.data["name"], key / "data", **_data_options(config))
     federation = data.split(task, **config.split, key=key / "split")
@@ -75,8 +84,14 @@ def build(config: Config) -> Experiment:
         tolerate=federate.tolerate,
         preloaded=federate.preloaded,
         drift=config.evaluate.drift,
+        secret=_secret(config.engine.secret),
     )
     run.cohort_size(len(federation.clients))
+    guard = None
+    if config.privacy:
+        sizes = {client: len(federation[client].train) for client in federation.clients}
+        guard = protect(run, model, sizes, config.privacy)
+        run = guard.run
     trace = read_trace(Path(federate.trace)) if federate.trace else {}
     faults = Faults() if method.pool else Faults(federate.dropout, federate.straggle, trace)
     block = config.engine.block
@@ -88,7 +103,7 @@ def build(config: Config) -> Experiment:
     plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
     if method.adapt:
         method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
-    return Experiment(config, run, model, federation, faults, device, block, measure_for(task))
+    return Experiment(config, run, model, federation, faults, device, block, measure_for(task), guard)
 
 
 def start(config: Config, folder: Path) -> Iterator[Row]:
@@ -120,6 +135,8 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     record.write_json(
         folder / record.PLAN, {"metric": asdict(experiment.measure.primary), "stages": stages(experiment)}
     )
+    if experiment.guard:
+        record.write_json(folder / PRIVACY, experiment.guard.about())
 
 
 def recall(experiment: Experiment, folder: Path) -> tuple[int, Server]:
@@ -129,7 +146,22 @@ def recall(experiment: Experiment, folder: Path) -> tuple[int, Server]:
     if saved:
         done, server = checkpoint.load(saved[-1], experiment.device)
     record.keep_rows(folder, done)
+    if experiment.guard:
+        _recall_spending(experiment.guard, folder)
     return done, server
+
+
+def _recall_spending(guard: Guard, folder: Path) -> None:
+    """What earlier rounds cost is part of the bill; under another noise they would not have been the same run."""
+    noise = json.loads((folder / PRIVACY).read_text())["noise"]
+    if noise != guard.terms.noise:
+        raise PrivacyError(
+            f"{folder} was begun with the noise {noise:g}, but now it would be {guard.terms.noise:g}: has the data or "
+            f"dp-accounting changed? To go on as it began, set privacy.noise = {noise:g} in its {record.CONFIG}"
+        )
+    for line in (folder / record.ROWS).read_text().splitlines() if (folder / record.ROWS).exists() else ():
+        row = json.loads(line)
+        guard.charge(row["round"], row["cohort"], row["privacy"]["signal"])
 
 
 def _embedded(experiment: Experiment, folder: Path) -> tuple[Embedded, Store]:
@@ -158,9 +190,11 @@ def play(
     begun = clock = time.perf_counter()
     row: Row = {}
     for each in rounds(run, model, engine, server, done):
+        signal = run.method.server.signal(server)
         server, done = each.server, each.number + 1
         row = _row(experiment, each, time.perf_counter() - clock)
         row |= measure(experiment, engine, each)
+        row |= _spending(experiment, each, signal)
         record.append_row(folder, row)
         if done % config.checkpoint.every == 0 or done == run.rounds:
             store.commit(done)
@@ -242,6 +276,17 @@ def _row(experiment: Experiment, each: Round, seconds: float) -> Row:
     }
 
 
+def _spending(experiment: Experiment, each: Round, signal: Mapping[str, float]) -> Row:
+    """What the run has cost in privacy up to this round; the signal is kept since the plan depended on it."""
+    guard = experiment.guard
+    if guard is None:
+        return {}
+    guard.charge(each.number, each.cohort, signal)
+    spent = guard.spent()
+    finite = spent is not None and math.isfinite(spent)
+    return {"privacy": {"epsilon": spent if finite else None, "delta": guard.terms.delta, "signal": dict(signal)}}
+
+
 def stages(experiment: Experiment) -> list[Row]:
     """The first client's plan; rounds with the same plan are one stage."""
     run, model, client = experiment.run, experiment.model, experiment.federation.clients[0]
@@ -283,6 +328,20 @@ def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
 
 def _rest(table: Any, key: str) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name != key}
+
+
+def _secret(path: str | None) -> Key | None:
+    if path is None:
+        return None
+    try:
+        words = Path(path).read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read engine.secret, {path}: {error.strerror}") from error
+    if len(words) < 16:
+        raise RunError(
+            f"engine.secret, {path}, holds {len(words)} bytes; fill it with 16 or more that nobody can guess"
+        )
+    return Key(int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "big"))
 
 
 def _device(name: str) -> torch.device:

@@ -19,7 +19,11 @@ from partita.core.run import Run
 from partita.core.tree import select
 from partita.engines.faults import Faults
 from partita.experiment import build
+from partita.methods import ON_TOWERS
 from partita.rehearse import answer, rehearse
+
+# How a method that looks at clients' data is foretold without any.
+BLIND = {"safl": {"select": "random"}}
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,17 @@ def preview(config: Config, round: int, client: str | None, by: str = "role") ->
 def plan_section(name: str) -> str:
     """What a method's card says of its plan: the table of the first round and, if it differs, of the last."""
     # Plain SGD, which every method takes; a plan does not depend on it.
-    config = parse({"method": {"name": name}, "training": {"optimizer": "sgd"}, "rounds": 10})
+    method = {"name": name, **BLIND.get(name, {})}
+    model, kind = {"name": "vit"}, "a ViT of two layers of width 64"
+    if name in ON_TOWERS:
+        model, kind = {"name": "clip", "shape": "tiny"}, "a random CLIP whose towers are 32 and 16 wide"
+    config = parse({"method": method, "model": model, "training": {"optimizer": "sgd"}, "rounds": 10})
     first, last = (preview(config, round, None) for round in (0, 9))
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
     tables = "\n".join(each.to_text() for each in ([first] if same else [first, last]))
-    setting = "Ten rounds, a ViT of two layers of width 64 on 8 x 8 images, ten clients of which all take part:"
-    return f"{setting}\n\n```text\n{tables}```"
+    setting = f"Ten rounds, {kind} on 8 x 8 images, ten clients of which all take part:"
+    blind = "\n\nHere layers are drawn by lot, since there are no data to look at." if name in BLIND else ""
+    return f"{setting}\n\n```text\n{tables}```{blind}"
 
 
 def preview_of(
@@ -117,7 +126,7 @@ def preview_of(
         round=round,
         client=client,
         asked=client in cohort,
-        groups=tuple(_groups(model, plan, up, down, by)),
+        groups=tuple(_groups(model, plan.narrow(frozenset(update.steps)), up, down, by)),
         envelope=(up.get(wire.ENVELOPE, 0), down.get(wire.ENVELOPE, 0)),
         bytes_up=sum(up.values()),
         bytes_down=sum(down.values()),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partita.core import tree
 from partita.core.learn import ClientState, Job, Learned, reply, visit
-from partita.core.method import Local, MethodError, Server, Update
+from partita.core.method import MethodError, Server, Update
 from partita.core.model import Batch, Examples, Model
 from partita.core.rounds import Lost, begin, rounds
 from partita.core.run import Run
@@ -33,8 +33,11 @@ class Rehearsal:
 
     def __init__(self, run: Run, model: Model, clients: Sequence[str], faults: Faults | None = None) -> None:
         for rule in run.method.local:
-            if type(rule).narrow is not Local.narrow:
-                raise MethodError(f"{run.method.name} narrows its plan by looking at data, so it cannot be rehearsed")
+            if rule.looks:
+                raise MethodError(
+                    f"{run.method.name} narrows its plan by looking at data, so it cannot be rehearsed; for as many "
+                    "bytes, choose without looking: of safl, set method.select = 'random'"
+                )
         self.run, self.model, self.names, self.faults = run, model, clients, faults or Faults()
 
     def clients(self) -> Sequence[str]:

@@ -40,6 +40,21 @@ class Tiny(Model):
         self.initial = tree.to(self.initial, device)
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return self._run(params, inputs)[0]
+
+    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+        """To the first token, whichever are asked for."""
+        with torch.no_grad():
+            maps = self._run(params, batch.inputs)[1]
+        return {f"layer.{layer}": each[..., 0].mean(-1, keepdim=True) for layer, each in enumerate(maps)}
+
+    def by_head(self) -> dict[str, tuple[int, int]]:
+        """There is one head."""
+        return dict.fromkeys(self.names("query", "key", "value"), (0, 1))
+
+    def _run(self, params: Tensors, inputs: Tensors) -> tuple[Output, list[Tensor]]:
+        """The output, and of each layer its attention (example, query, key)."""
+        maps = []
         state = inputs["x"] @ params["embed.weight"]  # (example, token, width)
         for layer in range(self.layers):
 
@@ -49,10 +64,11 @@ class Tiny(Model):
 
             normed = functional.layer_norm(state, (self.width,), params[f"layers.{layer}.norm.weight"])
             scores = linear("query", normed) @ linear("key", normed).transpose(-1, -2) / math.sqrt(self.width)
-            state = state + linear("output", scores.softmax(-1) @ linear("value", normed))
+            maps.append(scores.softmax(-1))
+            state = state + linear("output", maps[-1] @ linear("value", normed))
             state = state + linear("mlp", torch.tanh(state))
         features = state.mean(-2)
-        return Output(functional.linear(features, params["head.weight"]), features)
+        return Output(functional.linear(features, params["head.weight"]), features), maps
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return functional.cross_entropy(out.logits, targets, reduction="none")
@@ -93,6 +109,12 @@ class Wide(Model):
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.model(params, inputs)
+
+    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+        return self.model.attention(params, batch, tokens)
+
+    def by_head(self) -> dict[str, tuple[int, int]]:
+        return self.model.by_head()
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.model.losses(out, targets)

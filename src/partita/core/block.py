@@ -6,19 +6,23 @@ lifted with `vmap`, and one ordinary backward pass serves the whole block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from partita.core import tree
-from partita.core.method import Context, Local
+from partita.core.ghost import CHECKED, GhostError, check_norms, ghost_sum
+from partita.core.method import Context, Local, Unseen
 from partita.core.model import IGNORED, Batch
 from partita.core.optim import clip
 from partita.core.plan import Phase
+from partita.core.private import Draw, Loss, Private, by_example, clipped_sum, gaussian
 from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
+
+LARGE = 2**28  # numbers of a batch's gradients, 1 GiB of them, from which reading norms off layers is tried by itself
 
 
 class LiftError(ValueError):
@@ -35,11 +39,15 @@ class Block:
         contexts: Sequence[Context],
         now: Sequence[Tensors],
         moments: Sequence[Slots],
+        private: Private | None = None,
+        draws: Sequence[Draw] = (),
     ) -> None:
         first = contexts[0]
         self.run, self.model, self.plan, self.lr = run, first.model, first.plan, first.lr
+        self.private, self.draws = private, draws
         self.many = len(contexts) > 1
         self.device = next(iter(now[0].values())).device
+        self.ghost = self._ghost()
         names = sorted(phase.names)
         # Clones, since the optimizer moves them in place.
         self.live = {name: self._join([each[name] for each in now]) for name in names}
@@ -63,25 +71,21 @@ class Block:
     def step(self, batches: Sequence[Batch]) -> list[Tensor]:
         """One step of the leading clients; the others have finished. Returns each one's loss."""
         count = len(batches)
-        live = {name: self._lead(value, count).detach().requires_grad_() for name, value in self.live.items()}
+        live = {name: self._lead(value, count) for name, value in self.live.items()}
         fixed = [_lead_shared(part, count) if self.many else part for part in self.shared]
         batch = _place(_collate(batches) if self.many else batches[0], self.device)
         given = [batch.inputs, batch.targets, batch.mask]
         dims = [0, *(dims for _, dims in self.shared), 0, 0, None if batch.mask is None else 0]
         values = [value for value, _ in fixed]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.training.precision == "bfloat16"):
-            total, task = self._lift(self._objective, dims)(live, *values, *given)
-        slopes = torch.autograd.grad(total.sum(), list(live.values()), allow_unused=True)
-        grads = {name: slope for name, slope in zip(live, slopes, strict=True) if slope is not None}
+        follow = self._follow if self.private is None else self._follow_in_private
+        grads, task = follow(live, [*values, *given], dims)
         with torch.no_grad():
             if self._corrects():
                 grads = self._lift(self._correct, dims[:1] + dims[2:5])(grads, *values[1:])
             self.steps += 1
             ages = self._ages(self.steps)
             moments = {slot: {k: self._lead(v, count) for k, v in part.items()} for slot, part in self.moments.items()}
-            self.run.training.optimizer.step(
-                {name: self._lead(value, count) for name, value in self.live.items()}, grads, moments, self.lr, ages
-            )
+            self.run.training.optimizer.step(live, grads, moments, self.lr, ages)
         return list(task.detach().unbind()) if self.many else [task.detach()]
 
     def params(self, rank: int) -> Tensors:
@@ -97,6 +101,26 @@ class Block:
     def _ages(self, steps: int) -> dict[str, int]:
         return {name: years + steps for name, years in self.born.items()}
 
+    def _follow(self, live: Tensors, values: list[Any], dims: list[Any]) -> tuple[Tensors, Tensor]:
+        """The gradient, and the task's loss."""
+        live = {name: value.detach().requires_grad_() for name, value in live.items()}
+        with self._precision():
+            total, task = self._lift(self._objective, dims)(live, *values)
+        slopes = torch.autograd.grad(total.sum(), list(live.values()), allow_unused=True)
+        return {name: slope for name, slope in zip(live, slopes, strict=True) if slope is not None}, task
+
+    def _follow_in_private(self, live: Tensors, values: list[Any], dims: list[Any]) -> tuple[Tensors, Tensor]:
+        """The same of clipped gradients and noise."""
+        private, draws = self.private, self.draws[: len(values[-2])] if self.many else self.draws[:1]
+        assert private is not None
+        one = {name: value[0] if self.many else value for name, value in live.items()}
+        noises = [gaussian(one, draw.key / self.steps, private.noise * private.clip) for draw in draws if private.noise]
+        noise = {name: self._join([each[name] for each in noises]) for name in one if noises}
+        sizes = self._join([torch.tensor(float(draw.batch), device=self.device) for draw in draws])
+        with torch.no_grad():
+            grads, task = self._lift(self._clipped, [*dims, 0, 0])(live, *values, noise, sizes)
+        return grads, task
+
     def _objective(
         self, live: Tensors, rest: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
         inputs: Tensors, targets: Tensor, mask: Tensor | None,
@@ -105,9 +129,78 @@ class Block:
         params = {**rest, **live}
         out = self.model(params, inputs)
         losses = self.model.losses(out, targets)  # (example,)
-        task = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
+        task = losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
         penalties = (rule.penalty(out, params, Batch(inputs, targets, mask), ctx) for rule in self.run.method.local)
         return sum((penalty for penalty in penalties if penalty is not None), start=task), task
+
+    def _clipped(
+        self, live: Tensors, rest: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
+        inputs: Tensors, targets: Tensor, mask: Tensor | None, noise: Tensors, size: Tensor,
+    ) -> tuple[Tensors, Tensor]:  # fmt: skip
+        ctx = Context(self.model, self.plan, anchor, sent, memory, self.lr)
+
+        def penalties(out: Any, params: Tensors, batch: Any, each: bool) -> Iterator[Tensor]:
+            for rule in self.run.method.local:
+                seen: tuple[Any, Any] = (out, batch) if each else (Unseen(rule), Unseen(rule))
+                if rule.per_example == each and (penalty := rule.penalty(seen[0], params, seen[1], ctx)) is not None:
+                    yield penalty
+
+        def of_one(live: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+            params = {**rest, **live}
+            with self._precision():  # here alone: norms, sums and noise stay in full
+                out = self.model(params, inputs)
+                task = self.model.losses(out, targets).sum()
+                return sum(penalties(out, params, Batch(inputs, targets), True), start=task), task
+
+        def of_none(live: Tensors) -> Tensor:
+            """What no example has a say in is differentiated beside the clipping, and needs no noise."""
+            params = {**rest, **live}
+            return sum(penalties(None, params, None, False), start=next(iter(live.values())).new_zeros(()))
+
+        total, losses = self._sum(of_one, live, rest, Batch(inputs, targets, mask))
+        grads = tree.add(tree.scale(tree.add(total, noise), 1 / size), torch.func.grad(of_none)(live))
+        return grads, losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
+
+    def _sum(self, of_one: Loss, live: Tensors, rest: Tensors, batch: Batch) -> tuple[Tensors, Tensor]:
+        private = self.private
+        assert private is not None
+
+        def of_all(live: Tensors) -> Tensor:
+            with self._precision():
+                return self.model.losses(self.model({**rest, **live}, batch.inputs), batch.targets)
+
+        numbers = len(batch.targets) * sum(value.numel() for value in live.values())
+        if self.ghost and (private.norms == "ghost" or numbers > LARGE):
+            try:
+                total, losses, norms = ghost_sum(of_all, live, batch.mask, len(batch.targets), private)
+                if not self.steps:
+                    few = {name: value[:CHECKED] for name, value in batch.inputs.items()}
+                    check_norms(norms[:CHECKED], by_example(of_one, live, few, batch.targets[:CHECKED])[1])
+                if bool(torch.isfinite(norms).all()):
+                    return total, losses
+            except GhostError as error:
+                if private.norms == "ghost":
+                    raise LiftError(
+                        f"privacy.norms is 'ghost', but of {self.model.name} with {self.run.method.name} {error}; set "
+                        "it to 'direct', or train other parts of the model"
+                    ) from error
+                self.ghost = False
+        return clipped_sum(of_one, live, batch.inputs, batch.targets, batch.mask, private)
+
+    def _ghost(self) -> bool:
+        """Whether norms can be read off layers: not in a block, and not where a rule has a loss of its own."""
+        if self.private is None or self.private.norms == "direct":
+            return False
+        alone = not self.many and not any(rule.per_example for rule in self.run.method.local)
+        if self.private.norms == "ghost" and not alone:
+            remedy = "set engine.block = 1" if self.many else "set privacy.norms = 'direct'"
+            raise LiftError(f"privacy.norms = 'ghost' is for one client at a time and the task's loss alone; {remedy}")
+        return alone
+
+    def _precision(self) -> torch.autocast:
+        # Without the cache: a cast that was remembered under one transform is of no use under the next.
+        wanted = self.run.training.precision == "bfloat16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted, cache_enabled=self.private is None)
 
     def _corrects(self) -> bool:
         corrected = any(type(rule).gradient is not Local.gradient for rule in self.run.method.local)
@@ -122,9 +215,13 @@ class Block:
         return grads if limit is None else clip(grads, tree.norm(grads), limit)
 
     def _lift(self, function: Callable[..., Any], dims: list[Any]) -> Callable[..., Any]:
-        if not self.many:
+        if not self.many and self.private is None:
             return function
-        lifted = torch.vmap(function, in_dims=tuple(dims))
+        lifted = torch.vmap(function, in_dims=tuple(dims)) if self.many else function
+        over = "clients" if self.private is None else "clients and, for privacy, over examples"
+        remedy = "set engine.block = 1 to train clients one by one" if self.many else "use another model, or no privacy"
+        if self.private and self.run.training.precision != "float32":
+            remedy = "set training.precision = 'float32'"
 
         def call(*parts: Any) -> Any:
             try:
@@ -133,8 +230,7 @@ class Block:
                 raise
             except RuntimeError as error:
                 raise LiftError(
-                    f"vmap cannot lift {self.model.name} with {self.run.method.name} over clients: {error}; "
-                    "set engine.block = 1 to train clients one by one"
+                    f"vmap cannot lift {self.model.name} with {self.run.method.name} over {over}: {error}; {remedy}"
                 ) from error
 
         return call
@@ -187,8 +283,10 @@ def _collate(batches: Sequence[Batch]) -> Batch:
 
     inputs = {name: join([batch.inputs[name] for batch in batches], 0) for name in batches[0].inputs}
     mask = None
-    if min(sizes) < longest:
-        mask = (torch.arange(longest) < torch.tensor(sizes).unsqueeze(1)).float()  # (client, example)
+    if min(sizes) < longest or any(batch.mask is not None for batch in batches):
+        mask = torch.zeros(len(batches), longest)  # (client, example)
+        for row, batch in zip(mask, batches, strict=True):
+            row[: len(batch.targets)] = 1.0 if batch.mask is None else batch.mask
     return Batch(inputs, join([batch.targets for batch in batches], IGNORED), mask)
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from partita.core import tree
 from partita.core.block import Block
-from partita.core.method import Context, Local, Update
-from partita.core.model import Examples, Model
+from partita.core.method import Context, Local, Unseen, Update
+from partita.core.model import Batch, Examples, Model
 from partita.core.plan import NONE, Phase, Plan, Turn, plan_for
+from partita.core.private import Draw, Private
 from partita.core.rng import Key
 from partita.core.run import Run, Training
 from partita.core.tree import Names, Slots, Tensors
@@ -62,6 +63,7 @@ class Visit:
     deals: tuple[list[Tensor], ...]  # for each phase, the batches as indices
     key: Key
     told: Mapping[str, float] = field(default_factory=dict)
+    private: Private | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def assemble(run: Run, model: Model, job: Job, state: ClientState) -> tuple[Plan
 def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Examples, work: float = 1.0) -> Visit:
     """Lay out one client's round. `work` below 1 is a straggler, who gets through that share of its steps."""
     plan, anchor = assemble(run, model, job, state)
-    key = run.key / "round" / job.round / "client" / job.client
+    key = (run.secret or run.key) / "round" / job.round / "client" / job.client
     fresh = {slot: value for rule in run.method.local for slot, value in rule.memory(anchor).items()}
     memory = {slot: part for slot, part in state.memory.items() if not slot.startswith(_OPTIMIZER)}
     ctx = Context(model, plan, anchor, job.slots, {**fresh, **memory}, run.rate(job.round))
@@ -90,11 +92,13 @@ def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
     told: dict[str, float] = {}
     for index, rule in enumerate(run.method.local):
         if type(rule).narrow is not Local.narrow:
-            choice = rule.narrow(plan, examples, ctx, key / "narrow" / index)
+            probe = examples if rule.looks or not run.method.privacy else Unseen(rule)
+            choice = rule.narrow(plan, probe, ctx, key / "narrow" / index)
             plan = plan.narrow(choice.names)
             notes |= choice.notes
             told |= choice.told
-    return _lay_out(run, Visit(job, state, plan, replace(ctx, plan=plan, notes=notes), examples, (), key, told), work)
+    ctx = replace(ctx, plan=plan, notes=notes)
+    return _lay_out(run, Visit(job, state, plan, ctx, examples, (), key, told, run.method.privacy), work)
 
 
 def trial(run: Run, model: Model, job: Job, state: ClientState, examples: Examples, phases: tuple[Phase, ...]) -> Visit:
@@ -109,23 +113,39 @@ def trial(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
 def _lay_out(run: Run, each: Visit, work: float) -> Visit:
     if not len(each.examples):
         raise ClientFault(each.job.client, "has no training examples; give it some or leave it out of the population")
+    dealt = sample if each.private and each.private.sampling == "poisson" else deal
     deals = tuple(
-        deal(len(each.examples), run.training, phase.epochs, each.key / "batches" / index, work)
+        dealt(len(each.examples), run.training, phase.epochs, each.key / "batches" / index, work)
         for index, phase in enumerate(each.plan.phases)
     )
     return replace(each, deals=deals)
 
 
+def count_steps(count: int, training: Training, epochs: int | None, work: float = 1.0) -> int:
+    """A client's steps in one phase."""
+    per_epoch = -(-count // training.batch_size)
+    total = training.steps if training.steps is not None and epochs is None else (epochs or training.epochs) * per_epoch
+    return max(1, int(total * work))
+
+
 def deal(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> list[Tensor]:
     """Batches as indices: every epoch is a new permutation, and its last batch may be short."""
-    size = training.batch_size
-    per_epoch = -(-count // size)
-    total = training.steps if training.steps is not None and epochs is None else (epochs or training.epochs) * per_epoch
-    total = max(1, int(total * work))
+    per_epoch = -(-count // training.batch_size)
+    total = count_steps(count, training, epochs, work)
     batches: list[Tensor] = []
     while len(batches) < total:
-        batches.extend(torch.split((key / (len(batches) // per_epoch)).permutation(count), size))
+        batches.extend(torch.split((key / (len(batches) // per_epoch)).permutation(count), training.batch_size))
     return batches[:total]
+
+
+def sample(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> list[Tensor]:
+    """Poisson batches as indices: in each step every example takes part by itself, so a batch may also be empty."""
+    chance = min(1.0, training.batch_size / count)
+    draws = (
+        torch.rand(count, generator=(key / step).generator(), dtype=torch.float64)
+        for step in range(count_steps(count, training, epochs, work))
+    )
+    return [(draw < chance).nonzero().flatten() for draw in draws]
 
 
 def learn(run: Run, visits: Sequence[Visit]) -> list[Learned]:
@@ -139,9 +159,20 @@ def learn(run: Run, visits: Sequence[Visit]) -> list[Learned]:
         order = sorted(range(len(visits)), key=lambda place: -len(visits[place].deals[index]))
         ranked = [visits[place] for place in order]
         contexts = [each.ctx for each in ranked]
-        block = Block(run, phase, contexts, [now[place] for place in order], [moments[place] for place in order])
+        draws = [Draw(each.key / "noise" / index, min(run.training.batch_size, len(each.examples))) for each in ranked]
+        block = Block(
+            run,
+            phase,
+            contexts,
+            [now[place] for place in order],
+            [moments[place] for place in order],
+            visits[0].private,
+            draws,
+        )
         for step in range(len(ranked[0].deals[index])):
-            batches = [each.examples.take(each.deals[index][step]) for each in ranked if len(each.deals[index]) > step]
+            batches = [
+                _take(each.examples, each.deals[index][step]) for each in ranked if len(each.deals[index]) > step
+            ]
             for place, loss in zip(order, block.step(batches), strict=False):
                 losses[place].append(loss)
         for rank, place in enumerate(order):
@@ -161,14 +192,23 @@ def learn(run: Run, visits: Sequence[Visit]) -> list[Learned]:
     ]
 
 
+def _take(examples: Examples, indices: Tensor) -> Batch:
+    """An empty batch is one example that does not count, since not every table can be asked for nothing."""
+    if len(indices):
+        return examples.take(indices)
+    return replace(examples.take(torch.zeros(1, dtype=torch.long)), mask=torch.zeros(1))
+
+
 def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState]:
     """What the client sends and what it keeps; whatever a rule returns is gated by the plan."""
     client, plan, ctx = visit.job.client, visit.plan, visit.ctx
-    if not bool(torch.isfinite(learned.losses).all()):
-        step = int((~torch.isfinite(learned.losses)).nonzero()[0])
+    # Under privacy the loss, which no noise was added to, tells the server nothing: neither its value nor a fault.
+    losses = learned.losses if visit.private is None else learned.losses[:0]
+    if not bool(torch.isfinite(losses).all()):
+        step = int((~torch.isfinite(losses)).nonzero()[0])
         raise ClientFault(
             client,
-            f"the loss is {learned.losses[step].item()} at step {step + 1} of {len(learned.losses)} in round "
+            f"the loss is {losses[step].item()} at step {step + 1} of {len(losses)} in round "
             f"{visit.job.round}; lower training.lr, set training.clip, or look at the client's data",
         )
     after = {**ctx.anchor, **learned.params}
@@ -187,7 +227,7 @@ def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState
         for slot, part in learned.optimizer.items():
             memory[_OPTIMIZER + slot] = {**memory.get(_OPTIMIZER + slot, {}), **part}
     delta = tree.subtract(tree.select(after, plan.up), ctx.anchor)
-    loss = float(learned.losses.mean()) if len(learned.losses) else None
+    loss = float(losses.mean()) if len(losses) else None
     update = Update(client, delta, slots, float(len(visit.examples)), learned.steps, loss, visit.told)
     for index, transform in enumerate(run.method.channel):
         update = transform.encode(update, visit.key / "channel" / index)

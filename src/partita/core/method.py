@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from partita.core.ledger import Ledger
 from partita.core.model import Batch, Examples, Model, Output
 from partita.core.plan import NONE, Phase, Plan, Planner, share_everything
+from partita.core.private import Private
 from partita.core.rng import Key
 from partita.core.tree import Mean, Names, Slots, Tensors, add
 
@@ -98,6 +99,7 @@ class Local:
     optimizers: Names | None = None  # the local optimizers it is right for; None: any
     looks: bool = False  # narrow chooses by the client's examples, so what it chooses tells about them
     release: Release | None = None  # how private that choice is, for each round; None: not at all
+    per_example: bool = False  # penalty is a mean over the batch's examples; if not, it looks at none of them
 
     def memory(self, anchor: Tensors) -> Slots:
         """What a client remembers before its first visit."""
@@ -117,6 +119,22 @@ class Local:
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
         """(slots to send, memory to keep) after training; both are gated by the plan."""
         return {}, {}
+
+
+class Unseen:
+    """What a rule that says it looks at no examples is given in their place."""
+
+    def __init__(self, rule: Local) -> None:
+        self._rule = type(rule).__name__
+
+    def __getattr__(self, what: str) -> Any:
+        raise MethodError(
+            f"{self._rule} looks at a client's examples without saying so, which privacy cannot allow; if its penalty "
+            "is a mean over examples set per_example, and if it chooses by examples set looks and release"
+        )
+
+    def __len__(self) -> int:
+        return int(self.__getattr__("len"))
 
 
 class Transform:
@@ -189,7 +207,7 @@ def _result(mean: Mean, over: str, total: float) -> Tensors:
 
 @dataclass(frozen=True)
 class Method:
-    """The four choices, and four facts about how they are run."""
+    """The four choices, and five facts about how they are run."""
 
     name: str
     plan: Planner = share_everything
@@ -200,6 +218,7 @@ class Method:
     carry_optimizer: bool = False  # a client's optimizer state lives on from round to round
     pool: bool = False  # all clients' data in one place
     extend: Callable[[Model, Key], Model] | None = None  # parameters of the method's own, added to the model
+    privacy: Private | None = None  # of each training example
 
     def __post_init__(self) -> None:
         taken: set[str] = set()
@@ -209,6 +228,11 @@ class Method:
             if clash := taken & rule.slots:
                 raise MethodError(f"{self.name}: two local rules use the slot '{sorted(clash)[0]}'; use one of them")
             taken |= rule.slots
+            if self.privacy and rule.looks and rule.release is None:
+                raise MethodError(
+                    f"{self.name}: {type(rule).__name__} chooses by looking at a client's examples, and adds no noise "
+                    "to what it sees; under privacy give it noise, or choose without looking"
+                )
 
     def takes(self, optimizer: str) -> bool:
         return all(optimizer in right for _, right in self._picky())
@@ -241,6 +265,7 @@ def compose(first: Method, *others: Method) -> Method:
             carry_optimizer=result.carry_optimizer or other.carry_optimizer,
             pool=result.pool or other.pool,
             extend=_either(name, "extend", result.extend, other.extend, None),
+            privacy=_either(name, "privacy", result.privacy, other.privacy, None),
         )
     return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from partita.core.rng import Key
 from partita.core.tree import Names, Tensors
 
 IGNORED = -100  # a target that does not count: padding, or a token of which nothing is asked
+ATTENTION = "attention"  # the note, by layer, of the attention (head,) that a client's heads pay to chosen tokens
 TOWERS = frozenset({"vision", "text"})  # of models with two
 
 
@@ -54,6 +55,18 @@ class Model:
         """This model with low-rank factors, tagged "lora", beside the weights of the roles."""
         raise TagError(f"{self.name} cannot take low-rank factors; use a Hugging Face model")
 
+    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+        """By layer, (example, head): the share of its attention, from 0 to 1, that a token pays to those asked for."""
+        raise TagError(f"{self.name} cannot tell its attention; use a Hugging Face model, or rank its layers otherwise")
+
+    def by_head(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter made of one part for each head: along which dimension, and of how many."""
+        raise TagError(f"{self.name} cannot tell its heads apart; use a Hugging Face model, or prune otherwise")
+
+    def prompted(self, kind: str, key: Key, **options: Any) -> Model:
+        """This model, frozen, with prompts or an adapter of that kind, which are tagged by whose they are."""
+        raise TagError(f"{self.name} cannot take prompts; use a pair of towers, model.name = 'clip'")
+
     def every(self) -> Names:
         return frozenset(self.initial)
 
@@ -71,6 +84,29 @@ class Model:
 def layer_of(tags: Names) -> str | None:
     """The tag of a parameter's layer; None outside all layers."""
     return next((tag for tag in sorted(tags) if tag.startswith("layer.")), None)
+
+
+def layers_of(model: Model) -> list[str]:
+    """The tags of its layers, from the input up."""
+    found = {layer for tags in model.tags.values() if (layer := layer_of(tags))}
+    return sorted(found, key=number_of)
+
+
+def number_of(layer: str) -> int:
+    return int(layer.removeprefix("layer."))
+
+
+def before_layers(model: Model) -> Names:
+    """The embeddings, and norms between them and the first layer: to train these, a gradient must come all the way."""
+    found: set[str] = set()
+    reached: set[Names] = set()  # towers
+    for name in model.initial:
+        tags = model.tags[name]
+        if layer_of(tags):
+            reached.add(tags & TOWERS)
+        elif "embedding" in tags or ("head" not in tags and tags & TOWERS not in reached):
+            found.add(name)
+    return frozenset(found)
 
 
 def role_of(tags: Names) -> str:

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import torch
-
 from partita.core import wire
 from partita.core.drift import Drift, Measures
 from partita.core.learn import ClientFault, Job
@@ -18,7 +16,7 @@ from partita.core.method import MethodError, Server, Update
 from partita.core.model import Examples, Model
 from partita.core.plan import Plan, Turn, plan_for
 from partita.core.run import Run, RunError
-from partita.core.tree import Names, Tensors, select, within
+from partita.core.tree import Names, Tensors, finite, select, within
 
 
 @dataclass(frozen=True)
@@ -170,9 +168,8 @@ class _Round:
                     self.overwritten.append((reply.client, self.model.every()))
                 continue
             self.traffic.up.update(wire.count({"delta": reply.delta, **reply.slots}))
-            for transform in reversed(self.run.method.channel):
-                reply = transform.open(reply)
-            if fault := self._fault(reply, plan):
+            reply, fault = self._open(reply)
+            if fault := fault or self._fault(reply, plan):
                 if not self.run.tolerate:
                     raise ClientFault(reply.client, fault)
                 self.lost.append(Lost(reply.client, fault))
@@ -184,6 +181,15 @@ class _Round:
             if reply.loss is not None:
                 self.losses.append((reply.weight, reply.loss))
             yield reply
+
+    def _open(self, update: Update) -> tuple[Update, str | None]:
+        """What came over the wire as it was before; with the fault where that cannot be."""
+        try:
+            for transform in reversed(self.run.method.channel):
+                update = transform.open(update)
+        except (ValueError, RuntimeError) as error:  # torch's own complaint of a shape or type is a RuntimeError
+            return update, f"sent what cannot be opened: {error}"
+        return update, None
 
     def _fault(self, update: Update, plan: Plan) -> str | None:
         """Fewer names than the plan sends up are fine, others are not; nor are odd shapes or numbers."""
@@ -201,9 +207,10 @@ class _Round:
                     return f"sent '{name}', which its plan does not send up in round {self.number}"
                 if value.shape != expected:
                     return f"sent '{name}' of shape {tuple(value.shape)}, not {tuple(expected)}"
-                if not bool(torch.isfinite(value).all()):
-                    return f"sent '{name}' with values that are not finite; lower training.lr or set training.clip"
                 steps = update.steps.get(name)
                 if not isinstance(steps, int) or steps < 1:
                     return f"sent '{name}' after {steps} steps; it must be a whole number from 1 up"
+            if not finite(part):
+                wrong = next(name for name, value in part.items() if not finite({name: value}))
+                return f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip"
         return None

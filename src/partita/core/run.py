@@ -49,11 +49,17 @@ class Run:
     tolerate: bool = False  # a client's fault (a loss or an update that is no use) is recorded and does not end the run
     preloaded: bool = False  # clients hold the initial model before the first round
     drift: bool = True  # measure drift each round
+    secret: Key | None = None  # what clients draw by where nobody else may know it; None: by the run's key, as all do
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise RunError(f"rounds is {self.rounds}; it must be at least 1")
         self.method.check_optimizer(self.training.optimizer.name)
+        if self.method.privacy and self.training.clip is not None:
+            raise RunError(
+                "training.clip and privacy are both set; under privacy each example's gradient is clipped by "
+                "privacy.clip, so leave training.clip out"
+            )
 
     def rate(self, round: int) -> float:
         return self.training.lr * self.training.schedule.factor(round, self.rounds)

@@ -23,15 +23,29 @@ INDEX = {
     "fedfrozen": "partita.methods.fedfrozen:fedfrozen",
     "fedpart": "partita.methods.fedpart:fedpart",
     "layer-skipping": "partita.methods.layer_skipping:layer_skipping",
+    "safl": "partita.methods.safl:safl",
+    "prune": "partita.channel.prune:prune",
+    "quantise": "partita.channel.quantise:quantise",
     "lora": "partita.methods.lora:lora",
     "flora": "partita.methods.flora:flora",
     "fedper": "partita.methods.fedper:fedper",
     "fedrep": "partita.methods.fedrep:fedrep",
     "fedbabu": "partita.methods.fedbabu:fedbabu",
     "fedtp": "partita.methods.fedtp:fedtp",
+    "pfeddc": "partita.methods.pfeddc:pfeddc",
+    "promptfl": "partita.methods.promptfl:promptfl",
+    "vpfl": "partita.methods.vpfl:vpfl",
+    "coop": "partita.methods.coop:coop",
+    "fedotp": "partita.methods.fedotp:fedotp",
+    "fedpgp": "partita.methods.fedpgp:fedpgp",
+    "fedclip": "partita.methods.fedclip:fedclip",
+    "zero-shot": "partita.methods.zero_shot:zero_shot",
     "local-only": "partita.methods.local_only:local_only",
     "centralized": "partita.methods.centralized:centralized",
 }
+
+# These learn beside a frozen pair of towers, the model "clip", and take no other.
+ON_TOWERS = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip")
 
 # Compositions that are called supported: conformance runs over each. Others may work, and none is refused by name.
 COMPOSITIONS = (
@@ -49,8 +63,16 @@ COMPOSITIONS = (
     "fedpart+scaffold",
     "fedpart+moon+fedadagrad",
     "layer-skipping+fedprox+fedadam",
+    "safl+fedprox",
+    "safl+fedadam",
+    "safl+prune",
+    "safl+quantise",
+    "safl+prune+quantise",
+    "fedfrozen+safl",
     "lora+fedprox+fedadam",
     "lora+scaffold",
+    "pfeddc+fedprox",
+    "promptfl+fedadam",
 )
 
 

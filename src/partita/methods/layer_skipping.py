@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from partita.core.method import Method, MethodError
-from partita.core.model import Model, layer_of
-from partita.core.plan import Plan, Turn, share
+from partita.core.model import Model, before_layers, layers_of
+from partita.core.plan import NONE, Plan, Turn, share
 
 
 def layer_skipping(layers: float | tuple[int, ...] = 0.3, embeddings: bool = False) -> Method:
     """`layers` are the numbers of those that train, or a fraction: so many of the topmost ones, at least one."""
 
     def plan(model: Model, turn: Turn) -> Plan:
-        known = {layer for tags in model.tags.values() if (layer := layer_of(tags))}
+        known = layers_of(model)
         wanted = [f"layer.{number}" for number in chosen(layers, len(known))]
-        outside = {name for name, tags in model.tags.items() if layer_of(tags) is None and "embedding" not in tags}
-        extra = model.names("embedding") if embeddings else frozenset()
-        return share(model.names(*wanted) | outside | extra, down=model.every())
+        outside = model.every() - model.names(*known) - (NONE if embeddings else before_layers(model))
+        return share(model.names(*wanted) | outside, down=model.every())
 
     return Method("layer-skipping", plan=plan)
 

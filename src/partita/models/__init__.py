@@ -11,6 +11,7 @@ from partita.core.rng import Key
 INDEX = {
     "vit": "partita.models.vit:vit",
     "pretrained": "partita.models.pretrained:pretrained",
+    "clip": "partita.models.prompts.clip:clip",
 }
 
 Kind = Literal["image", "text", "tokens", "lm"]
@@ -51,6 +52,11 @@ class Task(ImageTask, Protocol):
 
     @property
     def multi_label(self) -> bool: ...
+
+    @property
+    def words(self) -> int:
+        """Token ids are below this."""
+        ...
 
 
 def build(name: str, task: ImageTask, key: Key, /, **options: Any) -> Model:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from partita.core import tree
-from partita.core.model import Model, Output
+from partita.core.model import Batch, Model, Output
 from partita.core.options import nearest
 from partita.core.rng import Key
 from partita.core.tree import Names, Tensors
@@ -65,6 +65,16 @@ class Adapted(Model):
         from partita.models.lora import low_rank  # only there is PEFT needed
 
         return low_rank(self, rank, alpha, roles, key)
+
+    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+        from partita.models.profile import attention_to
+
+        return attention_to(self, params, batch, tokens)
+
+    def by_head(self) -> dict[str, tuple[int, int]]:
+        from partita.models.profile import by_head
+
+        return by_head(self)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
         """A plain transformers folder, which needs no partita to load."""

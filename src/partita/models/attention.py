@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +18,19 @@ from partita.models import ModelError
 
 NAME = "partita"
 REFUSED = ("softcap", "position_bias", "s_aux")  # changes to the scores that other architectures ask for
+
+# What computes a layer's attention in the place of `attend`, given the layer's module as well.
+Watch = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, float | None, bool], Tensor]
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watched_by(watch: Watch) -> Iterator[None]:
+    before = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(before)
 
 
 def attend(
@@ -121,9 +137,12 @@ def _attention(
         raise ModelError(f"{type(module).__name__} asks for {asked[0]}, which {NAME} attention does not compute")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1  # a mask has it in it
-    return attend(query, key, value, attention_mask, scaling, causal).transpose(
-        1, 2
-    ), None  # (example, token, head, width)
+    watch = _watch.get()
+    if watch is None:
+        out = attend(query, key, value, attention_mask, scaling, causal)
+    else:
+        out = watch(module, query, key, value, attention_mask, scaling, causal)
+    return out.transpose(1, 2), None  # (example, token, head, width)
 
 
 def _mask(

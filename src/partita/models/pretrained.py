@@ -60,11 +60,11 @@ def pretrained(
     """
     if task.kind == "image":
         check_has_images(task)
-    config = _config(path, task)
+    config = config_for(path, task)
     objective = _objective(task)
     forward_of(config.model_type, task.kind)  # an architecture that will not do is refused before it is loaded
     if task.kind == "image":
-        _check_images(path, config, task)
+        check_images(path, config, task)
     _check_tokens(path, config, task)
     if prompt is not None and (config.model_type != "clip" or task.kind != "image" or "{}" not in prompt):
         raise ModelError(
@@ -74,7 +74,7 @@ def pretrained(
     if fresh_head and (prompt is not None or task.kind == "lm"):
         raise ModelError("fresh_head: there is no head here that could be drawn anew; leave it out")
     has_head = prompt is None and task.kind != "lm"
-    module = _load(path, config, MODULES[task.kind] if prompt is None else AutoModel, key, has_head, fresh_head)
+    module = load_module(path, config, MODULES[task.kind] if prompt is None else AutoModel, key, has_head, fresh_head)
     return adapt(
         config.model_type,
         module,
@@ -110,7 +110,7 @@ def _objective(task: Task) -> Objective:
     return "tokens" if task.kind == "tokens" else "lm"
 
 
-def _config(path: str, task: Task) -> Any:
+def config_for(path: str, task: Task) -> Any:
     """The model's config, made to fit the task."""
     folder = Path(path).is_dir()
     if folder and not (Path(path) / "config.json").is_file():
@@ -140,7 +140,7 @@ def _config(path: str, task: Task) -> Any:
     return config
 
 
-def _check_images(path: str, config: Any, task: ImageTask) -> None:
+def check_images(path: str, config: Any, task: ImageTask) -> None:
     config = getattr(config, "vision_config", config)
     if config.num_channels != task.channels:
         raise ModelError(
@@ -171,7 +171,7 @@ def _check_tokens(path: str, config: Any, task: Task) -> None:
         )
 
 
-def _load(path: str, config: Any, kind: Any, key: Key, has_head: bool, fresh_head: bool) -> PreTrainedModel:
+def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fresh_head: bool) -> PreTrainedModel:
     load: Callable[..., Any] = kind.from_pretrained
     with quiet(), drawing_from(key):
         try:

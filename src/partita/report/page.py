@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partita.report import plots, stages
+from partita.report import plots, privacy, stages
 from partita.report.frame import Style, styles, svg
 from partita.report.read import Record, by_label, clients, metric_of, settings
 from partita.report.show import Column, halves, size
@@ -37,6 +37,7 @@ def page(
         _head(records, title),
         _comparison(records, compare(records, target, metric)),
         _figures(records, metric_of(records, metric).name),
+        _privacy(records),
         _lost(records),
         _plans(records),
         _settings(records),
@@ -183,6 +184,37 @@ def _figures(records: Sequence[Record], metric: str) -> str:
     ]
     drawn = "".join(_figure(name, make(), head, caption) for name, make, head, caption in wanted)
     return f"<section>\n<h2>Figures</h2>\n{drawn}</section>\n" if drawn else ""
+
+
+def _privacy(records: Sequence[Record]) -> str:
+    promised, found = privacy.promises(records), privacy.findings(records)
+    if not promised and not found:
+        return ""
+    parts = ["<section>\n<h2>Privacy</h2>\n"]
+    if promised:
+        headings = ("label", "of each", "budget", "ε spent", "δ", "noise × clip", "accountant")
+        parts.append(_table(headings, promised))
+        parts.append(
+            _figure(
+                "epsilon",
+                privacy.epsilon_by_round(records),
+                "Epsilon by round.",
+                "What the worst placed client had spent after each round, one line a seed; smaller is more private.",
+            )
+        )
+    if found:
+        parts.append(_table(("run", "attack", "AUC", "found at 1% false alarms", "members / outsiders"), found))
+        parts.append(
+            _figure(
+                "attacks",
+                privacy.attack_curves(records),
+                "Who was in the training data?",
+                "Members found against outsiders wrongly taken for members, as a guess's threshold moves; on the "
+                "dashed line an attack is no better than chance.",
+            )
+        )
+        parts.append(_notes(privacy.bounds(records)))
+    return "".join([*parts, "</section>\n"])
 
 
 def _figure(name: str, figure: Figure | None, head: str, caption: str) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Record:
     finished: bool
     folder: Path
     metric: Metric = ACCURACY
+    privacy: Mapping[str, Any] = field(default_factory=dict)  # what was promised; empty: nothing
+    audit: Mapping[str, Any] = field(default_factory=dict)  # what attacks found; empty: there were none
 
 
 def find(folder: Path | str) -> list[Path]:
@@ -68,6 +70,8 @@ def read(folder: Path | str) -> Record:
         finished=(folder / "result.json").is_file(),
         folder=folder,
         metric=Metric(**plan.get("metric", {})),
+        privacy=_json(folder / "privacy.json"),
+        audit=_json(folder / "audit.json"),
     )
 
 

@@ -26,6 +26,7 @@ def columns(comparison: Comparison) -> list[Column]:
     several, metric = len(comparison.lines) > 1, Metric(comparison.metric, comparison.higher_is_better)
     corrected = any(line.difference and line.difference.p_holm is not None for line in comparison.lines)
     has_personal = any(line.personal is not None for line in comparison.lines)
+    private = any(line.epsilon is not None for line in comparison.lines)
     shown: list[tuple[bool, str, str, Callable[[Line], str]]] = [
         (True, "", "label", lambda line: line.label),
         (True, "", "seeds", lambda line: str(len(line.seeds))),
@@ -44,6 +45,7 @@ def columns(comparison: Comparison) -> list[Column]:
         (True, "a client-round", "down", lambda line: size(line.down)),
         (True, "a run", "MB", lambda line: short(line.total_mb)),
         (True, "a run", f"rounds to {metric.show(comparison.target)}", lambda line: _reached(line.reach)),
+        (private, "a run", "ε", lambda line: short(line.epsilon)),
         (True, "a run", "s a round", lambda line: short(line.seconds)),
     ]
     return [

@@ -63,6 +63,7 @@ class Line:
     total_mb: float | None  # a run, both ways; 1 MB is 10^6 bytes
     reach: Reach | None
     seconds: float | None  # a round
+    epsilon: float | None = None  # by the last round, of the most costly seed
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,12 @@ def _line(
         total_mb=mean([_total(run) for run in runs]),
         reach=None if target is None else _reach(runs, target, judge),
         seconds=mean([mean([number(row.get("seconds")) for row in run.rows]) for run in runs]),
+        epsilon=max((cost for run in runs if (cost := _epsilon(run)) is not None), default=None),
     )
+
+
+def _epsilon(run: Record) -> float | None:
+    return number((run.rows[-1].get("privacy") or {}).get("epsilon"))
 
 
 def _each(run: Record, way: str) -> float | None:
@@ -239,6 +245,8 @@ def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Me
         said.append("p: not corrected for many comparisons.")
     if any(line.personal is not None for line in lines):
         said.append("personal: on each client's own test part; worst tenth is the mean over the worst 10% of clients.")
+    if any(line.epsilon is not None for line in lines):
+        said.append("ε: what training cost in privacy by the last round, of the seed in which it cost most.")
     said.append("client-round: one client asked in one round, whether or not it answered.")
     said.append("MB: sent both ways in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
     if target is not None:

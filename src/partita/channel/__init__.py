@@ -1,0 +1,7 @@
+"""What makes an update smaller on the wire, and whole again at the server."""
+
+from __future__ import annotations
+
+
+class ChannelError(ValueError):
+    """Something that came over the wire and cannot be opened."""

@@ -1,0 +1,24 @@
+"""FedOTP: a shared and an own context share out an image's patches by unbalanced optimal transport."""
+
+from __future__ import annotations
+
+from partita.core.method import Method, MethodError
+from partita.methods.promptfl import share_global
+
+
+def fedotp(
+    text: int = 16, mass: float = 0.8, smoothing: float = 0.1, iterations: int = 100, phrase: str = ""
+) -> Method:
+    """`mass` is how much of an image the texts of a class take in all; `smoothing` the weight of the entropy."""
+    if not 0 < mass <= 1 or smoothing <= 0 or iterations < 1:
+        raise MethodError(
+            f"method.mass is {mass}, method.smoothing {smoothing} and method.iterations {iterations}; "
+            "give more than 0 up to 1, more than 0, and 1 or more"
+        )
+    options = {"text": text, "mass": mass, "smoothing": smoothing, "iterations": iterations, "phrase": phrase}
+    return Method(
+        "fedotp",
+        plan=share_global,
+        carry_optimizer=True,
+        extend=lambda model, key: model.prompted("transport", key, **options),
+    )

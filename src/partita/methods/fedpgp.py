@@ -1,0 +1,42 @@
+"""FedPGP: a shared context plus an own one of low rank; the shared one is drawn to what people would write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.method import Context, Local, Method, MethodError
+from partita.core.model import Batch, Output
+from partita.core.tree import Tensors
+from partita.methods.promptfl import share_global
+
+
+@dataclass(frozen=True)
+class TowardsWritten(Local):
+    """By class, -log of the share of exp(sim(shared, written) / T) beside exp(sim(shared, own) / T)."""
+
+    mu: float
+    temperature: float
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+        texts = getattr(out, "texts", None)
+        if texts is None:
+            raise MethodError(f"fedpgp compares texts, and {ctx.model.name} gives none; let it extend a model 'clip'")
+        own, shared, written = texts()  # (class, feature)
+        near, far = (functional.cosine_similarity(shared, other) for other in (written, own))  # (class,)
+        return self.mu * functional.softplus((far - near) / self.temperature).mean()
+
+
+def fedpgp(text: int = 16, rank: int = 4, mu: float = 1.0, temperature: float = 0.5, phrase: str = "") -> Method:
+    """`mu` is the weight of the contrastive loss; with 0, the texts it would need are not read."""
+    if mu < 0 or temperature <= 0:
+        raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")
+    return Method(
+        "fedpgp",
+        plan=share_global,
+        local=(TowardsWritten(mu, temperature),) if mu else (),
+        carry_optimizer=True,
+        extend=lambda model, key: model.prompted("low-rank", key, text=text, rank=rank, phrase=phrase),
+    )

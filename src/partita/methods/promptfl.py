@@ -1,0 +1,29 @@
+"""PromptFL: clients learn one context for the names of classes together; the frozen pair of towers never travels."""
+
+from __future__ import annotations
+
+from partita.core.method import Method
+from partita.core.model import Model
+from partita.core.plan import Plan, Turn, share
+from partita.core.tree import Names
+
+
+def promptfl(text: int = 16, phrase: str = "") -> Method:
+    """`text` is the context's length in tokens; a phrase, such as "a photo of a", is what it says at first."""
+    return Method(
+        "promptfl",
+        plan=share_global,
+        carry_optimizer=True,
+        extend=lambda model, key: model.prompted("prompts", key, text=text, phrase=phrase),
+    )
+
+
+def share_global(model: Model, turn: Turn) -> Plan:
+    """What is tagged "global" travels; what is tagged "local" or "fusion" trains with it and stays."""
+    shared, own = carrying(model, "global"), carrying(model, "local", "fusion")
+    return share(shared | own, down=shared, keep=own)
+
+
+def carrying(model: Model, *tags: str) -> Names:
+    """Unlike model.names, takes a tag that nothing carries."""
+    return frozenset(name for name, carried in model.tags.items() if not carried.isdisjoint(tags))

@@ -1,0 +1,240 @@
+"""Which layers a client trains: ranked by attention, by gradients, at random, in turn, or always the topmost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from partita.core import tree
+from partita.core.method import Choice, Context, Local, MethodError, Release
+from partita.core.model import ATTENTION, Batch, Examples, before_layers, layer_of, layers_of, number_of
+from partita.core.plan import NONE, Plan
+from partita.core.rng import Key
+from partita.core.tree import Names, Slots, Tensors
+
+CHUNK = 64  # examples looked at together
+ROUND, HEADS = "layers_round", "layers_heads"  # what a client remembers of a choice that is to last
+
+Count = int | float  # of layers, or as a fraction of them
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Layers with a higher score go first. Those that looked at data tell them, and may know of heads (head,)."""
+
+    scores: Mapping[str, float]
+    told: bool = False
+    heads: Tensors = field(default_factory=dict)
+
+
+class Selector(Protocol):
+    """Ranks layers for one client in one round, of whom `count` will be taken."""
+
+    @property
+    def name(self) -> str: ...
+
+    def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking: ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """By the share of their attention that goes to the chosen tokens, mean over a probe of the client's examples.
+
+    With noise, the probe is a Poisson sample; each example's scores are cut to an L2 norm of `clip`, and of their noisy
+    sum only the direction is used, so that the size of the sample stays unknown.
+    """
+
+    tokens: str = "auto"
+    probe: Count = 32
+    noise: float = 0.0
+    clip: float = 1.0
+    name: str = "attention"
+
+    def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
+        paid = self._paid(layers, examples, ctx, key)  # by layer, (example, head)
+        each = torch.stack([paid[layer].mean(1) for layer in layers], 1)  # (example, layer)
+        if self.noise:
+            draw = torch.randn(len(layers), generator=(key / "noise").generator(), dtype=torch.float64)
+            found = clipped(each.double(), self.clip).sum(0).cpu() + self.noise * self.clip * draw
+            return Ranking(_named(layers, found / found.norm().clamp(min=1e-12)), told=True)
+        mean = each.mean(0)
+        for telling, fault in ((mean > 0, "has a token of those"), (mean < 1 - 1e-6, "has a token beside those")):
+            if not bool(telling.any()):
+                raise MethodError(
+                    f"none of the {len(each)} examples that a client looked at {fault} that method.tokens = "
+                    f"'{self.tokens}' means, so all layers score alike; enlarge method.probe or choose other tokens"
+                )
+        heads = {layer: paid[layer].mean(0) for layer in layers}
+        return Ranking(_named(layers, mean), told=True, heads=heads)
+
+    def _paid(self, layers: Sequence[str], examples: Examples, ctx: Context, key: Key) -> Tensors:
+        places = poisson(len(examples), self.probe, key) if self.noise else sample(len(examples), self.probe, key)
+        parts = [
+            ctx.model.attention(ctx.anchor, batch, self.tokens) for batch in _batches(examples, places, ctx.anchor)
+        ]
+        if not parts:  # a Poisson sample may be empty
+            return {layer: torch.zeros(0, 1) for layer in layers}
+        if missing := set(layers) - parts[0].keys():
+            raise MethodError(f"{ctx.model.name} tells no attention of {min(missing)}; choose another method.select")
+        return {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """By the norm of the gradient of the mean loss on a probe of the client's examples."""
+
+    probe: Count = 32
+    name: str = "gradient"
+
+    def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
+        names = sorted(ctx.plan.train & ctx.model.names(*layers))
+        total = tree.zeros_like(tree.select(ctx.anchor, names))
+        places = sample(len(examples), self.probe, key)
+        for batch in _batches(examples, places, ctx.anchor):
+            live = {name: ctx.anchor[name].detach().requires_grad_() for name in names}
+            losses = ctx.model.losses(ctx.model({**ctx.anchor, **live}, batch.inputs), batch.targets)
+            slopes = torch.autograd.grad(losses.sum() / len(places), list(live.values()), allow_unused=True)
+            total = tree.add(total, {n: slope for n, slope in zip(names, slopes, strict=True) if slope is not None})
+        norms = [tree.norm(tree.select(total, ctx.model.names(layer) & total.keys())) for layer in layers]
+        return Ranking(_named(layers, torch.stack(norms)), told=True)
+
+
+@dataclass(frozen=True)
+class Random:
+    """By lot, anew for each client in each round."""
+
+    name: str = "random"
+
+    def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
+        return Ranking({layer: (key / layer).uniform() for layer in layers})
+
+
+@dataclass(frozen=True)
+class Static:
+    """The topmost, in every round."""
+
+    name: str = "static"
+
+    def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
+        return Ranking({layer: place for place, layer in enumerate(layers)})
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """So many further on in every round, from the lowest layer up and round again."""
+
+    name: str = "round-robin"
+
+    def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
+        first = turn_of(key)[0] * count
+        return Ranking({layer: -((place - first) % len(layers)) for place, layer in enumerate(layers)})
+
+
+@dataclass(frozen=True)
+class TopLayers(Local):
+    """Trains and sends the layers that rank highest with this client, and always what comes after all layers.
+
+    `every` above 1 keeps a choice for so many rounds. What an earlier plan leaves out is not chosen from.
+    """
+
+    select: Selector
+    k: Count
+    capacity: tuple[tuple[str, Count], ...] = ()  # in the place of k, by client
+    embeddings: bool = False
+    every: int = 1
+    slots: Names = NONE
+    looks: bool = False
+    release: Release | None = None
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
+        round, client = turn_of(key)
+        inside: dict[str, set[str]] = {}
+        for name in plan.train:
+            if layer := layer_of(ctx.model.tags[name]):
+                inside.setdefault(layer, set()).add(name)
+        always = plan.train.difference(*inside.values(), NONE if self.embeddings else before_layers(ctx.model))
+        if not inside:
+            return Choice(always)
+        layers = sorted(inside, key=number_of)
+        chosen, made, told, heads = self._remembered(layers, round, ctx)
+        if not chosen:
+            wanted = how_many(dict(self.capacity).get(client, self.k), len(layers_of(ctx.model)))
+            ranking = self.select.rank(layers, wanted, probe, ctx, key)
+            chosen, made, heads = (
+                sorted(layers, key=lambda layer: -ranking.scores[layer])[:wanted],
+                round,
+                ranking.heads,
+            )
+            told = {f"{self.select.name}/{layer}": ranking.scores[layer] for layer in layers} if ranking.told else {}
+        names = frozenset[str]().union(*(inside[layer] for layer in chosen))
+        notes: Slots = {
+            ATTENTION: heads,
+            ROUND: {name: torch.tensor(made) for name in names},
+            HEADS: {name: heads[layer] for layer in chosen if layer in heads for name in inside[layer]},
+        }
+        return Choice(always | names, notes, told)
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        return {}, {slot: ctx.notes[slot] for slot in self.slots if slot in ctx.notes}
+
+    def _remembered(
+        self, layers: Sequence[str], round: int, ctx: Context
+    ) -> tuple[list[str], int, dict[str, float], Tensors]:
+        """The layers of the last choice while it lasts, when it was made, and its heads."""
+        tags = ctx.model.tags
+        made = {name: int(value) for name, value in ctx.memory.get(ROUND, {}).items() if layer_of(tags[name]) in layers}
+        last = max(made.values(), default=-self.every)
+        if round - last >= self.every:
+            return [], round, {}, {}
+        names = [name for name, when in made.items() if when == last]
+        known = ctx.memory.get(HEADS, {})
+        heads = {layer: known[name] for name in names if name in known and (layer := layer_of(tags[name]))}
+        return [layer for layer in layers if any(layer in tags[name] for name in names)], last, {}, heads
+
+
+def turn_of(key: Key) -> tuple[int, str]:
+    """The round and the client, which every key that a client's rule is given has in its path."""
+    *_, round, _, client, _, _ = key.path
+    return int(round), str(client)
+
+
+def how_many(count: Count, layers: int) -> int:
+    if not count > 0 or (isinstance(count, float) and count > 1):
+        raise MethodError(
+            f"method.k is {count}; give a number of layers from 1 up, or a fraction above 0.0 and up to 1.0"
+        )
+    return min(layers, max(1, round(count * layers) if isinstance(count, float) else count))
+
+
+def sample(examples: int, probe: Count, key: Key) -> Tensor:
+    """Places of so many examples, or of such a fraction of them, at least one."""
+    size = max(1, round(probe * examples)) if isinstance(probe, float) else probe
+    return (key / "probe").permutation(examples)[:size]
+
+
+def poisson(examples: int, share: float, key: Key) -> Tensor:
+    """Places of examples, each drawn by itself."""
+    return (
+        (torch.rand(examples, generator=(key / "probe").generator(), dtype=torch.float64) < share).nonzero().flatten()
+    )
+
+
+def clipped(rows: Tensor, norm: float) -> Tensor:
+    """(example, layer): no row longer than the norm."""
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows * (norm / lengths.clamp(min=norm))
+
+
+def _batches(examples: Examples, places: Tensor, anchor: Tensors) -> Iterator[Batch]:
+    device = next(iter(anchor.values())).device
+    for some in torch.split(places, CHUNK) if len(places) else ():
+        batch = examples.take(some)
+        yield Batch(tree.to(batch.inputs, device), batch.targets.to(device))
+
+
+def _named(layers: Sequence[str], scores: Tensor) -> dict[str, float]:
+    return dict(zip(layers, scores.tolist(), strict=True))

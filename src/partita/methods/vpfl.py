@@ -1,0 +1,16 @@
+"""Vision-prompt FL: clients learn prompts for the tower of images together; the texts of classes stay as written."""
+
+from __future__ import annotations
+
+from partita.core.method import Method
+from partita.methods.promptfl import share_global
+
+
+def vpfl(vision: int = 8, depth: int = 1) -> Method:
+    """`vision` prompts enter the first layer, and new ones each of the first `depth` layers."""
+    return Method(
+        "vpfl",
+        plan=share_global,
+        carry_optimizer=True,
+        extend=lambda model, key: model.prompted("prompts", key, vision=vision, depth=depth),
+    )

@@ -1,0 +1,109 @@
+"""Two towers, of images and of texts, run layer by layer, so that prompts can enter between layers.
+
+A CLIP and transformers' VisionTextDualEncoderModel hold them under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.core.options import nearest
+from partita.models import ModelError
+
+PAIRS = ("clip", "vision-text-dual-encoder")
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A tower of images. States are (example, token, width); the first token stands for the image."""
+
+    enter: Callable[[Any, Tensor], Tensor]  # from pixels to what enters the first layer
+    layers: str
+    leave: Callable[[Any, Tensor], Tensor]  # what is done to each token after the last layer
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A tower of texts. States are (text, token, width); `seen` (text, token) is false for padding."""
+
+    words: str  # the table of tokens
+    enter: Callable[[Any, Tensor], Tensor]  # from embedded tokens to what enters the first layer
+    layers: str
+    causal: bool
+    pool: Callable[[Any, Tensor, Tensor], Tensor]  # from states and `seen` to (text, width)
+
+
+def _clip_words(tower: Any, states: Tensor) -> Tensor:
+    places: Tensor = tower.embeddings.position_embedding.weight[: states.shape[1]]
+    return states + places
+
+
+def _last(tower: Any, states: Tensor, seen: Tensor) -> Tensor:
+    """The state of the last token that is no padding."""
+    # A product and not an index: it has the same bits on a GPU each time, also on the way back.
+    ends = torch.arange(seen.shape[1], device=seen.device) == seen.sum(1, keepdim=True) - 1  # (text, token)
+    normed: Tensor = tower.final_layer_norm((states * ends.unsqueeze(-1)).sum(1))
+    return normed
+
+
+SIGHTS = {
+    "clip_vision_model": Sight(
+        enter=lambda tower, pixels: tower.pre_layrnorm(tower.embeddings(pixels)),
+        layers="encoder.layers",
+        leave=lambda tower, states: tower.post_layernorm(states),
+    ),
+    **dict.fromkeys(
+        ("dinov2", "dinov2_with_registers"),
+        Sight(
+            enter=lambda tower, pixels: tower.embeddings(pixels),
+            layers="encoder.layer",
+            leave=lambda tower, states: tower.layernorm(states),
+        ),
+    ),
+}
+
+READINGS = {
+    "clip_text_model": Reading(
+        words="embeddings.token_embedding",
+        enter=_clip_words,
+        layers="encoder.layers",
+        causal=True,
+        pool=_last,
+    ),
+    "bert": Reading(
+        words="embeddings.word_embeddings",
+        enter=lambda tower, states: tower.embeddings(inputs_embeds=states),
+        layers="encoder.layer",
+        causal=False,
+        pool=lambda tower, states, seen: tower.pooler(states),
+    ),
+}
+
+
+def sight_of(model_type: str) -> Sight:
+    if model_type not in SIGHTS:
+        raise ModelError(f"partita cannot put prompts into a tower of images '{model_type}'; {_known(SIGHTS)}")
+    return SIGHTS[model_type]
+
+
+def reading_of(model_type: str) -> Reading:
+    if model_type not in READINGS:
+        raise ModelError(f"partita cannot put prompts into a tower of texts '{model_type}'; {_known(READINGS)}")
+    return READINGS[model_type]
+
+
+def check_pair(path: str, model_type: str) -> None:
+    if model_type not in PAIRS:
+        raise ModelError(
+            f"'{path}' is a '{model_type}', which has no tower of texts beside one of images; "
+            f"{nearest(model_type, PAIRS)}"
+        )
+
+
+def _known(table: dict[str, Any]) -> str:
+    return f"it can be: {', '.join(table)}; or add its row to the table in {__name__}"

@@ -1,0 +1,116 @@
+"""A frozen CLIP, or another pair of towers, from a folder or the Hub; or random ones to try things out on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
+
+from partita.core.rng import Key
+from partita.models import ModelError, Task
+from partita.models import pretrained as loading
+from partita.models.adapter import quiet
+from partita.models.architectures.dual import check_pair
+from partita.models.prompts.towers import Tokenize, Towers, freeze
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# By shape: the towers of images and of texts as transformers describes them, and the width of what they have in common.
+SHAPES: dict[str, tuple[dict[str, int], dict[str, int], int]] = {
+    "tiny": (
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+        {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+        16,
+    ),
+    "b16": (
+        {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+        {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
+        | {"vocab_size": 49408},
+        512,
+    ),
+}
+START, END, PAD = 0, 1, 2
+
+
+def clip(
+    task: Task,
+    key: Key,
+    *,
+    path: str | None = None,
+    shape: Literal["tiny", "b16"] | None = None,
+    template: str = "a photo of a {}.",
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+) -> Towers:
+    """A frozen pair of towers from a folder or the Hub, with its tokenizer; a method adds what it learns.
+
+    Instead of a path, a `shape` asks for random towers: "tiny", or as large as ViT-B/16's. `template` is the text of a
+    class for those that learn none. `dtype` is what the towers are held and run in; what trains is held in float32.
+    """
+    loading.check_has_images(task)
+    if task.kind != "image" or task.multi_label:
+        raise ModelError("a frozen pair of towers tells one class of each image; choose such a task")
+    if (path is None) == (shape is None):
+        raise ModelError(
+            "clip takes either a path or a shape; give path = 'openai/clip-vit-base-patch16' or a folder, "
+            "or shape = 'tiny' for random towers to try things out on"
+        )
+    if path is not None:
+        config = loading.config_for(path, task)
+        check_pair(path, config.model_type)
+        loading.check_images(path, config, task)
+        module = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
+        return freeze(config.model_type, module, _tokenizer(path), task.classes, template, DTYPES[dtype])
+    assert shape is not None
+    words = sorted({word for text in (template.format(""), *task.classes) for word in _words(text)})
+    with loading.drawing_from(key):
+        module = CLIPModel(_config(shape, task, len(words)))
+    return freeze(f"random {shape} clip", module, _by_word(words), task.classes, template, DTYPES[dtype])
+
+
+def _tokenizer(path: str) -> Tokenize:
+    try:
+        with quiet():
+            tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"'{path}' has no tokenizer, which the names of classes need: {reason}") from error
+
+    def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        tokens = tokenizer(list(texts), padding=True, padding_side="right", return_tensors="pt")
+        return tokens["input_ids"], tokens["attention_mask"].bool()
+
+    return tokenize
+
+
+def _config(shape: str, task: Task, words: int) -> CLIPConfig:
+    sight, reading, common = SHAPES[shape]
+    side = task.size
+    patch = 16 if shape == "b16" else next(part for part in (side // 4, side // 2, 1) if part and side % part == 0)
+    if side % patch:
+        raise ModelError(f"images of size {side} do not divide into patches of {patch}; resize them to a multiple")
+    vocabulary = max(PAD + 1 + words, reading.get("vocab_size", 0))
+    ids = {"bos_token_id": START, "eos_token_id": END, "pad_token_id": PAD, "vocab_size": vocabulary}
+    images = {"image_size": side, "patch_size": patch, "num_channels": task.channels}
+    return CLIPConfig(text_config={**reading, **ids}, vision_config={**sight, **images}, projection_dim=common)
+
+
+def _by_word(words: Sequence[str]) -> Tokenize:
+    known = {word: place for place, word in enumerate(words, PAD + 1)}
+
+    def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        for text in texts:
+            if strange := [word for word in _words(text) if word not in known]:
+                raise ModelError(f"random towers do not know the word '{strange[0]}'; they know: {', '.join(known)}")
+        rows = [[START, *(known[word] for word in _words(text)), END] for text in texts]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
+        return ids, ids != PAD
+
+    return tokenize
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text.lower())

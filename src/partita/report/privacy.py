@@ -1,0 +1,119 @@
+"""What runs promised and spent in privacy, and what attacks on them found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from partita.report.frame import GRID, MUTED, calm, legend, legend_height, new_figure, shorten, styles, whole_rounds
+from partita.report.metric import MISSING, short
+from partita.report.read import Record, by_label, number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def spent(record: Record) -> list[tuple[int, float]]:
+    """(rounds completed, epsilon), for the rounds in which it is known."""
+    values = [(row["round"] + 1, number((row.get("privacy") or {}).get("epsilon"))) for row in record.rows]
+    return [(completed, value) for completed, value in values if value is not None]
+
+
+def promises(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """One line for each label under privacy; of seeds that differ, the most costly."""
+    lines: list[tuple[str, ...]] = []
+    for label, runs in by_label(records).items():
+        if held := [run for run in runs if run.privacy]:
+            worst = max(held, key=lambda run: spent(run)[-1][1] if spent(run) else 0.0)
+            about = worst.privacy
+            cost = short(spent(worst)[-1][1]) if spent(worst) else MISSING
+            drawn = f"{_number(about, 'noise')} × {_number(about, 'clip')}"
+            lines.append(
+                (
+                    label,
+                    f"{about.get('unit')}, {about.get('sampling')}",
+                    _number(about, "budget"),
+                    cost,
+                    _number(about, "delta"),
+                    drawn,
+                    str(about.get("accountant", MISSING)),
+                )
+            )
+    return lines
+
+
+def findings(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """One line for each attack on each audited run."""
+    lines: list[tuple[str, ...]] = []
+    for record in records:
+        for name, each in (record.audit.get("attacks") or {}).items():
+            found = number(each.get("true_at_1%"))
+            rate = MISSING if found is None else f"{found:.1%}"
+            counts = f"{each.get('members')} / {each.get('outsiders')}"
+            lines.append((f"{record.label}, seed {record.seed}", name, _number(each, "auc"), rate, counts))
+    return lines
+
+
+def bounds(records: Sequence[Record]) -> list[str]:
+    """What canaries proved, beside what was claimed."""
+    said = []
+    for record in records:
+        bound, claim = record.audit.get("bound"), record.audit.get("claim")
+        if not bound:
+            continue
+        proof = f"{bound['right']} of {bound['guesses']} guesses right, {bound['canaries']} canaries"
+        text = f"epsilon is at least {_number(bound, 'epsilon')} with {bound['confidence']:.0%} confidence ({proof})"
+        planned = number((claim or {}).get("planned"))
+        promise = "and no privacy was promised" if planned is None else f"and is claimed to be at most {short(planned)}"
+        broken = planned is not None and bound["epsilon"] > planned
+        alarm = ". The claim is false: look for what leaves a client without noise" if broken else ""
+        said.append(f"{record.label}, seed {record.seed}: {text}, {promise}{alarm}.")
+    return said
+
+
+def epsilon_by_round(records: Sequence[Record]) -> Figure | None:
+    lines = {label: [spent(run) for run in runs if spent(run)] for label, runs in by_label(records).items()}
+    shown = [label for label, runs in lines.items() if runs]
+    if not shown:
+        return None
+    figure = new_figure(9.2, 3.0 + legend_height(shown))
+    axes, look = figure.add_subplot(), styles(by_label(records))
+    for label in shown:
+        for points in lines[label]:
+            rounds, values = zip(*points, strict=True)
+            mark = "o" if len(rounds) < 3 else None
+            style = {"color": look[label].colour, "linestyle": look[label].dash}
+            axes.plot(rounds, values, marker=mark, markersize=4, linewidth=1.8, **style)
+    axes.set_ylim(bottom=0)
+    calm(axes, "rounds completed", "epsilon spent")
+    whole_rounds(axes)
+    legend(figure, list(by_label(records)))
+    return figure
+
+
+def attack_curves(records: Sequence[Record]) -> Figure | None:
+    """A panel for each attack; both scales are logarithmic, since false alarms are what an attacker cannot afford."""
+    names = list(dict.fromkeys(name for record in records for name in record.audit.get("attacks") or {}))
+    if not names:
+        return None
+    labels = list(by_label(records))
+    look = styles(labels)
+    figure = new_figure(9.2, 3.2 + legend_height(labels))
+    for panel, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False).flat, names, strict=True):
+        panel.plot([1e-3, 1], [1e-3, 1], color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
+        for record in records:
+            if each := (record.audit.get("attacks") or {}).get(name):
+                style = {"color": look[record.label].colour, "linestyle": look[record.label].dash}
+                panel.plot(each["false"], each["true"], drawstyle="steps-post", linewidth=1.6, **style)
+        panel.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
+        first = panel.get_subplotspec().is_first_col()
+        calm(panel, "false alarms", "members found" if first else "")
+        panel.grid(axis="x", color=GRID, linewidth=0.8)
+        panel.set_title(shorten(name, 28), loc="left", fontsize=9, fontweight="bold")
+    legend(figure, labels)
+    return figure
+
+
+def _number(table: Mapping[str, Any], key: str) -> str:
+    value = number(table.get(key))
+    return MISSING if value is None else f"{value:.3g}"

@@ -1,0 +1,39 @@
+"""CoOp: each client alone, as plain torch would train it."""
+
+from __future__ import annotations
+
+import albums
+import pytest
+import torch
+from helpers import batches_of, run_of
+
+from partita.core.optim import SGD
+from partita.core.rng import Key
+from partita.core.rounds import rounds
+from partita.engines.embedded import Embedded
+from partita.methods.coop import coop
+
+NAME = "prompt.text.local"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_client_is_a_plain_loop_with_torchs_sgd_over_all_rounds(momentum: float) -> None:
+    method = coop(text=2)
+    assert method.extend
+    model = method.extend(albums.towers("float32"), Key(4))
+    run = run_of(method, 3, SGD(momentum=momentum))
+    engine = Embedded(run, model, albums.FOUR)
+    played = list(rounds(run, model, engine))
+    assert all(not each.traffic.up and not each.traffic.down for each in played)
+    for client in albums.FOUR.clients:
+        examples = albums.FOUR.parts[client]
+        context = model.initial[NAME].clone().requires_grad_()
+        optimizer = torch.optim.SGD([context], run.training.lr, momentum=momentum)
+        for number in range(3):
+            for indices in batches_of(run, number, client, examples):
+                batch = examples.take(indices)
+                optimizer.zero_grad()
+                out = model({**model.initial, NAME: context}, batch.inputs)
+                model.losses(out, batch.targets).mean().backward()
+                optimizer.step()
+        assert torch.equal(engine.store.load(client, 3).personal[NAME], context.detach())

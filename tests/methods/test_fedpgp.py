@@ -1,0 +1,81 @@
+"""FedPGP: a low-rank own context and a contrastive loss."""
+
+from __future__ import annotations
+
+import albums
+import pytest
+import torch
+from helpers import last, play, run_of, small
+from torch.nn import functional
+
+from partita.core import tree
+from partita.core.method import Context, MethodError
+from partita.core.model import Batch, Model, Output
+from partita.core.plan import NONE, Plan, Turn, plan_for
+from partita.core.rng import Key
+from partita.methods.fedpgp import TowardsWritten, fedpgp
+from partita.methods.promptfl import promptfl
+
+INPUTS = {"pixel_values": albums.pictures(5, seed=9).pixels}
+LEFT, RIGHT, SHARED = "prompt.text.left", "prompt.text.right", "prompt.text.global"
+
+
+def extended(**options: object) -> Model:
+    method = fedpgp(text=3, rank=2, **options)  # type: ignore[arg-type]
+    assert method.extend
+    return method.extend(albums.towers(), Key(4))
+
+
+def context(model: Model) -> Context:
+    return Context(model, Plan((), NONE, NONE), {}, {}, {}, 0.1)
+
+
+def test_with_own_factors_of_zero_it_answers_as_promptfl() -> None:
+    model, method = extended(), promptfl(text=3)
+    assert method.extend
+    plain = method.extend(albums.towers(), Key(4))
+    zero = {**model.initial, LEFT: torch.zeros_like(model.initial[LEFT])}
+    assert torch.equal(model(zero, INPUTS).logits, plain(plain.initial, INPUTS).logits)
+    product = {**plain.initial, SHARED: model.initial[SHARED] + model.initial[LEFT] @ model.initial[RIGHT]}
+    assert torch.equal(model(model.initial, INPUTS).logits, plain(product, INPUTS).logits)
+
+
+def test_the_penalty_is_the_cross_entropy_of_two_similarities() -> None:
+    """As the authors' code has it: the written text is the right one of two."""
+    model = extended()
+    out = model(model.initial, INPUTS)
+    penalty = TowardsWritten(3.0, 0.5).penalty(out, model.initial, Batch(INPUTS, torch.zeros(5)), context(model))
+    towers = albums.towers()
+    shared = towers.read(model.initial[SHARED])
+    own = towers.read(model.initial[SHARED] + model.initial[LEFT] @ model.initial[RIGHT])
+    near, far = (functional.cosine_similarity(shared, other) for other in (towers.held["texts"], own))
+    expected = functional.cross_entropy(torch.stack([near, far], 1) / 0.5, torch.zeros(3, dtype=torch.long))
+    assert penalty is not None
+    assert torch.allclose(penalty, 3 * expected)
+
+
+def test_with_a_large_weight_the_shared_context_nears_the_written_text() -> None:
+    method = fedpgp(text=3, rank=2, mu=30.0)
+    model = extended()
+    towers = albums.towers()
+    after = last(play(run_of(method, 3, lr=0.02), model, albums.FOUR))
+
+    def nearness(params: tree.Tensors) -> float:
+        return float(functional.cosine_similarity(towers.read(params[SHARED]), towers.held["texts"]).mean())
+
+    assert nearness(after) > nearness(model.initial) + 0.01
+
+
+def test_own_factors_stay() -> None:
+    model = extended()
+    plan = plan_for(fedpgp().plan, model, Turn(0, 3, "a"))
+    assert plan.up == plan.down == {SHARED}
+    assert plan.keep == {LEFT, RIGHT}
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(MethodError, match=r"method\.mu is -1 and method\.temperature 0\.5"):
+        fedpgp(mu=-1)
+    with pytest.raises(MethodError, match="fedpgp compares texts, and tiny attention gives none"):
+        TowardsWritten(1.0, 0.5).penalty(Output(torch.zeros(1)), {}, Batch({}, torch.zeros(1)), context(small()))
+    assert not fedpgp(mu=0.0).local

@@ -1,0 +1,57 @@
+"""PromptFL: only the context trains and travels."""
+
+from __future__ import annotations
+
+import albums
+import torch
+from helpers import last, play, run_of
+
+from partita.core import tree
+from partita.core.method import Method
+from partita.core.model import Model
+from partita.core.optim import SGD
+from partita.core.plan import Turn, plan_for, share
+from partita.core.rng import Key
+from partita.methods.promptfl import promptfl
+
+
+def extended(method: Method) -> Model:
+    assert method.extend
+    return method.extend(albums.towers("float32"), Key(4))
+
+
+def test_only_the_context_trains_and_travels() -> None:
+    method = promptfl(text=3)
+    model = extended(method)
+    plan = plan_for(method.plan, model, Turn(0, 5, "a"))
+    assert plan == share(frozenset({"prompt.text.global"}), down=frozenset({"prompt.text.global"}))
+
+
+def test_a_step_of_all_clients_is_a_step_on_all_their_data() -> None:
+    """With one full batch each, the mean of what clients send is the step of whoever holds all examples."""
+    method = promptfl(text=3)
+    model = extended(method)
+    [played] = play(run_of(method, 1, SGD(), lr=0.1, batch_size=100), model, albums.FOUR)
+    params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
+    parts = [albums.FOUR.parts[client] for client in albums.FOUR.clients]
+    out = model(params, {"pixel_values": torch.cat([part.pixels for part in parts])})
+    model.losses(out, torch.cat([part.labels for part in parts])).mean().backward()
+    context = params["prompt.text.global"]
+    assert context.grad is not None
+    assert context.grad.abs().max() > 1e-4
+    expected = context.detach() - 0.1 * context.grad
+    assert torch.allclose(played.server.params["prompt.text.global"], expected, atol=1e-7)
+
+
+def test_a_phrase_is_where_it_starts() -> None:
+    one, other = extended(promptfl(text=2, phrase="photo of")), extended(promptfl(text=2))
+    words = albums.towers("float32").embed(["photo of"])[0][0, 1:-1]
+    assert torch.equal(one.initial["prompt.text.global"], words)
+    assert not torch.equal(other.initial["prompt.text.global"], words)
+
+
+def test_blocks_of_float32_towers_agree_with_single_clients() -> None:
+    method = promptfl(text=3)
+    run = run_of(method, 2, SGD(momentum=0.9))
+    one, two = (last(play(run, extended(method), albums.FOUR, block=block)) for block in (1, 4))
+    assert tree.norm(tree.subtract(one, two)) < 1e-6 * tree.norm(one)

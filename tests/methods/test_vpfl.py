@@ -1,0 +1,33 @@
+"""Vision-prompt FL: only the prompts of images train and travel."""
+
+from __future__ import annotations
+
+import albums
+import torch
+from helpers import last, play, run_of
+
+from partita.core.plan import Turn, plan_for
+from partita.core.rng import Key
+from partita.methods.vpfl import vpfl
+
+
+def test_only_the_prompts_of_images_train_and_travel() -> None:
+    method = vpfl(vision=3, depth=2)
+    assert method.extend
+    model = method.extend(albums.towers(), Key(4))
+    plan = plan_for(method.plan, model, Turn(0, 5, "a"))
+    assert plan.train == plan.up == plan.down == {"prompt.vision.global"}
+    assert not plan.keep
+    assert model.initial["prompt.vision.global"].shape == (2, 3, 32)
+    after = last(play(run_of(method, 2), model, albums.FOUR))["prompt.vision.global"]
+    for layer in range(2):
+        assert not torch.equal(after[layer], model.initial["prompt.vision.global"][layer]), "each layer learns its own"
+
+
+def test_without_prompts_it_answers_as_the_towers_do() -> None:
+    method = vpfl(vision=0)
+    assert method.extend
+    towers = albums.towers()
+    model = method.extend(towers, Key(4))
+    inputs = {"pixel_values": albums.pictures(6).pixels}
+    assert torch.equal(model(model.initial, inputs).logits, towers(towers.initial, inputs).logits)

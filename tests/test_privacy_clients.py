@@ -1,0 +1,167 @@
+"""Client-level privacy: whole updates clipped, equal weights, a fixed cohort, and noise at the server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from helpers import Clients, distance, last, play, run_of, small
+
+from partita.conformance import check_method
+from partita.core import tree
+from partita.core.method import Aggregate, Local, Method, MethodError, Server, Transform, Update
+from partita.core.model import Model
+from partita.core.plan import Plan, Turn, share
+from partita.core.private import PrivacyError, gaussian
+from partita.core.rng import Key
+from partita.core.tree import Tensors
+from partita.engines.faults import Faults
+from partita.methods import build
+from partita.methods.fedavg import fedavg
+from partita.methods.fedopt import fedadam
+from partita.privacy.client import ClippedUpdates, OverCohort, protect_clients
+from partita.privacy.guard import Terms, protect
+from partita.tiny import Tiny, TinyPopulation
+
+
+def update(seed: int, size: float, client: str = "a") -> Update:
+    draw = torch.Generator().manual_seed(seed)
+    delta, slot = ({"w": size * torch.randn(5, generator=draw)} for _ in range(2))
+    return Update(client, delta, {"control": slot}, weight=float(seed), steps={"w": 1}, loss=1.0)
+
+
+def length(each: Update) -> float:
+    return math.sqrt(float((each.delta["w"] ** 2).sum() + (each.slots["control"]["w"] ** 2).sum()))
+
+
+@pytest.mark.parametrize("size", [1e-3, 10.0])
+def test_delta_and_slots_are_clipped_together_and_nothing_else_is_told(size: float) -> None:
+    before = update(3, size)
+    after = ClippedUpdates(1.0, 0.0, 2).encode(before, Key(0))
+    assert length(after) == pytest.approx(min(1.0, length(before)), rel=1e-5)
+    ratio = after.delta["w"] / before.delta["w"]
+    assert torch.allclose(ratio, after.slots["control"]["w"] / before.slots["control"]["w"])
+    assert (after.weight, after.loss) == (1.0, None)
+    again = ClippedUpdates(1.0, 0.0, 2).open(replace(after, delta=tree.scale(after.delta, 9.0)))
+    assert length(again) <= 1 + 1e-6
+
+
+def test_one_client_in_anothers_place_moves_the_mean_by_twice_the_clip_at_most() -> None:
+    transform, rule, server = ClippedUpdates(1.0, 0.0, 4), OverCohort(fedavg().server, 4), Server({})
+    opposite = {"w": torch.tensor([1e6, 0, 0, 0, 0])}
+    one, other = (Update("x", tree.scale(opposite, sign), {}, 100.0, {"w": 1}, None) for sign in (1.0, -1.0))
+    rest = [replace(update(seed, 1.0, f"c{seed}"), slots={}) for seed in range(3)]
+    means = [
+        rule.reduce(server, [transform.open(each) for each in (*rest, last)], 9).delta["w"] for last in (one, other)
+    ]
+    assert float((means[0] - means[1]).norm()) == pytest.approx(2.0 / 4, rel=1e-5)
+
+
+def test_noise_is_keyed_and_in_proportion_to_clip_and_cohort() -> None:
+    transform = ClippedUpdates(clip=0.5, noise=2.0, cohort=4)
+    zero = Aggregate({"w": torch.zeros(10_000)}, {"control": {"w": torch.zeros(10_000)}}, 4)
+    noisy = transform.decode(zero, Key(1))
+    assert float(noisy.delta["w"].std()) == pytest.approx(2.0 * 0.5 / 4, rel=0.03)
+    assert not torch.equal(noisy.delta["w"], noisy.slots["control"]["w"])
+    assert torch.equal(noisy.delta["w"], gaussian(zero.delta, Key(1) / "delta", 0.25)["w"])
+    assert not torch.equal(noisy.delta["w"], transform.decode(zero, Key(2)).delta["w"])
+    hidden = replace(transform, secret=Key(9)).decode(zero, Key(1))
+    assert not torch.equal(noisy.delta["w"], hidden.delta["w"])
+
+
+def test_without_clipping_and_noise_it_is_fedavg_over_equal_clients() -> None:
+    run, model, clients = run_of(fedavg()), small(), Clients(a=8, b=8)
+    ours = replace(run, method=protect_clients(fedavg(), math.inf, 0.0, 2))
+    assert distance(last(play(run, model, clients)), last(play(ours, model, clients))) < 1e-6
+
+
+def test_who_does_not_answer_does_not_change_what_the_others_weigh() -> None:
+    run = run_of(protect_clients(fedavg(), math.inf, 0.0, 2), count=1)
+    model, clients = small(), Clients(a=8, b=8)
+    [whole] = play(run, model, clients)
+    [half] = play(run, model, clients, faults=Faults(trace={(0, "b"): 0.0}))
+    [rest] = play(run, model, clients, faults=Faults(trace={(0, "a"): 0.0}))
+    deltas = [tree.subtract(each.server.params, model.initial) for each in (half, rest)]
+    assert distance(tree.add(*deltas), tree.subtract(whole.server.params, model.initial)) < 1e-6
+
+
+class Few(TinyPopulation):
+    clients = ("c0", "c1", "c2", "c3")
+
+
+@pytest.mark.parametrize("method", [fedavg, fedadam])
+def test_a_method_under_client_level_privacy_conforms(method: Callable[[], Method]) -> None:
+    check_method(protect_clients(method(), 0.1, 0.5, 2), Tiny(width=3, layers=1), Few())
+
+
+@dataclass(frozen=True)
+class Doubling(Transform):
+    def decode(self, aggregate: Aggregate, key: Key) -> Aggregate:
+        return replace(aggregate, delta=tree.scale(aggregate.delta, 2.0))
+
+
+class Looking(Local):
+    looks = True
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        *((build(name), "takes a mean of its own") for name in ("scaffold", "fednova", "feddyn", "fedtp", "flora")),
+        (build("fedfrozen", {"warmup": "auto"}), "Disagreement takes a mean of its own"),
+        (build("centralized"), "has one client"),
+        (Method("looking", local=(Looking(),)), "with Looking each client chooses"),
+        (Method("doubling", channel=(Doubling(),)), "Doubling changes the sum"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Method) else "",
+)
+def test_what_cannot_be_kept_is_refused(method: Method, said: str) -> None:
+    with pytest.raises(MethodError, match=said):
+        protect_clients(method, 1.0, 1.0, 2)
+
+
+def test_names_that_tell_who_took_part_are_refused() -> None:
+    def plan(model: Model, turn: Turn) -> Plan:
+        return share(model.every() if turn.client == "a" else model.names("head"), down=model.every())
+
+    run = run_of(protect_clients(Method("own", plan=plan), 1.0, 1.0, 2))
+    with pytest.raises(MethodError, match="sends other names than the client before it"):
+        play(run, small(), Clients(a=8, b=8))
+
+
+@pytest.mark.parametrize(("clip", "noise"), [(0.0, 1.0), (math.inf, 1.0), (1.0, -1.0)])
+def test_numbers_that_cannot_be_are_refused(clip: float, noise: float) -> None:
+    with pytest.raises(PrivacyError, match=r"privacy\.(clip|noise) is"):
+        ClippedUpdates(clip, noise, 2)
+
+
+def params_of(*sizes: int) -> dict[str, int]:
+    return {f"c{place}": size for place, size in enumerate(sizes)}
+
+
+def test_every_client_pays_for_every_round() -> None:
+    """A cohort of fixed size is drawn without replacement, and who was drawn is not to be known."""
+    sizes = params_of(8, 8, 8, 8)
+    some = protect(run_of(fedavg(), cohort=2), small(), sizes, Terms("client", noise=8.0))
+    everyone = protect(run_of(fedavg()), small(), sizes, Terms("client", noise=8.0))
+    assert (some.account.by, everyone.account.by) == ("rdp", "pld")
+    assert some.planned is not None
+    assert everyone.planned is not None
+    assert some.planned < everyone.planned
+    assert isinstance(some.run.method.server, OverCohort)
+    some.charge(0, ["c1", "c2"], {})
+    assert some.spent() == some.ahead(1).epsilon() < some.planned
+    with pytest.raises(PrivacyError, match=r"privacy\.accountant = 'rdp'"):
+        protect(run_of(fedavg(), cohort=2), small(), sizes, Terms("client", noise=8.0, accountant="pld"))
+
+
+@pytest.mark.slow
+def test_a_budget_for_clients_is_met() -> None:
+    guard = protect(run_of(fedavg(), cohort=2), small(), params_of(*[8] * 20), Terms("client", epsilon=1.0))
+    assert guard.planned is not None
+    assert 0.99 < guard.planned <= 1.0
+    moved: Tensors = last(play(guard.run, small(), Clients(**params_of(*[8] * 20))))
+    assert distance(moved, small().initial) > 0

@@ -1,0 +1,197 @@
+"""Norms that are read off layers are those of the gradients, and what cannot be read is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import Clients, distance, last, play, run_of, small
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core import block
+from partita.core.block import LiftError
+from partita.core.ghost import GhostError, check_norms, ghost_sum
+from partita.core.method import Method
+from partita.core.model import Batch, ClientData, Model, Output
+from partita.core.private import Private, by_example, clipped_sum
+from partita.core.rng import Key
+from partita.core.tree import Tensors
+from partita.methods import build
+from partita.methods.fedavg import fedavg
+from partita.models.adapter import Adapted, adapt
+from partita.models.pretrained import drawing_from
+from partita.privacy.guard import Terms
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "num_labels": 3}
+WORDS = {**SIZES, "vocab_size": 20, "max_position_embeddings": 16, "pad_token_id": 0}
+KINDS: dict[str, Any] = {
+    "ViT": ("ViTForImageClassification", {**SIZES, "image_size": 8, "patch_size": 4, "num_channels": 1}),
+    "Bert": ("BertForSequenceClassification", WORDS),
+    "Llama": ("LlamaForSequenceClassification", {**WORDS, "num_key_value_heads": 1}),
+}
+
+
+def model_of(kind: str, frozen: tuple[str, ...] = ("embedding",)) -> Adapted:
+    name, sizes = KINDS[kind]
+    with drawing_from(Key(0)):
+        module = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
+    return adapt(kind.lower(), module, frozen)
+
+
+def batch_of(kind: str, count: int = 5) -> Batch:
+    draw = torch.Generator().manual_seed(3)
+    targets = torch.randint(0, 3, (count,), generator=draw)
+    if kind == "ViT":
+        return Batch({"pixel_values": torch.randn(count, 1, 8, 8, generator=draw)}, targets)
+    lengths = torch.randint(2, 8, (count, 1), generator=draw)
+    seen = torch.arange(7) < lengths
+    tokens = torch.randint(1, 20, (count, 7), generator=draw).where(seen, 0)
+    return Batch({"input_ids": tokens, "attention_mask": seen.long()}, targets)
+
+
+def away(model: Model) -> Tensors:
+    """From the initialisation, whose zeros and ones hide mistakes."""
+    draw = torch.Generator().manual_seed(5)
+    return {name: value + 0.3 * torch.randn(value.shape, generator=draw) for name, value in model.initial.items()}
+
+
+def one_of(model: Model, rest: Tensors):  # type: ignore[no-untyped-def]
+    def loss(live: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        task = model.losses(model({**rest, **live}, inputs), targets).sum()
+        return task, task
+
+    return loss
+
+
+@pytest.mark.parametrize("tags", [(), ("query", "norm"), ("mlp", "head")], ids=["all", "query, norm", "mlp, head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_those_of_gradients_of_examples(kind: str, tags: tuple[str, ...]) -> None:
+    model, batch = model_of(kind), batch_of(kind)
+    params = away(model)
+    names = model.names(*tags) if tags else model.every()
+    live = {name: params[name] for name in sorted(names)}
+    rest = {name: value for name, value in params.items() if name not in live}
+    loss = one_of(model, rest)
+    _, norms, losses = by_example(loss, live, batch.inputs, batch.targets)
+    private, mask = Private(clip=float(norms.median()), noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
+    wanted, _ = clipped_sum(loss, live, batch.inputs, batch.targets, mask, private)
+    found, same, read = ghost_sum(
+        lambda live: model.losses(model({**rest, **live}, batch.inputs), batch.targets), live, mask, 5, private
+    )
+    scale = max(float(value.abs().max()) for value in wanted.values())
+    assert distance(found, wanted) < 1e-5 * scale
+    assert torch.allclose(read, norms, rtol=1e-5)
+    assert torch.allclose(same, losses, atol=1e-6)
+
+
+class Words(Model):
+    """An embedding that repeats tokens, and more tokens than width, so that both ways of a linear layer are taken."""
+
+    name = "words"
+
+    def __init__(self, width: int) -> None:
+        draw = torch.Generator().manual_seed(1)
+        shapes = {"embed": (6, width), "inner": (width, width), "bias": (width,), "head": (3, width)}
+        self.initial = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        self.tags = {name: frozenset({"head"}) for name in shapes}
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        state = functional.embedding(inputs["tokens"], params["embed"])
+        state = torch.tanh(functional.linear(state, params["inner"], params["bias"]))
+        return Output(functional.linear(state, params["head"]).mean(1))
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(out.logits, targets, reduction="none")
+
+
+@pytest.mark.parametrize("width", [2, 40])
+def test_embeddings_and_both_ways_of_a_linear_layer(width: int) -> None:
+    model = Words(width)
+    tokens, targets = torch.arange(48).reshape(4, 12) % 5, torch.tensor([0, 1, 2, 1])
+    _, norms, _ = by_example(one_of(model, {}), model.initial, {"tokens": tokens}, targets)
+    *_, read = ghost_sum(
+        lambda live: model.losses(model(live, {"tokens": tokens}), targets), model.initial, None, 4, Private(1.0, 0.0)
+    )
+    assert torch.allclose(read, norms, rtol=1e-5)
+
+
+class Texts:
+    """Clients with texts, of which the first is broken if asked."""
+
+    clients = ("a", "b")
+
+    def __getitem__(self, client: str) -> ClientData:
+        batch = batch_of("Bert", 6)
+
+        class Part:
+            def __len__(self) -> int:
+                return 6
+
+            def take(self, indices: Tensor) -> Batch:
+                return Batch({name: value[indices] for name, value in batch.inputs.items()}, batch.targets[indices])
+
+        return ClientData(Part(), Part(), Part())
+
+
+def ended(norms: str, name: str = "fedprox") -> Tensors:
+    method = replace(build(name), privacy=Private(0.3, 0.5, norms=norms))  # type: ignore[arg-type]
+    return last(play(run_of(method, count=2), model_of("Bert"), Texts()))
+
+
+def test_a_run_is_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct, ghost = ended("direct"), ended("ghost")
+    assert 0 < distance(direct, ghost) < 1e-5
+    assert distance(direct, {name: model_of("Bert").initial[name] for name in direct}) > 0.01
+    assert distance(direct, ended("auto")) == 0  # gradients of examples are small here
+    monkeypatch.setattr(block, "LARGE", 0)
+    assert distance(ghost, ended("auto")) == 0
+
+
+def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model multiplies its embedding by itself."""
+    monkeypatch.setattr(block, "LARGE", 0)
+    direct, auto, ghost = (
+        replace(fedavg(), privacy=Private(0.3, 0.5, norms=norms))  # type: ignore[arg-type]
+        for norms in ("direct", "auto", "ghost")
+    )
+    played = [last(play(run_of(method, count=1), small(), Clients(a=8))) for method in (direct, auto)]
+    assert distance(*played) == 0
+    with pytest.raises(LiftError, match=r"'embed.weight' is used by .*matmul.*; set it to 'direct'"):
+        play(run_of(ghost), small(), Clients(a=8))
+    with pytest.raises(LiftError, match=r"engine\.block = 1"):
+        play(run_of(ghost), small(), Clients(a=8, b=8), block=2)
+    moon = Method("moon", local=build("moon").local, privacy=Private(1.0, 1.0, norms="ghost"))
+    object.__setattr__(moon.local[0], "per_example", True)
+    with pytest.raises(LiftError, match=r"privacy\.norms = 'direct'"):
+        play(run_of(moon), small(), Clients(a=8))
+
+
+def sums(use) -> None:  # type: ignore[no-untyped-def]
+    live = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)), "b": torch.ones(3)}
+    given = torch.ones(4, 3)
+    ghost_sum(lambda live: use(live, given), live, None, 4, Private(1.0, 0.0))
+
+
+def test_uses_that_would_go_wrong_are_named() -> None:
+    def linear(x: Tensor, w: Tensor) -> Tensor:
+        return functional.linear(x, w)
+
+    with pytest.raises(GhostError, match="'w' is used more than once"):
+        sums(lambda live, x: linear(linear(x, live["w"]), live["w"]).sum(1))
+    with pytest.raises(GhostError, match="'b' is used in a way that cannot be watched"):
+        sums(lambda live, x: (linear(x, live["w"]) + torch.stack([live["b"]])).sum(1))
+    with pytest.raises(GhostError, match="not laid out by example"):
+        sums(lambda live, x: linear(x.repeat(2, 1), live["w"]).sum(1)[:4])
+    with pytest.raises(GhostError, match="more than one dimension"):
+        sums(lambda live, x: (x.unsqueeze(1) * live["w"]).sum((1, 2)))
+    with pytest.raises(GhostError, match="not those of its gradients"):
+        check_norms(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]))
+
+
+def test_clients_have_no_examples_to_read_norms_of() -> None:
+    with pytest.raises(ValueError, match=r"privacy\.norms is about a client's examples"):
+        Terms("client", noise=1.0, norms="ghost")
