@@ -244,13 +244,8 @@ def one_visit(run, client: str = "a", size: int = 8):  # type: ignore[no-untyped
     return visit(run, model, job, ClientState(), Clients(a=size)["a"].train)
 
 
-@dataclass(frozen=True)
-class ByExample(Contrastive):
-    per_example = True
-
-
 def test_a_penalty_of_examples_is_inside_the_clipping() -> None:
-    rule = ByExample(1.0, 0.5)
+    rule = Contrastive(1.0, 0.5)
     plain, ours = (run_of(Method("moon", local=(rule,), privacy=terms)) for terms in (None, OPEN))
     model, clients = small(), Clients(a=8, b=4)
     assert distance(last(play(plain, model, clients)), last(play(ours, model, clients))) < 1e-6
@@ -258,9 +253,14 @@ def test_a_penalty_of_examples_is_inside_the_clipping() -> None:
     assert distance(last(play(tight, model, clients)), model.initial) < 1e-6
 
 
+@dataclass(frozen=True)
+class Silent(Contrastive):
+    per_example = False
+
+
 def test_a_rule_that_looks_without_saying_so_is_refused() -> None:
-    run = run_of(private(Method("moon", local=(Contrastive(1.0, 0.5),))))
-    with pytest.raises(MethodError, match="Contrastive looks at a client's examples"):
+    run = run_of(private(Method("moon", local=(Silent(1.0, 0.5),))))
+    with pytest.raises(MethodError, match="Silent looks at a client's examples"):
         play(run, small(), Clients(a=8))
 
 

@@ -165,7 +165,6 @@ def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.Mon
     with pytest.raises(LiftError, match=r"engine\.block = 1"):
         play(run_of(ghost), small(), Clients(a=8, b=8), block=2)
     moon = Method("moon", local=build("moon").local, privacy=Private(1.0, 1.0, norms="ghost"))
-    object.__setattr__(moon.local[0], "per_example", True)
     with pytest.raises(LiftError, match=r"privacy\.norms = 'direct'"):
         play(run_of(moon), small(), Clients(a=8))
 

@@ -281,7 +281,7 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
     from partita.record import saved_rounds
     from partita.report import read_metric
 
-    metric = None
+    metric, known = None, set[str]()
     with _progress() as bar:
         task = bar.add_task(settings.label, total=settings.rounds, completed=done)
         try:
@@ -293,6 +293,10 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
                 bar.update(task, completed=row["round"] + 1, description=settings.label + tested + cost)
                 for client, reason in row["lost"].items():
                     bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)
+                raised = row.get("alarms", {})
+                for kind in sorted(raised.keys() - known):  # said once for as long as it lasts
+                    bar.console.print(f"round {row['round']}: {kind}: {raised[kind]}", style="yellow", markup=False)
+                known = set(raised)
         except BaseException as error:
             if kept := saved_rounds(folder):
                 error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 app = typer.Typer(help="Run on many machines with Flower.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 App = Annotated[Path, typer.Argument(help="The app's folder.")]
+LOAD = ["partita.flower_app", "partita.models.vit", "partita.models.pretrained"]
 Clients = Annotated[int | None, typer.Option(help="How many clients to wait for; all of the split's unless said.")]
 
 
@@ -46,13 +48,11 @@ def up(
     _need_flower()
     from partita import record
     from partita.engines.flower.loopback import LoopbackError, loopback
-    from partita.flower_app import FlowerError, population, recorded
+    from partita.flower_app import FlowerError, modules, population, recorded
 
-    # Also when started in the background, where Ctrl-C is ignored, no process may be left behind.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    _leave_nothing_behind()
     names = population(folder)[:clients]
-    with loopback(names, logs) as here:
+    with loopback(names, logs, modules(folder)) as here:
         print(f"SuperLink and {len(names)} SuperNodes are up; logs and clients' folders in {here.folder}")
         settings = f"clients={len(names)}"
         if run:
@@ -66,6 +66,32 @@ def up(
         print("stop with Ctrl-C")
         here.link.wait()
         raise LoopbackError(f"the SuperLink has ended; {here.folder / 'superlink.log'} says why")
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def warm(
+    command: Annotated[list[str], typer.Argument(help="flower-supernode or flower-superlink, with its options.")],
+    load: Annotated[list[str], typer.Option(help="A module to import beforehand; give it again for more.")] = LOAD,
+) -> None:
+    """Run a SuperNode whose messages are answered without importing everything anew."""
+    _need_flower()
+    from partita.engines.flower.loopback import end, here, program
+    from partita.engines.flower.warm import warm as warmed
+
+    _leave_nothing_behind()
+    with warmed(load, here()) as environment:
+        node = subprocess.Popen([program(command[0], environment), *command[1:]], env=environment, process_group=0)
+        try:
+            status = node.wait()
+        finally:
+            end([node])
+    raise typer.Exit(status)
+
+
+def _leave_nothing_behind() -> None:
+    """Also when started in the background, where Ctrl-C is ignored, no process may be left behind."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def _need_flower() -> None:

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from typing import Any
 import torch
 
 from partita import data, methods, models, record
+from partita.alarms import LONG, Sight, alarms, sight
 from partita.config import Config
 from partita.core import checkpoint, tree
 from partita.core.files import sealed
 from partita.core.learn import Job
-from partita.core.method import Server
-from partita.core.model import Model, layer_of, role_of
+from partita.core.method import Local, Server
+from partita.core.model import Model, layer_of, layers_of, role_of
 from partita.core.plan import Plan, Turn, plan_for
 from partita.core.private import PrivacyError
 from partita.core.rng import Key
@@ -31,6 +34,7 @@ from partita.data import Federation
 from partita.engines.choose import choose_block, use_onednn
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults, read_trace
+from partita.engines.workers import Workers
 from partita.evaluate import Measure, measure_for, score
 from partita.privacy.guard import Guard, protect
 
@@ -115,7 +119,8 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
     experiment = build(config)
     with record.lock(folder):
         prepare(experiment, folder)
-        yield from play(experiment, folder, *_embedded(experiment, folder), begin(experiment.run, experiment.model), 0)
+        with _embedded(experiment, folder) as (engine, store):
+            yield from play(experiment, folder, engine, store, begin(experiment.run, experiment.model), 0)
 
 
 def resume(config: Config, folder: Path) -> Iterator[Row]:
@@ -124,7 +129,8 @@ def resume(config: Config, folder: Path) -> Iterator[Row]:
     with record.lock(folder):
         done, server = recall(experiment, folder)
         Disk(folder / "clients").rewind(done)
-        yield from play(experiment, folder, *_embedded(experiment, folder), server, done)
+        with _embedded(experiment, folder) as (engine, store):
+            yield from play(experiment, folder, engine, store, server, done)
 
 
 def prepare(experiment: Experiment, folder: Path) -> None:
@@ -159,12 +165,12 @@ def _recall_spending(guard: Guard, folder: Path) -> None:
             f"{folder} was begun with the noise {noise:g}, but now it would be {guard.terms.noise:g}: has the data or "
             f"dp-accounting changed? To go on as it began, set privacy.noise = {noise:g} in its {record.CONFIG}"
         )
-    for line in (folder / record.ROWS).read_text().splitlines() if (folder / record.ROWS).exists() else ():
-        row = json.loads(line)
+    for row in record.read_rows(folder):
         guard.charge(row["round"], row["cohort"], row["privacy"]["signal"])
 
 
-def _embedded(experiment: Experiment, folder: Path) -> tuple[Embedded, Store]:
+@contextmanager
+def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, Store]]:
     disk = Disk(folder / "clients", experiment.device)
     store: Store = disk if experiment.config.engine.state == "disk" else Memory(disk)
     engine = Embedded(
@@ -177,7 +183,11 @@ def _embedded(experiment: Experiment, folder: Path) -> tuple[Embedded, Store]:
         experiment.faults,
         measure=experiment.measure,
     )
-    return engine, store
+    if experiment.config.engine.workers == 1:
+        yield engine, store
+        return
+    with closing(Workers(engine, experiment.config.engine.workers)) as workers:
+        yield workers, store
 
 
 def play(
@@ -188,6 +198,7 @@ def play(
     state = {slot: tree.to(part, experiment.device) for slot, part in server.state.items()}
     server = replace(server, params=tree.to(server.params, experiment.device), state=state)
     begun = clock = time.perf_counter()
+    sights = _recall_sights(folder)
     row: Row = {}
     for each in rounds(run, model, engine, server, done):
         signal = run.method.server.signal(server)
@@ -195,6 +206,7 @@ def play(
         row = _row(experiment, each, time.perf_counter() - clock)
         row |= measure(experiment, engine, each)
         row |= _spending(experiment, each, signal)
+        row |= _choices(experiment, each, sights)
         record.append_row(folder, row)
         if done % config.checkpoint.every == 0 or done == run.rounds:
             store.commit(done)
@@ -285,6 +297,29 @@ def _spending(experiment: Experiment, each: Round, signal: Mapping[str, float]) 
     spent = guard.spent()
     finite = spent is not None and math.isfinite(spent)
     return {"privacy": {"epsilon": spent if finite else None, "delta": guard.terms.delta, "signal": dict(signal)}}
+
+
+def _choices(experiment: Experiment, each: Round, sights: deque[Sight]) -> Row:
+    """Where clients choose their layers: which, by what scores, and the signs that this has lost its point."""
+    if all(type(rule).narrow is Local.narrow for rule in experiment.run.method.local):
+        return {}
+    now = sight(each, experiment.model)
+    sights.append(now)
+    return {
+        "chosen": {client: sorted(layers) for client, layers in now.sent.items()},
+        "scores": {client: dict(scores) for client, scores in now.scores.items()},
+        "alarms": {alarm.kind: alarm.text for alarm in alarms(list(sights), layers_of(experiment.model))},
+    }
+
+
+def _recall_sights(folder: Path) -> deque[Sight]:
+    """Those of the last rounds recorded, so that a run that was stopped raises the alarms it would have raised."""
+    found = deque[Sight](maxlen=LONG)
+    for row in record.read_rows(folder):
+        if "chosen" in row:
+            sent = {client: frozenset(layers) for client, layers in row["chosen"].items()}
+            found.append(Sight(row["round"], sent, row["scores"]))
+    return found
 
 
 def stages(experiment: Experiment) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from urllib.parse import quote
 
 import tomli_w
 
-from partita import record
+from partita import data, models, record
 from partita.config import Config, load
 from partita.core.files import write
 from partita.core.rounds import begin
@@ -55,6 +56,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
         "config": {
             "clients": clients or len(population),
             "deadline": 600.0,
+            "patience": math.inf,
             "folder": str(Path("runs", f"{settings.label}-seed-{settings.seed}").resolve()),
             "sites": str(Path("runs", "sites").resolve()),
             "set": "",
@@ -77,6 +79,13 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
 def population(app: Path) -> Sequence[str]:
     """The names of an app's clients."""
     return build(load(app / PACKAGE / CONFIG)).federation.clients
+
+
+def modules(app: Path) -> list[str]:
+    """What an app's processes import before they can begin."""
+    config = load(app / PACKAGE / CONFIG)
+    named = data.INDEX[config.data["name"]], models.INDEX[config.model["name"]]
+    return [__name__, *(each.partition(":")[0] for each in named)]
 
 
 def recorded(app: Path) -> Path:
@@ -124,6 +133,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             deadline=float(_said(settings, "deadline", "run config")),
             wait_for=int(_said(settings, "clients", "run config")),
             device=experiment.device,
+            patience=float(settings.get("patience", math.inf)),
         )
         yield from play(experiment, folder, engine, engine.store, server, done)
 

@@ -59,6 +59,13 @@ def keep_rows(folder: Path, done: int) -> None:
     write(path, b"".join(kept))
 
 
+def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows recorded so far; none where there is no file yet."""
+    if (folder / ROWS).exists():
+        for line in (folder / ROWS).read_text().splitlines():
+            yield json.loads(line)
+
+
 def count_rows(folder: Path) -> int:
     path = folder / ROWS
     return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -32,7 +32,6 @@ from partita.methods.selectors import (
     how_many,
     poisson,
     sample,
-    turn_of,
 )
 from partita.tiny import Tiny
 
@@ -59,7 +58,7 @@ def chosen(choice: Choice) -> list[str]:
 
 
 def narrow(rule: TopLayers, round: int = 0, client: str = "a", ctx: Context | None = None) -> Choice:
-    ctx = ctx or context()
+    ctx = replace(ctx or context(), turn=Turn(round, 10, client))
     return rule.narrow(ctx.plan, CLIENTS[client].train, ctx, key_of(round, client))
 
 
@@ -307,10 +306,6 @@ def test_embeddings_train_when_asked_to() -> None:
     assert "embed.weight" not in narrow(rule_of(Static())).names
     assert "embed.weight" in narrow(rule_of(Static(), embeddings=True)).names
     assert narrow(rule_of(Attention(), 4, embeddings=True)).names == PLAN.train
-
-
-def test_a_key_says_whose_turn_it_is() -> None:
-    assert turn_of(key_of(3, "c7")) == (3, "c7")
 
 
 # ---- memory

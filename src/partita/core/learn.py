@@ -87,7 +87,8 @@ def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
     key = (run.secret or run.key) / "round" / job.round / "client" / job.client
     fresh = {slot: value for rule in run.method.local for slot, value in rule.memory(anchor).items()}
     memory = {slot: part for slot, part in state.memory.items() if not slot.startswith(_OPTIMIZER)}
-    ctx = Context(model, plan, anchor, job.slots, {**fresh, **memory}, run.rate(job.round))
+    turn = Turn(job.round, run.rounds, job.client, job.signal)
+    ctx = Context(model, plan, anchor, job.slots, {**fresh, **memory}, run.rate(job.round), turn=turn)
     notes: dict[str, Tensors] = {}
     told: dict[str, float] = {}
     for index, rule in enumerate(run.method.local):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partita.core.ledger import Ledger
 from partita.core.model import Batch, Examples, Model, Output
-from partita.core.plan import NONE, Phase, Plan, Planner, share_everything
+from partita.core.plan import NONE, Phase, Plan, Planner, Turn, share_everything
 from partita.core.private import Private
 from partita.core.rng import Key
 from partita.core.tree import Mean, Names, Slots, Tensors, add
@@ -36,6 +36,8 @@ class Context:
     memory: Slots
     lr: float
     notes: Slots = field(default_factory=dict)  # what its rules noted when they chose what to train
+    # Whose round it is, for rules that choose what to train; steps know nothing of it.
+    turn: Turn = field(default_factory=lambda: Turn(0, 1, ""))
 
 
 @dataclass(frozen=True)

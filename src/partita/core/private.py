@@ -85,9 +85,16 @@ def by_example(loss: Loss, live: Tensors, inputs: Tensors, targets: Tensor) -> t
 
 
 def gaussian(like: Tensors, key: Key, deviation: float) -> Tensors:
-    """On the CPU and by name, so that neither the device nor the block has a say in what is drawn."""
+    """By name, so that a block has no say in what is drawn. Where the numbers are needed: as many as a model has, for
+    every step, would keep a GPU waiting for a CPU.
+    """
     return {
         name: deviation
-        * torch.randn(value.shape, generator=(key / name).generator(), dtype=value.dtype).to(value.device)
+        * torch.randn(
+            value.shape,
+            generator=torch.Generator(value.device).manual_seed((key / name).seed()),
+            dtype=value.dtype,
+            device=value.device,
+        )
         for name, value in like.items()
     }

@@ -52,7 +52,7 @@ class Embedded:
         return self.population.clients
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
-        for chunk in _chunks(jobs, self.block):
+        for chunk in chunks(jobs, self.block):
             visits = [self._visit(job) for job in chunk]
             learned = iter(self._learn(self.run, [each for each in visits if isinstance(each, Visit)]))
             for each in visits:
@@ -60,7 +60,7 @@ class Embedded:
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Each client's model on the client's own test part, or on the examples given."""
-        for chunk in _chunks(jobs, self.block):
+        for chunk in chunks(jobs, self.block):
             full = [self._full(job) for job in chunk]
             if self.run.method.adapt:
                 # Plain training: the method's rules belong to its own rounds.
@@ -133,7 +133,7 @@ class Embedded:
         return replace(update, delta=slots.pop("delta", {}), slots=slots)
 
 
-def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
     stream = iter(items)
     while chunk := list(islice(stream, size)):
         yield chunk

@@ -19,6 +19,7 @@ class TowardsWritten(Local):
 
     mu: float
     temperature: float
+    per_example = True
 
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         texts = getattr(out, "texts", None)

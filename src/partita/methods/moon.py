@@ -19,6 +19,7 @@ class Contrastive(Local):
 
     mu: float
     temperature: float
+    per_example = True
     slots = frozenset({"last"})
 
     def memory(self, anchor: Tensors) -> Slots:

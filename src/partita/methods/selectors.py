@@ -130,7 +130,7 @@ class RoundRobin:
     name: str = "round-robin"
 
     def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
-        first = turn_of(key)[0] * count
+        first = ctx.turn.round * count
         return Ranking({layer: -((place - first) % len(layers)) for place, layer in enumerate(layers)})
 
 
@@ -151,7 +151,7 @@ class TopLayers(Local):
     release: Release | None = None
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
-        round, client = turn_of(key)
+        round, client = ctx.turn.round, ctx.turn.client
         inside: dict[str, set[str]] = {}
         for name in plan.train:
             if layer := layer_of(ctx.model.tags[name]):
@@ -194,12 +194,6 @@ class TopLayers(Local):
         known = ctx.memory.get(HEADS, {})
         heads = {layer: known[name] for name in names if name in known and (layer := layer_of(tags[name]))}
         return [layer for layer in layers if any(layer in tags[name] for name in names)], last, {}, heads
-
-
-def turn_of(key: Key) -> tuple[int, str]:
-    """The round and the client, which every key that a client's rule is given has in its path."""
-    *_, round, _, client, _, _ = key.path
-    return int(round), str(client)
 
 
 def how_many(count: Count, layers: int) -> int:

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partita.report import plots, privacy, stages
+from partita.report import choice, plots, privacy, stages
 from partita.report.frame import Style, styles, svg
 from partita.report.read import Record, by_label, clients, metric_of, settings
 from partita.report.show import Column, halves, size
@@ -37,6 +37,7 @@ def page(
         _head(records, title),
         _comparison(records, compare(records, target, metric)),
         _figures(records, metric_of(records, metric).name),
+        _choice(records),
         _privacy(records),
         _lost(records),
         _plans(records),
@@ -184,6 +185,26 @@ def _figures(records: Sequence[Record], metric: str) -> str:
     ]
     drawn = "".join(_figure(name, make(), head, caption) for name, make, head, caption in wanted)
     return f"<section>\n<h2>Figures</h2>\n{drawn}</section>\n" if drawn else ""
+
+
+def _choice(records: Sequence[Record]) -> str:
+    chose, alarms = choice.chose(records), list(choice.raised(records))
+    if not chose:
+        return ""
+    steady = [(label, *choice.steadiness(runs)) for label, runs in chose.items()]
+    parts = [
+        _figure(
+            "layers",
+            choice.layers_by_round(records),
+            "Layers that clients sent",
+            "Share of the round's clients, over all seeds, that chose a layer.",
+        ),
+        _table(("label", "overlap with the last choice", "overlap of two clients"), steady),
+    ]
+    if alarms:
+        parts.append("<h3>Alarms</h3>\n")
+        parts.append(_table(("run", "alarm", "rounds", "what to do"), alarms))
+    return f"<section>\n<h2>Choice of layers</h2>\n{''.join(parts)}</section>\n"
 
 
 def _privacy(records: Sequence[Record]) -> str:

@@ -74,9 +74,7 @@ def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) 
 
 
 def train(site: Site, content: RecordDict) -> RecordDict:
-    order = messages.to_order(content)
-    engine, held = _enter(site, order)
-    job = _job(site, order, held)
+    order, engine, held, job = _enter(site, content)
     if isinstance(job, Refusal):
         return messages.of_refusal(job)
     if order.sent:
@@ -89,17 +87,16 @@ def train(site: Site, content: RecordDict) -> RecordDict:
 
 
 def evaluate(site: Site, content: RecordDict) -> RecordDict:
-    order = messages.to_order(content)
-    engine, held = _enter(site, order)
-    job = _job(site, order, held)
+    _, engine, _, job = _enter(site, content)
     if isinstance(job, Refusal):
         return messages.of_refusal(job)
     [(_, scores)] = engine.evaluate([job])
     return messages.of_scores(scores)
 
 
-def _enter(site: Site, order: Order) -> tuple[Embedded, Tensors]:
-    """The engine of this one client, and what it holds of the server's parameters."""
+def _enter(site: Site, content: RecordDict) -> tuple[Order, Embedded, Tensors, Job | Refusal]:
+    """What is asked, the engine of this one client, what it holds of the server's parameters, and the job."""
+    order = messages.to_order(content)
     if order.client != site.client:
         raise ClientFault(order.client, f"this site is '{site.client}'; look at the node config of both")
     store, seen = Disk(site.folder / STATES, site.device), site.folder / SESSION
@@ -113,7 +110,8 @@ def _enter(site: Site, order: Order) -> tuple[Embedded, Tensors]:
     engine = Embedded(
         site.run, site.model, site, device=site.device, store=store, faults=site.faults, measure=site.measure
     )
-    return engine, _held(site.folder / COPY)
+    held = _held(site.folder / COPY)
+    return order, engine, held, _job(site, order, held)
 
 
 def _held(path: Path) -> Tensors:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-WAIT = 60.0  # seconds for the SuperLink to come up
+from partita.engines.flower.warm import warm
+
+WAIT = 120.0  # seconds for the SuperLink to come up
 PATIENCE = 10.0  # seconds for a process to end by itself
 
 # Nothing is sent to others, and no app installs anything.
@@ -38,55 +41,77 @@ class Loopback:
 
     def run(self, app: Path, settings: str) -> None:
         """Run the app to its end, with its log on the terminal."""
-        command = [_program("flwr"), "run", str(app), "loopback", "--stream", "--run-config", settings]
+        command = [program("flwr", self.environment), "run", str(app), "loopback", "--stream", "--run-config", settings]
         subprocess.run(command, env=self.environment, check=True)
 
 
 @contextmanager
-def loopback(clients: Sequence[str], folder: Path, nodes: str = "") -> Iterator[Loopback]:
-    """`nodes` is added to every node config. All processes have ended when the block is left, however it is left."""
+def loopback(
+    clients: Sequence[str],
+    folder: Path,
+    modules: Sequence[str] | None = None,
+    nodes: str = "",
+    gate: Callable[[int], int] = lambda port: port,
+) -> Iterator[Loopback]:
+    """All processes have ended when the block is left, however it is left.
+
+    With `modules`, one process imports these and Flower, and all others are its forks. `nodes` is added to every node
+    config. `gate` says on which port sites call, given the SuperLink's own.
+    """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     port, *others = free_ports(1 + len(clients))
-    environment = _environment(folder, port)
     with ExitStack() as stack:
+        environment = _environment(folder, port)
+        if modules is not None:
+            environment = stack.enter_context(warm(modules, environment, folder / "warm.log"))
+        running: list[subprocess.Popen[bytes]] = []
+        stack.callback(end, running)
 
         def launch(name: str, *command: str) -> subprocess.Popen[bytes]:
-            log = stack.enter_context((folder / f"{name}.log").open("wb"))
-            # A group of its own, so that the processes it starts in turn can be ended with it.
-            process = subprocess.Popen(
-                [_program(command[0]), *command[1:]], env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-            stack.callback(end, process)
+            with (folder / f"{name}.log").open("wb") as log:
+                # A group of its own, so that the processes it starts in turn can be ended with it.
+                process = subprocess.Popen(
+                    [program(command[0], environment), *command[1:]],
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,
+                )
+            running.append(process)
             return process
 
-        here = ("--insecure", "--host", "127.0.0.1", "--port")
-        link = launch("superlink", "flower-superlink", *here, str(port), "--disable-runtime-dependency-installation")
+        listen = ("--insecure", "--host", "127.0.0.1", "--port")
+        link = launch("superlink", "flower-superlink", *listen, str(port), "--disable-runtime-dependency-installation")
         _await(link, port, folder / "superlink.log")
-        started = {}
+        started, door = {}, gate(port)
         for client, own in zip(clients, others, strict=True):
             config = f'client="{client}" folder="{folder / "sites"}" {nodes}'
-            address = ("--superlink", f"127.0.0.1:{port}", "--node-config", config)
-            started[client] = launch(client, "flower-supernode", *here, str(own), *address)
+            address = ("--superlink", f"127.0.0.1:{door}", "--node-config", config)
+            started[client] = launch(client, "flower-supernode", *listen, str(own), *address)
         yield Loopback(folder, environment, link, started)
 
 
+def here() -> dict[str, str]:
+    """The environment of this process, in which the programs installed beside its Python are found first."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
 def _environment(folder: Path, port: int) -> dict[str, str]:
-    """Flower finds its own programs by PATH, and its SuperLink by the config in FLWR_HOME."""
+    """Flower finds its SuperLink by the config in FLWR_HOME."""
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
     address = f'address = "127.0.0.1:{port}"\ninsecure = true\n'
     (home / "config.toml").write_text(f'[superlink]\ndefault = "loopback"\n\n[superlink.loopback]\n{address}')
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     # Several clients share this machine: each with all its cores would be slower for all.
-    return {"OMP_NUM_THREADS": "1", **os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": programs}
+    return {"OMP_NUM_THREADS": "1", **here(), **QUIET, "FLWR_HOME": str(home)}
 
 
-def _program(name: str) -> str:
-    path = Path(sys.executable).parent / name
-    if not path.exists():
-        raise LoopbackError(f"{path} does not exist; install Flower with: pip install 'partita[flower]'")
-    return str(path)
+def program(name: str, environment: Mapping[str, str]) -> str:
+    path = shutil.which(name, path=environment["PATH"])
+    if path is None:
+        raise LoopbackError(f"{name} is not found; install Flower with: pip install 'partita[flower]'")
+    return path
 
 
 def free_ports(count: int) -> list[int]:
@@ -108,16 +133,15 @@ def _await(link: subprocess.Popen[bytes], port: int, log: Path) -> None:
     raise LoopbackError(f"the SuperLink does not come up; {log} says why")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the process and all that it started to end, and if they do not, end them."""
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask them and all that they started to end, and end those that do not."""
     for step in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, step)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            continue
-        time.sleep(0.2)
-    process.wait()
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, step)
+        until = time.monotonic() + PATIENCE
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, until - time.monotonic()))
+    for process in processes:
+        process.wait()

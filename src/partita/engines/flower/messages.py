@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import safetensors
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from partita.core import tree, wire
 from partita.core.learn import Job
@@ -121,6 +121,11 @@ def to_refusal(content: RecordDict) -> Refusal | None:
         return None
     record = _record(content, "refusal", ConfigRecord)
     return Refusal(_entry(record, "reason", str), _entry(record, "fault", bool), _entry(record, "empty", bool))
+
+
+def is_answer(reply: object) -> bool:
+    """Whether it is a reply with what was asked for, as opposed to an error, a refusal, or none."""
+    return isinstance(reply, Message) and not reply.has_error() and "refusal" not in reply.content
 
 
 def _blob(slots: Slots) -> ArrayRecord:

@@ -1,4 +1,4 @@
-"""Which node is which client: each new node is asked for its name once."""
+"""Which node is which client: a node is asked for its name when it is new, and when it left a job unanswered."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ class Names:
             if node in online and client in self.population:
                 nodes.setdefault(client, node)
         return nodes
+
+    def doubt(self, node: int) -> None:
+        """It left a job unanswered. Flower takes a dead node to be online for a minute; it must speak first."""
+        self.said.pop(node, None)
 
     def _note(self, node: int, reply: Message | str) -> None:
         try:

@@ -2,42 +2,95 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from partita.engines.flower import messages
+
 GRACE = 30.0  # seconds past the deadline in which to fetch what had arrived by then
 
 
-class Post:
-    """`deadline` is in seconds; `poll` is how long to wait between two looks."""
+@dataclass
+class Limit:
+    """When waiting began and when it ends; the end comes nearer once enough have answered."""
 
-    def __init__(self, grid: Grid, deadline: float, poll: float) -> None:
-        self.grid, self.deadline, self.poll = grid, deadline, poll
+    begun: float
+    until: float
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.begun
+
+
+class Post:
+    """`deadline` is in seconds; `poll` is how long to wait between two looks.
+
+    Once enough have answered, the others have `patience` seconds more, and never more than the deadline.
+    """
+
+    def __init__(self, grid: Grid, deadline: float, poll: float, patience: float = math.inf) -> None:
+        self.grid, self.deadline, self.poll, self.patience = grid, deadline, poll, patience
 
     def send(self, content: RecordDict, node: int, kind: str, group: str = "") -> str | None:
         """The message's id; None where Flower does not take it, since the node has gone."""
         message = Message(content, node, kind, ttl=self.deadline + GRACE, group_id=group)
         return next(iter(self.grid.push_messages([message])), None) or None
 
-    def fetch(self, message: str | None, until: float) -> Message | str:
-        """The reply, or why there is none. What arrived by the deadline counts, though its turn may come after it."""
-        while message:
-            left = until - time.monotonic()
-            reply = self._pull(message, left if left > 0 else max(1.0, left + GRACE))
-            if reply or left <= 0:
-                return reply or f"gave no answer within {self.deadline:g} s"
-            time.sleep(min(self.poll, left))
-        return "is no longer connected"
+    def fetch(self, asked: Sequence[str | None], begun: float, enough: int) -> Iterator[Message | str]:
+        """For each in the order asked its reply, or why there is none."""
+        limit = Limit(begun, begun + self.deadline)
+        if self.patience == math.inf:
+            yield from (self._fetch(message, limit) for message in asked)
+            return
+        # All at once, to see who answers: the price is that answers are held here until their turn comes.
+        box: SimpleQueue[tuple[int, Message | str | Exception]] = SimpleQueue()
+        for place, message in enumerate(asked):
+            Thread(target=self._fetch_into, args=(box, place, message, limit), daemon=True).start()
+        found: dict[int, Message | str | Exception] = {}
+        answers = 0
+        for place in range(len(asked)):
+            while place not in found:
+                where, reply = box.get()
+                found[where] = reply
+                answers += messages.is_answer(reply)
+                if answers == enough and messages.is_answer(reply):
+                    limit.until = min(limit.until, time.monotonic() + self.patience)
+            taken = found.pop(place)
+            if isinstance(taken, Exception):
+                raise taken
+            yield taken
 
     def peek(self, message: str) -> Message | str | None:
         """The reply, if it is there."""
-        return self._pull(message, GRACE)
+        now = time.monotonic()
+        return self._pull(message, Limit(now, now + GRACE))
 
-    def _pull(self, message: str, seconds: float) -> Message | str | None:
+    def _fetch_into(
+        self, box: SimpleQueue[tuple[int, Message | str | Exception]], place: int, message: str | None, limit: Limit
+    ) -> None:
+        try:
+            box.put((place, self._fetch(message, limit)))
+        except Exception as error:
+            box.put((place, error))
+
+    def _fetch(self, message: str | None, limit: Limit) -> Message | str:
+        """What arrived by the deadline counts, though its turn may come after it."""
+        while message:
+            late = time.monotonic() - limit.until
+            reply = self._pull(message, limit, max(GRACE, late + 1.0) if late >= 0 else 0.0)
+            if reply or late >= 0:
+                return reply or f"gave no answer within {limit.seconds:.3g} s"
+            time.sleep(max(0.0, min(self.poll, limit.until - time.monotonic())))
+        return "is no longer connected"
+
+    def _pull(self, message: str, limit: Limit, grace: float = 0.0) -> Message | str | None:
         """In a thread, since Flower waits for an upload that has begun, even if the sender died in the middle of it."""
         box: SimpleQueue[Message | Exception | None] = SimpleQueue()
 
@@ -48,10 +101,15 @@ class Post:
                 box.put(error)
 
         Thread(target=fetch, daemon=True).start()
-        try:
-            found = box.get(timeout=seconds)
-        except Empty:
-            return f"had not sent its whole answer within {self.deadline:g} s"
+        while True:
+            try:
+                found = box.get(timeout=self.poll)
+                break
+            except Empty:
+                if (
+                    time.monotonic() > limit.until + grace
+                ):  # looked at anew each time, since the limit may have come nearer
+                    return f"had not sent its whole answer within {limit.seconds:.3g} s"
         if isinstance(found, TypeError | ValueError | KeyError):
             return f"sent a message that cannot be unpacked ({type(found).__name__})"
         if isinstance(found, Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -48,7 +49,9 @@ class Elsewhere:
 class Flower:
     """Jobs go out at once; answers are fetched in the order asked, so the result does not depend on who is fast.
 
-    Those who have not answered by the deadline, in seconds from the start of a round, are lost to that round.
+    Those who have not answered by the deadline, in seconds from the start of a round, are lost to that round, and take
+    part again once they have said that they are there. Once half of those asked, and no fewer than the run's minimum,
+    have answered, the others have `patience` seconds more.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class Flower:
         wait_for: int = 1,
         device: torch.device | None = None,
         poll: float = 0.2,
+        patience: float = math.inf,
     ) -> None:
-        self.run, self.population, self.post = run, population, Post(grid, deadline, poll)
+        self.run, self.population, self.post = run, population, Post(grid, deadline, poll, patience)
         self.session, self.start, self.deadline = session, start, deadline
         self.device, self.poll, self.store = device or torch.device("cpu"), poll, Elsewhere()
         self.seals = Seals()
@@ -135,10 +139,14 @@ class Flower:
         return Lost(client, refusal.reason, refusal.empty)
 
     def _ask(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[int, str, Message | str]]:
-        until = time.monotonic() + self.deadline
+        begun = time.monotonic()
         asked = [(job.round, job.client, self._send(kind, job)) for job in jobs]
-        for round, client, message in asked:
-            yield round, client, self.post.fetch(message, until)
+        enough = max(self.run.minimum, -(-len(asked) // 2))
+        replies = self.post.fetch([message for _, _, message in asked], begun, enough)
+        for (round, client, _), reply in zip(asked, replies, strict=True):
+            if isinstance(reply, str):
+                self.names.doubt(self.nodes[client])
+            yield round, client, reply
 
     def _send(self, kind: str, job: Job) -> str | None:
         void = self.answered.get(job.client, self.start - 1) + 1

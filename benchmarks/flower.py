@@ -1,0 +1,320 @@
+"""What carriage by Flower costs over the embedded engine, with the server and all sites on this machine (Linux).
+
+Time a round, bytes through the sites' network, and memory, for payloads of several sizes; then where the time of one
+site's message goes, with forks of a process that has everything imported and without. Both engines must end with the
+same tensors, or the comparison is void.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import environment
+from torch import Tensor
+from torch.nn import functional
+
+from partita import experiment, flower_app, models, record
+from partita.config import load
+from partita.core.model import Model, Output
+from partita.core.rng import Key
+from partita.core.tree import Tensors
+from partita.engines.choose import use_onednn
+from partita.engines.flower.loopback import Loopback, loopback
+from partita.models import ImageTask
+
+ROUNDS = 4  # the first also asks for names and the last also evaluates: those between are measured
+CONFIG = """
+rounds = {rounds}
+method = {{name = "fedavg"}}
+model = {model}
+[training]
+optimizer = "sgd"
+lr = 0.1
+steps = 1
+[data]
+name = "synthetic"
+test_examples = 20
+[split]
+kind = "iid"
+clients = {clients}
+[evaluate]
+personal = 1000
+clients = 1
+drift = false
+[checkpoint]
+every = 1000
+[engine]
+block = 1
+threads = 1
+"""
+OWN_MODEL = """from partita import models
+
+models.INDEX["payload"] = "flower:payload"
+"""
+# A site that notes when it did what.
+NOTES = """import json
+import os
+import time
+from pathlib import Path
+
+begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+notes = {"process": begun, "Flower": time.clock_gettime(time.CLOCK_BOOTTIME)}
+
+
+def note(what):
+    notes[what] = time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+import torch
+
+note("torch")
+from partita import experiment, flower_app
+
+note("partita")
+build = experiment.build
+
+
+def noted(config):
+    models.pick(models.INDEX, config.model["name"], "model")
+    note("the model's library")
+    built = build(config)
+    note("data and model")
+    return built
+
+
+from partita import models
+from partita.engines.flower import client as site
+
+flower_app.build, train = noted, site.train
+
+
+def learn(*given):
+    content = train(*given)
+    note("training")
+    with open(os.environ["NOTES"], "a") as file:
+        print(json.dumps(notes), file=file)
+    return content
+
+
+site.train = learn
+app = flower_app.client(Path(__file__).with_name("experiment.toml"))
+"""
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument(
+        "--megabytes", type=float, nargs="*", default=[1.0, 100.0], help="what a client gets and sends"
+    )
+    options.add_argument(
+        "--memory", action="store_true", help="measure it; looking takes time, so give no heed to times"
+    )
+    options.add_argument("--clients", type=int, default=10)
+    options.add_argument(
+        "--parts", action=argparse.BooleanOptionalAction, default=True, help="a message's time by part"
+    )
+    options.add_argument("--out", type=Path)
+    chosen = options.parse_args()
+    # Processes of Flower find the payload's model in this file.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    models.INDEX["payload"] = "flower:payload"
+    about = environment(
+        torch.device("cpu"),
+        use_onednn("auto"),
+        f"{chosen.clients} clients x 1 step of SGD, server and sites on {os.cpu_count()} cores; "
+        f"mean of rounds 1 to {ROUNDS - 2}",
+    )
+    about["load before"] = round(os.getloadavg()[0], 1)
+    results = [measure(megabytes, chosen.clients, chosen.memory) for megabytes in chosen.megabytes]
+    apart = [parts(warm) for warm in (False, True)] if chosen.parts else []
+    print(f"{about['work']}; {about['device']}, torch {about['torch']}, load {about['load before']} before")
+    for row in [*results, *apart]:
+        print()
+        for what, value in row.items():
+            print(f"{what:34} {value:,}" if isinstance(value, int) else f"{what:34} {value}")
+    if chosen.out:
+        found = {"environment": about, "results": results, "seconds of a message by part": apart}
+        chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measure(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder, gate = Path(name), Gate()
+        app = write_app(folder, clients, f'{{name = "payload", megabytes = {megabytes}}}', OWN_MODEL)
+        here = list(experiment.start(load(folder / "experiment.toml"), folder / "here"))
+        names = [f"c{number}" for number in range(clients)]
+        with loopback(names, folder / "logs", ["partita.flower_app", "flower"], gate=gate) as federation:
+            passed, peaks = watch(federation, app, folder / "there", gate, look)
+        there = [json.loads(line) for line in (folder / "there" / record.ROWS).read_text().splitlines()]
+        ends = [record.finished(folder / side) for side in ("here", "there")]
+    if not ends[0] or not ends[1] or ends[0]["digest"] != ends[1]["digest"]:
+        raise SystemExit(f"{megabytes} MB: the engines do not end with the same tensors; the comparison is void")
+    between = range(1, ROUNDS - 1)
+    embedded, flower = (statistics.mean(rows[number]["seconds"] for number in between) for rows in (here, there))
+    counted = sum(sum(here[number]["bytes"].values()) for number in between) // len(between)
+    network = (passed[ROUNDS - 2] - passed[0]) // len(between)
+    row = {
+        "megabytes": megabytes,
+        "clients": clients,
+        "seconds, embedded": round(embedded, 3),
+        "seconds, Flower": round(flower, 2),
+        "seconds, overhead": round(flower - embedded, 2),
+        "bytes, counted": counted,
+        "bytes, through the network": network,
+        "bytes, more in per cent": round(100 * (network / counted - 1), 3),
+    }
+    if look:
+        row["peak GB, a site"] = round(max(peaks[client] for client in names) / 1e9, 2)
+        row["peak GB, SuperLink and server"] = round(peaks["server"] / 1e9, 2)
+    return row
+
+
+def write_app(folder: Path, clients: int, model: str, own: str = "") -> Path:
+    (folder / "experiment.toml").write_text(CONFIG.format(rounds=ROUNDS, clients=clients, model=model))
+    app = flower_app.init(folder / "app", folder / "experiment.toml")
+    (app / "federation" / "__init__.py").write_text(own)
+    return app
+
+
+def settings(folder: Path) -> str:
+    return f'deadline=3600.0 folder="{folder}"'
+
+
+def watch(federation: Loopback, app: Path, folder: Path, gate: Gate, look: bool) -> tuple[list[int], dict[str, int]]:
+    """(bytes that had passed when each round ended, the most memory of each site and of the server)"""
+    running = threading.Thread(target=federation.run, args=(app, settings(folder)), daemon=True)
+    running.start()
+    passed: list[int] = []
+    peaks: dict[str, int] = {}
+    rows = folder / record.ROWS
+    while running.is_alive():
+        done = rows.read_bytes().count(b"\n") if rows.exists() else 0
+        passed += [gate.passed] * (done - len(passed))
+        for place, held in memory(federation).items() if look else ():
+            peaks[place] = max(held, peaks.get(place, 0))
+        time.sleep(0.1)
+    return passed + [gate.passed] * (ROUNDS - len(passed)), peaks
+
+
+def memory(federation: Loopback) -> dict[str, int]:
+    """Bytes in use by place. A page that several processes share counts once, a part of it for each."""
+    ours = f"FLWR_HOME={federation.environment['FLWR_HOME']}".encode()
+    places = {node.pid: client for client, node in federation.nodes.items()}
+    held: dict[str, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if ours not in (process / "environ").read_bytes():
+                continue
+            place = places.get(os.getpgid(int(process.name)), "server")
+            for line in (process / "smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    held[place] = held.get(place, 0) + 1024 * int(line.split()[1])
+        except OSError:
+            pass  # it has ended
+    return held
+
+
+@dataclass
+class Gate:
+    """Stands before the SuperLink and counts what passes."""
+
+    passed: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, port: int) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, args=(listener, port), daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    def _serve(self, listener: socket.socket, port: int) -> None:
+        while True:
+            site, _ = listener.accept()
+            link = socket.create_connection(("127.0.0.1", port))
+            for source, sink in ((site, link), (link, site)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        """By the kernel, without a copy, so that counting costs little."""
+        out, into = os.pipe()
+        try:
+            while count := os.splice(source.fileno(), into, 2**20):
+                with self.lock:
+                    self.passed += count
+                while count:
+                    count -= os.splice(out, sink.fileno(), count)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # one side is gone, and the other will notice
+        finally:
+            os.close(out)
+            os.close(into)
+
+
+def parts(warm: bool) -> dict[str, Any]:
+    """Seconds of one site's messages, of a small ViT of transformers; the mean of the rounds between."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        app = write_app(folder, 1, '{name = "vit"}')
+        (app / "federation" / "client_app.py").write_text(NOTES)
+        os.environ["NOTES"] = str(folder / "notes")
+        with loopback(["c0"], folder / "logs", flower_app.modules(app) if warm else None) as federation:
+            federation.run(app, settings(folder / "there"))
+        rows = [json.loads(line) for line in (folder / "there" / record.ROWS).read_text().splitlines()]
+        notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
+    between = range(1, ROUNDS - 1)
+    whole = statistics.mean(rows[number]["seconds"] for number in between)
+    found: dict[str, Any] = {"imported beforehand": warm}
+    steps = list(notes[0])
+    for before, step in pairwise(steps):
+        found[step] = round(statistics.mean(notes[number][step] - notes[number][before] for number in between), 2)
+    spent = sum(value for what, value in found.items() if what != "imported beforehand")
+    return {**found, "waiting, sending, the server": round(whole - spent, 2), "the round": round(whole, 2)}
+
+
+class Payload(Model):
+    """So many bytes that are trained and sent, and hardly anything to compute.
+
+    They are random, and so are their gradients: of what comes twice, Flower sends one.
+    """
+
+    name = "payload"
+
+    def __init__(self, task: ImageTask, key: Key, megabytes: float) -> None:
+        self.tags = {"head.weight": frozenset({"head"}), "table": frozenset({"embedding"})}
+        self.initial = {
+            "head.weight": torch.zeros(len(task.classes), task.channels * task.size**2),
+            "table": torch.randn(int(megabytes * 250_000), generator=key.generator()),
+        }
+
+    def to(self, device: torch.device) -> None:
+        pass
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        features = inputs["pixel_values"].flatten(1)
+        return Output(
+            functional.linear(features, params["head.weight"]) * (1 + params["table"].square().mean()), features
+        )
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(out.logits, targets, reduction="none")
+
+
+def payload(task: ImageTask, key: Key, megabytes: float = 1.0) -> Payload:
+    return Payload(task, key, megabytes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Clients that choose their layers: what is recorded of it, what the alarms say, and how the report shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partita.config import parse
+from partita.experiment import resume, start
+from partita.report import page, read
+from partita.report.choice import layers_by_round, raised, shares, steadiness
+
+CONFIG: dict[str, Any] = {
+    "rounds": 4,
+    "data": {"name": "synthetic", "examples": 90, "size": 4, "channels": 1},
+    "split": {"kind": "iid", "clients": 3},
+    "model": {"name": "vit", "layers": 3, "width": 8, "heads": 2, "patch": 2},
+    "training": {"lr": 0.01, "steps": 1, "batch_size": 8},
+    "evaluate": {"every": 4, "personal": 4},
+    "method": {"name": "safl", "k": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("choice") / "run"
+    assert len(list(start(parse(CONFIG), folder))) == 4
+    return folder
+
+
+def test_rows_say_who_chose_which_layers_and_by_what_scores(run: Path) -> None:
+    for row in map(json.loads, (run / "rows.jsonl").read_text().splitlines()):
+        assert row["chosen"].keys() == set(row["cohort"]) == row["scores"].keys()
+        for client, [layer] in row["chosen"].items():
+            scores = row["scores"][client]
+            assert scores.keys() == {"layer.0", "layer.1", "layer.2"}
+            assert scores[layer] == max(scores.values())
+        senders = [f"layers.{number}." for number in range(3) if any(f"layers.{number}." in name for name in row["up"])]
+        assert len(senders) == len({layer for chosen in row["chosen"].values() for layer in chosen})
+
+
+def test_a_method_whose_clients_choose_nothing_records_nothing_of_it(tmp_path: Path) -> None:
+    [row, *_] = start(parse({**CONFIG, "rounds": 1, "method": {"name": "fedavg"}}), tmp_path)
+    assert not {"chosen", "scores", "alarms"} & row.keys()
+
+
+def test_the_page_shows_layers_steadiness_and_alarms(run: Path, tmp_path: Path) -> None:
+    record = read(run)
+    by_layer = shares([record])
+    assert sorted(by_layer) == [0, 1, 2]
+    for done in range(1, 5):
+        assert sum(by[done] for by in by_layer.values()) == pytest.approx(1)  # each client sends one
+    assert all(text.endswith("%") for text in steadiness([record]))
+    assert layers_by_round([record]) is not None
+    text = page([record], tmp_path / "page.html").read_text()
+    assert "Choice of layers" in text
+    assert 'id="layers"' in text
+
+
+def test_alarms_are_recorded_and_survive_a_stop(tmp_path: Path) -> None:
+    """Images of one colour: all layers pay attention alike, which takes three rounds to be sure of."""
+    config = parse({**CONFIG, "method": {"name": "safl", "k": 1, "tokens": "content"}, "rounds": 5})
+    whole = list(start(config, tmp_path / "whole"))
+    told = [row["alarms"] for row in whole]
+    assert not told[0] and not told[1]
+    assert told[2].keys() == told[4].keys() == {"attention collapse"}, told
+    stopped = start(config, tmp_path / "stopped")
+    for _ in range(3):
+        next(stopped)
+    stopped.close()
+    assert [row["alarms"] for row in resume(config, tmp_path / "stopped")] == told[-len(list(told[3:])) :]
+    [(where, kind, span, text)] = raised([read(tmp_path / "whole")])
+    assert (where, kind, span) == ("safl, seed 0", "attention collapse", "2 to 4")
+    assert "method.tokens" in text
