@@ -65,13 +65,13 @@ def test_alarms_are_recorded_and_survive_a_stop(tmp_path: Path) -> None:
     config = parse({**CONFIG, "method": {"name": "safl", "k": 1, "tokens": "content"}, "rounds": 5})
     whole = list(start(config, tmp_path / "whole"))
     told = [row["alarms"] for row in whole]
-    assert not told[0] and not told[1]
+    assert told[:2] == [{}, {}]
     assert told[2].keys() == told[4].keys() == {"attention collapse"}, told
     stopped = start(config, tmp_path / "stopped")
     for _ in range(3):
         next(stopped)
     stopped.close()
-    assert [row["alarms"] for row in resume(config, tmp_path / "stopped")] == told[-len(list(told[3:])) :]
+    assert [row["alarms"] for row in resume(config, tmp_path / "stopped")] == told[3:]
     [(where, kind, span, text)] = raised([read(tmp_path / "whole")])
     assert (where, kind, span) == ("safl, seed 0", "attention collapse", "2 to 4")
     assert "method.tokens" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,9 @@ class Tiny(Model):
     name = "tiny attention"
 
     def __init__(self, width: int = 6, layers: int = 2, classes: int = 3, key: Key = Key(0)) -> None:  # noqa: B008
-        self.width, self.layers = width, layers
+        self.width, self.layers = width, tuple(range(layers))  # the numbers of those that run
         shapes: dict[str, tuple[tuple[int, ...], Names]] = {"embed.weight": ((4, width), frozenset({"embedding"}))}
-        for layer in range(layers):
+        for layer in self.layers:
             for role in ("query", "key", "value", "output", "mlp"):
                 tags = frozenset({role, f"layer.{layer}"})
                 shapes[f"layers.{layer}.{role}.weight"] = ((width, width), tags)
@@ -46,7 +47,14 @@ class Tiny(Model):
         """To the first token, whichever are asked for."""
         with torch.no_grad():
             maps = self._run(params, batch.inputs)[1]
-        return {f"layer.{layer}": each[..., 0].mean(-1, keepdim=True) for layer, each in enumerate(maps)}
+        return {
+            f"layer.{layer}": each[..., 0].mean(-1, keepdim=True) for layer, each in zip(self.layers, maps, strict=True)
+        }
+
+    def shallow(self, without: Names) -> Tiny:
+        other = copy(self)
+        other.layers = tuple(layer for layer in self.layers if f"layer.{layer}" not in without)
+        return other
 
     def by_head(self) -> dict[str, tuple[int, int]]:
         """There is one head."""
@@ -56,7 +64,7 @@ class Tiny(Model):
         """The output, and of each layer its attention (example, query, key)."""
         maps = []
         state = inputs["x"] @ params["embed.weight"]  # (example, token, width)
-        for layer in range(self.layers):
+        for layer in self.layers:
 
             def linear(role: str, value: Tensor, layer: int = layer) -> Tensor:
                 name = f"layers.{layer}.{role}"
@@ -112,6 +120,9 @@ class Wide(Model):
 
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
         return self.model.attention(params, batch, tokens)
+
+    def shallow(self, without: Names) -> Wide:
+        return Wide(self.model.shallow(without))
 
     def by_head(self) -> dict[str, tuple[int, int]]:
         return self.model.by_head()

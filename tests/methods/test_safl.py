@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import OPTIMIZERS, Clients, distance, last, play, run_of
-from test_architectures import Few, adapted, made
+from test_architectures import Few, adapted, inputs_of, made
 from torch import nn
 
 from partita.config import parse
@@ -189,6 +189,56 @@ def test_capacities_can_be_said_in_a_config() -> None:
 # ---- compositions
 
 
+# ---- clients of different depth
+
+
+def test_a_shallower_client_runs_trains_and_is_sent_only_the_layers_it_has() -> None:
+    method = safl(k=1.0, embeddings=True, depth={"a": 2, "b": 1})
+    run = run_of(method)
+    lacks = {"a": {"layer.1"}, "b": {"layer.1", "layer.2"}, "c": set()}
+    for client, without in lacks.items():
+        job, plan = ask(run, MODEL, begin(run, MODEL), 0, client)
+        missing = MODEL.names(*without) if without else frozenset()
+        assert plan.down == plan.up == MODEL.every() - missing == job.params.keys()
+        each = visit(run, MODEL, job, ClientState(), FOUR["c"].train)
+        assert each.plan.train == MODEL.every() - missing
+        # What it lacks has no say in what it computes.
+        noisy = {name: value + (name in missing) for name, value in MODEL.initial.items()}
+        batch = FOUR["c"].train.take(torch.arange(3))
+        ours, theirs = (each.ctx.model(params, batch.inputs).logits for params in (noisy, MODEL.initial))
+        assert torch.equal(ours, theirs)
+        assert torch.equal(theirs, MODEL(MODEL.initial, batch.inputs).logits) == (not without)
+
+
+def test_clients_of_different_depth_train_one_model() -> None:
+    rounds = played(safl(k=1.0, depth={"a": 2, "b": 1}), 4)
+    for each in rounds:
+        for client, depth in {"a": 2, "b": 1, "c": 3, "d": 3}.items():
+            if client in each.sent:
+                assert len({layer for name in each.sent[client] if (layer := layer_of(MODEL.tags[name]))}) == depth
+    assert distance(last(rounds), MODEL.initial) > 1e-3
+
+
+def test_full_depth_is_no_depth() -> None:
+    one, two = played(safl(k=2, depth={"a": 3})), played(safl(k=2))
+    assert tree.equal(last(one), last(two))
+
+
+@pytest.mark.parametrize("case", ["vit-image", "bert-text", "gpt2-lm", "llama-text"])
+def test_a_transformer_without_a_layer_is_the_transformer_with_one_layer_less(case: str) -> None:
+    it = made(case)
+    less = adapted(case, sizes={"num_hidden_layers": 1})
+    params = {name: it.params[name] for name in less.initial}  # of the first layer, and what is outside
+    inputs = inputs_of(it)
+    assert torch.equal(it.model.shallow(frozenset({"layer.1"}))(it.params, inputs).logits, less(params, inputs).logits)
+    assert not torch.equal(it.model(it.params, inputs).logits, less(params, inputs).logits)
+
+
+def test_a_depth_that_cannot_be_is_refused() -> None:
+    with pytest.raises(MethodError, match="gives 'a' 4 layers, but tiny attention has 3"):
+        played(safl(depth={"a": 4}))
+
+
 def test_under_fedfrozen_a_chosen_layer_leaves_its_kernel_at_home() -> None:
     for each in played(compose(fedfrozen(1), safl(k=1)), 3):
         sent = frozenset[str]().union(*each.sent.values())
@@ -206,6 +256,7 @@ def test_it_needs_no_plan_of_its_own_so_that_any_other_plan_goes_with_it() -> No
     ("name", "options"),
     [
         pytest.param("safl", {"k": 1, "every": 2}, id="remembers"),
+        pytest.param("safl", {"k": 2, "depth": {"c1": 2, "c3": 1}}, id="depth"),
         pytest.param("safl", {"k": 1, "noise": 1.0, "probe": 0.5}, id="private", marks=pytest.mark.slow),
         pytest.param("safl", {"k": 1, "select": "gradient"}, id="gradient", marks=pytest.mark.slow),
         pytest.param("safl", {"k": 1, "select": "random"}, id="random", marks=pytest.mark.slow),

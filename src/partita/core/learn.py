@@ -81,6 +81,12 @@ def assemble(run: Run, model: Model, job: Job, state: ClientState) -> tuple[Plan
     return plan, {**model.initial, **job.params, **personal}
 
 
+def shaped(run: Run, model: Model, job: Job) -> Model:
+    """The model as this client runs it."""
+    shape = run.method.shape
+    return shape(model, Turn(job.round, run.rounds, job.client, job.signal)) if shape else model
+
+
 def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Examples, work: float = 1.0) -> Visit:
     """Lay out one client's round. `work` below 1 is a straggler, who gets through that share of its steps."""
     plan, anchor = assemble(run, model, job, state)
@@ -88,7 +94,7 @@ def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
     fresh = {slot: value for rule in run.method.local for slot, value in rule.memory(anchor).items()}
     memory = {slot: part for slot, part in state.memory.items() if not slot.startswith(_OPTIMIZER)}
     turn = Turn(job.round, run.rounds, job.client, job.signal)
-    ctx = Context(model, plan, anchor, job.slots, {**fresh, **memory}, run.rate(job.round), turn=turn)
+    ctx = Context(shaped(run, model, job), plan, anchor, job.slots, {**fresh, **memory}, run.rate(job.round), turn=turn)
     notes: dict[str, Tensors] = {}
     told: dict[str, float] = {}
     for index, rule in enumerate(run.method.local):
@@ -107,7 +113,7 @@ def trial(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
     _, anchor = assemble(run, model, job, state)
     key = run.key / "round" / job.round / "client" / job.client / "adapt"
     plan = Plan(phases, up=NONE, down=NONE, keep=model.every())
-    ctx = Context(model, plan, anchor, {}, {}, run.rate(job.round))
+    ctx = Context(shaped(run, model, job), plan, anchor, {}, {}, run.rate(job.round))
     return _lay_out(run, Visit(job, ClientState(), plan, ctx, examples, (), key), 1.0)
 
 
@@ -244,12 +250,13 @@ def _carried(run: Run, each: Visit) -> dict[str, Tensors]:
 
 
 def kind(run: Run, each: Visit) -> Hashable:
-    """Clients fit one block if this is equal: plan, what they remember, and, where the optimizer counts, its ages."""
+    """Clients fit one block if this is equal: model, plan, what they remember, and ages where the optimizer counts."""
+    alike = id(each.ctx.model), each.plan
     memory = tuple((slot, tuple(part)) for slot, part in sorted(each.ctx.memory.items()))
     if not run.training.optimizer.ages:
-        return each.plan, memory
+        return alike, memory
     ages = _carried(run, each).get("age", {})
     born = tuple(int(ages[name]) if name in ages else 0 for name in sorted(each.plan.train))
     # Phases that share a name hand its age on, and that depends on how many steps the earlier one took.
     apart = sum(len(phase.names) for phase in each.plan.phases) == len(each.plan.train)
-    return each.plan, memory, born, None if apart else tuple(len(batches) for batches in each.deals)
+    return alike, memory, born, None if apart else tuple(len(batches) for batches in each.deals)

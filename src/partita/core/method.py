@@ -209,7 +209,7 @@ def _result(mean: Mean, over: str, total: float) -> Tensors:
 
 @dataclass(frozen=True)
 class Method:
-    """The four choices, and five facts about how they are run."""
+    """The four choices, and six facts about how they are run."""
 
     name: str
     plan: Planner = share_everything
@@ -220,6 +220,7 @@ class Method:
     carry_optimizer: bool = False  # a client's optimizer state lives on from round to round
     pool: bool = False  # all clients' data in one place
     extend: Callable[[Model, Key], Model] | None = None  # parameters of the method's own, added to the model
+    shape: Callable[[Model, Turn], Model] | None = None  # the model as this client runs it, where not all run all
     privacy: Private | None = None  # of each training example
 
     def __post_init__(self) -> None:
@@ -267,6 +268,7 @@ def compose(first: Method, *others: Method) -> Method:
             carry_optimizer=result.carry_optimizer or other.carry_optimizer,
             pool=result.pool or other.pool,
             extend=_either(name, "extend", result.extend, other.extend, None),
+            shape=_either(name, "shape", result.shape, other.shape, None),
             privacy=_either(name, "privacy", result.privacy, other.privacy, None),
         )
     return result

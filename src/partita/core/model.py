@@ -63,6 +63,10 @@ class Model:
         """Of each parameter made of one part for each head: along which dimension, and of how many."""
         raise TagError(f"{self.name} cannot tell its heads apart; use a Hugging Face model, or prune otherwise")
 
+    def shallow(self, without: Names) -> Model:
+        """This model as it runs without the layers of these tags, though it still names their parameters."""
+        raise TagError(f"{self.name} cannot leave layers out; use a Hugging Face model")
+
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
         """This model, frozen, with prompts or an adapter of that kind, which are tagged by whose they are."""
         raise TagError(f"{self.name} cannot take prompts; use a pair of towers, model.name = 'clip'")

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from partita.core import tree, wire
-from partita.core.learn import ClientFault, Job, Learned, Visit, assemble, kind, learn, reply, trial, visit
+from partita.core.learn import ClientFault, Job, Learned, Visit, assemble, kind, learn, reply, shaped, trial, visit
 from partita.core.method import Update
 from partita.core.model import Examples, Model, Population
 from partita.core.plan import Phase
@@ -70,7 +70,7 @@ class Embedded:
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
                 examples = self.population[job.client].test if on is None else on
-                yield job.client, score(self.model, params, examples, self.measure)
+                yield job.client, score(shaped(self.run, self.model, job), params, examples, self.measure)
 
     def _trial(self, job: Job, phases: tuple[Phase, ...]) -> Visit:
         state = self.store.load(job.client, job.round + 1)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from partita.core.method import Aggregate, Method, MethodError, Release, Rule, Server, Update, average
+from partita.core.model import Model, layers_of
+from partita.core.plan import NONE, Plan, Turn, share
+from partita.core.tree import Names
 from partita.methods.selectors import (
     HEADS,
     ROUND,
@@ -30,6 +34,7 @@ def safl(
     probe: int | float = 32,
     every: int = 1,
     capacity: dict[str, float] | None = None,
+    depth: dict[str, int] | None = None,
     embeddings: bool = False,
     over: Literal["senders", "cohort"] = "senders",
     noise: float = 0.0,
@@ -37,9 +42,10 @@ def safl(
 ) -> Method:
     """`k` layers a client, as a number or a fraction; `capacity` says otherwise for single clients.
 
-    Layers are ranked anew `every` so many rounds, by attention to `tokens` on a `probe` of so many examples or of such
-    a fraction. With `noise`, the ranking is differentially private, its deviation in multiples of `clip`; the probe is
-    then a fraction, with which each example takes part.
+    Clients named in `depth` have so many of the model's layers, spread evenly over it from first to last, and run it
+    without the others. Layers are ranked anew `every` so many rounds, by attention to `tokens` on a `probe` of so many
+    examples or of such a fraction. With `noise`, the ranking is differentially private, its deviation in multiples of
+    `clip`; the probe is then a fraction, with which each example takes part.
     """
     for count in (k, *(capacity or {}).values()):
         how_many(count, 1)
@@ -74,7 +80,41 @@ def safl(
         looks=select in ("attention", "gradient"),
         release=Release("layer choice", noise, float(probe)) if noise else None,
     )
-    return Method("safl", local=(layers,), server=OverCohort() if over == "cohort" else Rule())
+    method = Method("safl", local=(layers,), server=OverCohort() if over == "cohort" else Rule())
+    if not depth:
+        return method
+    some = SomeLayers(tuple(sorted(depth.items())))
+    return replace(method, plan=some.plan, shape=some.shape)
+
+
+@dataclass(frozen=True)
+class SomeLayers:
+    """Clients with fewer layers than the model: what they lack never comes down to them."""
+
+    depth: tuple[tuple[str, int], ...]  # by client
+
+    def plan(self, model: Model, turn: Turn) -> Plan:
+        held = model.every() - (model.names(*lacking) if (lacking := self.lacking(model, turn.client)) else NONE)
+        return share(held, down=held)
+
+    def shape(self, model: Model, turn: Turn) -> Model:
+        lacking = self.lacking(model, turn.client)
+        return _without(model, lacking) if lacking else model
+
+    def lacking(self, model: Model, client: str) -> Names:
+        layers = layers_of(model)
+        count = dict(self.depth).get(client, len(layers))
+        if not 1 <= count <= len(layers):
+            raise MethodError(f"method.depth gives '{client}' {count} layers, but {model.name} has {len(layers)}")
+        last = len(layers) - 1
+        held = {layers[round(place * last / max(1, count - 1))] for place in range(count)}
+        return frozenset(layers) - held
+
+
+@lru_cache(maxsize=32)
+def _without(model: Model, layers: Names) -> Model:
+    """One object for all clients of a depth, who can then train side by side."""
+    return model.shallow(layers)
 
 
 @dataclass(frozen=True)

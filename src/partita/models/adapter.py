@@ -61,6 +61,11 @@ class Adapted(Model):
         self.initial.update(tree.to(self.initial, device))
         self.fixed.update(tree.to(self.fixed, device))
 
+    def shallow(self, without: Names) -> Adapted:
+        from partita.models.shallow import shallow  # it is built on this
+
+        return shallow(self, without)
+
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Adapted:
         from partita.models.lora import low_rank  # only there is PEFT needed
 
