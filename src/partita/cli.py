@@ -130,7 +130,7 @@ def compare(
 
 @app.command()
 def budget(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="An experiment with a [privacy] table.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="An experiment with a privacy table.")] = None,
     changes: Changes = None,
     epsilon: Annotated[float | None, typer.Option(help="The budget; the noise is found for it.")] = None,
     noise: Annotated[float | None, typer.Option(help="In multiples of the clip, instead of a budget.")] = None,
