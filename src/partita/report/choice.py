@@ -47,17 +47,16 @@ def steadiness(runs: Sequence[Record]) -> tuple[str, str]:
     return _percent(over_rounds), _percent(over_clients)
 
 
-def raised(records: Sequence[Record]) -> Iterator[tuple[str, str, str, str]]:
+def raised(records: Sequence[Record]) -> Iterator[str]:
     """One line for each alarm and each stretch of rounds in which it lasted."""
     for record in records:
-        kinds = sorted({kind for row in record.rows for kind in row.get("alarms", {})})
-        for kind in kinds:
+        for kind in sorted({kind for row in record.rows for kind in row.get("alarms", {})}):
             for on, stretch in groupby(record.rows, lambda row, kind=kind: kind in row.get("alarms", {})):  # type: ignore[misc]
                 rows = list(stretch)
                 if on:
-                    span = sorted({rows[0]["round"], rows[-1]["round"]})
-                    where = f"{record.label}, seed {record.seed}"
-                    yield where, kind, " to ".join(map(str, span)), rows[-1]["alarms"][kind]
+                    span = " to ".join(map(str, sorted({rows[0]["round"] + 1, rows[-1]["round"] + 1})))
+                    where = f"{record.label}, seed {record.seed}, {kind} in round {span}"
+                    yield f"{where}: {rows[-1]['alarms'][kind]}."
 
 
 def layers_by_round(records: Sequence[Record]) -> Figure | None:

@@ -196,14 +196,13 @@ def _choice(records: Sequence[Record]) -> str:
         _figure(
             "layers",
             choice.layers_by_round(records),
-            "Layers that clients sent",
+            "Layers that clients sent.",
             "Share of the round's clients, over all seeds, that chose a layer.",
         ),
         _table(("label", "overlap with the last choice", "overlap of two clients"), steady),
     ]
     if alarms:
-        parts.append("<h3>Alarms</h3>\n")
-        parts.append(_table(("run", "alarm", "rounds", "what to do"), alarms))
+        parts.append(f"<h3>Alarms</h3>\n{_notes(alarms)}")
     return f"<section>\n<h2>Choice of layers</h2>\n{''.join(parts)}</section>\n"
 
 
