@@ -144,7 +144,7 @@ def main() -> None:
     for row in [*results, *apart]:
         print()
         for what, value in row.items():
-            print(f"{what:34} {value:,}" if isinstance(value, int) else f"{what:34} {value}")
+            print(f"{what:34} {value:,}" if type(value) is int else f"{what:34} {value}")
     if chosen.out:
         found = {"environment": about, "results": results, "seconds of a message by part": apart}
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")

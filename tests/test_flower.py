@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,7 +44,6 @@ from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults
 from partita.engines.flower import messages
 from partita.engines.flower.client import Site, client_app
-from partita.engines.flower.loopback import QUIET, end, free_ports, loopback
 from partita.engines.flower.server import Flower
 from partita.evaluate import ACCURACY
 from partita.methods import INDEX, build
@@ -79,11 +76,28 @@ def carried(message: Message) -> Message:
 
 
 @dataclass
+class Scale:
+    """What training messages weigh on the wire: their tensors, and all the rest of them."""
+
+    tensors: Counter[str] = field(default_factory=Counter)
+    rest: Counter[str] = field(default_factory=Counter)
+
+    def weigh(self, message: Message, way: str) -> None:
+        if message.metadata.message_type != "train" or message.has_error() or "tensors" not in message.content:
+            return
+        blobs = sum(len(array.data) for array in message.content["tensors"].values())  # type: ignore[union-attr]
+        whole = sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+        self.tensors[way] += blobs
+        self.rest[way] += whole - blobs
+
+
+@dataclass
 class Wire(Grid):
     """Flower's grid with nothing but its messages: a node answers at once, and its reply waits until it is fetched."""
 
     nodes: dict[int, Reply]
     replies: dict[str, Message] = field(default_factory=dict)
+    scale: Scale = field(default_factory=lambda: Scale())
     fetching: Callable[[Message], None] = lambda reply: None
 
     def get_node_ids(self) -> Iterable[int]:
@@ -92,6 +106,7 @@ class Wire(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         for message in messages:
             arrived = carried(message)
+            self.scale.weigh(arrived, "down")
             if reply := self.nodes[message.metadata.dst_node_id](arrived):
                 self.replies[arrived.metadata.message_id] = reply
             yield arrived.metadata.message_id
@@ -99,6 +114,7 @@ class Wire(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         for reply in [self.replies.pop(name) for name in message_ids if name in self.replies]:
             self.fetching(reply)
+            self.scale.weigh(reply, "up")
             yield carried(reply)
 
     def set_run(self, run: object) -> None: ...
@@ -148,6 +164,7 @@ def alike(one: dict[str, dict[str, Any]], two: dict[str, dict[str, Any]]) -> boo
 # ---- the same run
 
 
+ENVELOPE = 2_000  # bytes of a message of Flower's around its tensors
 BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}, "lora": {"rank": 2}, "flora": {"rank": 2}}
 
 
@@ -166,12 +183,21 @@ def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(
     run, model, population = setting(name)
     faults = Faults(dropout=0.15, straggle=0.3)
     embedded = Embedded(run, model, population, faults=faults)
-    engine = flower(run, model, wired(run, model, population, tmp_path, faults), population.clients)
+    grid = wired(run, model, population, tmp_path, faults)
+    engine = flower(run, model, grid, population.clients)
+    counted, asked = {"down": 0, "up": 0}, 0
     for one, two in zip(rounds(run, model, embedded), rounds(run, model, engine), strict=True):
+        counted["down"] += sum(one.traffic.down.values())
+        counted["up"] += sum(one.traffic.up.values())
+        asked += len(one.cohort)
         assert tree.equal(one.server.params, two.server.params)
         assert one.traffic == two.traffic
         assert (one.cohort, one.lost, one.loss, one.drift) == (two.cohort, two.lost, two.loss, two.drift)
         assert one.server.ledger == two.server.ledger
+    assert dict(+grid.scale.tensors) == {way: size for way, size in counted.items() if size}
+    names = sum(len(name) for name in model.initial)  # an update says after how many steps of each
+    assert grid.scale.rest["down"] <= asked * ENVELOPE
+    assert grid.scale.rest["up"] <= asked * (ENVELOPE + 2 * names)
     there = states(run, lambda client: Disk(tmp_path / client / "states").load(client, run.rounds), population.clients)
     here = states(run, lambda client: embedded.store.load(client, run.rounds), population.clients)
     assert alike(here, there)
@@ -317,6 +343,64 @@ def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_pa
     engine.clients()
     found = list(engine.train(ask(run, model, begin(run, model), 0, client)[0] for client in ("c1", "c0", "c2")))
     assert [(each.client, type(each)) for each in found] == [("c1", Lost), ("c0", Update), ("c2", Update)]
+
+
+@pytest.mark.parametrize("silent", ["no answer", "an upload that hangs"])
+def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str, tmp_path: Path) -> None:
+    """The silent one is asked first, and refusals are no answers: the clock starts with the second update."""
+    model, run, over = small(), run_of(fedavg(), 1, minimum=2), threading.Event()
+    grid = wired(run, model, FOUR, tmp_path, Faults(trace={(0, "c3"): 0.0}))
+    if silent == "no answer":
+        tampered(grid, 12, lambda *_: None)
+
+    def slow(reply: Message) -> None:
+        if reply.metadata.group_id and reply.metadata.src_node_id in (11, 12):
+            over.wait(0.6 if reply.metadata.src_node_id == 11 else 60)
+
+    grid.fetching = slow
+    engine = flower(run, model, grid, FOUR.clients, deadline=600.0, patience=0.2)
+    engine.clients()
+    order = ("c1", "c3", "c0", "c2")
+    found = list(engine.train(ask(run, model, begin(run, model), 0, client)[0] for client in order))
+    over.set()
+    assert [(each.client, type(each)) for each in found] == [("c1", Lost), ("c3", Lost), ("c0", Update), ("c2", Update)]
+    what = "gave no answer" if silent == "no answer" else "had not sent its whole answer"
+    assert isinstance(found[0], Lost)
+    assert found[0].reason.startswith(what)
+
+
+def test_patience_waits_for_enough_and_does_not_hide_an_error(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1, minimum=3)
+    grid = wired(run, model, THREE, tmp_path)
+    grid.fetching = lambda reply: time.sleep(0.3) if reply.metadata.src_node_id == 11 else None
+    [played] = rounds(run, model, flower(run, model, grid, THREE.clients, patience=0.0))
+    assert played.lost == ()
+
+    def breaks(reply: Message) -> None:
+        raise OSError("no network")
+
+    grid.fetching = breaks
+    engine = flower(run, model, grid, THREE.clients, patience=0.0)
+    engine.nodes = {"c0": 12, "c1": 11, "c2": 10}
+    with pytest.raises(OSError, match="no network"):
+        list(engine.train([ask(run, model, begin(run, model), 0, "c0")[0]]))
+
+
+def test_who_did_not_answer_gets_no_job_until_it_speaks(tmp_path: Path) -> None:
+    """Flower takes a node that died to be online for a minute, and each job for it would cost a deadline."""
+    model, run = small(), run_of(fedavg(), 4)
+    grid = wired(run, model, THREE, tmp_path)
+    alive, cohorts = grid.nodes[11], []
+    waiting: list[Message] = []
+    for each in rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.4)):
+        cohorts.append((sorted(each.cohort), [lost.client for lost in each.lost]))
+        if each.number == 0:
+            grid.nodes[11] = waiting.append
+        if each.number == 2:  # it comes back, and finds what it was sent
+            grid.nodes[11] = alive
+            grid.replies |= {message.metadata.message_id: alive(message) for message in waiting}  # type: ignore[misc]
+    everyone, others = ["c0", "c1", "c2"], ["c0", "c2"]
+    assert cohorts == [(everyone, []), (everyone, ["c1"]), (others, []), (everyone, [])]
 
 
 def test_too_few_answers_end_the_run(tmp_path: Path) -> None:
@@ -606,6 +690,7 @@ def test_the_app_that_is_written_is_one_that_flower_takes(tmp_path: Path, monkey
     assert project["tool"]["flwr"]["app"]["config"] == {
         "clients": 2,
         "deadline": 600.0,
+        "patience": math.inf,
         "folder": str(tmp_path / "runs" / "fedavg-seed-0"),
         "sites": str(tmp_path / "runs" / "sites"),
         "set": "",
@@ -645,97 +730,3 @@ def test_simulated_nodes_are_clients_by_their_number(tmp_path: Path) -> None:
     assert sorted(row["cohort"]) == ["c0", "c1", "c2"]
     assert row["lost"] == {}
     assert {path.name for path in (tmp_path / "sites").glob("*/*")} == {"c0", "c1", "c2"}
-
-
-# ---- real processes
-
-
-def await_text(path: Path, text: str, seconds: float = 240.0) -> None:
-    until = time.monotonic() + seconds
-    while not (path.exists() and text in path.read_text(errors="replace")):
-        assert time.monotonic() < until, f"{path} never says '{text}'"
-        time.sleep(0.2)
-
-
-@pytest.mark.slow
-def test_a_run_outlives_a_supernode_that_is_killed_in_the_middle_of_a_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    app, there = flower_app.init(tmp_path / "app", written(tmp_path)), tmp_path / "runs" / "fedavg-seed-0"
-    with loopback(["c0", "c1", "c2"], tmp_path / "logs") as federation:
-        running = threading.Thread(target=federation.run, args=(app, "deadline=90.0"))
-        running.start()
-        await_text(tmp_path / "logs" / "c1.log", "ROUND 1]")
-        os.killpg(federation.nodes["c1"].pid, signal.SIGKILL)
-        running.join(400)
-        pids = [federation.link.pid, *(node.pid for node in federation.nodes.values())]
-    result, rows = record.finished(there), rows_of(there)
-    assert result, "the run did not finish"
-    assert [set(row["lost"]) <= {"c1"} for row in rows] == [True] * 3
-    assert "c1" in rows[1]["lost"]
-    lost = {(row["round"], "c1"): 0.0 for row in rows if "c1" not in row["cohort"] or "c1" in row["lost"]}
-    built = experiment.build(load(tmp_path / "experiment.toml"))
-    engine = Embedded(built.run, built.model, built.federation, faults=Faults(trace=lost))
-    assert tree.digest(last(list(rounds(built.run, built.model, engine)))) == result["digest"]
-    for pid in pids:  # all groups have ended
-        with pytest.raises(ProcessLookupError):
-            os.killpg(pid, 0)
-
-
-def openssl(*words: str, folder: Path) -> None:
-    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-
-def certificates(folder: Path) -> None:
-    """As the guide makes them."""
-    curve = ("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out")
-    openssl(*curve, "ca.key", folder=folder)
-    openssl(*shlex.split("req -x509 -new -key ca.key -sha256 -days 2 -subj /CN=group -out ca.crt"), folder=folder)
-    openssl(*curve, "server.key", folder=folder)
-    openssl(*shlex.split("req -new -key server.key -subj /CN=server -out server.csr"), folder=folder)
-    (folder / "san.ext").write_text("subjectAltName=IP:127.0.0.1\n")
-    sign = "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -sha256 -extfile san.ext"
-    openssl(*shlex.split(sign), "-out", "server.pem", folder=folder)
-    for name in ("known", "stranger"):
-        make = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", name]
-        subprocess.run(make, cwd=folder, check=True)
-
-
-@pytest.mark.slow
-def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
-    certificates(tmp_path)
-    port, *others = free_ports(3)
-    programs, home = Path(sys.executable).parent, tmp_path / "flwr"
-    environment = {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": f"{programs}:{os.environ['PATH']}"}
-    home.mkdir()
-    address = f'address = "127.0.0.1:{port}"\nroot-certificates = "{tmp_path / "ca.crt"}"\n'
-    (home / "config.toml").write_text(f'[superlink]\ndefault = "group"\n[superlink.group]\n{address}')
-    started = []
-
-    def launch(name: str, *command: str) -> subprocess.Popen[bytes]:
-        log = (tmp_path / f"{name}.log").open("wb")
-        started.append(
-            subprocess.Popen(
-                [str(programs / command[0]), *command[1:]],
-                cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True,
-            )
-        )  # fmt: skip
-        log.close()
-        return started[-1]
-
-    try:
-        tls = shlex.split("--ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key")
-        launch("link", "flower-superlink", *tls, "--enable-supernode-auth", "--port", str(port))
-        await_text(tmp_path / "link.log", "Application startup complete")
-        register = [str(programs / "flwr"), "supernode", "register", str(tmp_path / "known.pub"), "group"]
-        subprocess.run(register, env=environment, check=True, capture_output=True)
-        for name, own in zip(("known", "stranger"), others, strict=True):
-            key = ("--root-certificates", "ca.crt", "--auth-supernode-private-key", name)
-            launch(name, "flower-supernode", *key, "--superlink", f"127.0.0.1:{port}", "--port", str(own))
-        await_text(tmp_path / "known.log", "SuperNode ID:")
-        assert started[-1].wait(120) != 0, "the stranger's SuperNode gives up"
-        assert "SuperNode ID:" not in (tmp_path / "stranger.log").read_text()
-    finally:
-        for process in started:
-            end(process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -47,8 +48,10 @@ def warm(modules: Sequence[str], environment: Mapping[str, str], log: Path | Non
             command = [sys.executable, "-m", "partita.engines.flower.warm", str(listener.fileno()), *FLOWER, *modules]
             output = stack.enter_context(log.open("wb")) if log else None
             waiting = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=output, pass_fds=[listener.fileno()], process_group=0
-            )
+                command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output,
+                pass_fds=[listener.fileno()], process_group=0,
+            )  # fmt: skip
+        stack.enter_context(waiting)
         stack.callback(_kill, waiting)
         yield {**QUICK, **environment, "PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
 
@@ -56,7 +59,6 @@ def warm(modules: Sequence[str], environment: Mapping[str, str], log: Path | Non
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def main(handle: str, *modules: str) -> None:
@@ -64,12 +66,13 @@ def main(handle: str, *modules: str) -> None:
         import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the forks' status
     with socket.socket(fileno=int(handle)) as listener:
-        while True:
+        # The input never says anything, and ends with the process that began this one, even if that was killed.
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             door, _ = listener.accept()
             if os.fork() == 0:
-                break
+                listener.close()
+                work(door)
             door.close()
-    work(door)
 
 
 def work(door: socket.socket) -> NoReturn:

@@ -1,0 +1,291 @@
+"""Flower with real processes: a SuperLink and SuperNodes on this machine. No test trusts in how long a thing takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers import last
+
+from partita import experiment, flower_app, models, record
+from partita.config import load
+from partita.core import checkpoint, tree
+from partita.core.files import sealed
+from partita.core.rounds import rounds
+from partita.core.store import Disk
+from partita.engines.embedded import Embedded
+from partita.engines.faults import Faults
+from partita.engines.flower.loopback import QUIET, Loopback, end, free_ports, here, loopback, program
+from partita.engines.flower.warm import KNOCK, warm
+
+LONG = 300.0  # seconds that nothing takes, however busy the machine is
+
+CONFIG = """
+rounds = 2
+method = {{name = "{method}"{options}}}
+[training]
+optimizer = "sgd"
+lr = 0.1
+[data]
+name = "synthetic"
+examples = 120
+test_examples = 20
+classes = 3
+size = 4
+[split]
+kind = "iid"
+clients = 3
+[model]
+name = "plain"
+[federation]
+minimum = 2
+[engine]
+block = 1
+"""
+
+# The model is one of the tests', so that no process waits for transformers.
+OWN_MODEL = """from partita import models
+
+models.INDEX["plain"] = "plain_model:plain"
+"""
+
+# A site that begins with its first job, says so, and never ends.
+HANGS = """import os
+import time
+from pathlib import Path
+
+from flwr.clientapp import ClientApp
+
+from partita.flower_app import client
+
+honest = client(Path(__file__).with_name("experiment.toml"))
+app = ClientApp()
+app.query()(honest)
+
+
+@app.train()
+def learn(message, context):
+    if context.node_config["client"] == "c1":
+        Path(os.environ["BEGUN"]).touch()
+        time.sleep(3600)
+    return honest(message, context)
+
+
+app.evaluate()(honest)
+"""
+
+
+@pytest.fixture(autouse=True)
+def plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, and in the processes that are started."""
+    monkeypatch.setitem(models.INDEX, "plain", "plain_model:plain")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found_by_all() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        yield
+
+
+def written(folder: Path, method: str = "fedavg", options: str = "", client: str | None = None) -> Path:
+    (folder / "experiment.toml").write_text(CONFIG.format(method=method, options=options))
+    app = flower_app.init(folder / "app", folder / "experiment.toml")
+    (app / "federation" / "__init__.py").write_text(OWN_MODEL)
+    if client:
+        (app / "federation" / "client_app.py").write_text(client)
+    return app
+
+
+def wait_until(what: str, happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + LONG
+    while not happened():
+        assert time.monotonic() < until, f"never happened: {what}"
+        time.sleep(0.1)
+
+
+def gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
+    app = written(tmp_path, client=HANGS)
+    with loopback(["c0", "c1", "c2"], tmp_path / "logs", ["partita.flower_app"]) as federation:
+        settings = f'deadline={LONG} patience=1.0 folder="{tmp_path / "run"}"'
+        running = threading.Thread(target=federation.run, args=(app, settings))
+        running.start()
+        wait_until("c1 trains", lambda: (tmp_path / "begun").exists() or not running.is_alive())
+        assert running.is_alive(), "the run ended before its time"
+        os.killpg(federation.nodes["c1"].pid, signal.SIGKILL)
+        running.join(LONG)
+        groups = [federation.link.pid, *(node.pid for node in federation.nodes.values())]
+    result = record.finished(tmp_path / "run")
+    assert result, "the run did not finish"
+    rows = [json.loads(line) for line in (tmp_path / "run" / record.ROWS).read_text().splitlines()]
+    assert [(sorted(row["cohort"]), list(row["lost"])) for row in rows] == [
+        (["c0", "c1", "c2"], ["c1"]),
+        (["c0", "c2"], []),  # who did not answer is not asked again until it speaks
+    ]
+    built = experiment.build(load(tmp_path / "experiment.toml"))
+    away = Faults(trace={(0, "c1"): 0.0, (1, "c1"): 0.0})
+    played = list(rounds(built.run, built.model, Embedded(built.run, built.model, built.federation, faults=away)))
+    assert tree.digest(last(played)) == result["digest"]
+    wait_until("all processes have ended", lambda: all(gone(group) for group in groups))
+
+
+# ---- certificates and keys
+
+
+def openssl(words: str, folder: Path) -> None:
+    subprocess.run(["openssl", *shlex.split(words)], cwd=folder, check=True, capture_output=True)
+
+
+def certificates(folder: Path) -> None:
+    """As the guide makes them."""
+    openssl("ecparam -name prime256v1 -genkey -noout -out ca.key", folder)
+    openssl("req -x509 -new -key ca.key -sha256 -days 2 -subj /CN=group -out ca.crt", folder)
+    openssl("ecparam -name prime256v1 -genkey -noout -out server.key", folder)
+    openssl("req -new -key server.key -subj /CN=server -out server.csr", folder)
+    (folder / "san.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+    sign = "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -sha256 -extfile san.ext"
+    openssl(f"{sign} -out server.pem", folder)
+    for name in ("known", "stranger"):
+        subprocess.run(["ssh-keygen", *shlex.split(f"-q -t ecdsa -b 384 -N '' -f {name}")], cwd=folder, check=True)
+
+
+def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
+    certificates(tmp_path)
+    port, *others = free_ports(3)
+    home = tmp_path / "flwr"
+    home.mkdir()
+    address = f'address = "127.0.0.1:{port}"\nroot-certificates = "{tmp_path / "ca.crt"}"\n'
+    (home / "config.toml").write_text(f'[superlink]\ndefault = "group"\n[superlink.group]\n{address}')
+    environment = {**here(), **QUIET, "FLWR_HOME": str(home)}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def launch(name: str, command: str, words: str) -> subprocess.Popen[bytes]:
+        # Nobody works here, so no process that would is started.
+        words = f"{program(command, environment)} {words} --isolation process"
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                shlex.split(words), cwd=tmp_path, env=environment, stdout=log, stderr=log, process_group=0
+            )
+        started.append(process)
+        return process
+
+    def said(name: str, text: str) -> bool:
+        return text in (tmp_path / f"{name}.log").read_text(errors="replace")
+
+    try:
+        tls = "--ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key"
+        launch("link", "flower-superlink", f"{tls} --enable-supernode-auth --port {port}")
+        wait_until("the SuperLink is up", lambda: said("link", "Application startup complete"))
+        register = [program("flwr", environment), "supernode", "register", str(tmp_path / "known.pub"), "group"]
+        subprocess.run(register, env=environment, check=True, capture_output=True)
+        for name, own in zip(("known", "stranger"), others, strict=True):
+            key = f"--root-certificates ca.crt --auth-supernode-private-key {name}"
+            launch(name, "flower-supernode", f"{key} --superlink 127.0.0.1:{port} --port {own}")
+        wait_until("the known node is taken in", lambda: said("known", "SuperNode ID:"))
+        assert started[-1].wait(LONG) != 0, "the stranger's SuperNode gives up"
+        assert not said("stranger", "SuperNode ID:")
+        assert started[1].poll() is None, "the known one stays"
+    finally:
+        end(started)
+
+
+# ---- programs that start at once
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+def test_a_fork_does_what_the_program_would_do_and_ends_with_its_caller(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with warm([], {**here(), **QUIET, "FLWR_HOME": str(tmp_path)}, tmp_path / "log") as environment:
+        stand_in = program("flwr-clientapp", environment)
+        wrong = subprocess.run([stand_in, "--nonsense"], env=environment, capture_output=True, timeout=LONG)
+        assert wrong.returncode == 2
+        assert b"unrecognized arguments" in wrong.stderr or b"required" in wrong.stderr
+        words = ["--runtime-api-address", f"127.0.0.1:{listener.getsockname()[1]}", "--token", "t", "--insecure"]
+        caller = subprocess.Popen([stand_in, *words], env=environment, process_group=0)
+        call, _ = listener.accept()  # the fork waits for an answer
+        caller.kill()
+        caller.wait()
+        with call:
+            call.settimeout(LONG)
+            while call.recv(4096):
+                pass  # until it is gone
+
+
+def test_a_program_starts_anew_where_nobody_waits(tmp_path: Path) -> None:
+    environment = {**here(), **QUIET, "FLWR_HOME": str(tmp_path)}
+    words = [str(KNOCK), str(tmp_path / "nobody"), program("flwr-clientapp", environment), "--nonsense"]
+    done = subprocess.run([sys.executable, "-IS", *words], env=environment, capture_output=True, timeout=LONG)
+    assert done.returncode == 2
+    assert b"nobody does not open (No such file or directory)" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_hands_on_options_and_exit_status(tmp_path: Path) -> None:
+    words = shlex.split("-m partita flower warm --load json flower-supernode --nonsense")
+    environment = {**here(), **QUIET, "FLWR_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, timeout=LONG)
+    assert done.returncode == 2
+    assert b"flower-supernode: error: unrecognized arguments: --nonsense" in done.stderr
+
+
+# ---- the same run
+
+
+# Method -> its options.
+SAME = {"fedavg": "", "scaffold": "", "fedfrozen": ", warmup = 1"}
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
+    with loopback(["c0", "c1", "c2"], tmp_path_factory.mktemp("federation"), ["partita.flower_app"]) as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SAME)
+def test_a_real_federation_ends_with_the_tensors_of_one_machine(
+    method: str, federation: Loopback, tmp_path: Path
+) -> None:
+    app = written(tmp_path, method, SAME[method])
+    federation.run(app, f'deadline={LONG} folder="{tmp_path / "there"}"')
+    config = load(tmp_path / "experiment.toml")
+    for _ in experiment.start(config, tmp_path / "here"):
+        pass
+    ends = [checkpoint.load(sealed(tmp_path / side / "checkpoints")[-1])[1] for side in ("here", "there")]
+    assert tree.equal(ends[0].params, ends[1].params)
+    assert ends[0].ledger == ends[1].ledger
+    for slot, part in ends[0].state.items():
+        assert tree.equal(part, ends[1].state[slot])
+    for client in ("c0", "c1", "c2"):
+        here = Disk(tmp_path / "here" / "clients").load(client, config.rounds)
+        [site] = (federation.folder / "sites").glob(f"{method}-*/{client}")
+        there = Disk(site / "states").load(client, config.rounds)
+        for slot, part in {"personal": here.personal, **here.memory}.items():
+            assert tree.equal(part, {"personal": there.personal, **there.memory}[slot])
