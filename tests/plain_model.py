@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from partita.core.model import Output
 from partita.core.rng import Key
 from partita.core.tree import Tensors
@@ -12,8 +14,8 @@ from partita.tiny import Tiny
 class Plain(Tiny):
     """An image of 16 pixels as four tokens."""
 
-    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        return super().__call__(params, {"x": inputs["pixel_values"].reshape(-1, 4, 4)})
+    def _run(self, params: Tensors, inputs: Tensors) -> tuple[Output, list[Tensor]]:
+        return super()._run(params, {"x": inputs["pixel_values"].reshape(-1, 4, 4)})
 
 
 def plain(task: ImageTask, key: Key) -> Plain:

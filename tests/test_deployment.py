@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -98,8 +98,17 @@ def found_by_all() -> Iterator[None]:
         yield
 
 
-def written(folder: Path, method: str = "fedavg", options: str = "", client: str | None = None) -> Path:
-    (folder / "experiment.toml").write_text(CONFIG.format(method=method, options=options))
+def written(
+    folder: Path,
+    method: str = "fedavg",
+    options: str = "",
+    client: str | None = None,
+    tables: Mapping[str, str] | None = None,
+) -> Path:
+    config = CONFIG.format(method=method, options=options)
+    for old, new in (tables or {}).items():
+        config = config.replace(old, new)
+    (folder / "experiment.toml").write_text(config)
     app = flower_app.init(folder / "app", folder / "experiment.toml")
     (app / "federation" / "__init__.py").write_text(OWN_MODEL)
     if client:
@@ -258,8 +267,18 @@ def test_the_command_hands_on_options_and_exit_status(tmp_path: Path) -> None:
 # ---- the same run
 
 
-# Method -> its options.
-SAME = {"fedavg": "", "scaffold": "", "fedfrozen": ", warmup = 1"}
+# Method -> its options, and other tables in the place of the config's own.
+PRIVATE = """
+[privacy]
+noise = 1.0
+"""
+SAME: dict[str, tuple[str, dict[str, str]]] = {
+    "fedavg": ("", {}),
+    "scaffold": ("", {}),
+    "fedfrozen": (", warmup = 1", {}),
+    "safl": (", k = 1, noise = 2.0, probe = 0.5", {"[engine]": f'{PRIVATE}[engine]\nsecret = "SECRET"'}),
+    "pfeddc": (", text = 2, vision = 2", {'name = "plain"': 'name = "clip"\nshape = "tiny"'}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +292,10 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
 def test_a_real_federation_ends_with_the_tensors_of_one_machine(
     method: str, federation: Loopback, tmp_path: Path
 ) -> None:
-    app = written(tmp_path, method, SAME[method])
+    options, tables = SAME[method]
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    tables = {old: new.replace("SECRET", str(tmp_path / "secret")) for old, new in tables.items()}
+    app = written(tmp_path, method, options, tables=tables)
     federation.run(app, f'deadline={LONG} folder="{tmp_path / "there"}"')
     config = load(tmp_path / "experiment.toml")
     for _ in experiment.start(config, tmp_path / "here"):

@@ -655,6 +655,20 @@ def test_a_site_says_where_its_data_are_and_nothing_else(tmp_path: Path) -> None
     }
 
 
+def test_under_privacy_a_site_needs_a_secret_of_its_own(tmp_path: Path) -> None:
+    config = written(tmp_path / "app")
+    words = ["rounds=1", "federation.minimum=0", "privacy.noise=1.0"]
+    settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 3, "set": " ".join(words)}
+    for name in ("c0", "c1"):
+        (tmp_path / name).write_bytes(name.encode() * 16)
+    nodes: dict[str, dict[str, Any]] = {name: {"engine.secret": str(tmp_path / name)} for name in ("c0", "c1")}
+    grid = app_grid(config, tmp_path / "sites", settings, **nodes, c2={})
+    [row] = flower_app.serve(grid, load(config, words), settings, "1")
+    assert row["lost"].keys() == {"c2"}
+    assert "name it as engine.secret in the node config" in row["lost"]["c2"]
+    assert row["train_loss"] is None
+
+
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     """Each reads its own rows; the server has none of them, and only a test set."""
     config = written(tmp_path / "app", "fedper")

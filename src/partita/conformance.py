@@ -240,7 +240,7 @@ def _check_blocks(run: Run, model: Model, population: Population, tolerance: flo
 def _compare_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
     make, worst = _maker(run, model, population), 0.0
     whole = _play(run, model, make())
-    for block in (2, 5):
+    for block in sorted({min(each, run.cohort_size(len(population.clients))) for each in (2, 5)}):
         other = _play(run, model, make(block=block))
         for owner in ("the server's", *whole.states):
             one, two = (_params(each) if owner == "the server's" else each.states[owner] for each in (whole, other))

@@ -159,6 +159,11 @@ def _site(context: Context, config: Path) -> Site:
     if name not in experiment.federation.clients:
         raise FlowerError(f"the node config says client = '{name}', which is not among the experiment's clients")
     simulated = "partition-id" in node and "folder" not in node
+    if experiment.run.method.privacy and experiment.run.secret is None and not simulated:
+        raise FlowerError(
+            "the run is to be private, but all that this site draws follows from a seed that others know; fill a file "
+            "with random bytes and name it as engine.secret in the node config"
+        )
     place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
     folder = Path(str(place)) / _identity(shared) / quote(name, safe="")
     return Site(
