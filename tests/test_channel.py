@@ -238,7 +238,7 @@ def test_what_is_not_finite_stays_so_and_is_noticed(odd: float) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "model"),
     [
-        ("prune", {"keep": 0.1}, WIDE),
+        pytest.param("prune", {"keep": 0.1}, WIDE, marks=pytest.mark.slow),
         pytest.param("quantise", {}, WIDE, marks=pytest.mark.slow),
         pytest.param("quantise", {"rows": False}, WIDE, marks=pytest.mark.slow),
         pytest.param("safl+prune+quantise", {"k": 1, "keep": 0.1}, WIDE, marks=pytest.mark.slow),

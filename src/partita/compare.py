@@ -34,11 +34,14 @@ def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: 
 
 def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
     """Play all runs, going on with those begun before; yields the number of rounds done, now and then."""
-    jobs = min(jobs, len(planned))
+    left = [(folder, settings) for folder, settings in planned if not record.finished(folder)]
+    if not left:
+        return
+    jobs = min(jobs, len(left))
     threads = max(1, (os.cpu_count() or 1) // jobs)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     try:
-        futures = {pool.submit(_play, folder, settings, threads): settings for folder, settings in planned}
+        futures = {pool.submit(_play, folder, settings, threads): settings for folder, settings in left}
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
@@ -61,8 +64,6 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
 def _play(folder: Path, settings: Config, threads: int) -> None:
     from partita.experiment import resume, start
 
-    if record.finished(folder):
-        return
     settings = replace(settings, engine=replace(settings.engine, threads=settings.engine.threads or threads))
     begun = (folder / record.CONFIG).exists()
     for _ in resume(load(folder / record.CONFIG), folder) if begun else start(settings, folder):

@@ -13,7 +13,7 @@ from partita.methods.fedper import fedper
 from partita.methods.safl import safl
 from partita.models.adapter import Adapted
 
-QUICK = ("vit-image", "distilbert-tokens", "llama-text")
+QUICK = ("distilbert-tokens", "llama-text")
 ONCE = [name for name in NAMES if name not in KIN]
 METHODS = {"safl": safl(k=1), "fedper": fedper()}
 CASES = [
