@@ -22,7 +22,10 @@ from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, 
 from partita.core.learn import deal
 from partita.core.model import Examples
 from partita.core.tree import Tensors
+from partita.data import Federation
 from partita.engines.choose import use_onednn
+
+Work = list[tuple[Examples, list[torch.Tensor]]]
 
 CLIENTS, STEPS, BATCH = 10, 5, 32
 SIZES = {
@@ -76,19 +79,9 @@ def measure(size: str, device: torch.device, repeats: int) -> dict[str, object]:
         run = Run(methods.build("fedavg"), training, rounds=1, key=key, drift=False)
         engine = Embedded(run, model, federation, block=block, device=device)
         sides[side] = lambda run=run, engine=engine: next(rounds(run, model, engine)).server.params
-    module = ViTForImageClassification(
-        ViTConfig(
-            hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=2 * width,
-            image_size=pixels, patch_size=patch, num_channels=3, num_labels=len(task.classes),
-            attn_implementation="sdpa",
-        )
-    ).to(device)  # fmt: skip
+    module = plain_vit(size, len(task.classes)).to(device)
     start = {name: value.to(device) for name, value in model.initial.items()}
-    work = []
-    for client in federation.clients:
-        examples = federation[client].train
-        batches = deal(len(examples), training, None, key / "round" / 0 / "client" / client / "batches" / 0)
-        work.append((examples, batches))
+    work = dealt(federation, training, key)
     sides["bare"] = lambda: bare_round(module, start, work, device)
     times: dict[str, list[float]] = {side: [] for side in sides}
     results: dict[str, Tensors] = {}
@@ -106,10 +99,27 @@ def measure(size: str, device: torch.device, repeats: int) -> dict[str, object]:
     return {"model": size, **{side: statistics.median(each) for side, each in times.items()}, "difference": difference}
 
 
+def plain_vit(size: str, classes: int) -> ViTForImageClassification:
+    layers, width, pixels, patch = SIZES[size]
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=2 * width,
+            image_size=pixels, patch_size=patch, num_channels=3, num_labels=classes, attn_implementation="sdpa",
+        )
+    )  # fmt: skip
+
+
+def dealt(federation: Federation, training: Training, key: Key) -> Work:
+    """The examples of each client, and the batches that the first round takes of them."""
+    draw = key / "round" / 0 / "client"
+    parts = {client: federation[client].train for client in federation.clients}
+    return [(part, deal(len(part), training, None, draw / client / "batches" / 0)) for client, part in parts.items()]
+
+
 def bare_round(
     module: ViTForImageClassification,
     start: Tensors,
-    work: list[tuple[Examples, list[torch.Tensor]]],
+    work: Work,
     device: torch.device,
 ) -> Tensors:
     """What one would write by hand: load, train with torch.optim, add to the weighted mean."""

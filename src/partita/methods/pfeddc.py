@@ -13,7 +13,7 @@ def pfeddc(
     vision: int = 8,
     depth: int = 1,
     fusion: Literal["local_queries", "global_queries", "both", "mean", "none"] = "local_queries",
-    output: float = 0.0,
+    output: float = 1.0,
     local: bool = True,
     phrase: str = "",
 ) -> Method:

@@ -1,0 +1,104 @@
+"""Clients shared out among processes, against two plain processes of a bare PyTorch loop: the best one does by hand.
+
+The same work on the same batches, all sides in turn in one run. Prints ratios to the bare loop in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import environment
+from run import BATCH, CLIENTS, SIZES, STEPS, bare_round, dealt, plain_vit, timed
+
+from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita.core.tree import Tensors
+from partita.engines.choose import use_onednn
+from partita.engines.workers import Workers
+
+PROCESSES = 2
+SIDES = ("bare", "bare, 2 processes", "partita", "partita, 2 workers")
+CPU = torch.device("cpu")
+WORK: dict[str, Any] = {}  # what forks inherit
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--sizes", nargs="*", default=list(SIZES))
+    options.add_argument("--out", type=Path)
+    chosen = options.parse_args()
+    onednn = use_onednn("auto")
+    results = [measure(size, chosen.repeats) for size in chosen.sizes]
+    work = f"{CLIENTS} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn"
+    about = environment(CPU, onednn, work)
+    print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
+    print(f"{'model':36}", *(f"{side:>20}" for side in SIDES))
+    for row in results:
+        ratios = [f"{row['bare'] / row[side]:>19.2f}x" for side in SIDES[1:]]
+        print(f"{row['model']:36} {1000 * row['bare']:>17.0f} ms", *ratios)
+    print("a ratio above 1 is faster than the bare loop")
+    if chosen.out:
+        chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
+
+
+def measure(size: str, repeats: int) -> dict[str, Any]:
+    layers, width, pixels, patch = SIZES[size]
+    key = Key(0)
+    task = data.load("synthetic", key, examples=CLIENTS * 250, size=pixels, channels=3)
+    federation = data.split(task, "iid", clients=CLIENTS, key=key)
+    model = models.build("vit", task, key, layers=layers, width=width, heads=4, patch=patch)
+    training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH)
+    run = Run(methods.build("fedavg"), training, rounds=1, key=key, drift=False)
+    module, start, work = plain_vit(size, len(task.classes)), dict(model.initial), dealt(federation, training, key)
+    WORK.update(module=module, start=start, work=work)
+    engine = Embedded(run, model, federation)
+    fork = multiprocessing.get_context("fork")
+    with closing(Workers(engine, PROCESSES)) as workers, ProcessPoolExecutor(PROCESSES, fork, _alone) as pool:
+        plays: dict[str, Callable[[], Tensors]] = {
+            "bare": lambda: bare_round(module, start, work, CPU),
+            "bare, 2 processes": lambda: _mean(list(pool.map(_part, range(PROCESSES)))),
+            "partita": lambda: next(rounds(run, model, engine)).server.params,
+            "partita, 2 workers": lambda: next(rounds(run, model, workers)).server.params,
+        }
+        times: dict[str, list[float]] = {side: [] for side in SIDES}
+        results: dict[str, Tensors] = {}
+        for repeat in range(repeats + 1):
+            for side in SIDES:
+                seconds, results[side] = timed(plays[side], CPU)
+                if repeat:  # the first warms up
+                    times[side].append(seconds)
+    # Without the key biases, which softmax cannot feel: AdamW moves them by rounding alone.
+    felt = [name for name in start if "k_proj.bias" not in name]
+    for side in SIDES[1:]:
+        worst = max(float((results[side][n] - results["bare"][n]).abs().max() / start[n].abs().max()) for n in felt
+                    if start[n].abs().max() > 0)  # fmt: skip
+        if worst > 1e-3:
+            raise SystemExit(f"{size}: {side} and the bare loop differ by {worst:.1e}; the comparison is void")
+    return {"model": size, **{side: statistics.median(each) for side, each in times.items()}}
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)
+
+
+def _part(number: int) -> tuple[Tensors, int]:
+    mine = WORK["work"][number::PROCESSES]
+    return bare_round(WORK["module"], WORK["start"], mine, CPU), sum(len(examples) for examples, _ in mine)
+
+
+def _mean(parts: list[tuple[Tensors, int]]) -> Tensors:
+    total = sum(count for _, count in parts)
+    return {name: sum(part[name] * (count / total) for part, count in parts) for name in parts[0][0]}  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()
