@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from partita.config import parse
+from partita.core.run import RunError
 from partita.experiment import resume, start
 from partita.report import page, read
 from partita.report.choice import layers_by_round, raised, shares, steadiness
@@ -45,6 +46,13 @@ def test_rows_say_who_chose_which_layers_and_by_what_scores(run: Path) -> None:
 def test_a_method_whose_clients_choose_nothing_records_nothing_of_it(tmp_path: Path) -> None:
     [row, *_] = start(parse({**CONFIG, "rounds": 1, "method": {"name": "fedavg"}}), tmp_path)
     assert not {"chosen", "scores", "alarms"} & row.keys()
+
+
+@pytest.mark.parametrize("option", ["capacity", "depth"])
+def test_a_client_that_is_not_there_is_named(option: str, tmp_path: Path) -> None:
+    config = parse({**CONFIG, "method": {"name": "safl", option: {"c1": 1, "c9": 1}}})
+    with pytest.raises(RunError, match="method names the client 'c9', who is not there"):
+        next(start(config, tmp_path))
 
 
 def test_the_page_shows_layers_steadiness_and_alarms(run: Path, tmp_path: Path) -> None:

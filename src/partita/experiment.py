@@ -73,6 +73,11 @@ def build(config: Config) -> Experiment:
     task = data.load(config.data["name"], key / "data", **_data_options(config))
     federation = data.split(task, **config.split, key=key / "split")
     federation = federation.pooled() if method.pool else federation
+    if strange := sorted(name for name in method.clients if name not in federation.clients):
+        known = ", ".join(federation.clients[:3])
+        raise RunError(
+            f"method names the client '{strange[0]}', who is not there; clients are called {known} and so on"
+        )
     model = models.build(config.model["name"], task, key / "model", **_rest(config.model, "name"))
     model = method.extend(model, key / "extend") if method.extend else model
     if config.engine.cache_frozen:

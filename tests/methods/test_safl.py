@@ -186,9 +186,6 @@ def test_capacities_can_be_said_in_a_config() -> None:
     assert hash(method.local)
 
 
-# ---- compositions
-
-
 # ---- clients of different depth
 
 
@@ -237,6 +234,9 @@ def test_a_transformer_without_a_layer_is_the_transformer_with_one_layer_less(ca
 def test_a_depth_that_cannot_be_is_refused() -> None:
     with pytest.raises(MethodError, match="gives 'a' 4 layers, but tiny attention has 3"):
         played(safl(depth={"a": 4}))
+
+
+# ---- compositions
 
 
 def test_under_fedfrozen_a_chosen_layer_leaves_its_kernel_at_home() -> None:

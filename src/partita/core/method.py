@@ -209,7 +209,7 @@ def _result(mean: Mean, over: str, total: float) -> Tensors:
 
 @dataclass(frozen=True)
 class Method:
-    """The four choices, and six facts about how they are run."""
+    """The four choices, and seven facts about how they are run."""
 
     name: str
     plan: Planner = share_everything
@@ -221,6 +221,7 @@ class Method:
     pool: bool = False  # all clients' data in one place
     extend: Callable[[Model, Key], Model] | None = None  # parameters of the method's own, added to the model
     shape: Callable[[Model, Turn], Model] | None = None  # the model as this client runs it, where not all run all
+    clients: Names = NONE  # whom its options name; they must be among those there are
     privacy: Private | None = None  # of each training example
 
     def __post_init__(self) -> None:
@@ -268,6 +269,7 @@ def compose(first: Method, *others: Method) -> Method:
             carry_optimizer=result.carry_optimizer or other.carry_optimizer,
             pool=result.pool or other.pool,
             extend=_either(name, "extend", result.extend, other.extend, None),
+            clients=result.clients | other.clients,
             shape=_either(name, "shape", result.shape, other.shape, None),
             privacy=_either(name, "privacy", result.privacy, other.privacy, None),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from partita.core.method import Method, MethodError
-from partita.core.model import Model, layer_of
+from partita.core.model import Model, before_layers, layers_of
 from partita.core.plan import Plan, Turn, share, share_everything
 from partita.core.tree import Names
 
@@ -25,11 +25,7 @@ def fedpart(full: int = 5, each: int = 2) -> Method:
 
 def groups(model: Model) -> list[Names]:
     """What comes before the layers, each layer, and what comes after them."""
-    before = frozenset(name for name, tags in model.tags.items() if "embedding" in tags)
-    layers: dict[int, set[str]] = {}
-    for name, tags in model.tags.items():
-        if layer := layer_of(tags):
-            layers.setdefault(int(layer.removeprefix("layer.")), set()).add(name)
-    inner = [frozenset(layers[number]) for number in sorted(layers)]
+    before = before_layers(model)
+    inner = [model.names(layer) for layer in layers_of(model)]
     found = [before.difference(*inner), *inner, model.every().difference(before, *inner)]
     return [names for names in found if names]

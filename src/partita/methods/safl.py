@@ -80,7 +80,8 @@ def safl(
         looks=select in ("attention", "gradient"),
         release=Release("layer choice", noise, float(probe)) if noise else None,
     )
-    method = Method("safl", local=(layers,), server=OverCohort() if over == "cohort" else Rule())
+    named = frozenset({*(capacity or {}), *(depth or {})})
+    method = Method("safl", local=(layers,), server=OverCohort() if over == "cohort" else Rule(), clients=named)
     if not depth:
         return method
     some = SomeLayers(tuple(sorted(depth.items())))
