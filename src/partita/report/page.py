@@ -88,8 +88,10 @@ def _head(records: Sequence[Record], title: str) -> str:
 
 
 def _name(records: Sequence[Record], table: str) -> str:
-    names = dict.fromkeys(str((record.config.get(table) or {}).get("name", "unnamed " + table)) for record in records)
-    return ", ".join(names)
+    """What it was loaded from says more than what loaded it."""
+    tables = [record.config.get(table) or {} for record in records]
+    names = (Path(str(each.get("path") or each.get("name", "unnamed " + table))).name for each in tables)
+    return ", ".join(dict.fromkeys(names))
 
 
 def _range(counts: Iterable[int]) -> str:
