@@ -1,4 +1,4 @@
-"""SAFL's narrowed plan and FedPer's personal one keep their promises on every architecture."""
+"""FedFrozen's plan, SAFL's narrowed one and FedPer's personal one keep their promises on every architecture."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from test_architectures import KIN, LAYERS, NAMES, Few, adapted, made, moved
 
 from partita.conformance import check_method
 from partita.core.method import Method
+from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedper import fedper
 from partita.methods.safl import safl
 from partita.models.adapter import Adapted
 
 QUICK = ("distilbert-tokens", "llama-text")
 ONCE = [name for name in NAMES if name not in KIN]
-METHODS = {"safl": safl(k=1), "fedper": fedper()}
+METHODS = {"safl": safl(k=1), "fedper": fedper(), "fedfrozen": fedfrozen(2)}
 CASES = [
     pytest.param(case, name, marks=() if case in QUICK and name == "safl" else pytest.mark.slow)
     for case in ONCE
