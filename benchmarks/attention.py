@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from itertools import accumulate
 from pathlib import Path
 
 import torch
-from environment import environment
+from environment import environment, now
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from partita.core.model import Batch
@@ -125,13 +124,6 @@ def peak(model: Adapted, side: str, batch: Batch, device: torch.device) -> int:
     found = profiler.profiler.kineto_results.events()
     moves = sorted((each.start_ns(), each.nbytes()) for each in found if each.name() == "[memory]")
     return max(accumulate(size for _, size in moves))
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from environment import environment
+from environment import environment, now
 
 from partita import AdamW, Embedded, Key, Model, Run, Training, data, methods, models, rounds
 from partita.core.model import Population
@@ -96,13 +95,6 @@ def play(model: Model, population: Population, device: torch.device, begun: floa
         begun = now(device)
         params = each.server.params
     return seconds, params
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What a benchmark writes down beside its numbers."""
+"""What a benchmark writes down beside its numbers, and the clock it reads."""
 
 from __future__ import annotations
 
 import platform
+import time
 
 import torch
 
@@ -15,3 +16,11 @@ def environment(device: torch.device, onednn: object, work: str) -> dict[str, ob
         "onednn": str(onednn),
         "work": work,
     }
+
+
+def now(device: torch.device) -> float:
+    """Seconds of this process on a CPU, and of the clock, with all work done, on a GPU."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()

@@ -20,6 +20,15 @@ from partita.core.tree import Slots, Tensors
 from partita.engines.embedded import Embedded
 from partita.tiny import Tiny, TinyExamples
 
+# A table of a config: the smallest ViT for images of 4 x 4.
+SMALL_VIT = """
+[model]
+name = "vit"
+layers = 1
+width = 8
+heads = 2
+patch = 2
+"""
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(weight_decay=0.1),
     "momentum": SGD(momentum=0.9),

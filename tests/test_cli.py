@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import SMALL_VIT
 
 from partita import cli, record
 from partita.compare import expand
@@ -16,7 +17,8 @@ from partita.core import files
 from partita.core.files import sealed
 from partita.methods import INDEX
 
-CONFIG = """
+CONFIG = (
+    """
 rounds = 4
 [method]
 name = "fedfrozen"
@@ -29,15 +31,11 @@ size = 4
 [split]
 kind = "iid"
 clients = 5
-[model]
-name = "vit"
-layers = 1
-width = 8
-heads = 2
-patch = 2
 [evaluate]
 personal = 2
 """
+    + SMALL_VIT
+)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
-from helpers import Clients, files_in, last, run_of, small
+from helpers import SMALL_VIT, Clients, files_in, last, run_of, small
 from typer.testing import CliRunner
 
 from partita import cli_flower, data, experiment, flower_app, record
@@ -558,7 +558,8 @@ def test_a_site_keeps_only_the_states_that_a_checkpoint_may_need(tmp_path: Path)
 # ---- the app
 
 
-CONFIG = """
+CONFIG = (
+    """
 rounds = 3
 method = {{name = "{method}"{options}}}
 [training]
@@ -572,12 +573,6 @@ size = 4
 [split]
 kind = "iid"
 clients = 3
-[model]
-name = "vit"
-layers = 1
-width = 8
-heads = 2
-patch = 2
 [evaluate]
 personal = 2
 [federation]
@@ -586,6 +581,8 @@ tolerate = true
 [engine]
 block = 1
 """
+    + SMALL_VIT
+)
 
 
 def written(folder: Path, method: str = "fedavg", options: str = "") -> Path:

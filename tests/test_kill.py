@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from helpers import SMALL_VIT
 
 from partita import record
 from partita.config import Config, load, parse
@@ -23,7 +24,8 @@ from partita.methods import INDEX, ON_TOWERS, build
 KILLS = 20
 
 # Rounds of some tens of milliseconds; clients come and go, and every second round has no checkpoint.
-SETTINGS = """
+SETTINGS = (
+    """
 rounds = 60
 [method]
 name = "{method}"
@@ -37,12 +39,6 @@ size = 4
 [split]
 kind = "iid"
 clients = 6
-[model]
-name = "vit"
-layers = 1
-width = 8
-heads = 2
-patch = 2
 [federation]
 cohort = 0.5
 dropout = 0.1
@@ -54,6 +50,8 @@ personal = 20
 [checkpoint]
 every = 2
 """
+    + SMALL_VIT
+)
 
 
 def settings(method: str, state: str) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 
 import pytest
+from helpers import SMALL_VIT
 
 from partita.config import parse
 from partita.core.rounds import rounds
@@ -12,7 +13,8 @@ from partita.engines.embedded import Embedded
 from partita.evaluate import score
 from partita.experiment import build, measure
 
-CONFIG = """
+CONFIG = (
+    """
 rounds = 1
 [method]
 name = "{method}"
@@ -27,13 +29,9 @@ size = 4
 [split]
 kind = "iid"
 clients = 3
-[model]
-name = "vit"
-layers = 1
-width = 8
-heads = 2
-patch = 2
 """
+    + SMALL_VIT
+)
 
 
 @pytest.mark.parametrize(

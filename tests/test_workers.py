@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import Clients, run_of, small
 
+from partita.conformance import states_of
 from partita.core import tree
 from partita.core.learn import ClientFault
 from partita.core.method import Method
@@ -36,15 +37,6 @@ def workers(run: Run, model: Model, count: int = 2, block: int = 1) -> Iterator[
         engine.close()
 
 
-def states(engine: Embedded, run: Run) -> dict[str, tree.Tensors]:
-    found = {}
-    for client in engine.clients():
-        state = engine.store.load(client, run.rounds)
-        slots = {"personal": state.personal, **state.memory}
-        found[client] = {f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}
-    return found
-
-
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedper", "fedtp", "fedfrozen+moon"])
 @pytest.mark.parametrize("block", [1, 2])
 def test_workers_give_what_the_engine_gives(name: str, block: int) -> None:
@@ -57,8 +49,8 @@ def test_workers_give_what_the_engine_gives(name: str, block: int) -> None:
         assert [each.lost for each in many] == [each.lost for each in one]
         assert [each.traffic for each in many] == [each.traffic for each in one]
         assert all(tree.equal(mine.server.params, its.server.params) for mine, its in zip(many, one, strict=True))
-        kept = states(engine.engine, run)
-        for client, expected in states(alone, run).items():
+        kept = states_of(run, engine.engine)
+        for client, expected in states_of(run, alone).items():
             assert tree.equal(kept[client], expected), client
         jobs = [ask(run, model, one[-1].server, 3, client)[0] for client in CLIENTS.clients]
         assert dict(engine.evaluate(jobs)) == dict(alone.evaluate(jobs))

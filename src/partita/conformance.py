@@ -110,10 +110,10 @@ def _play(
         if watch:
             watch.after(each)
         played.append(each)
-    return Played(played, _states(run, engine))
+    return Played(played, states_of(run, engine))
 
 
-def _states(run: Run, engine: Embedded) -> dict[str, Tensors]:
+def states_of(run: Run, engine: Embedded) -> dict[str, Tensors]:
     states = {}
     for client in engine.clients():
         state = engine.store.load(client, run.rounds)

@@ -30,7 +30,6 @@ from partita.methods.selectors import (
     TopLayers,
     clipped,
     how_many,
-    poisson,
     sample,
 )
 from partita.tiny import Tiny
@@ -161,14 +160,14 @@ def test_one_example_more_or_less_moves_the_sum_by_no_more_than_the_clip() -> No
 
 
 def test_a_poisson_sample_takes_each_example_by_itself() -> None:
-    places = [poisson(60, 0.3, Key(0) / number) for number in range(300)]
+    places = [(Key(0) / number).poisson(60, 0.3) for number in range(300)]
     counts = Counter(place for some in places for place in some.tolist())
     sizes = torch.tensor([len(some) for some in places], dtype=torch.float64)
     assert set(counts) == set(range(60))
     assert all(abs(count - 90) < 5 * math.sqrt(300 * 0.21) for count in counts.values())
     assert float(sizes.mean()) == pytest.approx(18, abs=1)
     assert float(sizes.var()) == pytest.approx(60 * 0.21, rel=0.3), "as many as it comes to, and not a fixed number"
-    assert len(poisson(60, 1.0, Key(0))) == 60
+    assert len(Key(0).poisson(60, 1.0)) == 60
     assert len(sample(60, 0.3, Key(0))) == 18
 
 

@@ -74,9 +74,13 @@ class Learned:
     optimizer: Slots
 
 
+def turn_of(run: Run, job: Job) -> Turn:
+    return Turn(job.round, run.rounds, job.client, job.signal)
+
+
 def assemble(run: Run, model: Model, job: Job, state: ClientState) -> tuple[Plan, Tensors]:
     """The client's plan and its full parameters: the server's, its own, and for the rest the model's as loaded."""
-    plan = plan_for(run.method.plan, model, Turn(job.round, run.rounds, job.client, job.signal))
+    plan = plan_for(run.method.plan, model, turn_of(run, job))
     personal = {name: state.personal.get(name, model.initial[name]) for name in plan.keep}
     return plan, {**model.initial, **job.params, **personal}
 
@@ -84,7 +88,7 @@ def assemble(run: Run, model: Model, job: Job, state: ClientState) -> tuple[Plan
 def shaped(run: Run, model: Model, job: Job) -> Model:
     """The model as this client runs it."""
     shape = run.method.shape
-    return shape(model, Turn(job.round, run.rounds, job.client, job.signal)) if shape else model
+    return shape(model, turn_of(run, job)) if shape else model
 
 
 def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Examples, work: float = 1.0) -> Visit:
@@ -93,8 +97,15 @@ def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
     key = (run.secret or run.key) / "round" / job.round / "client" / job.client
     fresh = {slot: value for rule in run.method.local for slot, value in rule.memory(anchor).items()}
     memory = {slot: part for slot, part in state.memory.items() if not slot.startswith(_OPTIMIZER)}
-    turn = Turn(job.round, run.rounds, job.client, job.signal)
-    ctx = Context(shaped(run, model, job), plan, anchor, job.slots, {**fresh, **memory}, run.rate(job.round), turn=turn)
+    ctx = Context(
+        shaped(run, model, job),
+        plan,
+        anchor,
+        job.slots,
+        {**fresh, **memory},
+        run.rate(job.round),
+        turn=turn_of(run, job),
+    )
     notes: dict[str, Tensors] = {}
     told: dict[str, float] = {}
     for index, rule in enumerate(run.method.local):
@@ -147,12 +158,8 @@ def deal(count: int, training: Training, epochs: int | None, key: Key, work: flo
 
 def sample(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> list[Tensor]:
     """Poisson batches as indices: in each step every example takes part by itself, so a batch may also be empty."""
-    chance = min(1.0, training.batch_size / count)
-    draws = (
-        torch.rand(count, generator=(key / step).generator(), dtype=torch.float64)
-        for step in range(count_steps(count, training, epochs, work))
-    )
-    return [(draw < chance).nonzero().flatten() for draw in draws]
+    share = min(1.0, training.batch_size / count)
+    return [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, work))]
 
 
 def learn(run: Run, visits: Sequence[Visit]) -> list[Learned]:

@@ -36,6 +36,11 @@ class Key:
     def permutation(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self.generator())
 
+    def poisson(self, count: int, share: float) -> Tensor:
+        """The places of those drawn, of so many, each by itself with this probability."""
+        draws = torch.rand(count, generator=self.generator(), dtype=torch.float64)
+        return (draws < share).nonzero().flatten()
+
     def uniform(self) -> float:
         return random.Random(self.seed()).random()
 

@@ -72,7 +72,8 @@ class Attention:
         return Ranking(_named(layers, mean), told=True, heads=heads)
 
     def _paid(self, layers: Sequence[str], examples: Examples, ctx: Context, key: Key) -> Tensors:
-        places = poisson(len(examples), self.probe, key) if self.noise else sample(len(examples), self.probe, key)
+        count = len(examples)
+        places = (key / "probe").poisson(count, self.probe) if self.noise else sample(count, self.probe, key)
         parts = [
             ctx.model.attention(ctx.anchor, batch, self.tokens) for batch in _batches(examples, places, ctx.anchor)
         ]
@@ -208,13 +209,6 @@ def sample(examples: int, probe: Count, key: Key) -> Tensor:
     """Places of so many examples, or of such a fraction of them, at least one."""
     size = max(1, round(probe * examples)) if isinstance(probe, float) else probe
     return (key / "probe").permutation(examples)[:size]
-
-
-def poisson(examples: int, share: float, key: Key) -> Tensor:
-    """Places of examples, each drawn by itself."""
-    return (
-        (torch.rand(examples, generator=(key / "probe").generator(), dtype=torch.float64) < share).nonzero().flatten()
-    )
 
 
 def clipped(rows: Tensor, norm: float) -> Tensor:

@@ -7,8 +7,7 @@ With `training.precision = "bfloat16"` the frozen layers are computed in the mod
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from partita.core.tree import Tensors
 from partita.models import ModelError
 from partita.models.adapter import Adapted
 from partita.models.architectures import Forward, architecture
+from partita.models.shallow import standing_in
 
 STATES, SEEN = "hidden", "attention_mask"
 CHUNK = 32  # rows computed together, and always the same ones: a resumed run then remembers the same bits
@@ -139,22 +139,8 @@ class _Above:
     def __call__(self, module: Any, inputs: Tensors) -> Output:
         others = dict(inputs)
         states = others.pop(STATES)
-        with _answering(self.parts, states):
+        with standing_in(self.parts, lambda *_, **__: states):
             return self.forward(module, {self.takes: states, **others})
-
-
-@contextmanager
-def _answering(parts: Sequence[nn.Module], states: Tensor) -> Iterator[None]:
-    def answer(*_: Any, **__: Any) -> Tensor:
-        return states
-
-    for part in parts:
-        part.forward = answer
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part.forward
 
 
 class _Left(Exception):

@@ -17,9 +17,8 @@ Accountant = Literal["pld", "rdp"]
 Bill = Mapping[Release, int]  # how often each was made, to one and the same unit; a release's own count comes on top
 
 INTERVAL = 1e-3  # of the privacy loss's grid. A coarser one errs on the safe side; here by less than 0.1%
-LOOSE = (
-    20.0  # an epsilon beyond which nothing is promised, and whose exact value would take long: Rényi's bound will do
-)
+# An epsilon beyond which nothing is promised, and whose exact value would take long: Rényi's bound will do.
+LOOSE = 20.0
 # Lower orders are only best where epsilon is beyond use, and the series behind some of them do not converge.
 ORDERS = (
     *(half / 2 for half in range(4, 16)),

@@ -106,9 +106,8 @@ class Post:
                 found = box.get(timeout=self.poll)
                 break
             except Empty:
-                if (
-                    time.monotonic() > limit.until + grace
-                ):  # looked at anew each time, since the limit may have come nearer
+                # Looked at anew each time, since the limit may have come nearer.
+                if time.monotonic() > limit.until + grace:
                     return f"had not sent its whole answer within {limit.seconds:.3g} s"
         if isinstance(found, TypeError | ValueError | KeyError):
             return f"sent a message that cannot be unpacked ({type(found).__name__})"
