@@ -25,7 +25,7 @@ from environment import environment
 from torch import Tensor
 from torch.nn import functional
 
-from partita import experiment, flower_app, models, record
+from partita import flower_app, models, play, record
 from partita.config import load
 from partita.core.model import Model, Output
 from partita.core.rng import Key
@@ -154,7 +154,7 @@ def measure(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder, gate = Path(name), Gate()
         app = write_app(folder, clients, f'{{name = "payload", megabytes = {megabytes}}}', OWN_MODEL)
-        here = list(experiment.start(load(folder / "experiment.toml"), folder / "here"))
+        here = list(play.start(load(folder / "experiment.toml"), folder / "here"))
         names = [f"c{number}" for number in range(clients)]
         with loopback(names, folder / "logs", ["partita.flower_app", "flower"], gate=gate) as federation:
             passed, peaks = watch(federation, app, folder / "there", gate, look)

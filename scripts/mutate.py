@@ -7,39 +7,17 @@ EQUIVALENT says why. Exit status 1 if there is a survivor without a reason, or a
 from __future__ import annotations
 
 import argparse
-import ast
-import builtins
 import importlib
-import importlib.util
-import multiprocessing
 import os
 import sys
-import tempfile
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from inspect import Parameter, signature
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkProcess
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-METHODS = ROOT / "src" / "partita" / "methods"
+from mutants import Mutant, Spot, mutants
+from trials import METHODS, ROOT, Outcome, Trial, outcomes, preload, tests_of
 
-# Every method is held by tests/methods/test_<file>.py and by its line of the conformance test; some by more than that.
-CONFORMANCE = "tests/test_conformance.py::test_every_method_and_supported_composition_conforms"
-LAWS = ("tests/test_theorems.py", "tests/test_reductions.py")
-MORE_TESTS: dict[str, tuple[str, ...]] = {
-    "centralized": LAWS,
-    "fedavg": LAWS,
-    "fedfrozen": (*LAWS, "tests/methods/test_disagreement.py"),
-    "fedprox": LAWS,
-    "local_only": LAWS,
-}
-
-# Why no test could notice. Lines are named by what they say, because their numbers change.
-Spot = tuple[str, str, str]  # (file, line, change)
+# Why no test could notice.
 EQUIVALENT: dict[Spot, str] = {
     (
         "fedfrozen",
@@ -58,235 +36,6 @@ EQUIVALENT: dict[Spot, str] = {
         "1.0 -> 2.0",
     ): "only where all weights are zero, and then zero is divided by it",
 }
-
-
-# ---- making mutants
-
-
-@dataclass(frozen=True)
-class Mutant:
-    file: str
-    line: int
-    text: str  # the line that it changes
-    change: str  # "before -> after"
-    source: str  # of the whole file
-
-    @property
-    def spot(self) -> Spot:
-        return self.file, self.text, self.change
-
-
-SWAPPED: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-}
-LEFT_ALONE = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitOr, ast.BitAnd)
-RIGHT_ALONE = (ast.Add, ast.Mult, ast.BitOr, ast.BitAnd)
-COMPARED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
-    ast.Lt: (ast.GtE, ast.LtE),
-    ast.LtE: (ast.Gt, ast.Lt),
-    ast.Gt: (ast.LtE, ast.GtE),
-    ast.GtE: (ast.Lt, ast.Gt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-}
-
-
-def mutants(file: str, source: str, scope: Mapping[str, object]) -> Iterator[Mutant]:
-    """All mutants of a source; the scope is what its names mean."""
-    for node in _computing(ast.parse(source)):
-        for other in _instead(node, scope):
-            text = source.splitlines()[node.lineno - 1].strip()
-            yield Mutant(file, node.lineno, text, _change(node, other), _spliced(source, node, other))
-
-
-def _change(node: ast.AST, other: ast.AST) -> str:
-    if isinstance(node, ast.Call) and isinstance(other, ast.Call):
-        [gone] = [keyword for keyword in node.keywords if keyword not in other.keywords]
-        return f"{ast.unparse(node.func)}(...) without {ast.unparse(gone)}"
-    return f"{ast.unparse(node)} -> {ast.unparse(other)}"
-
-
-def _computing(node: ast.AST) -> Iterator[ast.expr | ast.AugAssign]:
-    """What a result rests on: not annotations, defaults and decorators, nor what is there to raise an error."""
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
-        return
-    parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
-    if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
-        parts = node.orelse
-    elif isinstance(node, ast.FunctionDef):
-        parts = node.body
-    elif isinstance(node, ast.ClassDef):
-        parts = [part for part in node.body if not isinstance(part, ast.AnnAssign)]
-    elif isinstance(node, ast.AnnAssign):
-        parts = [node.value] if node.value else []
-    elif isinstance(node, ast.Lambda):
-        parts = [node.body]
-    if isinstance(node, ast.expr | ast.AugAssign):
-        yield node
-    for part in parts:
-        yield from _computing(part)
-
-
-def _instead(node: ast.expr | ast.AugAssign, scope: Mapping[str, object]) -> Iterator[ast.expr | ast.AugAssign]:
-    match node:
-        case ast.BinOp(op=ast.Div(), right=ast.Constant(value=str()) | ast.JoinedStr()):
-            pass  # a step of a key's path: any other word names a stream of draws as good
-        case ast.BinOp(left, op, right):
-            if swapped := SWAPPED.get(type(op)):
-                yield ast.BinOp(left, swapped(), right)
-            if isinstance(op, LEFT_ALONE):
-                yield left
-            if isinstance(op, RIGHT_ALONE) and ast.dump(left) != ast.dump(right):
-                yield right
-        case ast.AugAssign(target, op, value) if swapped := SWAPPED.get(type(op)):
-            yield ast.AugAssign(target, swapped(), value)
-        case ast.UnaryOp(ast.USub() | ast.Not(), operand):
-            yield operand
-        case ast.BoolOp(op, values):
-            for index in range(len(values)):
-                rest = values[:index] + values[index + 1 :]
-                yield ast.BoolOp(op, rest) if len(rest) > 1 else rest[0]
-        case ast.Compare(left, ops, comparators):
-            for index, old in enumerate(ops):
-                for new in COMPARED.get(type(old), ()):
-                    yield ast.Compare(left, [*ops[:index], new(), *ops[index + 1 :]], comparators)
-        case ast.Call(func, positional, keywords):
-            for index, keyword in enumerate(keywords):
-                if _may_go(func, keyword, scope):
-                    yield ast.Call(func, positional, keywords[:index] + keywords[index + 1 :])
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            yield ast.Constant(number + 1)
-
-
-def _may_go(func: ast.expr, keyword: ast.keyword, scope: Mapping[str, object]) -> bool:
-    """Whether the function can do without the keyword: a call that only raises would prove nothing."""
-    if keyword.arg in (None, "strict"):  # zip(strict=True) guards against what does not happen
-        return False
-    try:
-        parameters = signature(_meaning(func, scope)).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # not known before it runs, or written in C
-        return True
-    return keyword.arg not in parameters or parameters[keyword.arg].default is not Parameter.empty
-
-
-def _meaning(func: ast.expr, scope: Mapping[str, object]) -> object:
-    if isinstance(func, ast.Name):
-        return scope.get(func.id, getattr(builtins, func.id, None))
-    return getattr(_meaning(func.value, scope), func.attr, None) if isinstance(func, ast.Attribute) else None
-
-
-def _spliced(source: str, node: ast.expr | ast.AugAssign, other: ast.expr | ast.AugAssign) -> str:
-    """The source with one node written anew; columns are counted in bytes."""
-    lines = source.encode().splitlines(keepends=True)
-    first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-    new = ast.unparse(other) if isinstance(other, ast.AugAssign) else f"({ast.unparse(other)})"
-    parts = [*lines[:first], lines[first][: node.col_offset], new.encode(), lines[last][node.end_col_offset :]]
-    return b"".join([*parts, *lines[last + 1 :]]).decode()
-
-
-# ---- trying them
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of the tests of a file, with this as its source."""
-
-    file: str
-    source: str
-    tests: tuple[str, ...]
-    limit: float = float("inf")  # seconds
-    mutant: Mutant | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    trial: Trial
-    passed: bool
-    seconds: float
-    said: str
-
-
-def preload() -> None:
-    """Import once what every trial needs. Nothing may compute here: torch's autograd does not survive a fork."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
-
-    import partita.conformance  # noqa: F401
-
-    importlib.import_module("sympy")  # torch would load it in the first vmap, which takes half a second
-    torch.set_num_threads(1)
-
-
-def attempt(trial: Trial, folder: Path) -> None:
-    """In a process of its own, which ends with pytest's exit status."""
-    import pytest
-
-    log = os.open(folder / "log", os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    # Failing examples of a mutant must not be kept for the real thing.
-    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
-    install(trial.file, trial.source)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no test here needs one, and each takes time to load
-    plain = ("-x", "-q", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}")
-    sys.exit(pytest.main([*plain, *trial.tests]))
-
-
-def install(file: str, source: str) -> None:
-    """Let `partita.methods.<file>` be this source, for all who import it from now on."""
-    import partita.methods as package
-
-    for name in [name for name in sys.modules if name.startswith("partita.methods.")]:
-        delattr(package, name.removeprefix("partita.methods."))
-        del sys.modules[name]
-    path = METHODS / f"{file}.py"
-    spec = importlib.util.spec_from_file_location(f"partita.methods.{file}", path)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    setattr(package, file, module)
-    exec(compile(source, path, "exec"), module.__dict__)
-
-
-def outcomes(trials: Sequence[Trial], jobs: int) -> Iterator[Outcome]:
-    """Each as it ends. One that runs past its limit is stopped and has not passed."""
-    fork = multiprocessing.get_context("fork")
-    waiting, running = deque(enumerate(trials)), dict[int, tuple[ForkProcess, Trial, float, Path]]()
-    with tempfile.TemporaryDirectory(prefix="partita-mutate-") as name:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                number, trial = waiting.popleft()
-                folder = Path(name) / str(number)
-                folder.mkdir()
-                (folder / "log").touch()
-                process = fork.Process(target=attempt, args=(trial, folder), daemon=True)
-                process.start()
-                running[process.sentinel] = process, trial, time.monotonic(), folder
-            wait(running, timeout=0.5)
-            for sentinel, (process, trial, since, folder) in list(running.items()):
-                seconds = time.monotonic() - since
-                if process.exitcode is None and seconds < trial.limit:
-                    continue
-                stopped = process.exitcode is None
-                process.kill()
-                process.join()
-                del running[sentinel]
-                said = (folder / "log").read_text(errors="replace")
-                if not stopped and (process.exitcode or 0) < 0:
-                    sys.exit(f"{said}\nthe tests of {trial.file} died by signal {-(process.exitcode or 0)}")
-                yield Outcome(trial, process.exitcode == 0, seconds, said)
-
-
-# ---- what came out
 
 
 @dataclass(frozen=True)
@@ -361,18 +110,6 @@ def show(verdict: Verdict) -> None:
         print(f"Nothing to mutate in: {', '.join(verdict.empty())}.")
     for problem in verdict.problems():
         print(problem)
-
-
-# ---- the whole
-
-
-def tests_of(file: str) -> tuple[str, ...]:
-    from partita.methods import INDEX
-
-    own = f"tests/methods/test_{file}.py"
-    names = [name for name, place in INDEX.items() if place.startswith(f"partita.methods.{file}:")]
-    conform = [f"{CONFORMANCE}[{name}]" for name in names]
-    return (*([own] if (ROOT / own).exists() else []), *MORE_TESTS.get(file, ()), *conform)
 
 
 def follow(found: Iterable[Outcome], count: int, what: str) -> Iterator[Outcome]:

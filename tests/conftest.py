@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -13,6 +14,19 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # A test that would download something fails at once, on every machine alike.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# No test pulls the plug, so what the kernel holds is as safe as what the disk holds, and much sooner there.
+os.fsync = lambda handle: None  # type: ignore[assignment]
+
+# Collecting imports torch, transformers and much else, and nearly all of that stays: nobody should look through it for
+# garbage, neither meanwhile nor later.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 # The first call of a torch operation is far slower than the next, so a deadline would fail at random.
 settings.register_profile("partita", deadline=None)

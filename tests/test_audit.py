@@ -18,14 +18,14 @@ from sklearn.metrics import roc_auc_score
 from partita import report
 from partita.audit import audit
 from partita.config import parse
-from partita.core.block import _collate
 from partita.core.options import OptionError
 from partita.core.private import PrivacyError
 from partita.core.rng import Key
 from partita.core.rounds import rounds
+from partita.core.stage import collate
 from partita.engines.embedded import Embedded
-from partita.experiment import start
 from partita.methods.fedavg import fedavg
+from partita.play import start
 from partita.privacy.attacks import bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
 from partita.privacy.audit import Eavesdropper, Planted, alignments, canary_losses, choose_canaries, gradients_of
 from partita.privacy.guard import Guard, Terms, protect
@@ -118,7 +118,7 @@ def test_a_canary_that_is_out_counts_for_nothing() -> None:
     alone = planted.table("a").canaries_alone()
     assert torch.equal(alone.targets, batch.targets[places])
     assert torch.equal(alone.inputs["x"], before.inputs["x"][places])
-    joined = _collate([batch, planted["a"].train.take(torch.tensor([int(places[0])]))])
+    joined = collate([batch, planted["a"].train.take(torch.tensor([int(places[0])]))])
     assert joined.mask is not None
     assert torch.equal(joined.mask[0], batch.mask)
     assert joined.mask[1].tolist() == [1.0] + [0.0] * 7
@@ -132,7 +132,7 @@ def test_gradients_of_examples_add_up_to_the_batchs() -> None:
     leaves = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
     model.losses(model(leaves, batch.inputs), batch.targets).sum().backward()
     whole = torch.cat([leaves[name].grad.flatten() for name in names])  # type: ignore[union-attr]
-    found = gradients_of(model, model.initial, names, batch)
+    found = torch.cat(list(gradients_of(model, model.initial, names, batch)))
     assert torch.allclose(found.sum(0), whole, atol=1e-5)
     step = {name: -leaves[name].grad for name in names}  # type: ignore[operator]
     wanted = found @ whole / (found.norm(dim=1) * whole.norm())

@@ -18,11 +18,12 @@ from partita.core.optim import AdamW
 from partita.core.rng import Key
 from partita.data.ragged import ragged
 from partita.data.task import Rows, Table
-from partita.experiment import build, start
+from partita.experiment import build
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, cache
 from partita.models.adapter import Adapted, adapt
 from partita.models.cache import CHUNK, STATES, Cached, cache_frozen, frozen_depth
+from partita.play import start
 from partita.record import RESULT
 from partita.tiny import Tiny
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import posix
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_files_that_are_not_sealed_are_left_alone(tmp_path: Path) -> None:
 def test_a_write_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a power cut can leave an empty file under the final name."""
     calls: list[str] = []
-    sync, rename = os.fsync, os.replace
+    sync, rename = posix.fsync, os.replace  # the real one: elsewhere tests do without
     monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), sync(handle))[1])
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), rename(*paths))[1])
     files.write(tmp_path / "new" / "x", b"data")

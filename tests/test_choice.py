@@ -10,7 +10,7 @@ import pytest
 
 from partita.config import parse
 from partita.core.run import RunError
-from partita.experiment import resume, start
+from partita.play import resume, start
 from partita.report import page, read
 from partita.report.choice import layers_by_round, raised, shares, steadiness
 

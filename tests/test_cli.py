@@ -140,9 +140,11 @@ def test_resume_goes_on_and_a_second_start_is_refused(partita: Shell, config: Pa
     assert "holds no run" in err
 
 
-def test_compare_over_methods_and_seeds(partita: Shell, config: Path, tmp_path: Path) -> None:
+# A process imports torch and transformers, and a second one would do so once more.
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_compare_over_methods_and_seeds(jobs: int, partita: Shell, config: Path, tmp_path: Path) -> None:
     words = ["compare", "-c", config, "--methods", "fedavg, fedprox(mu=0.5)", "--seeds", 2, "--out", tmp_path / "out"]
-    code, out, _ = partita(*words, "--set", "rounds=2", "--jobs", 2, "--json")
+    code, out, _ = partita(*words, "--set", "rounds=2", "--jobs", jobs, "--json")
     assert code == 0
     lines = json.loads(out)["lines"]
     assert [line["label"] for line in lines] == ["fedavg", "fedprox(mu=0.5)"]
@@ -218,7 +220,8 @@ def test_bad_input_is_one_clear_message(what: str, partita: Shell, config: Path,
 
 
 def test_clients_too_small_for_a_test_part_still_train(partita: Shell, config: Path, tmp_path: Path) -> None:
-    assert partita("run", "-c", config, "--out", tmp_path / "run", "--set", "split.clients=160")[0] == 0
+    changes = ["--set", "split.clients=160", "--set", "rounds=1"]
+    assert partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
     row = json.loads((tmp_path / "run" / "rows.jsonl").read_text().splitlines()[-1])
     assert row["personal"] == {}, "one example each, all of it for training"
 

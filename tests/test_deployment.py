@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from helpers import last
 
-from partita import experiment, flower_app, models, record
+from partita import experiment, flower_app, models, play, record
 from partita.config import load
 from partita.core import checkpoint, tree
 from partita.core.files import sealed
@@ -186,7 +187,6 @@ def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
     home.mkdir()
     address = f'address = "127.0.0.1:{port}"\nroot-certificates = "{tmp_path / "ca.crt"}"\n'
     (home / "config.toml").write_text(f'[superlink]\ndefault = "group"\n[superlink.group]\n{address}')
-    environment = {**here(), **QUIET, "FLWR_HOME": str(home)}
     started: list[subprocess.Popen[bytes]] = []
 
     def launch(name: str, command: str, words: str) -> subprocess.Popen[bytes]:
@@ -202,7 +202,11 @@ def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
     def said(name: str, text: str) -> bool:
         return text in (tmp_path / f"{name}.log").read_text(errors="replace")
 
-    try:
+    with (  # one process imports Flower for all
+        warm([], {**here(), **QUIET, "FLWR_HOME": str(home)}, tmp_path / "warm.log") as environment,
+        ExitStack() as stack,
+    ):
+        stack.callback(end, started)
         tls = "--ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key"
         launch("link", "flower-superlink", f"{tls} --enable-supernode-auth --port {port}")
         wait_until("the SuperLink is up", lambda: said("link", "Application startup complete"))
@@ -215,8 +219,6 @@ def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
         assert started[-1].wait(LONG) != 0, "the stranger's SuperNode gives up"
         assert not said("stranger", "SuperNode ID:")
         assert started[1].poll() is None, "the known one stays"
-    finally:
-        end(started)
 
 
 # ---- programs that start at once
@@ -298,7 +300,7 @@ def test_a_real_federation_ends_with_the_tensors_of_one_machine(
     app = written(tmp_path, method, options, tables=tables)
     federation.run(app, f'deadline={LONG} folder="{tmp_path / "there"}"')
     config = load(tmp_path / "experiment.toml")
-    for _ in experiment.start(config, tmp_path / "here"):
+    for _ in play.start(config, tmp_path / "here"):
         pass
     ends = [checkpoint.load(sealed(tmp_path / side / "checkpoints")[-1])[1] for side in ("here", "there")]
     assert tree.equal(ends[0].params, ends[1].params)

@@ -27,7 +27,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from helpers import SMALL_VIT, Clients, files_in, last, run_of, small
 from typer.testing import CliRunner
 
-from partita import cli_flower, data, experiment, flower_app, record
+from partita import cli_flower, data, flower_app, play, record
 from partita.config import load
 from partita.core import checkpoint, tree, wire
 from partita.core.files import sealed
@@ -59,10 +59,9 @@ Reply = Callable[[Message], Message | None]
 
 @pytest.fixture(autouse=True)
 def one_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower gives every process an identity; here server and sites share one. No test pulls the plug."""
+    """Flower gives every process an identity; here server and sites share one."""
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
-    monkeypatch.setattr("os.fsync", lambda handle: None)
 
 
 def carried(message: Message) -> Message:
@@ -611,7 +610,7 @@ def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
     method: str, options: str, tmp_path: Path
 ) -> None:
     config = written(tmp_path / "app", method, options)
-    for _ in experiment.start(load(config), tmp_path / "here"):
+    for _ in play.start(load(config), tmp_path / "here"):
         pass
     settings = {"folder": str(tmp_path / "there"), "deadline": 60.0, "clients": 3, "set": ""}
     grid = app_grid(config, tmp_path / "sites", settings, c0={}, c1={}, c2={})

@@ -18,8 +18,8 @@ from partita import record
 from partita.config import Config, load, parse
 from partita.core import checkpoint, tree
 from partita.core.files import sealed
-from partita.experiment import resume, start
 from partita.methods import INDEX, ON_TOWERS, build
+from partita.play import resume, start
 
 KILLS = 20
 

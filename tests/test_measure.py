@@ -11,7 +11,8 @@ from partita.config import parse
 from partita.core.rounds import rounds
 from partita.engines.embedded import Embedded
 from partita.evaluate import score
-from partita.experiment import build, measure
+from partita.experiment import build
+from partita.observe import measure
 
 CONFIG = (
     """

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PATH = Path(__file__).resolve().parent.parent / "scripts" / "mutate.py"
-SPEC = importlib.util.spec_from_file_location("mutate", PATH)
-assert SPEC is not None
-assert SPEC.loader is not None
-mutate: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["mutate"] = mutate  # a dataclass looks its module up
-SPEC.loader.exec_module(mutate)
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # where Python finds them when mutate.py is run
+mutate, trials = (import_module(name) for name in ("mutate", "trials"))
 
 
 def changes(source: str, **scope: object) -> set[str]:
@@ -154,21 +150,21 @@ def test_a_file_of_which_nothing_is_killed_is_reported() -> None:
 
 def test_every_reason_is_of_a_mutant_that_there_is() -> None:
     for file, text, change in mutate.EQUIVALENT:
-        source = (mutate.METHODS / f"{file}.py").read_text(encoding="utf-8")
+        source = (trials.METHODS / f"{file}.py").read_text(encoding="utf-8")
         assert (file, text, change) in {mutant.spot for mutant in mutate.mutants(file, source, {})}
 
 
 def test_the_tests_that_it_names_are_there() -> None:
-    for name in {mutate.CONFORMANCE, *(name for names in mutate.MORE_TESTS.values() for name in names)}:
+    for name in {trials.CONFORMANCE, *(name for names in trials.MORE_TESTS.values() for name in names)}:
         file, _, function = name.partition("::")
-        assert f"def {function}" in (mutate.ROOT / file).read_text(encoding="utf-8")
+        assert f"def {function}" in (trials.ROOT / file).read_text(encoding="utf-8")
 
 
 # ---- the processes
 
 
 def trial(source: str, limit: float = 60.0) -> Any:
-    return mutate.Trial("fake", source, (), limit)
+    return trials.Trial("fake", source, (), limit)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -178,14 +174,14 @@ def test_each_trial_ends_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None
         time.sleep(60 * (trial.source == "hangs"))
         sys.exit(trial.source == "fails")
 
-    monkeypatch.setattr(mutate, "attempt", attempt)
-    trials = [trial("passes"), trial("fails"), trial("hangs", limit=0.2)]
-    found = {each.said: (each.trial.source, each.passed) for each in mutate.outcomes(trials, 2)}
+    monkeypatch.setattr(trials, "attempt", attempt)
+    asked = [trial("passes"), trial("fails"), trial("hangs", limit=0.2)]
+    found = {each.said: (each.trial.source, each.passed) for each in trials.outcomes(asked, 2)}
     assert found == {"passes": ("passes", True), "fails": ("fails", False), "hangs": ("hangs", False)}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_trial_that_the_machine_ends_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mutate, "attempt", lambda trial, folder: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(trials, "attempt", lambda trial, folder: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(SystemExit, match="the tests of fake died by signal 9"):
-        list(mutate.outcomes([trial("")], 1))
+        list(trials.outcomes([trial("")], 1))

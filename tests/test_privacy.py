@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from partita.conformance import check_method
-from partita.core.block import LiftError, _collate
+from partita.core.block import LiftError
 from partita.core.learn import ClientState, count_steps, learn, sample, trial, visit
 from partita.core.method import Choice, Context, Local, Method, MethodError, Release
 from partita.core.model import Batch, ClientData, Examples, Model, Output
@@ -21,6 +21,7 @@ from partita.core.private import PrivacyError, Private, clipped_sum, gaussian
 from partita.core.rng import Key
 from partita.core.rounds import ask, begin
 from partita.core.run import RunError, Training
+from partita.core.stage import collate
 from partita.core.tree import Tensors, equal
 from partita.methods.fedavg import fedavg
 from partita.methods.fedprox import fedprox
@@ -180,7 +181,7 @@ def test_poisson_batches_take_each_example_by_itself() -> None:
 def test_batches_of_a_block_keep_an_empty_one_empty() -> None:
     data = Clients(a=6)["a"].train
     nothing = replace(data.take(torch.tensor([0])), mask=torch.zeros(1))
-    joined = _collate([data.take(torch.arange(3)), nothing])
+    joined = collate([data.take(torch.arange(3)), nothing])
     assert joined.mask is not None
     assert joined.mask.tolist() == [[1, 1, 1], [0, 0, 0]]
 
@@ -234,8 +235,8 @@ def pulled(run, at: Tensors) -> Tensors:  # type: ignore[no-untyped-def]
 
     each = one_visit(run)
     block = Block(run, each.plan.phases[0], [each.ctx], [at], [{}], run.method.privacy, [Draw(Key(0), 4)])
-    block.step([each.examples.take(torch.arange(4))])
-    return {name: (at[name] - value) / run.training.lr for name, value in block.params(0).items()}
+    block.step(each.examples.take(torch.arange(4)))
+    return {name: (at[name] - value) / run.training.lr for name, value in block.params()[0].items()}
 
 
 def one_visit(run, client: str = "a", size: int = 8):  # type: ignore[no-untyped-def]

@@ -22,9 +22,10 @@ from partita.core.options import OptionError
 from partita.core.plan import Turn
 from partita.core.private import PrivacyError, Private
 from partita.core.run import RunError
-from partita.experiment import build, resume, start
+from partita.experiment import build
 from partita.methods import build as method_of
 from partita.methods.fedavg import fedavg
+from partita.play import resume, start
 from partita.privacy.accountant import INTERVAL, ORDERS, epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
 from partita.privacy.guard import Guard, Terms, protect

@@ -188,7 +188,13 @@ def test_uses_that_would_go_wrong_are_named() -> None:
     with pytest.raises(GhostError, match="more than one dimension"):
         sums(lambda live, x: (x.unsqueeze(1) * live["w"]).sum((1, 2)))
     with pytest.raises(GhostError, match="not those of its gradients"):
-        check_norms(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]))
+        check_norms(mixed, {"w": torch.randn(3, 4)}, {"x": torch.randn(2, 4)}, torch.zeros(2), Private(1.0, 0.0))
+
+
+def mixed(live: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
+    """Looks like a loss by example, and is one of neighbours."""
+    out = functional.linear(inputs["x"], live["w"])
+    return (out * out.roll(1, 0)).sum(1)
 
 
 def test_clients_have_no_examples_to_read_norms_of() -> None:

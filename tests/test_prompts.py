@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy as np
 import pairs
 import pytest
 import torch
-from helpers import play, run_of
+from helpers import last, play, run_of
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from partita.config import parse
 from partita.core import tree, wire
@@ -154,6 +156,28 @@ def test_vision_prompts_against_a_pass_written_out(pair: str, depth: int) -> Non
     patches = towers.look(PIXELS["pixel_values"], prompts, patches=True)
     assert patches.shape == (5, 1 + pairs.PATCHES, module.visual_projection.out_features)
     assert close(patches[:, 1:], module.visual_projection(every))
+
+
+@pytest.mark.parametrize("pair", pairs.PAIRS)
+def test_a_grey_view_is_what_transformers_makes_of_a_grey_image(pair: str) -> None:
+    tower, entered = pairs.plain(pair).vision_model, []
+    layers = tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, given: entered.append(given[0][0]))
+    tower(torch.zeros(1, 1, pairs.SIZE, pairs.SIZE, dtype=torch.float64))
+    behind = 3 if pair.startswith("registers") else 1
+    patches = torch.stack(entered)[:, behind:]
+    assert patches.shape == (2, pairs.PATCHES, 16)
+    options = {"vision": 3, "depth": 2, "owners": ("global", "local")}
+    grey, drawn = (pairs.loaded(pair).prompted("prompts", KEY, **options, view=v).initial for v in ("grey", "nothing"))
+    for name in ("prompt.vision.global", "prompt.vision.local"):
+        assert close(grey[name] - drawn[name], patches[:, [0, 1, 3]]), "at the ends, and one between"
+        assert grey[name].dtype == torch.float32
+    deeper = pairs.loaded(pair).prompted("prompts", KEY, vision=3, view="grey").initial["prompt.vision.global"]
+    shallow = pairs.loaded(pair).prompted("prompts", KEY, vision=3).initial["prompt.vision.global"]
+    assert close(deeper - shallow, patches[:1, [0, 1, 3]]), "one layer takes the first of them"
+    fewer = pairs.loaded(pair).prompted("prompts", KEY, text=2, view="grey").initial
+    assert tree.equal(fewer, pairs.loaded(pair).prompted("prompts", KEY, text=2).initial), "texts show nothing"
 
 
 def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
@@ -375,19 +399,56 @@ def test_own_prompts_and_momentum_wait_for_a_client_that_is_away() -> None:
     assert {client for client in states if away.get(client)}, "someone came back, or waits with what it has"
 
 
+SMALL = {
+    "model": {"name": "clip", "shape": "tiny"},
+    "data": {"name": "synthetic", "examples": 40, "test_examples": 8, "size": 8},
+    "split": {"kind": "iid", "clients": 2},
+    "training": {"batch_size": 7},
+    "rounds": 2,
+}
+
+
 def test_a_config_reaches_them() -> None:
     raw = {
+        **SMALL,
         "method": {"name": "pfeddc", "text": 2, "vision": 2},
         "model": {"name": "clip", "path": pairs.folder("clip"), "template": "a photo of a {}."},
-        "data": {"name": "synthetic", "examples": 40, "test_examples": 8, "size": 8},
-        "split": {"kind": "iid", "clients": 2},
-        "rounds": 1,
     }
     model = build_experiment(parse(raw)).model
     assert model.names("global") == {"prompt.text.global", "prompt.vision.global"}
     assert model.initial["prompt.text.global"].shape == (2, 12), "as wide as the tower in the folder"
     random = build_experiment(parse({**raw, "model": {"name": "clip", "shape": "tiny"}})).model
     assert random.initial["prompt.text.global"].shape == (2, 16)
+
+
+TEXT_ONLY = [name for name in ON_TOWERS if name not in ("vpfl", "pfeddc")]
+
+
+@pytest.mark.parametrize("name", ["zero-shot", *TEXT_ONLY])
+def test_images_are_looked_at_once_where_no_prompt_enters_their_tower(name: str) -> None:
+    played, looked = {}, {}
+    for once in (False, True):
+        experiment = build_experiment(parse({**SMALL, "method": {"name": name}, "engine": {"cache_frozen": once}}))
+        model: Any = experiment.model
+        seen = []
+        module = getattr(model, "towers", model).module
+        module.vision_model.embeddings.register_forward_hook(lambda _, given, __, seen=seen: seen.append(len(given[0])))
+        final = last(play(experiment.run, model, experiment.federation))  # type: ignore[arg-type]
+        test = experiment.federation.task.test.take(torch.arange(8))
+        played[once] = {**final, "logits": model({**model.initial, **final}, test.inputs).logits}
+        looked[once] = sum(seen)
+    assert tree.equal(*played.values())
+    assert looked[True] == (0 if name == "zero-shot" else 40) + 8, "each image of either part once"
+    train = sum(len(experiment.federation[client].train) for client in experiment.federation.clients)
+    assert looked[False] == (0 if name == "zero-shot" else 2 * train) + 8
+
+
+def test_vision_prompts_leave_nothing_to_remember() -> None:
+    for method in ({"name": "vpfl"}, {"name": "pfeddc", "text": 2}):
+        with pytest.raises(ModelError, match=r"vision prompts change every layer .* set it to false"):
+            build_experiment(parse({**SMALL, "method": method, "engine": {"cache_frozen": True}}))
+    text_only = {"name": "pfeddc", "vision": 0, "text": 2}
+    build_experiment(parse({**SMALL, "method": text_only, "engine": {"cache_frozen": True}}))
 
 
 # ---- what is refused
@@ -433,6 +494,7 @@ def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
         ("prompts", {"text": -1}, "there are -1 prompts of text"),
         ("prompts", {"text": 3, "phrase": "a photo of a"}, "phrase 'a photo of a' is 4 tokens long"),
         ("prompts", {"text": 12}, "is 17 tokens long, but clip reads no more than 16; use a shorter context"),
+        ("prompts", {"vision": 1, "view": "gray"}, "view is 'gray'; did you mean 'grey'"),
         ("low-rank", {"text": 4, "rank": 5}, "rank is 5, but a context is 4 x 12; use a rank from 1 to 4"),
         ("transport", {"text": 0, "mass": 1.0, "smoothing": 0.1, "iterations": 1}, "0 prompts of text; give 1 or more"),
     ],
@@ -454,26 +516,33 @@ def test_random_towers_know_the_words_they_were_made_of() -> None:
     assert math.isclose(float(functional.normalize(towers.held["texts"]).norm()), math.sqrt(3), rel_tol=1e-6)
 
 
-# ---- the study that makes a pair
+# ---- the studies that make a pair, and that attack what travels
+
+
+def study(path: str) -> Any:
+    name = Path(path).name
+    spec = importlib.util.spec_from_file_location(name, Path("studies") / f"{path}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.slow
 def test_two_towers_that_never_met_are_aligned(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("align", Path("studies/backbone/align.py"))
-    assert spec
-    assert spec.loader
-    align = importlib.util.module_from_spec(spec)
-    sys.modules["align"] = align  # dataclasses look their module up
-    spec.loader.exec_module(align)
+    align = study("backbone/align")
     result = align.main(["--tiny", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "pair" / "alignment.json").read_text()) == result
     assert result["names"] == ["blue", "green", "grey", "red", "white"]
     pair, sight = (load_file(tmp_path / name / "model.safetensors") for name in ("pair", "images"))
-    assert all(torch.equal(pair[f"vision_model.{name}"], value) for name, value in sight.items()), "images stay"
+    assert all(torch.equal(pair[f"vision_model.{name}"], value.half()) for name, value in sight.items()), "images stay"
     texts, images = (torch.randn(*shape, generator=KEY.generator()) for shape in ((1, 5, 16), (20, 16)))
     images, labels = functional.normalize(images), torch.arange(20) % 5
-    weight = align.fit(texts, images, labels, 1e-6, 0)
-    found = functional.normalize(texts[0] @ weight.T) @ align.prototypes(images, labels, 5).T
+    means = align.prototypes(images, labels, 5)
+    weight = align.fit(texts, means, 1e-6)
+    found = functional.normalize(texts[0] @ weight.T) @ means.T
     assert torch.equal(found.argmax(1), torch.arange(5)), "each text finds the images of its class"
     assert abs(float((texts[0] @ weight.T).mean(0).norm())) < 1e-4, "and what texts share says nothing"
     spread = align.telling(images, labels)
@@ -482,6 +551,38 @@ def test_two_towers_that_never_met_are_aligned(tmp_path: Path) -> None:
     cosines = images @ functional.normalize(texts[0] @ weight.T).T
     losses = [functional.cross_entropy(step.exp() * cosines, labels) for step in (scale - 0.1, scale, scale + 0.1)]
     assert losses[1] <= min(losses)
-    assert not align.learnable("brown_bears", {"bear"})
-    assert not align.learnable("car_side", set())
-    assert align.learnable("Accordion", {"bear"})
+    assert not align.learnable("brown_bears", ["bear"])
+    assert not align.learnable("car_side", ["automobile"])
+    assert align.learnable("car_side", ["bear"])
+
+
+@pytest.mark.slow
+def test_a_clips_tower_takes_images_of_another_size(tmp_path: Path) -> None:
+    align = study("backbone/align")
+    settings = replace(align.make_tiny(tmp_path), images=str(tmp_path / "clip"))
+    tower = CLIPVisionModelWithProjection(CLIPVisionConfig(**{**pairs.SIGHT, "num_channels": 3}, projection_dim=12))
+    tower.eval().save_pretrained(settings.images)
+    for size in (8, 16):
+        pixels = torch.randn(2, 3, size, size, generator=KEY.generator())
+        expected = tower(pixels, interpolate_pos_encoding=True).image_embeds
+        pair, _, _ = align.towers(replace(settings, size=size))
+        pair.save_pretrained(tmp_path / str(size))
+        back = AutoModel.from_pretrained(tmp_path / str(size)).eval()
+        assert close(back.visual_projection(back.vision_model(pixels).pooler_output), expected, 1e-4)
+
+
+@pytest.mark.slow
+def test_membership_is_told_of_both_methods(tmp_path: Path) -> None:
+    result = study("prompts/membership").main(
+        ["--tiny", "--seeds", "2", "--rounds", "1", "--out", str(tmp_path / "m.json")]
+    )
+    assert json.loads((tmp_path / "m.json").read_text()) == result
+    arms = [(row["method"], row["knows"], row["attack"]) for row in result["summary"]]
+    attacks = ("loss", "update")
+    assert arms == [
+        *(("fedavg", "what travels", attack) for attack in attacks),
+        *(("pfeddc", knows, attack) for knows in ("own parts too", "what travels") for attack in attacks),
+    ]
+    assert all(0 <= row[figure] <= 1 for row in result["summary"] for figure in ("auc", "true_at_1%"))
+    sent = {row["method"]: row["parameters_sent"] for row in result["runs"]}
+    assert sent["pfeddc"] == 2 * 16 + 2 * 32 < sent["fedavg"], "of pFedDC, the shared prompts"

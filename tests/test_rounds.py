@@ -485,7 +485,7 @@ def test_going_on_from_a_server_gives_the_rest_of_the_rounds() -> None:
 
 
 def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(run: Run, visits: list[object]) -> None:
+    def full(run: Run, visits: list[object], blocks: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr("partita.engines.embedded.learn", full)

@@ -17,7 +17,7 @@ WATCHED = """
 import json, sys
 from pathlib import Path
 from partita.config import load
-from partita.experiment import start
+from partita.play import start
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6

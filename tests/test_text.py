@@ -31,10 +31,10 @@ from partita.data.ragged import Ragged, ragged
 from partita.engines.embedded import Embedded
 from partita.evaluate import ACCURACY, MeasureError, measure_for, score
 from partita.evaluate.measures import Answers, Entities, MultiLabel, NextToken, SingleLabel
-from partita.experiment import start
 from partita.methods.fedavg import fedavg
 from partita.models import build
 from partita.models.pretrained import drawing_from
+from partita.play import start
 from partita.report import compare, read
 
 datasets = pytest.importorskip("datasets")

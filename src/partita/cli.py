@@ -52,10 +52,9 @@ def run(
     report: Report = False,
 ) -> None:
     """Run one experiment and record it in a folder."""
-    from partita.config import load
-    from partita.experiment import start
+    settings = _load(config, changes)
+    from partita.play import start
 
-    settings = load(config, changes or ())
     folder = out or Path("runs") / f"{settings.label}-seed-{settings.seed}"
     _play(start(settings, folder), settings, folder, 0)
     _close([folder], folder / "report.html" if report else None)
@@ -65,8 +64,6 @@ def run(
 def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], report: Report = False) -> None:
     """Go on with a run that was stopped, from its newest checkpoint."""
     from partita import record
-    from partita.config import load
-    from partita.experiment import resume as go_on
 
     if not (folder / record.CONFIG).exists():
         raise record.RecordError(
@@ -75,7 +72,9 @@ def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], re
     if record.finished(folder):
         print(f"{folder} is finished; nothing to resume")
     else:
-        settings = load(folder / record.CONFIG)
+        settings = _load(folder / record.CONFIG)
+        from partita.play import resume as go_on
+
         _play(go_on(settings, folder), settings, folder, record.saved_rounds(folder))
     _close([folder], folder / "report.html" if report else None)
 
@@ -92,10 +91,10 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show which parameters train, go up, come down and stay, for one client in one round, with the bytes."""
-    from partita.config import load
+    settings = _load(config, changes)
     from partita.preview import preview
 
-    shown = preview(load(config, changes or ()), round, client, by)
+    shown = preview(settings, round, client, by)
     print(json.dumps(shown.to_json(), indent=1) if as_json else shown.to_text())
 
 
@@ -150,12 +149,12 @@ def budget(
             raise OptionError("say --config, or --examples and what else is known of one client")
         shown = forecast_client(Client(examples, batch, rounds, epochs), epsilon, noise, delta)
     else:
-        from partita.config import load
-        from partita.experiment import build
-
         asked = {"privacy.epsilon": epsilon, "privacy.noise": noise, "privacy.delta": delta}
         said = [f"{key}={value}" for key, value in asked.items() if value is not None]
-        guard = build(load(config, [*(changes or ()), *said])).guard
+        settings = _load(config, [*(changes or ()), *said])
+        from partita.experiment import build
+
+        guard = build(settings).guard
         if guard is None:
             raise OptionError(f"{config} has no [privacy] table; add one, or say --epsilon")
         shown = forecast_run(guard)
@@ -277,6 +276,16 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
     Console().print(table)
 
 
+def _load(config: Path, changes: list[str] | None = None) -> Config:
+    """The config. With it come torch and the library of its model, which take most of a short run's time."""
+    from partita.startup import importing
+
+    with importing():
+        from partita.config import load
+
+        return load(config, changes or ())
+
+
 def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
     from partita.record import saved_rounds
     from partita.report import read_metric
@@ -360,15 +369,21 @@ def _notes(error: BaseException) -> list[str]:
 
 def main() -> None:
     """Whatever a user can mend is told in a line; PARTITA_DEBUG=1 adds the traceback."""
-    from partita.core.learn import ClientFault
-
     try:
         app()
     except KeyboardInterrupt as stop:
         _say("stopped", *_notes(stop))
         sys.exit(130)
-    except (ValueError, OSError, ClientFault) as error:
-        if os.environ.get("PARTITA_DEBUG"):
+    except Exception as error:
+        if os.environ.get("PARTITA_DEBUG") or not _mendable(error):
             raise
         _say(f"error: {error}", *_notes(error))
         sys.exit(1)
+
+
+def _mendable(error: Exception) -> bool:
+    if isinstance(error, ValueError | OSError):
+        return True
+    from partita.core.learn import ClientFault  # torch comes with it
+
+    return isinstance(error, ClientFault)

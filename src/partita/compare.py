@@ -62,7 +62,7 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
 
 
 def _play(folder: Path, settings: Config, threads: int) -> None:
-    from partita.experiment import resume, start
+    from partita.play import resume, start
 
     settings = replace(settings, engine=replace(settings.engine, threads=settings.engine.threads or threads))
     begun = (folder / record.CONFIG).exists()

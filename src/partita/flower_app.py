@@ -21,7 +21,10 @@ from partita.core.files import write
 from partita.core.rounds import begin
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import Flower, server_app
-from partita.experiment import Row, build, play, prepare, recall
+from partita.experiment import build
+from partita.observe import Row
+from partita.play import play, prepare, recall
+from partita.startup import importing
 
 if TYPE_CHECKING:
     from flwr.app import Context
@@ -179,7 +182,8 @@ def _site(context: Context, config: Path) -> Site:
 
 
 def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
-    return load(config, [*shlex.split(str(settings.get("set", ""))), *more])
+    with importing():
+        return load(config, [*shlex.split(str(settings.get("set", ""))), *more])
 
 
 def _identity(config: Config) -> str:

@@ -18,7 +18,7 @@ from partita.core.rounds import ask
 from partita.core.run import Run
 from partita.core.tree import select
 from partita.engines.faults import Faults
-from partita.experiment import build
+from partita.experiment import Experiment, build
 from partita.methods import ON_TOWERS
 from partita.rehearse import answer, rehearse
 
@@ -76,7 +76,10 @@ class Preview:
 
 
 def preview(config: Config, round: int, client: str | None, by: str = "role") -> Preview:
-    experiment = build(config)
+    return _preview(build(config), round, client, by)
+
+
+def _preview(experiment: Experiment, round: int, client: str | None = None, by: str = "role") -> Preview:
     return preview_of(
         experiment.run, experiment.model, experiment.federation.clients, round, client, by, experiment.faults
     )
@@ -90,7 +93,8 @@ def plan_section(name: str) -> str:
     if name in ON_TOWERS:
         model, kind = {"name": "clip", "shape": "tiny"}, "a random CLIP whose towers are 32 and 16 wide"
     config = parse({"method": method, "model": model, "training": {"optimizer": "sgd"}, "rounds": 10})
-    first, last = (preview(config, round, None) for round in (0, 9))
+    experiment = build(config)
+    first, last = (_preview(experiment, round) for round in (0, 9))
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
     tables = "\n".join(each.to_text() for each in ([first] if same else [first, last]))
     setting = f"Ten rounds, {kind} on 8 x 8 images, ten clients of which all take part:"

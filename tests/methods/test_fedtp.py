@@ -64,7 +64,8 @@ def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas()
 def test_every_client_is_sent_weights_of_its_own_and_the_rest_is_common() -> None:
     rule, server = fedtp(0.3, embedding=3, hidden=4).server, trained()
     one, two = (rule.send(server, client, MODEL.every())[0] for client in "ab")
-    assert all(not torch.equal(one[name], two[name]) for name in MADE)
+    # No loss feels a key's bias, so that one moves by rounding alone.
+    assert all(not torch.equal(one[name], two[name]) for name in MADE - {"layers.0.key.bias"})
     assert all(one[name] is two[name] for name in MODEL.every() - MADE)
     assert tree.equal(one, rule.send(server, "a", MODEL.every())[0])
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from partita.core import tree
 from partita.core.ghost import CHECKED, GhostError, check_norms, ghost_sum
 from partita.core.method import Context, Local, Unseen
-from partita.core.model import IGNORED, Batch
+from partita.core.model import Batch
 from partita.core.optim import clip
 from partita.core.plan import Phase
-from partita.core.private import Draw, Loss, Private, by_example, clipped_sum, gaussian
+from partita.core.private import Draw, Loss, Private, clipped_sum, gaussian
 from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
 
@@ -46,20 +46,12 @@ class Block:
         self.run, self.model, self.plan, self.lr = run, first.model, first.plan, first.lr
         self.private, self.draws = private, draws
         self.many = len(contexts) > 1
+        self.count = len(contexts)
+        self.names = sorted(phase.names)
         self.device = next(iter(now[0].values())).device
         self.ghost = self._ghost()
-        names = sorted(phase.names)
-        # Clones, since the optimizer moves them in place.
-        self.live = {name: self._join([each[name] for each in now]) for name in names}
-        fresh = run.training.optimizer.init({name: now[0][name] for name in names})
-        self.moments = {
-            slot: {
-                name: self._join([each.get(slot, start).get(name, start[name]) for each in moments]) for name in names
-            }
-            for slot, start in fresh.items()
-        }
         ages = moments[0].get("age", {})
-        self.born = {name: int(ages[name]) if name in ages else 0 for name in names}
+        self.born = {name: int(ages[name]) if name in ages else 0 for name in self.names}
         self.steps = 0
         self.shared = [
             _share([{name: value for name, value in each.items() if name not in phase.names} for each in now]),
@@ -67,13 +59,25 @@ class Block:
             _share([each.sent for each in contexts]),
             _share([each.memory for each in contexts]),
         ]
+        self.fill(now, moments)
 
-    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """One step of the leading clients; the others have finished. Returns each one's loss."""
-        count = len(batches)
+    def fill(self, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
+        """Copies of what each client starts from, since the optimizer moves them in place."""
+        self.live = {name: self._join([each[name] for each in now]) for name in self.names}
+        fresh = self.run.training.optimizer.init({name: now[0][name] for name in self.names})
+        self.moments = {
+            slot: {
+                name: self._join([each.get(slot, start).get(name, start[name]) for each in moments])
+                for name in self.names
+            }
+            for slot, start in fresh.items()
+        }
+
+    def step(self, batch: Batch) -> Tensor:
+        """One step of the leading clients, those who are in the batch; the others have finished. Each one's loss."""
+        count = len(batch.targets)
         live = {name: self._lead(value, count) for name, value in self.live.items()}
         fixed = [_lead_shared(part, count) if self.many else part for part in self.shared]
-        batch = _place(_collate(batches) if self.many else batches[0], self.device)
         given = [batch.inputs, batch.targets, batch.mask]
         dims = [0, *(dims for _, dims in self.shared), 0, 0, None if batch.mask is None else 0]
         values = [value for value, _ in fixed]
@@ -82,21 +86,26 @@ class Block:
         with torch.no_grad():
             if self._corrects():
                 grads = self._lift(self._correct, dims[:1] + dims[2:5])(grads, *values[1:])
-            self.steps += 1
-            ages = self._ages(self.steps)
             moments = {slot: {k: self._lead(v, count) for k, v in part.items()} for slot, part in self.moments.items()}
-            self.run.training.optimizer.step(live, grads, moments, self.lr, ages)
-        return list(task.detach().unbind()) if self.many else [task.detach()]
+            self._move(live, grads, moments)
+        return task.detach() if self.many else task.detach().unsqueeze(0)  # (client,)
 
-    def params(self, rank: int) -> Tensors:
-        return {name: self._one(value, rank) for name, value in self.live.items()}
+    def params(self) -> list[Tensors]:
+        """Each client's, as views of what all hold together."""
+        return self._apart(self.live)
 
-    def state(self, rank: int, steps: int) -> dict[str, Tensors]:
-        """The optimizer's, for a client that took so many of the block's steps."""
-        state = {slot: {k: self._one(v, rank) for k, v in part.items()} for slot, part in self.moments.items()}
+    def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
+        """The optimizer's for each client, who took so many of the block's steps."""
+        apart = {slot: self._apart(part) for slot, part in self.moments.items()}
+        states = [{slot: parts[rank] for slot, parts in apart.items()} for rank in range(self.count)]
         if self.run.training.optimizer.ages:
-            state["age"] = {name: torch.tensor(years) for name, years in self._ages(steps).items()}
-        return state
+            for state, taken in zip(states, steps, strict=True):
+                state["age"] = {name: torch.tensor(years) for name, years in self._ages(taken).items()}
+        return states
+
+    def _move(self, live: Tensors, grads: Tensors, moments: Slots) -> None:
+        self.steps += 1
+        self.run.training.optimizer.step(live, grads, moments, self.lr, self._ages(self.steps))
 
     def _ages(self, steps: int) -> dict[str, int]:
         return {name: years + steps for name, years in self.born.items()}
@@ -165,17 +174,19 @@ class Block:
         private = self.private
         assert private is not None
 
-        def of_all(live: Tensors) -> Tensor:
-            with self._precision():
-                return self.model.losses(self.model({**rest, **live}, batch.inputs), batch.targets)
+        def of_all(live: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
+            return self.model.losses(self.model({**rest, **live}, inputs), targets)
 
         numbers = len(batch.targets) * sum(value.numel() for value in live.values())
         if self.ghost and (private.norms == "ghost" or numbers > LARGE):
             try:
-                total, losses, norms = ghost_sum(of_all, live, batch.mask, len(batch.targets), private)
                 if not self.steps:
-                    few = {name: value[:CHECKED] for name, value in batch.inputs.items()}
-                    check_norms(norms[:CHECKED], by_example(of_one, live, few, batch.targets[:CHECKED])[1])
+                    few = {name: value[:CHECKED] for name, value in batch.inputs.items()}, batch.targets[:CHECKED]
+                    check_norms(of_all, live, *few, private)
+                whole = batch.inputs, batch.targets
+                with self._precision():
+                    summed = ghost_sum(lambda live: of_all(live, *whole), live, batch.mask, len(whole[1]), private)
+                total, losses, norms = summed
                 if bool(torch.isfinite(norms).all()):
                     return total, losses
             except GhostError as error:
@@ -199,8 +210,11 @@ class Block:
 
     def _precision(self) -> torch.autocast:
         # Without the cache: a cast that was remembered under one transform is of no use under the next.
-        wanted = self.run.training.precision == "bfloat16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted, cache_enabled=self.private is None)
+        half = not self._in_full()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=self.private is None)
+
+    def _in_full(self) -> bool:
+        return self.run.training.precision == "float32"
 
     def _corrects(self) -> bool:
         corrected = any(type(rule).gradient is not Local.gradient for rule in self.run.method.local)
@@ -220,7 +234,7 @@ class Block:
         lifted = torch.vmap(function, in_dims=tuple(dims)) if self.many else function
         over = "clients" if self.private is None else "clients and, for privacy, over examples"
         remedy = "set engine.block = 1 to train clients one by one" if self.many else "use another model, or no privacy"
-        if self.private and self.run.training.precision != "float32":
+        if self.private and not self._in_full():
             remedy = "set training.precision = 'float32'"
 
         def call(*parts: Any) -> Any:
@@ -241,8 +255,10 @@ class Block:
     def _lead(self, value: Tensor, count: int) -> Tensor:
         return value[:count] if self.many else value
 
-    def _one(self, value: Tensor, rank: int) -> Tensor:
-        return value[rank].clone() if self.many else value
+    def _apart(self, joined: Tensors) -> list[Tensors]:
+        if not self.many:
+            return [joined]
+        return [dict(zip(joined, row, strict=True)) for row in zip(*(v.unbind() for v in joined.values()), strict=True)]
 
 
 def _share(parts: Sequence[Any]) -> tuple[Any, Any]:
@@ -261,37 +277,3 @@ def _lead_shared(part: tuple[Any, Any], count: int) -> tuple[Any, Any]:
     if isinstance(value, Mapping):
         return {name: _lead_shared((value[name], dims[name]), count)[0] for name in value}, dims
     return (value if dims is None else value[:count]), dims
-
-
-def _collate(batches: Sequence[Batch]) -> Batch:
-    """(client, example, ...): short batches are padded with their first example, which the mask then leaves out.
-
-    Where rows of tokens differ in length, they are padded with zeros, and their targets with such as do not count.
-    """
-    sizes = [len(batch.targets) for batch in batches]
-    longest = max(sizes)
-
-    def pad(value: Tensor, width: int, fill: int) -> Tensor:
-        if value.ndim > 1 and value.shape[1] < width:
-            value = torch.cat([value, value.new_full((len(value), width - value.shape[1], *value.shape[2:]), fill)], 1)
-        missing = longest - len(value)
-        return torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) if missing else value
-
-    def join(values: Sequence[Tensor], fill: int) -> Tensor:
-        width = max(value.shape[1] if value.ndim > 1 else 0 for value in values)
-        return torch.stack([pad(value, width, fill) for value in values])
-
-    inputs = {name: join([batch.inputs[name] for batch in batches], 0) for name in batches[0].inputs}
-    mask = None
-    if min(sizes) < longest or any(batch.mask is not None for batch in batches):
-        mask = torch.zeros(len(batches), longest)  # (client, example)
-        for row, batch in zip(mask, batches, strict=True):
-            row[: len(batch.targets)] = 1.0 if batch.mask is None else batch.mask
-    return Batch(inputs, join([batch.targets for batch in batches], IGNORED), mask)
-
-
-def _place(batch: Batch, device: torch.device) -> Batch:
-    if batch.targets.device == device:
-        return batch
-    mask = None if batch.mask is None else batch.mask.to(device, non_blocking=True)
-    return Batch(tree.to(batch.inputs, device), batch.targets.to(device, non_blocking=True), mask)

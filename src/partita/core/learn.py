@@ -6,7 +6,7 @@ Rules are written for one client. `learn` takes one visit and calls them plainly
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from partita.core import tree
 from partita.core.block import Block
 from partita.core.method import Context, Local, Unseen, Update
-from partita.core.model import Batch, Examples, Model
+from partita.core.model import Examples, Model
 from partita.core.plan import NONE, Phase, Plan, Turn, plan_for
 from partita.core.private import Draw, Private
 from partita.core.rng import Key
 from partita.core.run import Run, Training
+from partita.core.stage import stage
 from partita.core.tree import Names, Slots, Tensors
 
 _OPTIMIZER = "optimizer."  # the prefix of the slots in which a client's memory holds its optimizer's state
@@ -162,55 +163,47 @@ def sample(count: int, training: Training, epochs: int | None, key: Key, work: f
     return [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, work))]
 
 
-def learn(run: Run, visits: Sequence[Visit]) -> list[Learned]:
+def learn(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Block) -> list[Learned]:
     """Train one client, or several with equal plans side by side."""
     now = [dict(each.ctx.anchor) for each in visits]
     moments = [_carried(run, each) for each in visits]
     steps = [Counter[str]() for _ in visits]
     losses: list[list[Tensor]] = [[] for _ in visits]
-    for index, phase in enumerate(visits[0].plan.phases):
+    phases = visits[0].plan.phases
+    for index, phase in enumerate(phases):
         # Longest first: those still at work are then always a leading slice, and none is computed for nothing.
         order = sorted(range(len(visits)), key=lambda place: -len(visits[place].deals[index]))
         ranked = [visits[place] for place in order]
         contexts = [each.ctx for each in ranked]
         draws = [Draw(each.key / "noise" / index, min(run.training.batch_size, len(each.examples))) for each in ranked]
-        block = Block(
-            run,
-            phase,
-            contexts,
-            [now[place] for place in order],
-            [moments[place] for place in order],
-            visits[0].private,
-            draws,
-        )
-        for step in range(len(ranked[0].deals[index])):
-            batches = [
-                _take(each.examples, each.deals[index][step]) for each in ranked if len(each.deals[index]) > step
-            ]
-            for place, loss in zip(order, block.step(batches), strict=False):
-                losses[place].append(loss)
-        for rank, place in enumerate(order):
-            count = len(visits[place].deals[index])
-            now[place].update(block.params(rank))
-            moved = block.state(rank, count)
-            moments[place] = {slot: {**moments[place].get(slot, {}), **part} for slot, part in moved.items()}
+        mine = [now[place] for place in order], [moments[place] for place in order]
+        block = blocks(run, phase, contexts, *mine, visits[0].private, draws)
+        deals = [each.deals[index] for each in ranked]
+        found = [block.step(batch) for batch in stage([each.examples for each in ranked], deals, block.device)]
+        counts = [len(deal) for deal in deals]
+        for place, count, params, row in zip(order, counts, block.params(), _by_client(found, counts), strict=True):
+            now[place].update(params)
             steps[place].update(dict.fromkeys(phase.names, count))
+            losses[place].append(row)
+        if run.method.carry_optimizer or len(phases) > 1:
+            for place, moved in zip(order, block.states(counts), strict=True):
+                moments[place] = {slot: {**moments[place].get(slot, {}), **part} for slot, part in moved.items()}
     return [
         Learned(
             params=tree.select(now[place], each.plan.train),
             steps=steps[place],
-            losses=torch.stack(losses[place]) if losses[place] else torch.zeros(0),
+            losses=torch.cat(losses[place]) if losses[place] else torch.zeros(0),
             optimizer=moments[place],
         )
         for place, each in enumerate(visits)
     ]
 
 
-def _take(examples: Examples, indices: Tensor) -> Batch:
-    """An empty batch is one example that does not count, since not every table can be asked for nothing."""
-    if len(indices):
-        return examples.take(indices)
-    return replace(examples.take(torch.zeros(1, dtype=torch.long)), mask=torch.zeros(1))
+def _by_client(found: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """(step,) for each client from (client,) for each step; fetched from a GPU in one go."""
+    rows = torch.split(torch.cat(list(found)).cpu(), [len(row) for row in found])
+    table = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)  # (step, client)
+    return [table[:count, rank] for rank, count in enumerate(counts)]
 
 
 def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState]:
@@ -246,7 +239,7 @@ def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState
     for index, transform in enumerate(run.method.channel):
         update = transform.encode(update, visit.key / "channel" / index)
     personal = {**visit.state.personal, **tree.select(after, plan.keep)}
-    return update, ClientState(personal, memory)
+    return update, ClientState(tree.own(personal), {slot: tree.own(part) for slot, part in memory.items()})
 
 
 def _carried(run: Run, each: Visit) -> dict[str, Tensors]:

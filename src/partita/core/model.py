@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -133,6 +133,17 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, indices: Tensor) -> Batch: ...
+
+
+@runtime_checkable
+class Selection(Examples, Protocol):
+    """Examples that are rows of a table, which may hold those of others too."""
+
+    @property
+    def table(self) -> Examples: ...
+
+    @property
+    def indices(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)

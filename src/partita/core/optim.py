@@ -31,6 +31,10 @@ class Optimizer(Protocol):
         """Moves params and state in place; ages counts this step too."""
         ...
 
+    def step_by_tensors(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, ages: Tensors) -> None:
+        """The same to rounding, where the rate and the ages are tensors: nothing is looked up while a GPU works."""
+        ...
+
 
 @dataclass(frozen=True)
 class SGD:
@@ -52,6 +56,14 @@ class SGD:
         return {"momentum": zeros_like(params)} if self.momentum else {}
 
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
+        values, slopes = self._slopes(params, grads, state)
+        torch._foreach_add_(values, slopes, alpha=-lr)
+
+    def step_by_tensors(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, ages: Tensors) -> None:
+        values, slopes = self._slopes(params, grads, state)
+        torch._foreach_sub_(values, torch._foreach_mul(slopes, lr))
+
+    def _slopes(self, params: Tensors, grads: Tensors, state: Slots) -> tuple[list[Tensor], list[Tensor]]:
         values, slopes = [params[name] for name in grads], list(grads.values())
         if self.weight_decay:
             slopes = list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
@@ -60,7 +72,7 @@ class SGD:
             torch._foreach_mul_(moments, self.momentum)
             torch._foreach_add_(moments, slopes)
             slopes = list(torch._foreach_add(slopes, moments, alpha=self.momentum)) if self.nesterov else moments
-        torch._foreach_add_(values, slopes, alpha=-lr)
+        return values, slopes
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,23 @@ class AdamW:
         torch._foreach_div_(spread, [(1 - self.beta2 ** ages[name]) ** 0.5 for name in grads])
         torch._foreach_add_(spread, self.eps)
         torch._foreach_addcdiv_(values, first, spread, [-lr / (1 - self.beta1 ** ages[name]) for name in grads])
+
+    def step_by_tensors(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, ages: Tensors) -> None:
+        torch._fused_adamw_(
+            [params[name] for name in grads],
+            [slope.contiguous() for slope in grads.values()],
+            [state["first"][name] for name in grads],
+            [state["second"][name] for name in grads],
+            [],
+            [ages[name] for name in grads],
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,15 @@ def add(left: Tensors, right: Tensors) -> Tensors:
 
 
 def subtract(left: Tensors, right: Tensors) -> Tensors:
-    return {name: value - right[name] for name, value in left.items()}
+    """All names in one call: on a GPU each call costs more than the arithmetic."""
+    if not left:
+        return {}
+    return dict(zip(left, torch._foreach_sub(list(left.values()), [right[name] for name in left]), strict=True))
+
+
+def own(tree: Tensors) -> Tensors:
+    """Without views, which would hold on to all that they are a part of."""
+    return {name: value.clone() if value._is_view() else value for name, value in tree.items()}
 
 
 def scale(tree: Tensors, factor: float | Tensor) -> Tensors:
@@ -54,7 +62,7 @@ def finite(tree: Tensors) -> bool:
     if not tree:
         return True
     largest = torch._foreach_norm(list(tree.values()), ord=math.inf)
-    return bool(torch.stack([value.float() for value in largest]).isfinite().all())
+    return math.isfinite(torch.stack(list(largest)).max().item())
 
 
 def squares(tree: Tensors) -> dict[str, float]:
@@ -106,11 +114,18 @@ class Mean:
                 self.value[name] = value.to(wide, copy=True)
             elif total > 0:
                 known[name] = weight / total
-        if known:  # all names in a few calls: on a GPU each call costs more than the arithmetic
-            means = [self.value[name] for name in known]
-            steps = torch._foreach_sub([tree[name] for name in known], means)
-            torch._foreach_mul_(steps, list(known.values()))
-            torch._foreach_add_(means, steps)
+        if known:
+            means, values, shares = (
+                [self.value[name] for name in known],
+                [tree[name] for name in known],
+                {*known.values()},
+            )
+            if len(shares) == 1 and all(value.dtype == mean.dtype for value, mean in zip(values, means, strict=True)):
+                torch._foreach_lerp_(means, values, *shares)
+            else:
+                steps = torch._foreach_sub(values, means)
+                torch._foreach_mul_(steps, list(known.values()))
+                torch._foreach_add_(means, steps)
 
     def over(self, total: float) -> Tensors:
         """The weighted sum divided by a total that also counts those who did not add a name."""

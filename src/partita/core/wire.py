@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 
 import safetensors.torch
 import torch
@@ -43,20 +45,23 @@ def unpack(data: bytes) -> dict[str, Tensors]:
     return slots
 
 
-def count(slots: Slots) -> dict[str, int]:
+def count(slots: Slots) -> Mapping[str, int]:
     """The bytes of pack(slots) by parameter name, without making a copy of anything; no tensors, no message."""
-    sizes: dict[str, int] = {}
-    entries: list[tuple[str, str, tuple[int, ...], int]] = []
-    for slot, part in slots.items():
-        for name, value in part.items():
-            weight = value.numel() * value.element_size()
-            sizes[name] = sizes.get(name, 0) + weight
-            entries.append((f"{slot}/{name}", _TYPES[value.dtype], tuple(value.shape), weight))
-    return {ENVELOPE: _envelope(tuple(entries)), **sizes} if entries else {}
+    return _count(tuple((slot, name, v.dtype, v.shape) for slot, part in slots.items() for name, v in part.items()))
 
 
 @lru_cache(maxsize=1024)
-def _envelope(entries: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> int:
+def _count(tensors: tuple[tuple[str, str, torch.dtype, torch.Size], ...]) -> Mapping[str, int]:
+    sizes: dict[str, int] = {}
+    entries: list[tuple[str, str, tuple[int, ...], int]] = []
+    for slot, name, kind, shape in tensors:
+        weight = shape.numel() * kind.itemsize
+        sizes[name] = sizes.get(name, 0) + weight
+        entries.append((f"{slot}/{name}", _TYPES[kind], tuple(shape), weight))
+    return MappingProxyType({ENVELOPE: _envelope(entries), **sizes} if entries else {})
+
+
+def _envelope(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> int:
     """The header that safetensors writes: its length in 8 bytes, then JSON padded to a multiple of 8."""
     start, header = 0, {}
     # By type, then by name: offsets, and so the digits in the header, depend on the order.

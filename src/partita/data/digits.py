@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,11 +15,9 @@ from partita.data.task import Table, Task
 
 def digits(key: Key) -> Task:
     """1,797 grey images; a fifth of each class is the central test set."""
-    from sklearn.datasets import load_digits  # slow to import, and no other task needs it
-
-    bunch = load_digits()
-    pixels = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # (row, channel, height, width)
-    targets = torch.tensor(bunch.target, dtype=torch.int64)
+    table = torch.tensor(np.loadtxt(_file(), np.float32, delimiter=","))  # (row, pixel), and the class at the end
+    pixels = table[:, :-1].reshape(-1, 1, 8, 8) / 8 - 1  # (row, channel, height, width)
+    targets = table[:, -1].long()
     train, test = _stratified(targets, 5, key)
     return Task(
         "digits",
@@ -25,6 +27,14 @@ def digits(key: Key) -> Task:
         channels=1,
         size=8,
     )
+
+
+def _file() -> Path:
+    """Where scikit-learn keeps them; to import it for the one file would take longer than a small run."""
+    found = find_spec("sklearn")
+    assert found is not None, "scikit-learn is among partita's own requirements"
+    assert found.submodule_search_locations is not None
+    return Path(found.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
 
 
 def _stratified(targets: Tensor, one_in: int, key: Key) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import floor
 from typing import Any, Literal, Protocol
@@ -41,10 +41,22 @@ class Table:
         return len(self.targets)
 
     def take(self, indices: Tensor) -> Batch:
+        indices = indices.to(self.targets.device, non_blocking=True)
         inputs = {name: value.index_select(0, indices) for name, value in self.inputs.items()}
         if self.transform is not None:
             inputs = self.transform(inputs)
         return Batch(inputs, self.targets.index_select(0, indices))
+
+    def to(self, device: torch.device) -> Table:
+        """The table there, if it takes no more than half of the memory that is free, and as it is otherwise."""
+        if self.targets.device == device:
+            return self
+        tensors = (*self.inputs.values(), self.targets)
+        wanted = sum(value.numel() * value.element_size() for value in tensors)
+        if device.type == "cuda" and wanted > torch.cuda.mem_get_info(device)[0] // 2:
+            return self
+        inputs = {name: value.to(device) for name, value in self.inputs.items()}
+        return Table(inputs, self.targets.to(device), self.transform)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +186,15 @@ class Federation:
     @property
     def classes(self) -> tuple[str, ...]:
         return self.task.classes
+
+    def to(self, device: torch.device) -> Federation:
+        """Images where they will be needed, once for all rounds. Tokens are few, and stay where batches are padded."""
+        moved = {
+            name: table.to(device)
+            for name, table in (("train", self.task.train), ("test", self.task.test))
+            if isinstance(table, Table)
+        }
+        return replace(self, task=replace(self.task, **moved))  # type: ignore[arg-type]
 
     def pooled(self) -> Federation:
         """One client who holds everybody's parts, each part joined with its like."""

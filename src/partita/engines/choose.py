@@ -1,4 +1,4 @@
-"""How to compute, where the user leaves it open: clients side by side, and whose kernels."""
+"""How to compute, where the user leaves it open: clients side by side, recorded or not, and whose kernels."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from typing import Literal
 
 import torch
 
+from partita.core.graphs import Graphs
 from partita.core.learn import ClientState, learn, visit
 from partita.core.model import Model, Population
 from partita.core.rounds import ask, begin
-from partita.core.run import Run
+from partita.core.run import Run, RunError
 
 SMALL = 100_000  # parameters
 SPARE = 0.5  # of the free memory is left: clients' batches differ, and evaluation needs room too
 
 
-def choose_block(run: Run, model: Model, population: Population, device: torch.device) -> int:
-    """On a CPU, all clients of a small model, whose cost is the calls and not the arithmetic, and one of a larger.
-    On a GPU, as many as fit its memory by a trial of one.
+def choose_block(
+    run: Run, model: Model, population: Population, device: torch.device, graphs: bool = False, workers: int = 1
+) -> int:
+    """On a CPU, all clients of a small model, whose cost is the calls and not the arithmetic, and one of a larger; among
+    workers, so many that each gets a block. On a GPU, as many as fit its memory by a trial of one; recordings have
+    working memory of their own.
     """
     cohort = run.cohort_size(len(population.clients))
     if device.type == "cpu":
-        return cohort if sum(value.numel() for value in model.initial.values()) <= SMALL else 1
+        return -(-cohort // workers) if sum(value.numel() for value in model.initial.values()) <= SMALL else 1
     model.to(device)
     step = replace(run, training=replace(run.training, steps=1))
     client = population.clients[0]
@@ -33,7 +37,16 @@ def choose_block(run: Run, model: Model, population: Population, device: torch.d
     learn(step, [visit(step, model, job, ClientState(), population[client].train)])
     taken = torch.cuda.max_memory_allocated(device) - before
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(cohort, int(free * (1 - SPARE) / max(1, taken))))
+    return max(1, min(cohort, int(free * (1 - SPARE) / max(1, taken * (1 + graphs)))))
+
+
+def choose_graphs(wanted: bool | Literal["auto"], device: torch.device) -> Graphs | None:
+    """On a GPU unless told otherwise. Where "auto" meets what cannot be recorded, it says so and goes on without."""
+    if device.type == "cpu":
+        if wanted is True:
+            raise RunError("engine.graphs is for GPUs, and this run is on a CPU; leave it at 'auto'")
+        return None
+    return Graphs(strict=wanted is True) if wanted else None
 
 
 def use_onednn(wanted: bool | Literal["auto"]) -> bool:

@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 
 from partita.core import tree, wire
+from partita.core.block import Block
+from partita.core.graphs import Graphs
 from partita.core.learn import ClientFault, Job, Learned, Visit, assemble, kind, learn, reply, shaped, trial, visit
 from partita.core.method import Update
 from partita.core.model import Examples, Model, Population
@@ -25,8 +27,10 @@ T = TypeVar("T")
 
 
 class Embedded:
-    """`block` clients train side by side. With `wire`, every message is really packed and unpacked and every client
-    keeps its own copy of what it was sent, as a remote one would: slower, and proof that the bytes suffice.
+    """`block` clients train side by side; with `graphs`, by programs that a GPU records once and replays.
+
+    With `wire`, every message is really packed and unpacked and every client keeps its own copy of what it was sent,
+    as a remote one would: slower, and proof that the bytes suffice.
     """
 
     def __init__(
@@ -40,11 +44,12 @@ class Embedded:
         faults: Faults | None = None,
         wire: bool = False,
         measure: Measure = ACCURACY,
+        graphs: Graphs | None = None,
     ) -> None:
         self.run, self.model, self.population, self.block = run, model, population, block
         self.device = device or torch.device("cpu")
         self.store, self.faults, self.wire = store or Memory(), faults or Faults(), wire
-        self.measure = measure
+        self.measure, self.blocks = measure, graphs or Block
         self.copies: dict[str, Tensors] = {}
         model.to(self.device)
 
@@ -111,7 +116,7 @@ class Embedded:
         learned: dict[int, Learned] = {}
         for places in groups.values():
             try:
-                results = learn(run, [visits[place] for place in places])
+                results = learn(run, [visits[place] for place in places], self.blocks)
             except torch.OutOfMemoryError as error:
                 remedy = "lower engine.block" if len(places) > 1 else "lower training.batch_size"
                 raise RunError(f"{len(places)} clients side by side do not fit the memory; {remedy}") from error

@@ -16,15 +16,17 @@ def pfeddc(
     output: float = 1.0,
     local: bool = True,
     phrase: str = "",
+    view: Literal["nothing", "grey"] = "nothing",
 ) -> Method:
     """So many prompts of text and of vision, of either owner; with 0, that tower has none.
 
     `fusion` says who asks whom in the cross-attention, and `output` how much it adds at first; without `local`, only
-    shared prompts are left.
+    shared prompts are left. `phrase` and `view` are what prompts of text say, and those of vision show, at first.
     """
     if not text and not vision:
         raise MethodError("pfeddc has no prompts with text = 0 and vision = 0; use zero-shot")
-    options = {"text": text, "vision": vision, "depth": depth, "fusion": fusion, "output": output, "phrase": phrase}
+    sizes = {"text": text, "vision": vision, "depth": depth}
+    options = {**sizes, "fusion": fusion, "output": output, "phrase": phrase, "view": view}
     owners = ("global", "local") if local else ("global",)
     return Method(
         "pfeddc",

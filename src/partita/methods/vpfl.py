@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from partita.core.method import Method
 from partita.methods.promptfl import share_global
 
 
-def vpfl(vision: int = 8, depth: int = 1) -> Method:
-    """`vision` prompts enter the first layer, and new ones each of the first `depth` layers."""
+def vpfl(vision: int = 8, depth: int = 1, view: Literal["nothing", "grey"] = "nothing") -> Method:
+    """`vision` prompts enter the first layer, and new ones each of the first `depth` layers.
+
+    With `view` "grey" they start near the patches of a grey image.
+    """
     return Method(
         "vpfl",
         plan=share_global,
         carry_optimizer=True,
-        extend=lambda model, key: model.prompted("prompts", key, vision=vision, depth=depth),
+        extend=lambda model, key: model.prompted("prompts", key, vision=vision, depth=depth, view=view),
     )

@@ -14,6 +14,8 @@ INDEX = {
     "clip": "partita.models.prompts.clip:clip",
 }
 
+STATES = "hidden"  # the input that stands for what frozen layers made of another
+
 Kind = Literal["image", "text", "tokens", "lm"]
 
 

@@ -21,6 +21,7 @@ from partita.core.tree import Names, Tensors
 from partita.models import ModelError, attention, fused
 from partita.models.architectures import architecture, forward_of, tags_of
 from partita.models.objectives import KINDS, Objective, losses_for
+from partita.models.patches import take_patches_as_products
 from partita.models.recompute import recompute_layers
 
 Place = tuple[dict[str, Any], str]  # a submodule's own parameters, and the name among them
@@ -123,6 +124,7 @@ def adapt(
     with quiet():
         module.set_attn_implementation(attention.NAME)
     _treat_padding_as_any_token(module)
+    take_patches_as_products(module)
     if checkpointing:
         recompute_layers(module)
     own = dict(module.named_parameters())

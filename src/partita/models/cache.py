@@ -7,7 +7,7 @@ With `training.precision = "bfloat16"` the frozen layers are computed in the mod
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,32 +18,40 @@ from torch import Tensor, nn
 from partita.core import tree
 from partita.core.model import Batch, Examples, Model, Output
 from partita.core.tree import Tensors
-from partita.models import ModelError
+from partita.models import STATES, ModelError
 from partita.models.adapter import Adapted
 from partita.models.architectures import Forward, architecture
+from partita.models.prompts.dual import Beside
+from partita.models.prompts.towers import Towers
 from partita.models.shallow import standing_in
 
-STATES, SEEN = "hidden", "attention_mask"
+SEEN = "attention_mask"
 CHUNK = 32  # rows computed together, and always the same ones: a resumed run then remembers the same bits
 GIB = 2**30
 
 
-def cache_frozen(model: Model, *tables: Examples) -> tuple[Adapted, tuple[Cached, ...]]:
+def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[Cached, ...]]:
     """The model from the first layer that trains on, and the examples as that takes them."""
-    if not isinstance(model, Adapted):
-        raise ModelError(f"engine.cache_frozen is for Hugging Face models, which {model.name} is not; set it to false")
-    body = _body(model)
-    depth = frozen_depth(model)
-    lower = Lower(model, body.layers[depth - 1])
-    cached = tuple(_cached(table, lower, body.takes) for table in tables)
+    above, lower, takes = _cut(model)
+    cached = tuple(_cached(table, lower, takes) for table in tables)
     wanted, free = sum(each.states.nbytes for each in cached), _free_memory()
     if wanted > free:
         raise ModelError(
             f"engine.cache_frozen would remember {wanted / GIB:.1f} GiB, but {free / GIB:.1f} GiB of memory are free; "
             "set it to false, or use fewer or shorter examples"
         )
+    return above, cached
+
+
+def _cut(model: Model) -> tuple[Model, Callable[[Tensors], Tensor], str]:
+    """What is above, what makes its states, and of which input. Prompts of text leave a tower of images as it is."""
+    if isinstance(model, Towers | Beside):
+        return model, model.remember, "pixel_values"
+    if not isinstance(model, Adapted):
+        raise ModelError(f"engine.cache_frozen is for Hugging Face models, which {model.name} is not; set it to false")
+    body, depth = _body(model), frozen_depth(model)
     above = _Above(model.forward, body.takes, (*body.embeds, *body.layers[:depth]))
-    return replace(model, forward=above), cached
+    return replace(model, forward=above), Lower(model, body.layers[depth - 1]), body.takes
 
 
 def frozen_depth(model: Adapted) -> int:
@@ -83,7 +91,7 @@ class Cached:
     """
 
     examples: Examples
-    lower: Lower
+    lower: Callable[[Tensors], Tensor]
     takes: str
     offsets: Tensor  # (row + 1,)
     states: Tensor  # (token, width) of all rows: row i has states[offsets[i]:offsets[i + 1]]
@@ -115,7 +123,7 @@ class Cached:
         return torch.ones(len(rows), int(self.offsets[1]), dtype=torch.bool)
 
 
-def _cached(examples: Examples, lower: Lower, takes: str) -> Cached:
+def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], takes: str) -> Cached:
     first = examples.take(torch.arange(1)).inputs
     example = lower(first)  # (1, token, width)
     if SEEN in first:

@@ -21,7 +21,7 @@ from partita.core.run import Run
 from partita.core.tree import Tensors
 from partita.privacy.attacks import Array
 
-CHUNK = 64  # examples scored together
+CHUNK = 32  # examples scored together
 MOST = 2**31  # numbers held at once, 8 GiB of them
 RIDGE = 1e-3  # beside squared gradients of 1: what many local steps do is not quite a sum of gradients
 
@@ -186,7 +186,7 @@ def explain(
             f"the gradients of {len(table)} examples of {model.name} are {numbers / 2**28:.0f} GiB; audit a run of a "
             "smaller model, or one that trains less of it, or with fewer examples a client"
         )
-    gradients = gradients_of(model, params, sorted(delta), table.whole())  # (example, number)
+    gradients = torch.cat(list(gradients_of(model, params, sorted(delta), table.whole())))  # (example, number)
     norms = gradients.norm(dim=1, keepdim=True)
     if private is not None:
         gradients = gradients * (private.clip / norms.clamp(min=1e-30)).clamp(max=1.0)
@@ -198,8 +198,8 @@ def explain(
     return mine.cpu()
 
 
-def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Tensor:
-    """(example, number) Each example's own, over all the names."""
+def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[Tensor]:
+    """(example, number) Each example's own, over all the names, a chunk of examples at a time."""
     live = {name: params[name] for name in names}
     rest = {name: value for name, value in params.items() if name not in live}
     device = next(iter(live.values())).device
@@ -209,21 +209,18 @@ def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Bat
         return model.losses(out, target.unsqueeze(0)).sum()
 
     slopes_of = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0))
-    found = []
     for here in torch.split(torch.arange(len(batch.targets)), CHUNK):
         inputs = {name: value[here].to(device) for name, value in batch.inputs.items()}
         slopes = slopes_of(live, inputs, batch.targets[here].to(device))
-        found.append(torch.cat([slopes[name].flatten(1) for name in names], dim=1))
-    return torch.nan_to_num(torch.cat(found))
+        yield torch.nan_to_num(torch.cat([slopes[name].flatten(1) for name in names], dim=1))
 
 
 def alignments(model: Model, params: Tensors, delta: Tensors, batch: Batch) -> Tensor:
     """(example,) The cosine between the step that an example asks for and the step that was taken."""
     names = sorted(delta)
     step = -torch.cat([delta[name].flatten() for name in names])
-    gradients = gradients_of(model, params, names, batch)
-    cosines: Tensor = functional.cosine_similarity(gradients, step.unsqueeze(0))
-    return cosines.cpu()
+    chunks = gradients_of(model, params, names, batch)
+    return torch.cat([functional.cosine_similarity(chunk, step.unsqueeze(0)).cpu() for chunk in chunks])
 
 
 def losses_of(model: Model, params: Tensors, examples: Examples, most: int) -> Array:

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from scipy.optimize import brentq
-
 from partita.core.learn import count_steps
 from partita.core.method import Release
 from partita.core.plan import Plan
@@ -110,6 +108,7 @@ def find_noise(account: Account, target: float) -> float:
 
 def _search(account: Account, target: float) -> float:
     """Epsilon falls almost as a power of the noise, so a search by logarithms takes few steps."""
+    from scipy.optimize import brentq  # slow to import, and most runs search for no noise
 
     def excess(log_noise: float) -> float:
         cost = account.with_noise(math.exp(log_noise)).epsilon()

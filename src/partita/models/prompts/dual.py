@@ -19,6 +19,7 @@ from partita.models import ModelError
 from partita.models.prompts.towers import Towers, check_length
 
 Fusion = Literal["local_queries", "global_queries", "both", "mean", "none"]
+View = Literal["nothing", "grey"]
 SPREAD = 0.02  # of prompts at the start
 # For each way to fuse, whose prompts ask; the other's answer.
 ASKING: dict[str, tuple[str, ...]] = {"local_queries": ("local",), "global_queries": ("global",)}
@@ -37,6 +38,9 @@ class Beside(Model):
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.towers.losses(out, targets)
 
+    def remember(self, inputs: Tensors) -> Tensor:
+        return self.towers.remember(inputs)
+
     def to(self, device: torch.device) -> None:
         self.towers.to(device)
         self.initial.update(tree.to(self.initial, device))
@@ -51,7 +55,16 @@ class Prompted(Beside):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         context, seen = (fuse(params, tower, self.fusion) for tower in ("text", "vision"))
         texts = self.towers.held["texts"] if context is None else self.towers.read(context)
-        return self.towers.compare(params, self.towers.look(inputs["pixel_values"], seen)[:, 0], texts)
+        states = self.towers.see(inputs) if seen is None else self.towers.look(inputs["pixel_values"], seen)
+        return self.towers.compare(params, states[:, 0], texts)
+
+    def remember(self, inputs: Tensors) -> Tensor:
+        if any({"prompt", "vision"} <= tags for tags in self.tags.values()):
+            raise ModelError(
+                "engine.cache_frozen: vision prompts change every layer of the tower of images and leave nothing to "
+                "remember; set it to false"
+            )
+        return super().remember(inputs)
 
 
 def prompted(
@@ -65,13 +78,16 @@ def prompted(
     fusion: str = "none",
     output: float = 0.0,
     phrase: str = "",
+    view: str = "nothing",
 ) -> Prompted:
     """So many prompts for each tower and each owner. A phrase is what the context says at first, in its last places.
 
-    `output` is how large the fusion's output projection is at first, beside the other projections.
+    `output` is how large the fusion's output projection is at first, beside the other projections. With `view` "grey",
+    vision prompts start near the patches of a grey image.
     """
-    if fusion not in get_args(Fusion):
-        raise ModelError(f"fusion is '{fusion}'; {nearest(fusion, get_args(Fusion))}")
+    for option, given, known in ("fusion", fusion, get_args(Fusion)), ("view", view, get_args(View)):
+        if given not in known:
+            raise ModelError(f"{option} is '{given}'; {nearest(given, known)}")
     if min(text, vision) < 0:
         raise ModelError(f"there are {text} prompts of text and {vision} of vision; give 0 or more of each")
     if not 1 <= depth <= (most := towers.depth()):
@@ -84,6 +100,9 @@ def prompted(
             initial[name] = drawn(key / name, *shape, width)
             if tower == "text" and phrase:
                 initial[name] = _saying(towers, phrase, initial[name])
+            if tower == "vision" and view == "grey":
+                # The draw is added, or prompts in one place would never part.
+                initial[name] = initial[name] + towers.glance(vision, depth).to(initial[name])
             tags[name] = frozenset({"prompt", owner, tower})
         for asking in ASKING[fusion] if shape[-1] and len(owners) > 1 else ():
             for part in ("query", "key", "value", "output"):

@@ -28,7 +28,7 @@ class WithTexts(Output):
 class Factored(Beside):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         own = self.towers.read(params[SHARED] + params[LEFT] @ params[RIGHT])
-        out = self.towers.compare(params, self.towers.look(inputs["pixel_values"])[:, 0], own)
+        out = self.towers.compare(params, self.towers.see(inputs)[:, 0], own)
 
         def texts() -> tuple[Tensor, Tensor, Tensor]:
             return own, self.towers.read(params[SHARED]), self.towers.held["texts"]

@@ -18,7 +18,7 @@ from partita.models.prompts.towers import Towers
 @dataclass(frozen=True, eq=False)
 class Gated(Beside):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        image = self.towers.look(inputs["pixel_values"])[:, 0]  # (example, feature)
+        image = self.towers.see(inputs)[:, 0]  # (example, feature)
         return self.towers.compare(params, image * gate(params, image), self.towers.held["texts"])
 
 

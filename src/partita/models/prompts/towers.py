@@ -15,7 +15,7 @@ from partita.core.model import Model, Output
 from partita.core.options import nearest
 from partita.core.rng import Key
 from partita.core.tree import Names, Tensors
-from partita.models import ModelError, attention
+from partita.models import STATES, ModelError, attention
 from partita.models.adapter import quiet
 from partita.models.architectures.dual import reading_of, sight_of
 from partita.models.objectives import losses_for
@@ -39,7 +39,7 @@ class Towers(Model):
     tags: Mapping[str, Names]
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        return self.compare(params, self.look(inputs["pixel_values"])[:, 0], self.held["texts"])
+        return self.compare(params, self.see(inputs)[:, 0], self.held["texts"])
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return losses_for("single", out.logits, targets)
@@ -62,6 +62,14 @@ class Towers(Model):
     def width(self, tower: str) -> int:
         return int(getattr(self.module, f"{tower}_model").config.hidden_size)
 
+    def remember(self, inputs: Tensors, patches: bool = False) -> Tensor:
+        """What is the same of an image in every round, as `see` takes it: (example, token, feature)."""
+        return self.look(inputs["pixel_values"].to(self.module.device), patches=patches).cpu()
+
+    def see(self, inputs: Tensors, patches: bool = False) -> Tensor:
+        """Looks at images without prompts, or remembers what was seen of them."""
+        return inputs[STATES] if STATES in inputs else self.look(inputs["pixel_values"], patches=patches)
+
     def look(self, pixels: Tensor, prompts: Tensor | None = None, patches: bool = False) -> Tensor:
         """The image's feature, and with `patches` those of its patches behind it: (example, token, feature).
 
@@ -83,6 +91,25 @@ class Towers(Model):
         else:
             states = states[:, :1]
         return self._wide(self.module.visual_projection(sight.leave(tower, states)))
+
+    def glance(self, tokens: int, depth: int) -> Tensor:
+        """(layer, token, width): what enters each of the first layers in so many places of a grey image, spread evenly.
+
+        Grey is the mean colour of the data, so that no image is needed.
+        """
+        tower: Any = self.module.vision_model
+        sight, settings = sight_of(str(tower.config.model_type)), tower.config
+        side = int(settings.image_size)
+        grey = torch.zeros(1, settings.num_channels, side, side, dtype=self.module.dtype, device=self.module.device)
+        found = []
+        with torch.no_grad():
+            states = sight.enter(tower, grey)  # (1, token, width)
+            first = 1 + getattr(settings, "num_register_tokens", 0)
+            places = torch.linspace(first, states.shape[1] - 1, tokens).round().long()
+            for layer in tower.get_submodule(sight.layers)[:depth]:
+                found.append(states[0, places])
+                states = layer(states, None)
+        return torch.stack(found)
 
     def read(self, context: Tensor) -> Tensor:
         """The feature of each class's text, in which the context (token, width) stands before the class's name."""

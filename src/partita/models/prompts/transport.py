@@ -27,13 +27,16 @@ class Transported(Beside):
     iterations: int
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        states = functional.normalize(self.towers.look(inputs["pixel_values"], patches=True), dim=-1)
+        states = functional.normalize(self.towers.see(inputs, patches=True), dim=-1)
         texts = torch.stack([self.towers.read(params[f"prompt.text.{owner}"]) for owner in OWNERS])
         texts = functional.normalize(texts, dim=-1)  # (owner, class, feature)
         alike = torch.einsum("epf,ocf->ecpo", states[:, 1:], texts)  # (example, class, patch, owner)
         # The transport is a weight and not a road for gradients, as in the paper.
         moved = transport(1 - alike.detach(), self.mass, self.smoothing, self.iterations)
         return Output(params[SCALE].exp() * (moved * alike).sum((-1, -2)), states[:, 0])
+
+    def remember(self, inputs: Tensors) -> Tensor:
+        return self.towers.remember(inputs, patches=True)
 
 
 def transported(

@@ -1,0 +1,216 @@
+"""Steps recorded once on a GPU and replayed as one program, so that a round is not a wait for Python.
+
+A recording reads and writes fixed places in memory. So a block that was recorded is kept, and the next clients whose
+work has the same shape are copied into its places.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.core.block import Block
+from partita.core.method import Context
+from partita.core.model import Batch
+from partita.core.plan import Phase
+from partita.core.private import Draw, Private
+from partita.core.run import Run
+from partita.core.tree import Slots, Tensors
+
+AFTER = 2  # steps of one shape are taken plainly before the next is recorded: kernels are chosen in the first ones
+KEPT = 64  # blocks with their graphs; the one unused for longest makes room
+
+Replay = tuple[Callable[[], None], Tensor]  # plays the recorded work anew, and where its result lies
+Recorder = Callable[[Callable[[], Tensor]], Replay]
+
+
+class GraphError(RuntimeError):
+    """Work that cannot be recorded."""
+
+
+class Graphs:
+    """Makes blocks, or hands out again those that it made: `learn` takes it in the place of `Block`.
+
+    What depends on chance in each step, as privacy does, is not recorded.
+    """
+
+    def __init__(self, recorder: Recorder | None = None, strict: bool = True) -> None:
+        self.recorder = recorder or CudaRecorder()
+        self.strict = strict  # whether what cannot be recorded is an error, or is said once and then taken plainly
+        self.known: OrderedDict[Hashable, Graphed] = OrderedDict()
+
+    def __call__(
+        self,
+        run: Run,
+        phase: Phase,
+        contexts: Sequence[Context],
+        now: Sequence[Tensors],
+        moments: Sequence[Slots],
+        private: Private | None = None,
+        draws: Sequence[Draw] = (),
+    ) -> Block:
+        if private is not None:
+            return Block(run, phase, contexts, now, moments, private, draws)
+        block = Graphed(self, run, phase, contexts, now, moments)
+        shape = block.shape(now[0])
+        if shape in self.known:
+            self.known.move_to_end(shape)
+            self.known[shape].take_over(block, now, moments)
+            return self.known[shape]
+        block.settle(now, moments)
+        self.known[shape] = block
+        if len(self.known) > KEPT:
+            self.known.popitem(last=False)
+        return block
+
+    def record(self, work: Callable[[], Tensor], what: str) -> Replay | None:
+        try:
+            return self.recorder(work)
+        except RuntimeError as error:
+            text = f"steps of {what} cannot be recorded: {str(error).splitlines()[0]}"
+            if self.strict:
+                raise GraphError(f"{text}; set engine.graphs = false") from error
+            warnings.warn(f"{text}; they are taken one by one, which is slower", stacklevel=2)
+            return None
+
+
+class CudaRecorder:
+    """CUDA graphs. They share their working memory, since only what lies outside of it outlives a replay."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+
+    def __call__(self, work: Callable[[], Tensor]) -> Replay:
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            result = work()
+        return graph.replay, result
+
+
+class Graphed(Block):
+    """A block whose learning rate and ages are tensors as well, so that all that changes has its place in memory."""
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        run: Run,
+        phase: Phase,
+        contexts: Sequence[Context],
+        now: Sequence[Tensors],
+        moments: Sequence[Slots],
+    ) -> None:
+        super().__init__(run, phase, contexts, now, moments)
+        self.graphs, self.phase = graphs, phase
+
+    def fill(self, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
+        """Not before it is clear whether another block has places for it."""
+
+    def shape(self, now: Tensors) -> Hashable:
+        """Blocks of which this is equal can take each other's places."""
+        local = self.run.method.local
+        # A rule may look at the rate, which is then a number that was recorded.
+        rate = self.lr if local else None
+        layout = _layout({name: now[name] for name in self.names}), *map(_layout, self.shared)
+        return id(self.model), self.plan, self.phase, tuple(map(id, local)), self.run.training, rate, self.count, layout
+
+    def settle(self, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
+        """Have places of its own, also for what clients share, which others may change or drop."""
+        super().fill(now, moments)
+        self.shared = [(_cloned(value), dims) for value, dims in self.shared]
+        self.rate = torch.tensor(self.lr, device=self.device)
+        self.years = torch.tensor([float(self.born[name]) for name in self.names], device=self.device)
+        self.ages = dict(zip(self.names, self.years.unbind(), strict=True))
+        self.replays: dict[Hashable, tuple[Batch, Replay] | None] = {}
+        self.taken = Counter[Hashable]()
+
+    def take_over(self, other: Graphed, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
+        """Become the other, in the places of this one."""
+        self.run, self.lr, self.born, self.steps = other.run, other.lr, other.born, 0
+        self.rate.fill_(self.lr)
+        self.years.copy_(torch.tensor([float(self.born[name]) for name in self.names]))
+        here, there = list(_leaves([value for value, _ in self.shared])), list(_leaves([v for v, _ in other.shared]))
+        alike = all(each[name] is now[0][name] for each in now for name in self.names)
+        if alike and not any(moments):
+            here += self.live.values()
+            there += [now[0][name].expand_as(value) for name, value in self.live.items()]
+            if self.moments:
+                torch._foreach_zero_(list(_leaves(self.moments)))
+        else:
+            mine = self.live, self.moments
+            super().fill(now, moments)
+            here += _leaves(list(mine))
+            there += _leaves([self.live, self.moments])
+            self.live, self.moments = mine
+        torch._foreach_copy_(here, there)
+
+    def step(self, batch: Batch) -> Tensor:
+        shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None
+        if shape not in self.replays:
+            self.taken[shape] += 1
+            if self.taken[shape] <= AFTER:
+                return super().step(batch)
+            self.replays[shape] = self._record(batch)
+        found = self.replays[shape]
+        if found is None:
+            return super().step(batch)
+        held, (replay, losses) = found
+        torch._foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
+        replay()
+        return losses.clone()
+
+    def params(self) -> list[Tensors]:
+        return self._apart(_cloned(self.live))
+
+    def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
+        mine, self.moments = self.moments, _cloned(self.moments)
+        states = super().states(steps)
+        self.moments = mine
+        return states
+
+    def _record(self, batch: Batch) -> tuple[Batch, Replay] | None:
+        mask = None if batch.mask is None else batch.mask.clone()
+        held = Batch(_cloned(batch.inputs), batch.targets.clone(), mask)
+        what = f"{self.model.name} with {self.run.method.name}"
+        replay = self.graphs.record(lambda: Block.step(self, held), what)
+        return None if replay is None else (held, replay)
+
+    def _move(self, live: Tensors, grads: Tensors, moments: Slots) -> None:
+        self.years.add_(1)
+        self.run.training.optimizer.step_by_tensors(live, grads, moments, self.rate, self.ages)
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    yield from batch.inputs.values()
+    yield batch.targets
+    if batch.mask is not None:
+        yield batch.mask
+
+
+def _leaves(part: Any) -> Iterator[Tensor]:
+    """The tensors of nested dicts and lists."""
+    if isinstance(part, Tensor):
+        yield part
+        return
+    for value in part.values() if isinstance(part, Mapping) else part:
+        yield from _leaves(value)
+
+
+def _cloned(part: Any) -> Any:
+    if isinstance(part, Mapping):
+        return {name: _cloned(value) for name, value in part.items()}
+    return part.clone()
+
+
+def _layout(part: Any) -> Hashable:
+    """Names, shapes and types of nested dicts, and which values each client has for itself."""
+    if isinstance(part, Mapping):
+        return tuple((name, _layout(value)) for name, value in part.items())
+    if isinstance(part, tuple):
+        return tuple(map(_layout, part))
+    return (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part

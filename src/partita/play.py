@@ -1,0 +1,148 @@
+"""Play an experiment's rounds and record them in a folder, from the beginning or from where a run was stopped."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from partita import record
+from partita.config import Config
+from partita.core import checkpoint, tree
+from partita.core.files import sealed
+from partita.core.method import Server
+from partita.core.private import PrivacyError
+from partita.core.rounds import Engine, begin, rounds
+from partita.core.store import Disk, Memory, Store
+from partita.engines.choose import choose_graphs
+from partita.engines.embedded import Embedded
+from partita.engines.workers import Workers
+from partita.experiment import Experiment, build
+from partita.observe import Row, observe, recall_sights, stages
+from partita.privacy.guard import Guard
+
+PRIVACY = "privacy.json"  # in a run's folder: the promise, and the noise that keeps it
+
+
+def start(config: Config, folder: Path) -> Iterator[Row]:
+    """Run from the beginning in a new folder, a row at a time."""
+    if (folder / record.CONFIG).exists():
+        raise record.RecordError(
+            f"{folder} already holds a run; resume it with 'partita resume {folder}', or choose another folder"
+        )
+    experiment = build(config)
+    with record.lock(folder):
+        prepare(experiment, folder)
+        with _embedded(experiment, folder) as (engine, store):
+            yield from play(experiment, folder, engine, store, begin(experiment.run, experiment.model), 0)
+
+
+def resume(config: Config, folder: Path) -> Iterator[Row]:
+    """Go on after the newest checkpoint as if nothing had happened."""
+    experiment = build(config)
+    with record.lock(folder):
+        done, server = recall(experiment, folder)
+        Disk(folder / "clients").rewind(done)
+        with _embedded(experiment, folder) as (engine, store):
+            yield from play(experiment, folder, engine, store, server, done)
+
+
+def prepare(experiment: Experiment, folder: Path) -> None:
+    """Write down what is known before the first round."""
+    config = replace(experiment.config, engine=replace(experiment.config.engine, block=experiment.block))
+    record.write(folder / record.CONFIG, config.to_toml().encode())
+    record.write_json(folder / record.ENVIRONMENT, record.environment(experiment.device, experiment.block))
+    record.write_json(
+        folder / record.PLAN, {"metric": asdict(experiment.measure.primary), "stages": stages(experiment)}
+    )
+    if experiment.guard:
+        record.write_json(folder / PRIVACY, experiment.guard.about())
+
+
+def recall(experiment: Experiment, folder: Path) -> tuple[int, Server]:
+    """(rounds done, the server after them) by the newest checkpoint; rows of later rounds are dropped."""
+    saved = sealed(folder / "checkpoints")
+    done, server = 0, begin(experiment.run, experiment.model)
+    if saved:
+        done, server = checkpoint.load(saved[-1], experiment.device)
+    record.keep_rows(folder, done)
+    if experiment.guard:
+        _recall_spending(experiment.guard, folder)
+    return done, server
+
+
+def _recall_spending(guard: Guard, folder: Path) -> None:
+    """What earlier rounds cost is part of the bill; under another noise they would not have been the same run."""
+    noise = json.loads((folder / PRIVACY).read_text())["noise"]
+    if noise != guard.terms.noise:
+        raise PrivacyError(
+            f"{folder} was begun with the noise {noise:g}, but now it would be {guard.terms.noise:g}: has the data or "
+            f"dp-accounting changed? To go on as it began, set privacy.noise = {noise:g} in its {record.CONFIG}"
+        )
+    for row in record.read_rows(folder):
+        guard.charge(row["round"], row["cohort"], row["privacy"]["signal"])
+
+
+@contextmanager
+def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, Store]]:
+    disk = Disk(folder / "clients", experiment.device)
+    store: Store = disk if experiment.config.engine.state == "disk" else Memory(disk)
+    engine = Embedded(
+        experiment.run,
+        experiment.model,
+        experiment.federation,
+        experiment.block,
+        experiment.device,
+        store,
+        experiment.faults,
+        measure=experiment.measure,
+        graphs=choose_graphs(experiment.config.engine.graphs, experiment.device),
+    )
+    if experiment.config.engine.workers == 1:
+        yield engine, store
+        return
+    with closing(Workers(engine, experiment.config.engine.workers)) as workers:
+        yield workers, store
+
+
+def play(
+    experiment: Experiment, folder: Path, engine: Engine, store: Store, server: Server, done: int
+) -> Iterator[Row]:
+    """Rounds from `done` on, whoever carries them, each recorded as it ends."""
+    config, run, model = experiment.config, experiment.run, experiment.model
+    state = {slot: tree.to(part, experiment.device) for slot, part in server.state.items()}
+    server = replace(server, params=tree.to(server.params, experiment.device), state=state)
+    begun = clock = time.perf_counter()
+    sights = recall_sights(folder)
+    row: Row = {}
+    for each in rounds(run, model, engine, server, done):
+        signal = run.method.server.signal(server)
+        server, done = each.server, each.number + 1
+        row = observe(experiment, engine, each, time.perf_counter() - clock, signal, sights)
+        record.append_row(folder, row)
+        if done % config.checkpoint.every == 0 or done == run.rounds:
+            store.commit(done)
+            checkpoint.save(folder / "checkpoints", done, server)
+        yield row
+        clock = time.perf_counter()
+    result = {
+        "rounds": run.rounds,
+        "seconds": round(time.perf_counter() - begun, 3),
+        "digest": digest(experiment, server, store),
+        "test": row.get("test"),
+    }
+    if record.finished(folder) is None:
+        record.write_json(folder / record.RESULT, result)
+
+
+def digest(experiment: Experiment, server: Server, store: Store) -> str:
+    """Of the server's tensors and of every client's own."""
+    own: tree.Tensors = {}
+    for client in store.known():
+        state = store.load(client, experiment.run.rounds)
+        for slot, part in {"personal": state.personal, **state.memory}.items():
+            own |= {f"{client}/{slot}/{name}": value for name, value in part.items()}
+    return tree.digest({**server.params, **own})

@@ -1,0 +1,164 @@
+"""Recorded steps, with a recorder that plays the work again in place of a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita.core.graphs import GraphError, Graphs, Replay
+from partita.core.optim import Optimizer, Schedule
+from partita.core.private import Private
+from partita.core.run import RunError
+from partita.core.tree import Tensors
+from partita.engines.choose import choose_graphs
+
+
+class Again:
+    """Records nothing on the way: the work is done at each replay, in the same places."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> Replay:
+        self.recorded += 1
+        result = torch.empty(0)
+
+        def replay() -> None:
+            found = work()
+            result.resize_(found.shape).copy_(found)
+
+        return replay, result
+
+
+def play(
+    method: str,
+    optimizer: Optimizer,
+    graphs: Graphs | None,
+    block: int,
+    count: int = 4,
+    device: str = "cpu",
+    **training: object,
+) -> Tensors:
+    key = Key(3)
+    task = data.load("synthetic", key, examples=90, size=8, channels=1)
+    federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    settings = Training(1e-2, optimizer, batch_size=4, **training)  # type: ignore[arg-type]
+    run = Run(methods.build(method), settings, rounds=count, key=key, cohort=4)
+    engine = Embedded(run, model, federation, block, torch.device(device), graphs=graphs)
+    ended = dict(list(rounds(run, model, engine))[-1].server.params)
+    for client in federation.clients:
+        own = engine.store.load(client, count)
+        for slot, part in {"personal": own.personal, **own.memory}.items():
+            ended |= {f"{client} {slot} {name}": value for name, value in part.items()}
+    return ended
+
+
+def farthest(left: Tensors, right: Tensors) -> float:
+    # Softmax cannot feel key biases, so AdamW moves them by rounding alone.
+    felt = [name for name in left if "k_proj.bias" not in name]
+    return max(float((left[name] - right[name]).abs().max() / right[name].abs().max().clamp(min=1e-3)) for name in felt)
+
+
+CASES = {
+    "fedavg": ("fedavg", AdamW(), 4),
+    "one by one": ("fedavg", AdamW(), 1),
+    "momentum": ("fedavg", SGD(0.9, 0.01), 4),
+    "nesterov": ("fedprox", SGD(0.9, nesterov=True), 4),
+    "slots": ("scaffold", SGD(), 4),
+    "own state": ("local-only", AdamW(), 4),
+}
+
+
+@pytest.mark.parametrize(("method", "optimizer", "block"), CASES.values(), ids=CASES)
+def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, block: int) -> None:
+    again = Again()
+    recorded = play(method, optimizer, Graphs(again), block)
+    assert again.recorded  # or nothing was tried
+    plain = play(method, optimizer, None, block)
+    assert recorded.keys() == plain.keys()
+    assert farthest(recorded, plain) < 1e-4
+
+
+def test_the_rate_is_not_recorded() -> None:
+    schedule = Schedule("linear")
+    recorded = play("fedavg", AdamW(), Graphs(Again()), 4, schedule=schedule)
+    assert farthest(recorded, play("fedavg", AdamW(), None, 4, schedule=schedule)) < 1e-4
+    assert farthest(recorded, play("fedavg", AdamW(), None, 4)) > 1e-2
+
+
+def test_shapes_met_again_are_not_recorded_again() -> None:
+    counts = []
+    for rounds_played in (4, 8):
+        again = Again()
+        play("fedavg", AdamW(), Graphs(again), 4, rounds_played, steps=6)
+        counts.append(again.recorded)
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9, 0.01), SGD(0.9, nesterov=True)])
+def test_a_step_by_tensors_is_a_step(optimizer: Optimizer) -> None:
+    draw = torch.Generator().manual_seed(0)
+    params, grads = ({"a": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw)} for _ in range(2))
+    both = []
+    for by_tensors in (False, True):
+        values = {name: value.clone() for name, value in params.items()}
+        state = optimizer.init(values)
+        for age in (1, 2, 3):
+            if by_tensors:
+                ages = {name: torch.tensor(float(age)) for name in values}
+                optimizer.step_by_tensors(values, grads, state, torch.tensor(0.1), ages)
+            else:
+                optimizer.step(values, grads, state, 0.1, dict.fromkeys(values, age))
+        both.append(values)
+    assert farthest(*both) < 1e-5
+
+
+def refuse(work: Callable[[], Tensor]) -> Replay:
+    raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def test_what_cannot_be_recorded_is_an_error_that_names_the_remedy() -> None:
+    with pytest.raises(GraphError, match=r"vit with fedavg cannot be recorded: operation not.*engine\.graphs = false"):
+        play("fedavg", AdamW(), Graphs(refuse), 4)
+
+
+def test_or_is_said_and_taken_plainly() -> None:
+    with pytest.warns(UserWarning, match="taken one by one"):
+        plainly = play("fedavg", AdamW(), Graphs(refuse, strict=False), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert farthest(plainly, play("fedavg", AdamW(), None, 4)) < 1e-4
+
+
+def test_a_cpu_records_nothing() -> None:
+    cpu = torch.device("cpu")
+    assert choose_graphs("auto", cpu) is choose_graphs(False, cpu) is None
+    with pytest.raises(RunError, match=r"engine\.graphs is for GPUs"):
+        choose_graphs(True, cpu)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("block", [1, 4])
+def test_a_gpu_records_what_it_would_have_done(block: int) -> None:
+    graphs = choose_graphs(True, torch.device("cuda"))
+    recorded = play("fedavg", AdamW(), graphs, block, device="cuda")
+    assert farthest(recorded, play("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
+
+
+def test_privacy_is_not_recorded() -> None:
+    again = Again()
+    key = Key(3)
+    task = data.load("synthetic", key, examples=60, size=8, channels=1)
+    federation = data.split(task, "iid", clients=3, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    method = replace(methods.build("fedavg"), privacy=Private(1.0, 1.0))
+    run = Run(method, Training(1e-2, SGD(), batch_size=4), rounds=2, key=key)
+    list(rounds(run, model, Embedded(run, model, federation, block=3, graphs=Graphs(again))))
+    assert not again.recorded

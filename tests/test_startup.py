@@ -1,0 +1,102 @@
+"""Nobody waits for a library that is not needed: each path is tried in a fresh interpreter."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import partita
+from partita.startup import importing
+
+SLOW = [
+    "datasets",
+    "dp_accounting",
+    "flwr",
+    "flwr_datasets",
+    "matplotlib",
+    "numpy",
+    "opacus",
+    "pandas",
+    "peft",
+    "scipy",
+    "seqeval",
+    "sklearn",
+    "torch",
+    "transformers",
+]
+COMMAND = "import runpy, sys; sys.argv[1:] = {words}; runpy.run_module('partita', run_name='__main__')"
+
+
+def imported(code: str, status: int = 0) -> set[str]:
+    """Which of the slow libraries the code brings in, also if it ends by exiting."""
+    ending = f"import atexit, sys; atexit.register(lambda: print('brought', *{{*{SLOW}}} & {{*sys.modules}}))\n"
+    done = subprocess.run([sys.executable, "-c", ending + code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    [*_, last] = done.stdout.splitlines()
+    word, *found = last.split()
+    assert word == "brought"
+    return set(found)
+
+
+def test_the_check_sees_what_is_imported() -> None:
+    assert imported("import numpy") == {"numpy"}
+
+
+def test_the_package_is_imported_without_any_library() -> None:
+    assert imported("import partita; dir(partita)") == set()
+
+
+@pytest.mark.parametrize("words", ["--help", "run --help", "flower up --help"])
+def test_help_does_not_wait_for_torch(words: str) -> None:
+    assert imported(COMMAND.format(words=words.split())) == set()
+
+
+def test_nor_do_those_who_only_read_what_was_recorded() -> None:
+    assert imported(COMMAND.format(words=["ls", "nowhere"]), status=1) == set()
+
+
+def test_a_site_and_a_run_wait_for_no_library_but_torch_flower_and_what_the_config_names() -> None:
+    both = "import partita.flower_app, partita.play, partita.preview, partita.report"
+    assert imported(both) == {"torch", "numpy", "flwr"}
+
+
+def test_the_names_for_type_checkers_are_those_that_are_found() -> None:
+    tree = ast.parse(Path(partita.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    found = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module) for node in found for alias in node.names}
+    assert homes.keys() == set(partita.__all__)
+    for name, home in homes.items():
+        assert getattr(partita, name) is getattr(import_module(home), name)
+    assert set(partita.__all__) <= set(dir(partita))
+
+
+def test_a_name_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Plann'"):
+        _ = partita.Plann
+    with pytest.raises(ImportError, match="Plann"):
+        from partita import Plann  # noqa: F401
+
+
+def test_only_an_import_sets_objects_apart_and_collecting_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    frozen: list[bool] = []
+    with importing():
+        import json  # noqa: F401
+    assert not frozen
+    (tmp_path / "never_seen_before.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ZeroDivisionError), importing():  # noqa: PT012
+        import_module("never_seen_before")
+        _ = 1 / 0
+    assert frozen == [False]
+    assert gc.isenabled()
+    monkeypatch.delitem(sys.modules, "never_seen_before")
