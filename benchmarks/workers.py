@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from environment import environment
-from run import BATCH, CLIENTS, SIZES, STEPS, bare_round, dealt, plain_vit, timed
+from run import BATCH, CLIENTS, ON_CPU, SIZES, STEPS, bare_round, dealt, plain_vit, timed
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
 from partita.core.tree import Tensors
@@ -33,7 +33,7 @@ WORK: dict[str, Any] = {}  # what forks inherit
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--sizes", nargs="*", default=list(SIZES))
+    options.add_argument("--sizes", nargs="*", default=ON_CPU)
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
     onednn = use_onednn("auto")
