@@ -21,6 +21,7 @@ RUNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("workers.py", (), "workers.json"),
     ("scale.py", (), "scale.json"),
     ("cache.py", ("--device", "cpu", "--repeats", "3"), "cache.json"),
+    ("parts.py", ("--device", "cpu"), "parts.json"),
     ("peers/install.py", (), ""),
     ("peers/drive.py", (), "peers.json"),
     ("peers/drive.py", ("--threads", "1", "--sizes", "tiny", "small"), "peers.json"),
@@ -159,6 +160,14 @@ def cache() -> Iterator[Line]:
         yield Line("Frozen layers computed once", setting, "cache_frozen", span(row["with"]), ratio, "without it")
 
 
+def parts() -> Iterator[Line]:
+    found = {row["side"]: row["seconds"] for row in read("parts.json").get("results", [])}
+    for side, seconds in found.items():
+        against = "" if side == "fedavg" else "fedavg"
+        ratio = found["fedavg"] / seconds if against else None
+        yield Line("Training fewer parts", "6 layers of 192, 65 tokens", side, span(seconds), ratio, against)
+
+
 def growth() -> Iterator[Line]:
     found = read("growth.json")
     group = "Growth, processor time of one thread"
@@ -197,7 +206,7 @@ def memory() -> Iterator[Line]:
             yield Line(group, f"{row['parameters'] / 1e9:.2f} billion", found["environment"]["device"], f"{peak} GiB")
 
 
-PARTS = (peers, startup, gpu, blocks, cache, growth, memory)
+PARTS = (peers, startup, gpu, blocks, parts, cache, growth, memory)
 
 
 def span(seconds: float) -> str:

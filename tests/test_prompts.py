@@ -430,10 +430,10 @@ def test_images_are_looked_at_once_where_no_prompt_enters_their_tower(name: str)
     for once in (False, True):
         experiment = build_experiment(parse({**SMALL, "method": {"name": name}, "engine": {"cache_frozen": once}}))
         model: Any = experiment.model
-        seen = []
+        seen: list[int] = []
         module = getattr(model, "towers", model).module
         module.vision_model.embeddings.register_forward_hook(lambda _, given, __, seen=seen: seen.append(len(given[0])))
-        final = last(play(experiment.run, model, experiment.federation))  # type: ignore[arg-type]
+        final = last(play(experiment.run, model, experiment.federation))
         test = experiment.federation.task.test.take(torch.arange(8))
         played[once] = {**final, "logits": model({**model.initial, **final}, test.inputs).logits}
         looked[once] = sum(seen)
@@ -560,7 +560,8 @@ def test_two_towers_that_never_met_are_aligned(tmp_path: Path) -> None:
 def test_a_clips_tower_takes_images_of_another_size(tmp_path: Path) -> None:
     align = study("backbone/align")
     settings = replace(align.make_tiny(tmp_path), images=str(tmp_path / "clip"))
-    tower = CLIPVisionModelWithProjection(CLIPVisionConfig(**{**pairs.SIGHT, "num_channels": 3}, projection_dim=12))
+    shape: Any = {**pairs.SIGHT, "num_channels": 3, "projection_dim": 12}
+    tower = CLIPVisionModelWithProjection(CLIPVisionConfig(**shape))
     tower.eval().save_pretrained(settings.images)
     for size in (8, 16):
         pixels = torch.randn(2, 3, size, size, generator=KEY.generator())

@@ -37,6 +37,7 @@ name = "synthetic"
 examples = {examples}
 size = {pixels}
 channels = 3
+noise = {noise}
 [split]
 kind = "iid"
 clients = {clients}
@@ -76,6 +77,7 @@ address = ":local-in-memory:"
 """
 SIDES = ("partita run", "partita run, 2 workers", "Flower, run_simulation", "Flower, flwr run")
 LONGEST = 300  # seconds for one command
+NOISE = 2.0  # so much that nobody gets all of the test right, which would hide a difference
 
 
 def main() -> None:
@@ -138,7 +140,7 @@ def measure(size: str, rounds: int, repeats: int, names: list[str], home: Path) 
 def prepare(folder: Path, shape: Shape, rounds: int) -> None:
     text = CONFIG.format(
         rounds=rounds, clients=CLIENTS, examples=CLIENTS * EXAMPLES, lr=LR, decay=WEIGHT_DECAY, batch=BATCH,
-        steps=STEPS, **vars(shape),
+        steps=STEPS, noise=NOISE, **vars(shape),
     )  # fmt: skip
     (folder / "experiment.toml").write_text(text)
     experiment = build(load(folder / "experiment.toml"))
@@ -161,7 +163,7 @@ def play(name: str, folder: Path, home: Path) -> tuple[float, float]:
     partita = [str(Path(sys.executable).with_name("partita")), "run", "--config", "experiment.toml", "--out", "run"]
     commands = {
         "partita run": partita,
-        "partita run, 2 workers": [*partita, "--set", "engine.workers=2", "--set", f"engine.block={CLIENTS // 2}"],
+        "partita run, 2 workers": [*partita, "--set", "engine.workers=2"],
         "Flower, run_simulation": [
             str(flower), str(HERE / "play_flower.py"), str(folder / "work.safetensors"), "final.safetensors", "test",
         ],

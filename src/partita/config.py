@@ -76,7 +76,7 @@ class EngineConfig:
     onednn: bool | Literal["auto"] = "auto"  # torch's kernels for CPUs
     deterministic: bool = True  # on a GPU: the same bits again, for some speed
     graphs: bool | Literal["auto"] = "auto"  # on a GPU: steps are recorded once and replayed; true: or it is an error
-    cache_frozen: bool = False  # compute once for each example what the lowest layers in model.frozen make of it
+    cache_frozen: bool = False  # compute once for each example what frozen layers, the lowest or a tower, make of it
     secret: str | None = None  # a file that only this machine can read: what is drawn for privacy is drawn by it
 
 

@@ -21,9 +21,8 @@ SPARE = 0.5  # of the free memory is left: clients' batches differ, and evaluati
 def choose_block(
     run: Run, model: Model, population: Population, device: torch.device, graphs: bool = False, workers: int = 1
 ) -> int:
-    """On a CPU, all clients of a small model, whose cost is the calls and not the arithmetic, and one of a larger; among
-    workers, so many that each gets a block. On a GPU, as many as fit its memory by a trial of one; recordings have
-    working memory of their own.
+    """On a CPU, all clients of a small model, whose cost is the calls and not the arithmetic, shared out among workers,
+    and one of a larger. On a GPU, as many as fit its memory by a trial of one; recordings take as much once more.
     """
     cohort = run.cohort_size(len(population.clients))
     if device.type == "cpu":

@@ -137,7 +137,7 @@ def _attention(
         raise ModelError(f"{type(module).__name__} asks for {asked[0]}, which {NAME} attention does not compute")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1  # a mask has it in it
-    watch = _watch.get()
+    watch = None if torch.compiler.is_compiling() else _watch.get()  # nobody watches what is compiled
     if watch is None:
         out = attend(query, key, value, attention_mask, scaling, causal)
     else:
