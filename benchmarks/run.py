@@ -24,7 +24,7 @@ from partita.core.learn import deal
 from partita.core.model import Examples
 from partita.core.tree import Tensors
 from partita.data import Federation
-from partita.engines.choose import use_onednn
+from partita.engines.choose import choose_graphs, use_onednn
 
 Work = list[tuple[Examples, list[torch.Tensor]]]
 
@@ -64,12 +64,23 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def ours(device: torch.device) -> dict[str, tuple[int, str, bool]]:
-    """Clients side by side, precision, and whether steps are recorded. bfloat16 is left to GPUs: few CPUs have it."""
-    sides: dict[str, tuple[int, str, bool]] = {"block 1": (1, "float32", False), "block 10": (10, "float32", False)}
+def ours(device: torch.device) -> dict[str, tuple[int, str, Graphs | None]]:
+    """Clients side by side, precision, and whether steps are recorded and compiled. bfloat16 is left to GPUs: few CPUs
+    have it.
+    """
+    sides: dict[str, tuple[int, str, Graphs | None]] = {
+        "block 1": (1, "float32", None),
+        "block 10": (10, "float32", None),
+    }
     if device.type == "cpu":
-        return sides
-    return {**sides, "graphs": (10, "float32", True), "graphs, bf16": (10, "bfloat16", True)}
+        return {**sides, "compiled": (1, "float32", choose_graphs(False, True, device))}
+    return {
+        **sides,
+        "graphs": (10, "float32", choose_graphs(True, False, device)),
+        "graphs, bf16": (10, "bfloat16", choose_graphs(True, False, device)),
+        "graphs, compiled": (10, "float32", choose_graphs(True, True, device)),
+        "graphs, compiled, bf16": (10, "bfloat16", choose_graphs(True, True, device)),
+    }
 
 
 def measure(size: str, device: torch.device, repeats: int) -> dict[str, object]:
@@ -84,7 +95,7 @@ def measure(size: str, device: torch.device, repeats: int) -> dict[str, object]:
     for side, (block, precision, graphs) in ours(device).items():
         training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH, precision=precision)
         run = Run(methods.build("fedavg"), training, rounds=1, key=key, drift=False)
-        engine = Embedded(run, model, staged, block, device, graphs=Graphs() if graphs else None)
+        engine = Embedded(run, model, staged, block, device, graphs=graphs)
         sides[side] = lambda run=run, engine=engine: next(rounds(run, model, engine)).server.params
     module = plain_vit(size, len(task.classes)).to(device)
     start = {name: value.to(device) for name, value in model.initial.items()}
@@ -92,10 +103,10 @@ def measure(size: str, device: torch.device, repeats: int) -> dict[str, object]:
     sides["bare"] = lambda: bare_round(module, start, work, device)
     times: dict[str, list[float]] = {side: [] for side in sides}
     results: dict[str, Tensors] = {}
-    for repeat in range(repeats + 1):
+    for repeat in range(repeats + 2):
         for side, play in sides.items():
             seconds, results[side] = timed(play, device)
-            if repeat:  # the first warms up
+            if repeat > 1:  # the first two warm up, compile and record
                 times[side].append(seconds)
     # Without the key biases: softmax cannot feel them, so AdamW moves them by rounding alone (docs/decisions/0004).
     felt = [name for name in model.initial if "k_proj.bias" not in name]

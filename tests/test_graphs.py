@@ -139,15 +139,35 @@ def test_or_is_said_and_taken_plainly() -> None:
 
 def test_a_cpu_records_nothing() -> None:
     cpu = torch.device("cpu")
-    assert choose_graphs("auto", cpu) is choose_graphs(False, cpu) is None
+    assert choose_graphs("auto", False, cpu) is choose_graphs(False, False, cpu) is None
     with pytest.raises(RunError, match=r"engine\.graphs is for GPUs"):
-        choose_graphs(True, cpu)
+        choose_graphs(True, False, cpu)
+
+
+def test_what_can_be_compiled_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced whole, and played without the compiler's own kernels, which take long to make."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="aot_eager", **told))
+    compiled = play("fedprox", SGD(0.9), Graphs(None, compile=True), 4, 2)
+    assert farthest(compiled, play("fedprox", SGD(0.9), None, 4, 2)) < 1e-4
+
+
+def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(made: object, **told: object) -> Callable[..., object]:
+        def call(*parts: object) -> object:
+            raise RuntimeError("no compiler here\nand more")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", refused)
+    with pytest.raises(GraphError, match=r"cannot be compiled: no compiler here; set engine\.compile = false"):
+        play("fedavg", AdamW(), Graphs(None, compile=True), 4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("block", [1, 4])
 def test_a_gpu_records_what_it_would_have_done(block: int) -> None:
-    graphs = choose_graphs(True, torch.device("cuda"))
+    graphs = choose_graphs(True, False, torch.device("cuda"))
     recorded = play("fedavg", AdamW(), graphs, block, device="cuda")
     assert farthest(recorded, play("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
 

@@ -76,6 +76,7 @@ class EngineConfig:
     onednn: bool | Literal["auto"] = "auto"  # torch's kernels for CPUs
     deterministic: bool = True  # on a GPU: the same bits again, for some speed
     graphs: bool | Literal["auto"] = "auto"  # on a GPU: steps are recorded once and replayed; true: or it is an error
+    compile: bool = False  # have torch compile the model: half a minute at first, and remembered on disk
     cache_frozen: bool = False  # compute once for each example what frozen layers, the lowest or a tower, make of it
     secret: str | None = None  # a file that only this machine can read: what is drawn for privacy is drawn by it
 

@@ -52,8 +52,8 @@ def build(config: Config) -> Experiment:
         )
     model = models.build(config.model["name"], task, key / "model", **_rest(config.model, "name"))
     model = method.extend(model, key / "extend") if method.extend else model
-    if config.engine.cache_frozen:
-        model, federation = _cached(model, federation)
+    whole = model, federation
+    model, federation = _cached(*whole) if config.engine.cache_frozen else (model, federation.to(device))
     federate = config.federation
     run = Run(
         method,
@@ -75,11 +75,10 @@ def build(config: Config) -> Experiment:
         run = guard.run
     trace = read_trace(Path(federate.trace)) if federate.trace else {}
     faults = Faults() if method.pool else Faults(federate.dropout, federate.straggle, trace)
-    federation = federation.to(device)
-    graphs = choose_graphs(config.engine.graphs, device)
+    graphs = choose_graphs(config.engine.graphs, config.engine.compile, device)
     block = config.engine.block
     if block == "auto":
-        block = choose_block(run, model, federation, device, bool(graphs), config.engine.workers)
+        block = choose_block(run, *whole, device, bool(graphs), config.engine.workers)
     if block < 1:
         raise RunError(f"engine.block is {block}; it must be at least 1, or 'auto'")
     plan_for(method.plan, model, Turn(0, run.rounds, federation.clients[0]))

@@ -88,8 +88,9 @@ def _recall_spending(guard: Guard, folder: Path) -> None:
 
 @contextmanager
 def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, Store]]:
+    config = experiment.config.engine
     disk = Disk(folder / "clients", experiment.device)
-    store: Store = disk if experiment.config.engine.state == "disk" else Memory(disk)
+    store: Store = disk if config.state == "disk" else Memory(disk)
     engine = Embedded(
         experiment.run,
         experiment.model,
@@ -99,12 +100,12 @@ def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, St
         store,
         experiment.faults,
         measure=experiment.measure,
-        graphs=choose_graphs(experiment.config.engine.graphs, experiment.device),
+        graphs=choose_graphs(config.graphs, config.compile, experiment.device),
     )
-    if experiment.config.engine.workers == 1:
+    if config.workers == 1:
         yield engine, store
         return
-    with closing(Workers(engine, experiment.config.engine.workers)) as workers:
+    with closing(Workers(engine, config.workers)) as workers:
         yield workers, store
 
 

@@ -1,4 +1,4 @@
-"""Steps recorded once on a GPU and replayed as one program, so that a round is not a wait for Python.
+"""Steps compiled, and recorded once on a GPU and replayed as one program, so that a round is not a wait for Python.
 
 A recording reads and writes fixed places in memory. So a block that was recorded is kept, and the next clients whose
 work has the same shape are copied into its places.
@@ -30,17 +30,17 @@ Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
 class GraphError(RuntimeError):
-    """Work that cannot be recorded."""
+    """Work that cannot be recorded, or not compiled."""
 
 
 class Graphs:
     """Makes blocks, or hands out again those that it made: `learn` takes it in the place of `Block`.
 
-    What depends on chance in each step, as privacy does, is not recorded.
+    What depends on chance in each step, as privacy does, is neither recorded nor compiled.
     """
 
-    def __init__(self, recorder: Recorder | None = None, strict: bool = True) -> None:
-        self.recorder = recorder or CudaRecorder()
+    def __init__(self, recorder: Recorder | None, strict: bool = True, compile: bool = False) -> None:
+        self.recorder, self.compile = recorder, compile
         self.strict = strict  # whether what cannot be recorded is an error, or is said once and then taken plainly
         self.known: OrderedDict[Hashable, Graphed] = OrderedDict()
 
@@ -69,6 +69,8 @@ class Graphs:
         return block
 
     def record(self, work: Callable[[], Tensor], what: str) -> Replay | None:
+        if self.recorder is None:
+            return None
         try:
             return self.recorder(work)
         except RuntimeError as error:
@@ -128,10 +130,11 @@ class Graphed(Block):
         self.ages = dict(zip(self.names, self.years.unbind(), strict=True))
         self.replays: dict[Hashable, tuple[Batch, Replay] | None] = {}
         self.taken = Counter[Hashable]()
+        self.compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def take_over(self, other: Graphed, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
         """Become the other, in the places of this one."""
-        self.run, self.lr, self.born, self.steps = other.run, other.lr, other.born, 0
+        self.lr, self.born, self.steps = other.lr, other.born, 0
         self.rate.fill_(self.lr)
         self.years.copy_(torch.tensor([float(self.born[name]) for name in self.names]))
         here, there = list(_leaves([value for value, _ in self.shared])), list(_leaves([v for v, _ in other.shared]))
@@ -179,6 +182,29 @@ class Graphed(Block):
         what = f"{self.model.name} with {self.run.method.name}"
         replay = self.graphs.record(lambda: Block.step(self, held), what)
         return None if replay is None else (held, replay)
+
+    def _lift(self, function: Callable[..., Any], dims: list[Any]) -> Callable[..., Any]:
+        if not self.graphs.compile or function != self._objective:
+            return super()._lift(function, dims)
+        masked = dims[-1] is not None
+        if masked not in self.compiled:
+            whole = torch.vmap(function, in_dims=tuple(dims)) if self.many else function
+            self.compiled[masked] = self._told(torch.compile(whole, fullgraph=True))
+        return self.compiled[masked]
+
+    def _told(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*parts: Any) -> Any:
+            try:
+                return compiled(*parts)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise GraphError(
+                    f"{self.model.name} with {self.run.method.name} cannot be compiled: {str(error).splitlines()[0]}; "
+                    "set engine.compile = false"
+                ) from error
+
+        return call
 
     def _move(self, live: Tensors, grads: Tensors, moments: Slots) -> None:
         self.years.add_(1)

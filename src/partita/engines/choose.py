@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from partita.core.graphs import Graphs
+from partita.core.graphs import CudaRecorder, Graphs
 from partita.core.learn import ClientState, learn, visit
 from partita.core.model import Model, Population
 from partita.core.rounds import ask, begin
 from partita.core.run import Run, RunError
 
-SMALL = 100_000  # parameters
+SMALL = 3e8  # operations a step, below which the calls cost more than the arithmetic (measured on two cores of Arm)
 SPARE = 0.5  # of the free memory is left: clients' batches differ, and evaluation needs room too
 
 
@@ -26,7 +27,7 @@ def choose_block(
     """
     cohort = run.cohort_size(len(population.clients))
     if device.type == "cpu":
-        return -(-cohort // workers) if sum(value.numel() for value in model.initial.values()) <= SMALL else 1
+        return -(-cohort // workers) if _operations(run, model, population) <= SMALL else 1
     model.to(device)
     step = replace(run, training=replace(run.training, steps=1))
     client = population.clients[0]
@@ -39,13 +40,21 @@ def choose_block(
     return max(1, min(cohort, int(free * (1 - SPARE) / max(1, taken * (1 + graphs)))))
 
 
-def choose_graphs(wanted: bool | Literal["auto"], device: torch.device) -> Graphs | None:
+def _operations(run: Run, model: Model, population: Population) -> float:
+    """Of one step, by a look at one example: a backward pass costs as much as two forward."""
+    examples = next(each for client in population.clients if len(each := population[client].train))
+    batch = examples.take(torch.zeros(1, dtype=torch.long))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(model.initial, batch.inputs)
+    return 3.0 * run.training.batch_size * counter.get_total_flops()
+
+
+def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.device) -> Graphs | None:
     """On a GPU unless told otherwise. Where "auto" meets what cannot be recorded, it says so and goes on without."""
-    if device.type == "cpu":
-        if wanted is True:
-            raise RunError("engine.graphs is for GPUs, and this run is on a CPU; leave it at 'auto'")
-        return None
-    return Graphs(strict=wanted is True) if wanted else None
+    if wanted is True and device.type == "cpu":
+        raise RunError("engine.graphs is for GPUs, and this run is on a CPU; leave it at 'auto'")
+    recorder = CudaRecorder() if wanted and device.type == "cuda" else None
+    return Graphs(recorder, strict=wanted is True, compile=compile) if recorder or compile else None
 
 
 def use_onednn(wanted: bool | Literal["auto"]) -> bool:
