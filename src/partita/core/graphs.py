@@ -23,7 +23,7 @@ from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
 
 AFTER = 2  # steps of one shape are taken plainly before the next is recorded: kernels are chosen in the first ones
-KEPT = 64  # blocks with their graphs; the one unused for longest makes room
+KEPT = 16  # blocks with their graphs, each with a copy of what its clients share; the one unused for longest makes room
 
 Replay = tuple[Callable[[], None], Tensor]  # plays the recorded work anew, and where its result lies
 Recorder = Callable[[Callable[[], Tensor]], Replay]

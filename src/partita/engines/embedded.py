@@ -119,6 +119,7 @@ class Embedded:
                 results = learn(run, [visits[place] for place in places], self.blocks)
             except torch.OutOfMemoryError as error:
                 remedy = "lower engine.block" if len(places) > 1 else "lower training.batch_size"
+                remedy += ", or set engine.graphs = false" if isinstance(self.blocks, Graphs) else ""
                 raise RunError(f"{len(places)} clients side by side do not fit the memory; {remedy}") from error
             learned.update(zip(places, results, strict=True))
         return [learned[place] for place in range(len(visits))]
