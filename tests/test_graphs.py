@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
-from partita.core.graphs import GraphError, Graphs, Replay
+from partita.core.block import LiftError
+from partita.core.graphs import GraphError, Graphs, Recorder, Replay
 from partita.core.optim import Optimizer, Schedule
 from partita.core.private import Private
 from partita.core.run import RunError
@@ -124,9 +125,17 @@ def refuse(work: Callable[[], Tensor]) -> Replay:
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
-def test_what_cannot_be_recorded_is_an_error_that_names_the_remedy() -> None:
+def refuse_inside(work: Callable[[], Tensor]) -> Replay:
+    try:
+        return refuse(work)
+    except RuntimeError as error:
+        raise LiftError("vmap cannot lift it; set engine.block = 1") from error
+
+
+@pytest.mark.parametrize("recorder", [refuse, refuse_inside])
+def test_what_cannot_be_recorded_is_an_error_that_names_the_remedy(recorder: Recorder) -> None:
     with pytest.raises(GraphError, match=r"vit with fedavg cannot be recorded: operation not.*engine\.graphs = false"):
-        play("fedavg", AdamW(), Graphs(refuse), 4)
+        play("fedavg", AdamW(), Graphs(recorder), 4)
 
 
 def test_or_is_said_and_taken_plainly() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.core.block import Block
+from partita.core.block import Block, LiftError
 from partita.core.method import Context
 from partita.core.model import Batch
 from partita.core.plan import Phase
@@ -29,7 +29,7 @@ Replay = tuple[Callable[[], None], Tensor]  # plays the recorded work anew, and 
 Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
-class GraphError(RuntimeError):
+class GraphError(ValueError):
     """Work that cannot be recorded, or not compiled."""
 
 
@@ -73,8 +73,8 @@ class Graphs:
             return None
         try:
             return self.recorder(work)
-        except RuntimeError as error:
-            text = f"steps of {what} cannot be recorded: {str(error).splitlines()[0]}"
+        except (RuntimeError, LiftError) as error:  # the latter of the former, in what vmap has lifted twice before
+            text = f"steps of {what} cannot be recorded: {str(error.__cause__ or error).splitlines()[0]}"
             if self.strict:
                 raise GraphError(f"{text}; set engine.graphs = false") from error
             warnings.warn(f"{text}; they are taken one by one, which is slower", stacklevel=2)
