@@ -29,6 +29,19 @@ width = 8
 heads = 2
 patch = 2
 """
+# Its last table is open, for a test to say how much is held out, or how many classes there are.
+SMALL_TASK = """
+[training]
+optimizer = "sgd"
+lr = 0.1
+[split]
+kind = "iid"
+clients = 3
+[data]
+name = "synthetic"
+examples = 120
+size = 4
+"""
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(weight_decay=0.1),
     "momentum": SGD(momentum=0.9),

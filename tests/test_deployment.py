@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from helpers import last
+from helpers import SMALL_TASK, last
 
 from partita import experiment, flower_app, models, play, record
 from partita.config import load
@@ -31,21 +31,10 @@ from partita.engines.flower.warm import KNOCK, warm
 
 LONG = 300.0  # seconds that nothing takes, however busy the machine is
 
-CONFIG = """
+CONFIG = (
+    """
 rounds = 2
 method = {{name = "{method}"{options}}}
-[training]
-optimizer = "sgd"
-lr = 0.1
-[data]
-name = "synthetic"
-examples = 120
-test_examples = 20
-classes = 3
-size = 4
-[split]
-kind = "iid"
-clients = 3
 [model]
 name = "plain"
 [federation]
@@ -53,6 +42,9 @@ minimum = 2
 [engine]
 block = 1
 """
+    + SMALL_TASK
+    + "test_examples = 20\nclasses = 3\n"
+)
 
 # The model is one of the tests', so that no process waits for transformers.
 OWN_MODEL = """from partita import models

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
-from helpers import SMALL_VIT, Clients, files_in, last, run_of, small
+from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, last, run_of, small
 from typer.testing import CliRunner
 
 from partita import cli_flower, data, flower_app, play, record
@@ -561,17 +561,6 @@ CONFIG = (
     """
 rounds = 3
 method = {{name = "{method}"{options}}}
-[training]
-optimizer = "sgd"
-lr = 0.1
-[data]
-name = "synthetic"
-examples = 120
-test_examples = 20
-size = 4
-[split]
-kind = "iid"
-clients = 3
 [evaluate]
 personal = 2
 [federation]
@@ -580,6 +569,8 @@ tolerate = true
 [engine]
 block = 1
 """
+    + SMALL_TASK
+    + "test_examples = 20"
     + SMALL_VIT
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 
 import pytest
-from helpers import SMALL_VIT
+from helpers import SMALL_TASK, SMALL_VIT
 
 from partita.config import parse
 from partita.core.rounds import rounds
@@ -19,18 +19,9 @@ CONFIG = (
 rounds = 1
 [method]
 name = "{method}"
-[training]
-optimizer = "sgd"
-lr = 0.1
-[data]
-name = "synthetic"
-examples = 120
-test_examples = 40
-size = 4
-[split]
-kind = "iid"
-clients = 3
 """
+    + SMALL_TASK
+    + "test_examples = 40"
     + SMALL_VIT
 )
 

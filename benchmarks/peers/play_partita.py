@@ -20,8 +20,7 @@ def main() -> None:
     count = int(sys.argv[3]) if len(sys.argv) > 3 else 1
     work = load(path)
     run, model, federation = setting(work.shape, len(work.parts), work.rounds)
-    # No larger than a worker's share, or there is nothing to share out.
-    block = min(choose_block(run, model, federation, torch.device("cpu")), -(-len(work.parts) // count))
+    block = choose_block(run, model, federation, torch.device("cpu"), workers=count)
     embedded = Embedded(run, model, federation, block=block)
     with ExitStack() as stack:
         engine: Engine = embedded

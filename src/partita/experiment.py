@@ -12,6 +12,7 @@ import torch
 
 from partita import data, methods, models
 from partita.config import Config, EngineConfig
+from partita.core.graphs import Graphs
 from partita.core.model import Model
 from partita.core.plan import Turn, plan_for
 from partita.core.rng import Key
@@ -36,6 +37,7 @@ class Experiment:
     block: int
     measure: Measure
     guard: Guard | None = None
+    graphs: Graphs | None = None
 
 
 def build(config: Config) -> Experiment:
@@ -85,7 +87,7 @@ def build(config: Config) -> Experiment:
     plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
     if method.adapt:
         method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
-    return Experiment(config, run, model, federation, faults, device, block, measure_for(task), guard)
+    return Experiment(config, run, model, federation, faults, device, block, measure_for(task), guard, graphs)
 
 
 def _data_options(config: Config) -> dict[str, Any]:

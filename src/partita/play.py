@@ -17,7 +17,6 @@ from partita.core.method import Server
 from partita.core.private import PrivacyError
 from partita.core.rounds import Engine, begin, rounds
 from partita.core.store import Disk, Memory, Store
-from partita.engines.choose import choose_graphs
 from partita.engines.embedded import Embedded
 from partita.engines.workers import Workers
 from partita.experiment import Experiment, build
@@ -100,7 +99,7 @@ def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, St
         store,
         experiment.faults,
         measure=experiment.measure,
-        graphs=choose_graphs(config.graphs, config.compile, experiment.device),
+        graphs=experiment.graphs,
     )
     if config.workers == 1:
         yield engine, store

@@ -115,11 +115,8 @@ class Mean:
             elif total > 0:
                 known[name] = weight / total
         if known:
-            means, values, shares = (
-                [self.value[name] for name in known],
-                [tree[name] for name in known],
-                {*known.values()},
-            )
+            means, values = [self.value[name] for name in known], [tree[name] for name in known]
+            shares = {*known.values()}
             if len(shares) == 1 and all(value.dtype == mean.dtype for value, mean in zip(values, means, strict=True)):
                 torch._foreach_lerp_(means, values, *shares)
             else:
