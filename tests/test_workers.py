@@ -5,46 +5,84 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
 
 import pytest
 import torch
-from helpers import Clients, run_of, small
+from helpers import SMALL_TASK, SMALL_VIT, Clients, run_of, small
+from torch import Tensor
 
+from partita import play, record
+from partita.config import Config, parse
 from partita.conformance import states_of
 from partita.core import tree
 from partita.core.learn import ClientFault
-from partita.core.method import Method
-from partita.core.model import Model
+from partita.core.method import Server
 from partita.core.rounds import ask, begin, rounds
-from partita.core.run import Run, RunError
+from partita.core.run import RunError
+from partita.core.store import Memory
+from partita.core.tree import Tensors
+from partita.engines.choose import choose_block, use_onednn
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults
-from partita.engines.workers import Workers
+from partita.engines.pipes import board, places, receive, send
+from partita.engines.workers import Workers, _Worker
+from partita.experiment import build as build_experiment
 from partita.methods import build
+from partita.tiny import Tiny
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forks")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)
+CPU = torch.device("cpu")
+STARTS = pytest.mark.parametrize("anew", [False, True], ids=["forks", "new processes"])
+
+
+def made(name: str, block: int = 1, lr: float = 0.05) -> Embedded:
+    """Found by its name in new processes, which choose kernels as this one did."""
+    use_onednn("auto")
+    run = run_of(build(name), lr=lr, count=4, cohort=4)
+    return Embedded(run, small(), CLIENTS, block, faults=Faults(dropout=0.2, straggle=0.3))
+
+
+def broken() -> Embedded:
+    raise RunError("no engine can be built here")
 
 
 @contextmanager
-def workers(run: Run, model: Model, count: int = 2, block: int = 1) -> Iterator[Workers]:
-    engine = Workers(Embedded(run, model, CLIENTS, block, faults=Faults(dropout=0.2, straggle=0.3)), count)
+def workers(make: Callable[[], Embedded], anew: bool = False, count: int = 2) -> Iterator[Workers]:
+    engine = Workers(make(), count, make if anew else None)
     try:
         yield engine
     finally:
         engine.close()
+        assert not any(process.is_alive() for process in engine.processes)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedper", "fedtp", "fedfrozen+moon"])
-@pytest.mark.parametrize("block", [1, 2])
-def test_workers_give_what_the_engine_gives(name: str, block: int) -> None:
-    method, model = build(name), small()
-    run = run_of(method, count=4, cohort=4)
-    alone = Embedded(run, model, CLIENTS, block, faults=Faults(dropout=0.2, straggle=0.3))
+@pytest.mark.parametrize(
+    ("name", "block", "anew"),
+    [
+        *(
+            (name, block, False)
+            for name in ("fedavg", "scaffold", "fedper", "fedtp", "fedfrozen+moon")
+            for block in (1, 2)
+        ),
+        *((name, block, True) for name, block in (("fedavg", 1), ("scaffold", 2), ("fedper", 2))),
+    ],
+)
+def test_workers_give_what_the_engine_gives(name: str, block: int, anew: bool) -> None:
+    make = partial(made, name, block)
+    alone = make()
+    run, model = alone.run, alone.model
     one = list(rounds(run, model, alone))
-    with workers(run, model, block=block) as engine:
+    with workers(make, anew) as engine:
         many = list(rounds(run, model, engine))
         assert [each.lost for each in many] == [each.lost for each in one]
         assert [each.traffic for each in many] == [each.traffic for each in one]
@@ -57,36 +95,189 @@ def test_workers_give_what_the_engine_gives(name: str, block: int) -> None:
 
 
 def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:
-    run, model = run_of(build("fedavg"), count=2), small()
-    with workers(run, model, count=3) as engine:
+    plain = made("fedavg")
+    run, model = plain.run, plain.model
+    with workers(partial(made, "fedavg"), count=3) as engine:
         server = begin(run, model)
         first = next(engine.train(ask(run, model, server, 0, client)[0] for client in CLIENTS.clients))
         assert first.client == "c0"
         again = list(rounds(run, model, engine))
-        plain = Embedded(run, model, CLIENTS, faults=Faults(dropout=0.2, straggle=0.3))
         assert tree.equal(again[-1].server.params, list(rounds(run, model, plain))[-1].server.params)
 
 
-def test_a_clients_fault_comes_through_with_its_name() -> None:
-    run, model = run_of(build("fedavg"), lr=1e30, count=3), small()
-    with workers(run, model) as engine, pytest.raises(ClientFault, match=r"client 'c\d': the loss is nan"):
-        list(rounds(run, model, engine))
+@STARTS
+def test_a_clients_fault_comes_through_with_its_name(anew: bool) -> None:
+    with (
+        workers(partial(made, "fedavg", lr=1e30), anew) as engine,
+        pytest.raises(ClientFault, match=r"client 'c\d': the loss is nan"),
+    ):
+        list(rounds(engine.engine.run, engine.engine.model, engine))
 
 
-def test_a_dead_worker_is_an_error() -> None:
-    run, model = run_of(build("fedavg")), small()
-    with workers(run, model) as engine:
-        for process in torch.multiprocessing.active_children():
+@STARTS
+def test_a_dead_worker_is_an_error(anew: bool) -> None:
+    with workers(partial(made, "fedavg"), anew) as engine:
+        for process in engine.processes:
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         with pytest.raises(RunError, match="a worker process died"):
-            list(rounds(run, model, engine))
+            list(rounds(engine.engine.run, engine.engine.model, engine))
 
 
-def test_what_cannot_be_shared_out_is_refused() -> None:
-    run, model = run_of(Method("plain")), small()
+def test_an_engine_that_cannot_be_built_anew_says_why() -> None:
+    alone = made("fedavg")
+    engine = Workers(alone, 2, broken)
+    try:
+        with pytest.raises(RunError, match="no engine can be built here"):
+            list(rounds(alone.run, alone.model, engine))
+    finally:
+        engine.close()
+
+
+def test_what_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = made("fedavg")
+    with pytest.raises(RunError, match=r"engine\.workers is 0"):
+        Workers(alone, 0)
     with pytest.raises(RunError, match="real messages"):
-        Workers(Embedded(run, model, CLIENTS, wire=True), 2)
-    elsewhere = Embedded(run, model, CLIENTS)
-    elsewhere.device = torch.device("cuda")
-    with pytest.raises(RunError, match=r"on a GPU set engine\.block"):
-        Workers(elsewhere, 2)
+        Workers(Embedded(alone.run, alone.model, CLIENTS, wire=True), 2)
+    alone.device = torch.device("cuda")
+    with pytest.raises(RunError, match="cannot be forks; give Workers a `build`"):
+        Workers(alone, 2)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(RunError, match="as on Linux; leave it at 1"):
+        Workers(alone, 2)
+
+
+def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
+    """A GPU's worker holds a copy, the same for all its clients; "meta" is a device that every machine has."""
+    meta = torch.device("meta")
+    with workers(partial(made, "fedavg")) as engine:
+        run, model = engine.engine.run, engine.engine.model
+        worker = _Worker(engine.engine, meta, torch.zeros(10_000, dtype=torch.uint8))
+
+        def read(server: Server, **own: Tensor) -> tuple[Tensors, Tensors]:
+            """What two clients of a round get, of whom the second has parameters made for it alone."""
+            one, two = (ask(run, model, server, 0, client)[0] for client in ("c0", "c1"))
+            orders = engine._orders([one, replace(two, params={**two.params, **own})])
+            first, second = (worker._job(order).params for order in orders)
+            assert first.keys() == second.keys() == model.initial.keys()
+            return first, second
+
+        server, own = begin(run, model), torch.ones(3, 4)
+        first, second = read(server, **{"head.weight": own})
+        assert second["head.weight"] is own
+        assert all(
+            value is second[name] and value.device == meta for name, value in first.items() if "head" not in name
+        )
+        moved = replace(server, params={**server.params, "embed.weight": torch.ones(4, 4)})
+        later, _ = read(moved)
+        assert {name for name in later if later[name] is not first[name]} == {"embed.weight"}
+        assert tree.equal(engine.board, moved.params)
+
+
+def test_each_parameter_has_its_own_place_on_the_board() -> None:
+    like = {
+        "b": torch.randn(10, 10),
+        "a": torch.arange(7),
+        "d": torch.tensor(1.5),
+        "c": torch.randn(3, 5).bfloat16(),
+        "e": torch.empty(0),
+    }
+    flat = board(like)
+    shown = places(flat, like)
+    for name, value in like.items():
+        shown[name].copy_(value)
+    assert tree.equal(shown, like)
+    assert all(place.data_ptr() % 64 == flat.data_ptr() % 64 for place in shown.values())
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "block"),
+    [(1, 1, 3), (1, 2, 3), (2, 2, 2), (2, 1, 1), (4, 2, 1), (8, 8, 1)],
+)
+def test_workers_of_one_gpu_share_what_it_has_free(
+    workers: int, gpus: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each also needs what this process already holds; a GPU with 12 GB free of which half is to be left."""
+    monkeypatch.setattr(Tiny, "to", lambda self, device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * 10**9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * 10**9)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * 10**9, 16 * 10**9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    alone = made("fedavg")
+    chosen = choose_block(alone.run, alone.model, CLIENTS, torch.device("cuda"), workers=workers)
+    assert chosen == block
+
+
+def test_a_message_arrives_as_it_was_sent() -> None:
+    """Every type and shape, also what is empty, a view or not contiguous; and what was one tensor is one again."""
+    grid = torch.arange(12.0).view(3, 4)
+    parts = {
+        "large": torch.randn(300_000),  # more than a pipe holds
+        "view": grid[1:, ::2].t(),
+        "half": grid.bfloat16(),
+        "number": torch.tensor(7),
+        "none": torch.empty(0, 3),
+        "truth": grid > 4,
+        "tracked": grid.clone().requires_grad_(),
+        **{f"small {number}": torch.tensor(number) for number in range(1100)},  # more than one call can take
+    }
+    ours, theirs = Pipe()
+    sender = Thread(target=send, args=(theirs, {"parts": parts, "again": [parts["view"]], "word": "x"}))
+    sender.start()
+    got = receive(ours, CPU)
+    sender.join()
+    assert tree.equal(got["parts"], parts)
+    assert got["again"][0] is got["parts"]["view"]
+    assert got["word"] == "x"
+    assert all(value.data_ptr() % 64 == 0 for value in got["parts"].values())
+    assert not any(value._is_view() for value in got["parts"].values())
+
+
+def test_a_message_that_breaks_off_is_the_end() -> None:
+    ours, theirs = Pipe()
+    file, large = theirs.fileno(), torch.zeros(1000)
+    whole, end = Pipe()
+    send(end, large)
+    theirs.send_bytes(whole.recv_bytes())
+    os.write(file, bytes(100))  # of 4000
+    theirs.close()
+    with pytest.raises(EOFError):
+        receive(ours, CPU)
+
+
+def config(name: str, **engine: object) -> Config:
+    raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
+    return parse({**raw, "method": {"name": name}, "rounds": 3, "engine": engine})
+
+
+def test_a_worker_builds_the_engine_of_the_experiment() -> None:
+    """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
+    experiment = build_experiment(config("fedper", device="cpu", workers=2))
+    engines = play._engine(experiment, Memory()), play.build_engine(play._resolved(experiment))
+    assert [engine.block for engine in engines] == [2, 2]
+    one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
+    assert tree.equal(one, other)
+
+
+def on_one_gpu(name: str, **engine: object) -> None:
+    """Two workers leave the record of one process; needs a GPU, and nothing of pytest."""
+    left = []
+    for count in (1, 2):
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "run"
+            for row in play.start(config(name, device="cuda", workers=count, **engine), path):
+                row.pop("seconds")
+                left.append((count, row))
+            result = record.finished(path)
+            assert result is not None
+            left.append((count, {"digest": result["digest"]}))
+    one, two = ([row for count, row in left if count == each] for each in (1, 2))
+    assert one == two, (one, two)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedper"])
+@pytest.mark.parametrize("engine", [{"block": 1}, {"block": 2}, {"block": 2, "graphs": False}])
+def test_two_workers_on_one_gpu(name: str, engine: dict[str, object]) -> None:
+    on_one_gpu(name, **engine)

@@ -70,7 +70,7 @@ class FederationConfig:
 class EngineConfig:
     block: int | Literal["auto"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: int = 1  # processes among which clients are shared out, on a CPU
+    workers: int = 1  # processes among which clients are shared out; on GPUs, one on each in turn
     state: Literal["memory", "disk"] = "memory"
     threads: int | None = None
     onednn: bool | Literal["auto"] = "auto"  # torch's kernels for CPUs

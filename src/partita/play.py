@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from partita import record
@@ -51,8 +52,7 @@ def resume(config: Config, folder: Path) -> Iterator[Row]:
 
 def prepare(experiment: Experiment, folder: Path) -> None:
     """Write down what is known before the first round."""
-    config = replace(experiment.config, engine=replace(experiment.config.engine, block=experiment.block))
-    record.write(folder / record.CONFIG, config.to_toml().encode())
+    record.write(folder / record.CONFIG, _resolved(experiment).to_toml().encode())
     record.write_json(folder / record.ENVIRONMENT, record.environment(experiment.device, experiment.block))
     record.write_json(
         folder / record.PLAN, {"metric": asdict(experiment.measure.primary), "stages": stages(experiment)}
@@ -90,7 +90,22 @@ def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, St
     config = experiment.config.engine
     disk = Disk(folder / "clients", experiment.device)
     store: Store = disk if config.state == "disk" else Memory(disk)
-    engine = Embedded(
+    engine = _engine(experiment, store)
+    if config.workers == 1:
+        yield engine, store
+        return
+    again = partial(build_engine, _resolved(experiment)) if experiment.device.type == "cuda" else None
+    with closing(Workers(engine, config.workers, again)) as workers:
+        yield workers, store
+
+
+def build_engine(config: Config) -> Embedded:
+    """For a worker that is no fork: data and model are loaded anew."""
+    return _engine(build(config), Memory())
+
+
+def _engine(experiment: Experiment, store: Store) -> Embedded:
+    return Embedded(
         experiment.run,
         experiment.model,
         experiment.federation,
@@ -101,11 +116,11 @@ def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, St
         measure=experiment.measure,
         graphs=experiment.graphs,
     )
-    if config.workers == 1:
-        yield engine, store
-        return
-    with closing(Workers(engine, config.workers)) as workers:
-        yield workers, store
+
+
+def _resolved(experiment: Experiment) -> Config:
+    """With the block that was chosen, which a resumed run and every worker must share."""
+    return replace(experiment.config, engine=replace(experiment.config.engine, block=experiment.block))
 
 
 def play(

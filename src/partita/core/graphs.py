@@ -6,9 +6,11 @@ work has the same shape are copied into its places.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,9 +92,22 @@ class CudaRecorder:
     def __call__(self, work: Callable[[], Tensor]) -> Replay:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with _no_garbage(), torch.cuda.graph(graph, pool=self.pool):
             result = work()
         return graph.replay, result
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """An old graph that is collected as garbage in the middle of a recording would break it."""
+    gc.collect()
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class Graphed(Block):

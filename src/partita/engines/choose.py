@@ -22,12 +22,12 @@ SPARE = 0.5  # of the free memory is left: clients' batches differ, and evaluati
 def choose_block(
     run: Run, model: Model, population: Population, device: torch.device, graphs: bool = False, workers: int = 1
 ) -> int:
-    """On a CPU, all clients of a small model, whose cost is the calls and not the arithmetic, shared out among workers,
-    and one of a larger. On a GPU, as many as fit its memory by a trial of one; recordings take as much once more.
+    """On a CPU, all clients of a small model, whose cost is the calls and not the arithmetic, and one of a larger. On a
+    GPU, as many as fit its memory by a trial of one; recordings take as much once more. Of all, a worker has its share.
     """
-    cohort = run.cohort_size(len(population.clients))
+    most = -(-run.cohort_size(len(population.clients)) // workers)
     if device.type == "cpu":
-        return -(-cohort // workers) if _operations(run, model, population) <= SMALL else 1
+        return most if _operations(run, model, population) <= SMALL else 1
     model.to(device)
     step = replace(run, training=replace(run.training, steps=1))
     client = population.clients[0]
@@ -37,7 +37,9 @@ def choose_block(
     learn(step, [visit(step, model, job, ClientState(), population[client].train)])
     taken = torch.cuda.max_memory_allocated(device) - before
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(cohort, int(free * (1 - SPARE) / max(1, taken * (1 + graphs)))))
+    if workers > 1:  # each will hold, beside this process, the model and the data too
+        free = free // -(-workers // torch.cuda.device_count()) - before
+    return max(1, min(most, int(free * (1 - SPARE) / max(1, taken * (1 + graphs)))))
 
 
 def _operations(run: Run, model: Model, population: Population) -> float:

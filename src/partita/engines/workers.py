@@ -1,20 +1,23 @@
 """Clients of one machine shared out among processes.
 
-Workers are forks of this process: the frozen rest of a model and all data are its memory, held once. What the server
+On CPUs workers are forks of this process: the frozen rest of a model and all data are its memory, held once. CUDA does
+not survive a fork, so on GPUs they are new processes, and each builds the engine anew. In both cases what the server
 sends lies in memory that all can read, and updates come back through pipes.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 import torch
+from torch import Tensor
 
 from partita.core.learn import ClientFault, ClientState, Job
 from partita.core.method import Update
@@ -22,18 +25,19 @@ from partita.core.model import Examples
 from partita.core.rounds import Lost
 from partita.core.run import RunError
 from partita.core.store import Memory
-from partita.core.tree import Names, Tensors
+from partita.core.tree import Tensors
 from partita.engines.embedded import Embedded, chunks
+from partita.engines.pipes import board, places, receive, send
 
 AHEAD = 2  # answers for each worker that may wait for an earlier one: memory stays within bounds
 
 
 @dataclass(frozen=True)
 class Order:
-    """A job whose parameters lie in shared memory, but for those made for this client alone."""
+    """A job whose parameters lie on the board, but for those made for this client alone."""
 
     job: Job  # with the latter
-    shared: Names
+    shared: Mapping[str, int]  # the edition of each on the board
     state: ClientState
 
 
@@ -44,33 +48,45 @@ class Answer:
 
 
 class Workers:
-    """An embedded engine in `count` processes of one thread each; the answers are those of the engine itself."""
+    """An embedded engine in `count` processes of one thread each; the answers are those of the engine itself.
 
-    def __init__(self, engine: Embedded, count: int) -> None:
+    With `build`, which makes an engine like it, workers are new processes; on GPUs they take turns at these.
+    """
+
+    def __init__(self, engine: Embedded, count: int, build: Callable[[], Embedded] | None = None) -> None:
         if count < 1:
             raise RunError(f"engine.workers is {count}; it must be at least 1")
         if sys.platform != "linux":
-            raise RunError("engine.workers needs processes that share memory by fork, as on Linux; leave it at 1")
-        if engine.device.type != "cpu":
-            raise RunError("engine.workers is for CPUs; on a GPU set engine.block, which trains clients side by side")
+            raise RunError("engine.workers needs processes that share memory as on Linux; leave it at 1")
         if engine.wire:
             raise RunError("engine.workers cannot go with real messages, whose copies one process holds")
+        if engine.device.type == "cuda" and build is None:
+            raise RunError("workers on GPUs cannot be forks; give Workers a `build` that makes the engine in each")
         self.engine = engine
-        self.board = {name: value.clone().share_memory_() for name, value in engine.model.initial.items()}
+        flat = board(engine.model.initial)
+        self.board = places(flat, engine.model.initial)
         self.posted: Tensors = {}  # whose values the board shows
-        context = multiprocessing.get_context("fork")
+        self.editions = Counter[str]()
         self.workers: list[Connection] = []
-        for _ in range(count):
+        self.processes: list[BaseProcess] = []
+        context = multiprocessing.get_context("forkserver") if build else multiprocessing.get_context("fork")
+        if build:
+            context.set_forkserver_preload([__name__])  # torch is imported once, and no GPU is touched by that
+        for number in range(count):
             ours, theirs = context.Pipe()
-            context.Process(target=_serve, args=(theirs, engine, self.board), daemon=True).start()
+            args = theirs, build or (lambda: engine), _device(engine, number), flat
+            self.processes.append(context.Process(target=_serve, args=args, daemon=True))
+            self.processes[-1].start()
             theirs.close()  # so that a worker's death closes the pipe
             self.workers.append(ours)
 
     def close(self) -> None:
         for worker in self.workers:
             with suppress(OSError):  # it may be gone already
-                worker.send_bytes(b"")
+                send(worker, [])
             worker.close()
+        for process in self.processes:
+            process.join()  # whoever comes next finds its memory free
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
@@ -90,19 +106,19 @@ class Workers:
                     worker = idle.pop()
                     busy[worker] = order[0]
                     with suppress(OSError):  # of one that died, the answer tells
-                        worker.send_bytes(pickle.dumps(order[1]))
+                        send(worker, order[1])
                 if not busy:
                     return
                 for ready in wait(list(busy)):
                     worker = next(each for each in busy if each is ready)
                     place = busy.pop(worker)
                     idle.append(worker)
-                    waiting[place] = _receive(worker)
+                    waiting[place] = self._answer(worker)
         finally:
             # Whoever stops listening leaves no worker reading what the next round will write.
             for worker in busy:
                 with suppress(EOFError, OSError):
-                    worker.recv_bytes()
+                    receive(worker, self.engine.device)
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
@@ -110,47 +126,70 @@ class Workers:
     def _orders(self, jobs: Iterable[Job]) -> Iterator[Order]:
         used: set[str] = set()
         for job in jobs:
-            shared = set()
+            shared = {}
             for name, value in job.params.items():
                 if name not in used and self.posted.get(name) is not value:
                     self.board[name].copy_(value)
                     self.posted[name] = value
+                    self.editions[name] += 1
                 if self.posted[name] is value:
-                    shared.add(name)
-            used |= shared
+                    shared[name] = self.editions[name]
+            used |= shared.keys()
             own = {name: value for name, value in job.params.items() if name not in shared}
             state = self.engine.store.load(job.client, job.round)
-            yield Order(replace(job, params=own), frozenset(shared), state)
+            yield Order(replace(job, params=own), shared, state)
+
+    def _answer(self, worker: Connection) -> Answer:
+        try:
+            answer = receive(worker, self.engine.device)
+        except (EOFError, OSError) as error:
+            raise RunError("a worker process died (out of memory?); lower engine.workers") from error
+        if isinstance(answer, Answer):
+            return answer
+        kind, said = answer
+        raise kind(*said)
 
 
-def _receive(worker: Connection) -> Answer:
-    try:
-        answer = pickle.loads(worker.recv_bytes())
-    except (EOFError, OSError) as error:
-        raise RunError("a worker process died (out of memory?); lower engine.workers") from error
-    if isinstance(answer, Answer):
-        return answer
-    kind, said = answer
-    raise kind(*said)
+def _device(engine: Embedded, number: int) -> torch.device:
+    if engine.device.type == "cpu":
+        return engine.device
+    return torch.device(engine.device.type, number % torch.cuda.device_count())
 
 
-def _serve(parent: Connection, engine: Embedded, board: Tensors) -> None:
-    # One thread: the parent's pool of threads does not live on in a fork.
+def _serve(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
+    # One thread: the parent's pool of threads does not live on in a fork, and workers would fight for cores.
     torch.set_num_threads(1)
-    while message := parent.recv_bytes():
-        orders: list[Order] = pickle.loads(message)
-        store = engine.store = Memory()
-        store.states = {order.job.client: (order.job.round - 1, order.state) for order in orders}
-        jobs = [
-            replace(order.job, params={**{name: board[name] for name in sorted(order.shared)}, **order.job.params})
-            for order in orders
-        ]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # "cuda" alone, as engines have it, now means this one
+    worker: _Worker | None = None
+    while orders := receive(parent, device):
         answer: object
         try:
-            replies = list(engine.train(jobs))
-            answer = Answer(replies, {client: store.states[client] for client in store.changed})
+            worker = worker or _Worker(build(), device, flat)
+            answer = worker.answer(orders)
         except ClientFault as fault:
             answer = ClientFault, (fault.client, fault.reason)
         except Exception as error:
             answer = type(error), (str(error),)
-        parent.send_bytes(pickle.dumps(answer))
+        send(parent, answer)
+
+
+class _Worker:
+    """An engine in a process of its own, and what it has read off the board."""
+
+    def __init__(self, engine: Embedded, device: torch.device, flat: Tensor) -> None:
+        self.engine, self.device, self.board = engine, device, places(flat, engine.model.initial)
+        self.read: dict[str, tuple[int, Tensor]] = {}  # with its edition; on a CPU, it is the board itself
+
+    def answer(self, orders: Sequence[Order]) -> Answer:
+        store = self.engine.store = Memory()
+        store.states = {order.job.client: (order.job.round - 1, order.state) for order in orders}
+        replies = list(self.engine.train([self._job(order) for order in orders]))
+        return Answer(replies, {client: store.states[client] for client in store.changed})
+
+    def _job(self, order: Order) -> Job:
+        for name, edition in order.shared.items():
+            if name not in self.read or self.read[name][0] != edition:
+                self.read[name] = edition, self.board[name].to(self.device)
+        shared = {name: self.read[name][1] for name in sorted(order.shared)}
+        return replace(order.job, params={**shared, **order.job.params})

@@ -25,6 +25,7 @@ class Sight:
     enter: Callable[[Any, Tensor], Tensor]  # from pixels to what enters the first layer
     layers: str
     leave: Callable[[Any, Tensor], Tensor]  # what is done to each token after the last layer
+    beside: tuple[None, ...] = ()  # what a layer wants to be given beside the states: a CLIP's, a mask, if only None
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ SIGHTS = {
         enter=lambda tower, pixels: tower.pre_layrnorm(tower.embeddings(pixels)),
         layers="encoder.layers",
         leave=lambda tower, states: tower.post_layernorm(states),
+        beside=(None,),
     ),
     **dict.fromkeys(
         ("dinov2", "dinov2_with_registers"),

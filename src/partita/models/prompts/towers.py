@@ -84,7 +84,7 @@ class Towers(Model):
             if prompts is not None and number < len(prompts):
                 own = prompts[number].to(states.dtype).expand(len(states), -1, -1)
                 states = torch.cat([states[:, :1], own, states[:, 1 + (length if number else 0) :]], 1)
-            states = layer(states, None)
+            states = layer(states, *sight.beside)
         if patches:
             first = 1 + length + getattr(settings, "num_register_tokens", 0)
             states = torch.cat([states[:, :1], states[:, first:]], 1)
@@ -108,7 +108,7 @@ class Towers(Model):
             places = torch.linspace(first, states.shape[1] - 1, tokens).round().long()
             for layer in tower.get_submodule(sight.layers)[:depth]:
                 found.append(states[0, places])
-                states = layer(states, None)
+                states = layer(states, *sight.beside)
         return torch.stack(found)
 
     def read(self, context: Tensor) -> Tensor:
