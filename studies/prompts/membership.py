@@ -65,7 +65,7 @@ def attack(config: Found, seed: int, numbers: int, most: int, device: str) -> li
     By their loss, and by the cosine of their gradient with the update. The attacker holds what travels, and takes what
     clients keep as it was loaded; where clients keep something, one who knows that too is tried beside.
     """
-    # Images of another size than the tower was trained on: the way back to its places has no deterministic form on GPUs.
+    # For images of another size than a tower knows, the way back to its places has no deterministic form on GPUs.
     engine_table = {"device": device, "block": 1, "deterministic": False}
     experiment = build(parse({**config, "seed": seed, "rounds": numbers, "engine": engine_table}))
     run, model, federation = experiment.run, experiment.model, experiment.federation
