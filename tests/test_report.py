@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,14 @@ from partita import report
 from partita.report import Record, ReportError, compare, find, page, picture, read
 from partita.report.frame import styles, svg
 from partita.report.metric import ACCURACY, Metric
-from partita.report.plots import curve, drift_by_role, metric_by_bytes, metric_by_round, personal_by_client
+from partita.report.plots import (
+    curve,
+    drift_by_role,
+    gain_by_client,
+    metric_by_bytes,
+    metric_by_round,
+    personal_by_client,
+)
 from partita.report.show import columns
 from partita.report.stages import FATES, changes, fate, plan_grid, plans
 from partita.report.tables import holm, worst_tenth
@@ -260,6 +268,7 @@ def test_numbers_are_those_of_numpy_and_scipy(records: list[Record]) -> None:
         assert line.final_sd == pytest.approx(final.std(ddof=1))
         assert line.stability == pytest.approx(curves[line.label][:, -4:].std(axis=1, ddof=1).mean())
         assert line.personal == pytest.approx(own[line.label].mean())
+        assert line.personal_sd == pytest.approx(own[line.label].std(axis=1, ddof=1).mean())
         assert line.personal_worst == pytest.approx(own[line.label].min(axis=1).mean())  # one of ten clients
         first_round = [1 + np.argmax(seed >= comparison.target) for seed in curves[line.label]]
         assert line.reach is not None
@@ -437,6 +446,58 @@ def test_repeats_must_be_repeats(tmp_path: Path) -> None:
     assert any("differ in more than the seed (training.lr)" in comment for comment in comments)
 
 
+def by_themselves(record: Record) -> Record:
+    return replace(record, config={**record.config, "method": {"name": "local-only"}})
+
+
+def test_what_a_client_gains_over_learning_alone_is_told_client_by_client(tmp_path: Path) -> None:
+    def own(values: dict[str, float | None]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return lambda row: {**row, "personal": {"accuracy": values}}
+
+    alone = [
+        by_themselves(read(write_run(tmp_path, "alone", seed, edit=own({"c0": 0.5, "c1": 0.6, "c2": 0.7, "c3": None}))))
+        for seed in (0, 1)
+    ]
+    shared = [
+        read(write_run(tmp_path, "shared", seed, edit=own(values)))
+        for seed, values in (
+            (0, {"c0": 0.7, "c1": 0.5, "c2": 0.7, "c3": 0.9}),  # gains 0.2, -0.1, 0; of c3 nobody knows
+            (1, {"c2": 0.9, "c0": 0.6}),  # gains 0.2, 0.1, in whatever order clients come
+            (2, {"c0": 0.0}),  # a seed that nobody played alone
+        )
+    ]
+    comparison = compare([*shared, *alone])
+    with_others, by_itself = comparison.lines
+    assert by_itself.gain is None
+    assert with_others.gain is not None
+    assert with_others.gain.mean == pytest.approx((0.2 - 0.1 + 0 + 0.2 + 0.1) / 5)
+    assert with_others.gain.better == pytest.approx(3 / 5)
+    assert cells(comparison, "gain") == ("+8.0", "–")
+    assert cells(comparison, "better off") == ("60%", "–")
+    assert any("than under alone, where it learns alone" in comment for comment in comparison.comments)
+    figure = gain_by_client([*shared, *alone])
+    assert figure is not None
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["shared"]
+    dots = figure.axes[0].lines[0].get_xdata()
+    np.testing.assert_allclose(dots, [-10, 0, 10, 20, 20], atol=1e-9)
+
+
+def test_a_gain_is_an_improvement_also_where_less_is_better(tmp_path: Path) -> None:
+    alone = by_themselves(perplexities(tmp_path, "alone", 0, [50.0]))
+    better = perplexities(tmp_path, "better", 0, [40.0])
+    line = compare([better, alone]).lines[0]
+    assert line.gain is not None
+    assert (line.gain.mean, line.gain.better) == (pytest.approx(10.0), 1.0)
+
+
+def test_where_nobody_learns_alone_nothing_is_said_of_gains(records: list[Record]) -> None:
+    comparison = compare(records)
+    assert all(line.gain is None for line in comparison.lines)
+    assert not any(column.heading == "gain" for column in columns(comparison))
+    assert not any(comment.startswith("gain") for comment in comparison.comments)
+    assert gain_by_client(records) is None
+
+
 def test_another_metric(tmp_path: Path) -> None:
     record = read(write_run(tmp_path, "a", 0, edit=lambda row: {**row, "test": {"accuracy": 0.1, "f1": 0.7}}))
     comparison = compare([record], metric="f1")
@@ -546,7 +607,7 @@ def test_labels_may_hold_markup(tmp_path: Path) -> None:
     label = "a|b [bold]_x_ $y$ <i>"
     comparison = compare([run_of(tmp_path, label, 0, [0.5, 0.6])])
     lines = [line for line in report.to_text(comparison).splitlines() if line.strip().startswith(label + " ")]
-    assert len(lines) == 2  # a line in each table; the comments start with a dot
+    assert len(lines) == 3  # a line in each table; the comments start with a dot
     assert r"a\|b \[bold]\_x\_ $y$ \<i>" in report.to_markdown(comparison)
 
 

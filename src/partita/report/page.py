@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from partita.report import choice, plots, privacy, stages
 from partita.report.frame import Style, styles, svg
 from partita.report.read import Record, by_label, clients, metric_of, settings
-from partita.report.show import Column, halves, size
+from partita.report.show import Column, by_question, size
 from partita.report.tables import Comparison, compare
 
 if TYPE_CHECKING:
@@ -101,11 +101,13 @@ def _range(counts: Iterable[int]) -> str:
 
 def _comparison(records: Sequence[Record], comparison: Comparison) -> str:
     look = styles(by_label(records))
-    tables = "".join(f"<h3>{escape(title)}</h3>\n{_half(shown, look)}" for title, shown in halves(comparison).items())
+    tables = "".join(
+        f"<h3>{escape(title)}</h3>\n{_one(shown, look)}" for title, shown in by_question(comparison).items()
+    )
     return f"<section>\n<h2>Comparison</h2>\n{tables}{_notes(comparison.comments)}</section>\n"
 
 
-def _half(shown: Sequence[Column], look: Mapping[str, Style]) -> str:
+def _one(shown: Sequence[Column], look: Mapping[str, Style]) -> str:
     name, rest = shown[0], shown[1:]
     # A rule on the left of each group's first column keeps the groups apart all the way down.
     edges = [
@@ -183,6 +185,13 @@ def _figures(records: Sequence[Record], metric: str) -> str:
             "Clients one by one.",
             f"Each dot is one client of one seed by the {metric} on its own test part, the lowest at the foot of its "
             "strip; the line is the mean over clients, the diamond that of the worst tenth, both averaged over seeds.",
+        ),
+        (
+            "gain",
+            lambda: plots.gain_by_client(records, metric),
+            "Does a client gain by taking part?",
+            "How much better each client does than by learning alone, by the same seed and test part: to the right of "
+            "the line it gains, to the left it would do better by itself.",
         ),
     ]
     drawn = "".join(_figure(name, make(), head, caption) for name, make, head, caption in wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from partita.report.frame import (
     GRID,
     INK,
+    MUTED,
     ROLES,
     Style,
     calm,
@@ -26,7 +27,7 @@ from partita.report.frame import (
 from partita.report.metric import Metric
 from partita.report.read import Record, ReportError, by_label, metric_of, number, personal, present, sent, tested
 from partita.report.stages import changes
-from partita.report.tables import deviation, mean, worst_tenth
+from partita.report.tables import alone, deviation, gains, mean, worst_tenth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -223,26 +224,49 @@ def _drift(runs: Sequence[Record], role: str, measure: str) -> list[tuple[int, f
 
 
 def personal_by_client(records: Sequence[Record], name: str | None = None) -> Figure | None:
-    """A strip for each label. Clients rise by their value within it, so a strip is a cumulative distribution."""
     groups, metric = by_label(records), metric_of(records, name)
-    values = {label: [present(personal(run, metric.name)) for run in runs] for label, runs in groups.items()}
+    values = {label: [present(personal(run, metric.name).values()) for run in runs] for label, runs in groups.items()}
+    return _strips(records, values, metric, f"a client's personal {metric.titled}")
+
+
+def gain_by_client(records: Sequence[Record], name: str | None = None) -> Figure | None:
+    """Over learning alone, where somebody did: on the right of the line are those who are better off."""
+    groups, judge = by_label(records), metric_of(records, name)
+    unit = "percentage points" if judge.higher_is_better else judge.name
+    better = replace(judge, higher_is_better=True)  # a gain is, whatever the metric
+    figure = _strips(
+        records, gains(groups, judge), better, f"a client's gain over {alone(groups)}, {unit}", judge.scale
+    )
+    if figure:
+        figure.axes[0].axvline(0, color=MUTED, linewidth=1.2, zorder=1)
+    return figure
+
+
+def _strips(
+    records: Sequence[Record],
+    values: Mapping[str, Sequence[Sequence[float]]],
+    metric: Metric,
+    across: str,
+    scale: float | None = None,
+) -> Figure | None:
+    """A strip for each label. Clients rise by their value within it, so a strip is a cumulative distribution."""
     values = {label: seeds for label, seeds in values.items() if any(seeds)}
     if not values:
         return None
-    look = styles(groups)
+    look, scale = styles(by_label(records)), metric.scale if scale is None else scale
     figure = new_figure(9.2, 0.8 + 0.58 * len(values))
     axes = figure.add_subplot()
     for row, (label, seeds) in enumerate(values.items()):
-        dots = sorted(metric.scale * value for seed in seeds for value in seed)
+        dots = sorted(scale * value for seed in seeds for value in seed)
         rise = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
         axes.plot(dots, rise, "o", color=look[label].colour, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
         centre, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed, metric) for seed in seeds])
         if centre is not None and worst is not None:
-            axes.plot([metric.scale * centre] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)
-            axes.plot([metric.scale * worst], [row], "D", color="none", markeredgecolor=INK, markersize=5.5, zorder=3)
+            axes.plot([scale * centre] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)
+            axes.plot([scale * worst], [row], "D", color="none", markeredgecolor=INK, markersize=5.5, zorder=3)
     axes.set_yticks(range(len(values)), [shorten(label, 28) for label in values])
     axes.set_ylim(len(values) - 0.45, -0.55)
-    calm(axes, f"a client's personal {metric.titled}   (line: mean, diamond: mean of the worst tenth)", "")
+    calm(axes, f"{across}   (line: mean, diamond: mean of the worst tenth)", "")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.tick_params(axis="y", length=0)

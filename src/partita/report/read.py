@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,12 +172,12 @@ def tested(record: Record, metric: str) -> list[tuple[int, float | None]]:
     return [(row["round"], number(row["test"].get(metric))) for row in record.rows if row.get("test")]
 
 
-def personal(record: Record, metric: str) -> list[float | None]:
-    """Each client's value at the last personal evaluation; None where it is not a finite number."""
+def personal(record: Record, metric: str) -> dict[str, float | None]:
+    """By client, the value at the last personal evaluation; None where it is not a finite number."""
     for row in reversed(record.rows):
         if row.get("personal") and row["personal"].get(metric):
-            return [number(value) for value in row["personal"][metric].values()]
-    return []
+            return {client: number(value) for client, value in row["personal"][metric].items()}
+    return {}
 
 
 def clients(row: Row) -> int:
@@ -191,5 +191,5 @@ def sent(record: Record, way: str) -> list[float] | None:
     return None if None in values else present(values)
 
 
-def present(values: Sequence[float | None]) -> list[float]:
+def present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]

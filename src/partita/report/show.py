@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from partita.report.metric import MISSING, Metric, short
 from partita.report.tables import Comparison, Difference, Line, Reach
 
-COSTS = ("a client-round", "a run")
+OWN, COSTS = "personal", ("a client-round", "a run")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ def columns(comparison: Comparison) -> list[Column]:
     several, metric = len(comparison.lines) > 1, Metric(comparison.metric, comparison.higher_is_better)
     corrected = any(line.difference and line.difference.p_holm is not None for line in comparison.lines)
     has_personal = any(line.personal is not None for line in comparison.lines)
+    gained = any(line.gain for line in comparison.lines)
     private = any(line.epsilon is not None for line in comparison.lines)
     shown: list[tuple[bool, str, str, Callable[[Line], str]]] = [
         (True, "", "label", lambda line: line.label),
@@ -36,11 +37,14 @@ def columns(comparison: Comparison) -> list[Column]:
         (several, "test", "p (Holm)" if corrected else "p", lambda line: _p(line.difference, corrected)),
         (
             has_personal,
-            "personal",
+            OWN,
             "mean, %" if metric.higher_is_better else "mean",
             lambda line: metric.text(line.personal),
         ),
-        (has_personal, "personal", "worst tenth", lambda line: metric.text(line.personal_worst)),
+        (has_personal, OWN, "spread", lambda line: metric.text(line.personal_sd)),
+        (has_personal, OWN, "worst tenth", lambda line: metric.text(line.personal_worst)),
+        (gained, OWN, "gain", lambda line: MISSING if line.gain is None else metric.text(line.gain.mean, "+")),
+        (gained, OWN, "better off", lambda line: MISSING if line.gain is None else f"{line.gain.better:.0%}"),
         (True, "a client-round", "up", lambda line: size(line.up)),
         (True, "a client-round", "down", lambda line: size(line.down)),
         (True, "a run", "MB", lambda line: short(line.total_mb)),
@@ -53,13 +57,15 @@ def columns(comparison: Comparison) -> list[Column]:
     ]
 
 
-def halves(comparison: Comparison) -> dict[str, list[Column]]:
-    """The columns as two tables by title, each narrow enough to be read without scrolling."""
-    shown = columns(comparison)
-    return {
-        "What was reached": [column for column in shown if column.group not in COSTS],
-        "What it cost": [shown[0], *(column for column in shown if column.group in COSTS)],
+def by_question(comparison: Comparison) -> dict[str, list[Column]]:
+    """The columns as tables by title, each narrow enough to be read without scrolling."""
+    name, *rest = columns(comparison)
+    tables = {
+        "What was reached": [column for column in rest if column.group not in (OWN, *COSTS)],
+        "What each client has of it": [column for column in rest if column.group == OWN],
+        "What it cost": [column for column in rest if column.group in COSTS],
     }
+    return {title: [name, *chosen] for title, chosen in tables.items() if chosen}
 
 
 def _spread(metric: Metric, value: float | None, sd: float | None) -> str:
@@ -118,7 +124,7 @@ def _plain(text: str) -> str:
 
 
 def to_text(comparison: Comparison, width: int = 110) -> str:
-    """For a terminal: what was reached, and below it what it cost."""
+    """For a terminal: a table below the other."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -126,7 +132,7 @@ def to_text(comparison: Comparison, width: int = 110) -> str:
 
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as capture:
-        for title, chosen in halves(comparison).items():
+        for title, chosen in by_question(comparison).items():
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
             for place, column in enumerate(chosen):
                 heading = Text(f"{column.group}\n{column.heading}" if column.group else column.heading)

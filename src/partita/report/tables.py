@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partita.report.metric import Metric
@@ -22,6 +22,7 @@ from partita.report.read import (
     tested,
 )
 
+ALONE = ("local-only", "coop")  # methods of clients who learn and share nothing
 SHARE = {True: 0.95, False: 1.05}  # of the first label's final mean: by higher_is_better, when it counts as reached
 
 
@@ -47,6 +48,14 @@ class Reach:
 
 
 @dataclass(frozen=True)
+class Gain:
+    """What clients have of not learning alone, over clients and common seeds."""
+
+    mean: float  # more is better, whatever the metric
+    better: float  # a share of the clients
+
+
+@dataclass(frozen=True)
 class Line:
     """Values of the metric are as recorded, spread is the sample standard deviation, and None means not known."""
 
@@ -56,7 +65,9 @@ class Line:
     final_sd: float | None
     stability: float | None
     personal: float | None
+    personal_sd: float | None  # over clients
     personal_worst: float | None
+    gain: Gain | None  # None: nobody learnt alone, or it is they
     difference: Difference | None  # None in the first line
     up: float | None  # bytes a client-round
     down: float | None
@@ -101,9 +112,13 @@ def compare(records: Sequence[Record], target: float | None = None, metric: str 
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
         differences = _corrected(differences)
-    lines = tuple(_line(runs, finals[label], differences.get(label), target, judge) for label, runs in groups.items())
+    gained = gains(groups, judge)
+    lines = tuple(
+        replace(_line(runs, finals[label], differences.get(label), target, judge), gain=_gain(gained.get(label, [])))
+        for label, runs in groups.items()
+    )
     comments = [
-        *_meaning(lines, target, asked is not None, judge),
+        *_meaning(lines, target, asked is not None, judge, alone(groups)),
         *_reservations(groups, finals, differences, metric),
     ]
     return Comparison(metric, judge.higher_is_better, target, lines, tuple(comments))
@@ -117,7 +132,7 @@ def _line(
     judge: Metric,
 ) -> Line:
     metric = judge.name
-    own = [present(personal(run, metric)) for run in runs]
+    own = [present(personal(run, metric).values()) for run in runs]
     return Line(
         label=runs[0].label,
         seeds=tuple(finals),
@@ -125,7 +140,9 @@ def _line(
         final_sd=deviation(list(finals.values())),
         stability=mean([_stability(run, metric) for run in runs]),
         personal=mean([mean(values) for values in own]),
+        personal_sd=mean([deviation(values) for values in own]),
         personal_worst=mean([worst_tenth(values, judge) for values in own]),
+        gain=None,
         difference=difference,
         up=mean([_each(run, "up") for run in runs]),
         down=mean([_each(run, "down") for run in runs]),
@@ -165,6 +182,42 @@ def _stability(run: Record, metric: str) -> float | None:
 def worst_tenth(values: Sequence[float], judge: Metric) -> float | None:
     """The mean over the worst tenth of the clients, and over at least one."""
     return mean(sorted(values, reverse=not judge.higher_is_better)[: math.ceil(len(values) / 10)])
+
+
+def alone(groups: Mapping[str, list[Record]]) -> str | None:
+    """The first label whose clients learn alone."""
+    return next((label for label, runs in groups.items() if _method(runs[0]) in ALONE), None)
+
+
+def _method(run: Record) -> str | None:
+    return (run.config.get("method") or {}).get("name")
+
+
+def gains(groups: Mapping[str, list[Record]], judge: Metric) -> dict[str, list[list[float]]]:
+    """By label and common seed, how much better each client does than by learning alone."""
+    base = alone(groups)
+    if base is None:
+        return {}
+    sign = 1 if judge.higher_is_better else -1
+    before = {run.seed: personal(run, judge.name) for run in groups[base]}
+    found: dict[str, list[list[float]]] = {}
+    for label, runs in groups.items():
+        if label == base:
+            continue
+        pairs = [(personal(run, judge.name), before[run.seed]) for run in runs if run.seed in before]
+        found[label] = [
+            present(_less(value, past.get(client), sign) for client, value in own.items()) for own, past in pairs
+        ]
+    return {label: seeds for label, seeds in found.items() if any(seeds)}
+
+
+def _less(value: float | None, past: float | None, sign: int) -> float | None:
+    return None if value is None or past is None else sign * (value - past)
+
+
+def _gain(seeds: Sequence[Sequence[float]]) -> Gain | None:
+    every = [value for seed in seeds for value in seed]
+    return Gain(statistics.fmean(every), sum(value > 0 for value in every) / len(every)) if every else None
 
 
 def _reach(runs: list[Record], target: float, judge: Metric) -> Reach:
@@ -222,7 +275,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Metric) -> list[str]:
+def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Metric, base: str | None) -> list[str]:
     """What the columns say, for those columns that are there."""
     said = [
         f"{judge.name}: of the last tested round, mean ± sample standard deviation over seeds"
@@ -244,7 +297,15 @@ def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Me
     elif tests:
         said.append("p: not corrected for many comparisons.")
     if any(line.personal is not None for line in lines):
-        said.append("personal: on each client's own test part; worst tenth is the mean over the worst 10% of clients.")
+        said.append(
+            "personal: on each client's own test part; spread is the standard deviation over clients, worst tenth the "
+            "mean over the worst 10% of them."
+        )
+    if any(line.gain for line in lines):
+        said.append(
+            f"gain: how much better a client does than under {base}, where it learns alone, mean over clients and "
+            "common seeds; better off is the share of clients who gain."
+        )
     if any(line.epsilon is not None for line in lines):
         said.append("ε: what training cost in privacy by the last round, of the seed in which it cost most.")
     said.append("client-round: one client asked in one round, whether or not it answered.")
@@ -279,7 +340,7 @@ def _reservations(
             )
         if unknown := [str(seed) for seed, value in finals[label].items() if value is None]:
             said.append(f"{label}: no final {metric} for seed {', '.join(unknown)}; left out of the mean.")
-        own = [value for run in runs for value in personal(run, metric)]
+        own = [value for run in runs for value in personal(run, metric).values()]
         if None in own:
             said.append(f"{label}: {own.count(None)} of {len(own)} personal values are missing and left out.")
         if len(runs) == 1:
