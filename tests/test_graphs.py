@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita.core import tree
 from partita.core.block import LiftError
 from partita.core.graphs import GraphError, Graphs, Recorder, Replay
+from partita.core.learn import ClientState, learn, visit
 from partita.core.optim import Optimizer, Schedule
 from partita.core.private import Private
+from partita.core.rounds import ask, begin
 from partita.core.run import RunError
 from partita.core.tree import Tensors
 from partita.engines.choose import choose_graphs
@@ -101,6 +104,25 @@ def test_shapes_met_again_are_not_recorded_again() -> None:
         play("fedavg", AdamW(), Graphs(again), 4, rounds_played, steps=6)
         counts.append(again.recorded)
     assert counts[0] == counts[1] > 0
+
+
+def test_what_was_handed_out_outlives_the_places_it_was_made_in() -> None:
+    key = Key(3)
+    task = data.load("synthetic", key, examples=90, size=8, channels=1)
+    federation = data.split(task, "iid", clients=4, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    run = Run(methods.build("fedavg"), Training(1e-2, AdamW(), batch_size=4), rounds=1, key=key)
+    jobs = [ask(run, model, begin(run, model), 0, client)[0] for client in federation.clients]
+    visits = [visit(run, model, job, ClientState(), federation[job.client].train) for job in jobs]
+    again = Again()
+    graphs = Graphs(again)
+    held = [each for pair in (visits[:2], visits[2:]) for each in learn(run, pair, graphs)]
+    before = [tree.digest(part) for each in held for part in (each.params, each.delta or {})]
+    assert len({*before}) == 8
+    learn(run, visits[:2], graphs)
+    assert again.recorded
+    assert len(graphs.known) == 1
+    assert before == [tree.digest(part) for each in held for part in (each.params, each.delta or {})]
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9, 0.01), SGD(0.9, nesterov=True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -358,6 +359,13 @@ def test_a_message_weighs_what_is_counted_and_comes_out_as_it_went_in(slots: dic
     back = wire.unpack(packed)
     assert back.keys() == slots.keys()
     assert all(tree.digest(back[slot]) == tree.digest(slots[slot]) for slot in slots)
+
+
+@given(st.lists(messages(), max_size=3), st.integers(1, 3))
+@settings(max_examples=40)
+def test_messages_together_weigh_what_each_does(several: list[dict[str, Tensors]], times: int) -> None:
+    counted = [wire.count(slots) for slots in several * times]
+    assert wire.total(counted) == sum((Counter(each) for each in counted), Counter())
 
 
 @pytest.mark.parametrize("name", ["ü", "naïve é", "日本語", "😀", "a\\b", 'say "x"', "new\nline", "a/b", "\x7f"])

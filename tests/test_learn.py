@@ -444,6 +444,26 @@ def test_a_block_is_each_client_alone(kind: str) -> None:
         torch.testing.assert_close(alone.losses, together.losses, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_delta_is_the_parameters_less_the_anchor_bit_for_bit(count: int) -> None:
+    """Also where phases overlap, and where each client has an anchor of its own."""
+    model, population = small(), Clients(a=5, b=14, c=9)
+    middle = frozenset({"layers.0.value.weight"})
+    phases = in_phases(Phase(HEAD | middle, epochs=2), Phase(model.every() - HEAD), keep=HEAD)
+    run = run_of(Method("overlap", phases), optimizer=OPTIMIZERS["adamw"])
+    visits = []
+    for number, client in enumerate(population.clients[:count]):
+        job = job_of(model, client)
+        mine = {name: job.params[name] + number for name in middle}
+        state = ClientState(personal={name: model.initial[name] * number for name in HEAD})
+        visits.append(visit(run, model, replace(job, params={**job.params, **mine}), state, population[client].train))
+    for each, learned in zip(visits, learn(run, visits), strict=True):
+        update, _ = reply(run, each, learned)
+        assert list(update.delta) == sorted(model.every() - HEAD)
+        assert list(learned.params) == sorted(model.every())
+        assert tree.equal(update.delta, tree.subtract(tree.select(learned.params, each.plan.up), each.ctx.anchor))
+
+
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_carried_optimizers_of_different_ages_are_not_mixed_up_in_a_block(kind: str) -> None:
     model, population = Wide(small()), WidePopulation(Clients(a=5, b=14, c=9))

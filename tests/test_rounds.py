@@ -172,20 +172,25 @@ class Favour(Rule):
 
 @dataclass(frozen=True)
 class Generous(Rule):
-    """Sends a slot beside every name, whatever is asked."""
+    """Sends a slot beside every name, whatever is asked, to all clients but one."""
+
+    but: str = ""
 
     def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
         params, _ = super().send(server, client, names)
-        return params, {"beside": {name: value + 1 for name, value in server.params.items()}}
+        return params, {} if client == self.but else {
+            "beside": {name: value + 1 for name, value in server.params.items()}
+        }
 
 
-def test_slots_come_down_for_what_trains_and_are_counted() -> None:
-    method = Method("generous", fedfrozen(0).plan, server=Generous())
+@pytest.mark.parametrize(("but", "times"), [("", 2), ("a", 1), ("b", 1)])
+def test_slots_come_down_for_what_trains_and_are_counted(but: str, times: int) -> None:
+    method = Method("generous", fedfrozen(0).plan, server=Generous(but))
     engine = Script(lambda job: reply_to(job, {}))
     played = list(rounds(run_of(method, 2, preloaded=True), MODEL, engine))
-    assert {frozenset(job.slots["beside"]) for job in engine.jobs} == {EVERY - KERNEL}
+    assert {frozenset(job.slots["beside"]) for job in engine.jobs if job.client != but} == {EVERY - KERNEL}
     for each in played:
-        assert all(each.traffic.down[name] == (0 if name in KERNEL else 2 * SIZE[name]) for name in EVERY)
+        assert all(each.traffic.down[name] == (0 if name in KERNEL else times * SIZE[name]) for name in EVERY)
 
 
 def frozen_head(model: Model, turn: Turn) -> Plan:
@@ -316,6 +321,41 @@ def test_a_bad_slot_is_refused_like_a_bad_delta() -> None:
     for part in ({"nowhere": torch.zeros(2)}, {"head.weight": torch.full((3, 4), float("nan"))}):
         with pytest.raises(ClientFault, match="client 'a': sent"):
             next(rounds(run_of(fedavg(), 1), MODEL, Script(lambda job: reply_to(job, {}, slots={"slot": part}), "a")))  # noqa: B023
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_a_delta_that_is_not_finite_is_found_though_every_loss_is(block: int) -> None:
+    far = Clients(a=5, b=6, c=7)
+    far.parts["b"] = TinyExamples(far.parts["b"].x * 1e12, far.parts["b"].y)
+    run = run_of(fedavg(), 1, lr=1e30, steps=1)
+    with pytest.raises(ClientFault, match=r"client 'b': sent '.*' with values that are not finite; lower training\.lr"):
+        play(run, MODEL, far, block=block)
+    [played] = play(replace(run, tolerate=True), MODEL, far, block=block)
+    assert [lost.client for lost in played.lost] == ["b"]
+    assert tree.finite(played.server.params)
+
+
+def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it_came_as_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, largest = [], tree.largest
+    monkeypatch.setattr(tree, "largest", lambda part: looks.append(len(part)) or largest(part))
+    counts = []
+    for real in (False, True):
+        looks.clear()
+        play(run_of(fedavg(), 1), MODEL, FOUR, block=2, wire=real)
+        counts.append(len(looks))
+    assert counts == [2, 2 + 4]
+
+
+class Spoil(Transform):
+    def encode(self, update: Update, key: Key) -> Update:
+        return replace(update, delta={name: value * float("nan") for name, value in update.delta.items()})
+
+
+def test_what_a_transform_made_is_looked_at() -> None:
+    with pytest.raises(ClientFault, match="with values that are not finite"):
+        play(run_of(replace(fedavg(), channel=(Spoil(),)), 1), MODEL, FOUR, block=2)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
@@ -492,6 +532,20 @@ def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pyte
     with pytest.raises(RunError, match=r"4 clients side by side do not fit the memory; lower engine\.block"):
         play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
     with pytest.raises(RunError, match=r"lower training\.batch_size"):
+        play(run_of(fedavg(), 1), MODEL, FOUR)
+
+
+def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "blur_backward does not have a deterministic implementation, but you set 'x'. You can turn off"
+
+    def fail(run: Run, visits: list[object], blocks: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("partita.engines.embedded.learn", fail)
+    with pytest.raises(RunError, match=r"blur_backward .* implementation; set engine\.deterministic = false"):
+        play(run_of(fedavg(), 1), MODEL, FOUR)
+    said = "something else"
+    with pytest.raises(RuntimeError, match="something else"):
         play(run_of(fedavg(), 1), MODEL, FOUR)
 
 

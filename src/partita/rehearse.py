@@ -58,7 +58,8 @@ def answer(run: Run, model: Model, job: Job) -> Update:
     """The update of a client whose training changed nothing: of the right names and shapes."""
     each = visit(run, model, job, ClientState(), _One())
     still = tree.select(each.ctx.anchor, each.plan.train)
-    return reply(run, each, Learned(still, dict.fromkeys(still, 1), torch.zeros(1), {}))[0]
+    delta = tree.zeros_like(tree.select(still, each.plan.up))
+    return reply(run, each, Learned(still, dict.fromkeys(still, 1), torch.zeros(1), {}, delta))[0]
 
 
 def rehearse(run: Run, model: Model, clients: Sequence[str], until: int, faults: Faults | None = None) -> Server:

@@ -6,6 +6,7 @@ lifted with `vmap`, and one ordinary backward pass serves the whole block.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from partita.core.private import Draw, Loss, Private, clipped_sum, gaussian
 from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
 
+NOTHING: tuple[Any, Any] = ({}, None)  # shared by clients of which none looks at it
 LARGE = 2**28  # numbers of a batch's gradients, 1 GiB of them, from which reading norms off layers is tried by itself
 
 
@@ -53,12 +55,12 @@ class Block:
         ages = moments[0].get("age", {})
         self.born = {name: int(ages[name]) if name in ages else 0 for name in self.names}
         self.steps = 0
-        self.shared = [
-            _share([{name: value for name, value in each.items() if name not in phase.names} for each in now]),
-            _share([each.anchor for each in contexts]),
-            _share([each.sent for each in contexts]),
-            _share([each.memory for each in contexts]),
-        ]
+        self.anchor = _share([each.anchor for each in contexts])
+        rest = [{name: value for name, value in each.items() if name not in phase.names} for each in now]
+        self.shared = [_share(rest), NOTHING, NOTHING, NOTHING]
+        if run.method.local:  # nobody else looks at these in a step
+            sent, memory = [each.sent for each in contexts], [each.memory for each in contexts]
+            self.shared[1:] = [self.anchor, _share(sent), _share(memory)]
         self.fill(now, moments)
 
     def fill(self, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
@@ -90,9 +92,17 @@ class Block:
             self._move(live, grads, moments)
         return task.detach() if self.many else task.detach().unsqueeze(0)  # (client,)
 
-    def params(self) -> list[Tensors]:
+    def params(self) -> list[Mapping[str, Tensor]]:
         """Each client's, as views of what all hold together."""
-        return self._apart(self.live)
+        return self._rows(self.live)
+
+    def moved(self) -> tuple[list[Tensors], Tensor]:
+        """How far each client came from its anchor, of what goes up, and the largest number of all: one that is not
+        finite if any is not. Taken for the whole block at once, and nothing waits for it yet.
+        """
+        delta = tree.subtract({name: self.live[name] for name in self.names if name in self.plan.up}, self.anchor[0])
+        largest = tree.largest(delta) if delta else torch.zeros((), device=self.device)
+        return self._apart(delta), largest
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
         """The optimizer's for each client, who took so many of the block's steps."""
@@ -169,7 +179,9 @@ class Block:
             return sum(penalties(None, params, None, False), start=next(iter(live.values())).new_zeros(()))
 
         total, losses = self._sum(of_one, live, rest, Batch(inputs, targets, mask))
-        grads = tree.add(tree.scale(tree.add(total, noise), 1 / size), torch.func.grad(of_none)(live))
+        slopes = torch.func.grad(of_none)(live)
+        noisy = {name: value + noise[name] if name in noise else value for name, value in total.items()}
+        grads = {name: value * (1 / size) + slopes[name] for name, value in noisy.items()}
         return grads, losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
 
     def _sum(self, of_one: Loss, live: Tensors, rest: Tensors, batch: Batch) -> tuple[Tensors, Tensor]:
@@ -257,25 +269,54 @@ class Block:
     def _lead(self, value: Tensor, count: int) -> Tensor:
         return value[:count] if self.many else value
 
+    def _rows(self, joined: Tensors) -> list[Mapping[str, Tensor]]:
+        return [Row(joined, rank) for rank in range(self.count)] if self.many else [joined]
+
     def _apart(self, joined: Tensors) -> list[Tensors]:
         if not self.many:
             return [joined]
-        return [dict(zip(joined, row, strict=True)) for row in zip(*(v.unbind() for v in joined.values()), strict=True)]
+        apart = [value.unbind() for value in joined.values()]
+        return [dict(zip(joined, row, strict=True)) for row in zip(*apart, strict=True)] or [{}] * self.count
+
+
+class Row(Mapping[str, Tensor]):
+    """One client's part of what all hold together, taken apart only where somebody looks: for most methods, nobody."""
+
+    def __init__(self, joined: Tensors, rank: int) -> None:
+        self.joined, self.rank = joined, rank
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.joined[name][self.rank]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.joined)
+
+    def __len__(self) -> int:
+        return len(self.joined)
 
 
 def _share(parts: Sequence[Any]) -> tuple[Any, Any]:
     """(value, vmap dimension) of nested dicts: what all clients hold as one object is held once, the rest stacked."""
     first = parts[0]
+    if all(_one(part, first) for part in parts):
+        return first, None
     if isinstance(first, Mapping):
         pairs = {name: _share([part[name] for part in parts]) for name in first}
         return {name: value for name, (value, _) in pairs.items()}, {name: dim for name, (_, dim) in pairs.items()}
-    if all(part is first for part in parts):
-        return first, None
     return torch.stack(list(parts)), 0
+
+
+def _one(left: Any, right: Any) -> bool:
+    """Whether both are one object, or dicts of the very same ones."""
+    if left is right or not isinstance(left, Mapping):
+        return left is right
+    return list(left) == list(right) and all(map(operator.is_, left.values(), right.values()))
 
 
 def _lead_shared(part: tuple[Any, Any], count: int) -> tuple[Any, Any]:
     value, dims = part
+    if dims is None:
+        return part
     if isinstance(value, Mapping):
         return {name: _lead_shared((value[name], dims[name]), count)[0] for name in value}, dims
-    return (value if dims is None else value[:count]), dims
+    return value[:count], dims

@@ -7,6 +7,7 @@ work has the same shape are copied into its places.
 from __future__ import annotations
 
 import gc
+import operator
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partita.core import tree
 from partita.core.block import Block, LiftError
 from partita.core.method import Context
 from partita.core.model import Batch
@@ -149,23 +151,22 @@ class Graphed(Block):
 
     def take_over(self, other: Graphed, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
         """Become the other, in the places of this one."""
-        self.lr, self.born, self.steps = other.lr, other.born, 0
+        self.lr, self.born, self.steps, self.anchor = other.lr, other.born, 0, other.anchor
         self.rate.fill_(self.lr)
         self.years.copy_(torch.tensor([float(self.born[name]) for name in self.names]))
-        here, there = list(_leaves([value for value, _ in self.shared])), list(_leaves([v for v, _ in other.shared]))
-        alike = all(each[name] is now[0][name] for each in now for name in self.names)
+        if shared := list(_leaves([value for value, _ in self.shared])):
+            torch._foreach_copy_(shared, list(_leaves([value for value, _ in other.shared])))
+        start = [now[0][name] for name in self.names]
+        alike = all(all(map(operator.is_, [each[name] for name in self.names], start)) for each in now[1:])
         if alike and not any(moments):
-            here += self.live.values()
-            there += [now[0][name].expand_as(value) for name, value in self.live.items()]
+            torch._foreach_copy_(list(self.live.values()), start)  # the same for each client
             if self.moments:
                 torch._foreach_zero_(list(_leaves(self.moments)))
         else:
             mine = self.live, self.moments
             super().fill(now, moments)
-            here += _leaves(list(mine))
-            there += _leaves([self.live, self.moments])
+            torch._foreach_copy_(list(_leaves(list(mine))), list(_leaves([self.live, self.moments])))
             self.live, self.moments = mine
-        torch._foreach_copy_(here, there)
 
     def step(self, batch: Batch) -> Tensor:
         shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None
@@ -182,8 +183,8 @@ class Graphed(Block):
         replay()
         return losses.clone()
 
-    def params(self) -> list[Tensors]:
-        return self._apart(_cloned(self.live))
+    def params(self) -> list[Mapping[str, Tensor]]:
+        return self._rows(tree.copies(self.live))
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
         mine, self.moments = self.moments, _cloned(self.moments)
@@ -250,8 +251,8 @@ def _cloned(part: Any) -> Any:
 
 def _layout(part: Any) -> Hashable:
     """Names, shapes and types of nested dicts, and which values each client has for itself."""
+    if isinstance(part, Tensor):
+        return part.shape, part.dtype
     if isinstance(part, Mapping):
-        return tuple((name, _layout(value)) for name, value in part.items())
-    if isinstance(part, tuple):
-        return tuple(map(_layout, part))
-    return (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part
+        return tuple(part), tuple(map(_layout, part.values()))
+    return tuple(map(_layout, part)) if isinstance(part, tuple) else part

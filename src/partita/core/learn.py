@@ -5,6 +5,7 @@ Rules are written for one client. `learn` takes one visit and calls them plainly
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,10 +70,11 @@ class Visit:
 
 @dataclass(frozen=True)
 class Learned:
-    params: Tensors  # of the trained names
+    params: Mapping[str, Tensor]  # of the trained names
     steps: Mapping[str, int]
     losses: Tensor  # (step,) the task's loss before each step
     optimizer: Slots
+    delta: Tensors  # params - anchor, of what goes up: a block takes it for all clients at once
 
 
 def turn_of(run: Run, job: Job) -> Turn:
@@ -116,7 +118,8 @@ def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
             plan = plan.narrow(choice.names)
             notes |= choice.notes
             told |= choice.told
-    ctx = replace(ctx, plan=plan, notes=notes)
+    if plan is not ctx.plan or notes:
+        ctx = replace(ctx, plan=plan, notes=notes)
     return _lay_out(run, Visit(job, state, plan, ctx, examples, (), key, told, run.method.privacy), work)
 
 
@@ -153,8 +156,9 @@ def deal(count: int, training: Training, epochs: int | None, key: Key, work: flo
     total = count_steps(count, training, epochs, work)
     batches: list[Tensor] = []
     while len(batches) < total:
-        batches.extend(torch.split((key / (len(batches) // per_epoch)).permutation(count), training.batch_size))
-    return batches[:total]
+        order = (key / (len(batches) // per_epoch)).permutation(count)
+        batches.extend(torch.split(order[: (total - len(batches)) * training.batch_size], training.batch_size))
+    return batches
 
 
 def sample(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> list[Tensor]:
@@ -165,64 +169,102 @@ def sample(count: int, training: Training, epochs: int | None, key: Key, work: f
 
 def learn(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Block) -> list[Learned]:
     """Train one client, or several with equal plans side by side."""
-    now = [dict(each.ctx.anchor) for each in visits]
-    moments = [_carried(run, each) for each in visits]
-    steps = [Counter[str]() for _ in visits]
-    losses: list[list[Tensor]] = [[] for _ in visits]
     phases = visits[0].plan.phases
+    trained: list[list[Mapping[str, Tensor]]] = [[] for _ in visits]  # by phase
+    deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in visits]
+    moments = [_carried(run, each) for each in visits]
+    played: list[_Played] = []
     for index, phase in enumerate(phases):
         # Longest first: those still at work are then always a leading slice, and none is computed for nothing.
         order = sorted(range(len(visits)), key=lambda place: -len(visits[place].deals[index]))
         ranked = [visits[place] for place in order]
         contexts = [each.ctx for each in ranked]
         draws = [Draw(each.key / "noise" / index, min(run.training.batch_size, len(each.examples))) for each in ranked]
-        mine = [now[place] for place in order], [moments[place] for place in order]
-        block = blocks(run, phase, contexts, *mine, visits[0].private, draws)
+        now = [{**visits[place].ctx.anchor, **_joined(trained[place])} for place in order]
+        block = blocks(run, phase, contexts, now, [moments[place] for place in order], visits[0].private, draws)
         deals = [each.deals[index] for each in ranked]
-        found = [block.step(batch) for batch in stage([each.examples for each in ranked], deals, block.device)]
-        counts = [len(deal) for deal in deals]
-        for place, count, params, row in zip(order, counts, block.params(), _by_client(found, counts), strict=True):
-            now[place].update(params)
-            steps[place].update(dict.fromkeys(phase.names, count))
-            losses[place].append(row)
+        losses = [block.step(batch) for batch in stage([each.examples for each in ranked], deals, block.device)]
+        moved, largest = block.moved()
+        for place, params, delta in zip(order, block.params(), moved, strict=True):
+            trained[place].append(params)
+            deltas[place].append(delta)
         if run.method.carry_optimizer or len(phases) > 1:
-            for place, moved in zip(order, block.states(counts), strict=True):
-                moments[place] = {slot: {**moments[place].get(slot, {}), **part} for slot, part in moved.items()}
+            for place, state in zip(order, block.states([len(deal) for deal in deals]), strict=True):
+                moments[place] = {slot: {**moments[place].get(slot, {}), **part} for slot, part in state.items()}
+        played.append(_Played(order, losses, largest))
+    counts = [tuple(map(len, each.deals)) for each in visits]
+    steps = {each: _steps(phases, each) for each in {*counts}}
+    found, finite = _fetch(played, counts)  # last, so that all of the above is done while a GPU works
     return [
         Learned(
-            params=tree.select(now[place], each.plan.train),
-            steps=steps[place],
-            losses=torch.cat(losses[place]) if losses[place] else torch.zeros(0),
+            params=_joined(trained[place]),
+            steps=steps[counts[place]],
+            losses=found[place],
             optimizer=moments[place],
+            delta=(tree.Finite if finite else dict)(_joined(deltas[place])),
         )
-        for place, each in enumerate(visits)
+        for place in range(len(visits))
     ]
 
 
-def _by_client(found: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """(step,) for each client from (client,) for each step; fetched from a GPU in one go."""
-    rows = torch.split(torch.cat(list(found)).cpu(), [len(row) for row in found])
-    table = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)  # (step, client)
-    return [table[:count, rank] for rank, count in enumerate(counts)]
+@dataclass(frozen=True)
+class _Played:
+    """What a GPU may still be at work on: a phase's losses, and the largest number of its deltas."""
+
+    order: list[int]  # of clients, as (client,) in the losses
+    losses: list[Tensor]  # for each step
+    largest: Tensor
+
+
+def _fetch(played: Sequence[_Played], counts: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], bool]:
+    """Each client's losses (step,), and whether all deltas are finite; in one go, since it waits for the GPU."""
+    if not played:
+        return [torch.zeros(0) for _ in counts], True
+    parts = [part for each in played for part in (*each.losses, each.largest.unsqueeze(0))]
+    fetched = iter(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
+    rows: list[list[Tensor]] = [[] for _ in counts]
+    finite = True
+    for index, each in enumerate(played):
+        table = torch.nn.utils.rnn.pad_sequence([next(fetched) for _ in each.losses], batch_first=True)
+        for place, row in zip(each.order, table.unbind(1), strict=True):  # (step, client)
+            rows[place].append(row[: counts[place][index]])
+        finite = finite and math.isfinite(next(fetched))
+    return [each[0] if len(each) == 1 else torch.cat(each) for each in rows], finite
+
+
+def _steps(phases: Sequence[Phase], counts: Sequence[int]) -> dict[str, int]:
+    total = Counter[str]()
+    for phase, count in zip(phases, counts, strict=True):
+        total.update(dict.fromkeys(phase.names, count))
+    return total
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """Of what several phases did to a name, the last."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = {name: value for part in parts for name, value in part.items()}
+    return tree.select(whole, whole)
 
 
 def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState]:
     """What the client sends and what it keeps; whatever a rule returns is gated by the plan."""
     client, plan, ctx = visit.job.client, visit.plan, visit.ctx
     # Under privacy the loss, which no noise was added to, tells the server nothing: neither its value nor a fault.
-    losses = learned.losses if visit.private is None else learned.losses[:0]
-    if not bool(torch.isfinite(losses).all()):
-        step = int((~torch.isfinite(losses)).nonzero()[0])
-        raise ClientFault(
-            client,
-            f"the loss is {losses[step].item()} at step {step + 1} of {len(losses)} in round "
-            f"{visit.job.round}; lower training.lr, set training.clip, or look at the client's data",
-        )
-    after = {**ctx.anchor, **learned.params}
+    losses: list[float] = learned.losses.tolist() if visit.private is None else []
+    for step, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
+            raise ClientFault(
+                client,
+                f"the loss is {loss} at step {step} of {len(losses)} in round {visit.job.round}; "
+                "lower training.lr, set training.clip, or look at the client's data",
+            )
     slots: dict[str, Tensors] = {}
     memory = {slot: dict(part) for slot, part in visit.state.memory.items()}
     for rule in run.method.local:
-        send, remember = rule.finish(after, learned.steps, ctx)
+        if type(rule).finish is Local.finish:
+            continue  # nobody looks at the parameters, so they are not taken apart
+        send, remember = rule.finish({**ctx.anchor, **learned.params}, learned.steps, ctx)
         if stray := (send.keys() | remember.keys()) - rule.slots:
             raise ClientFault(
                 client, f"{type(rule).__name__} hands back the slot '{sorted(stray)[0]}', not among its own"
@@ -233,12 +275,15 @@ def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState
     if run.method.carry_optimizer:
         for slot, part in learned.optimizer.items():
             memory[_OPTIMIZER + slot] = {**memory.get(_OPTIMIZER + slot, {}), **part}
-    delta = tree.subtract(tree.select(after, plan.up), ctx.anchor)
-    loss = float(losses.mean()) if len(losses) else None
-    update = Update(client, delta, slots, float(len(visit.examples)), learned.steps, loss, visit.told)
+    delta = learned.delta
+    if delta is None:
+        delta = tree.subtract(tree.select(learned.params, plan.up), ctx.anchor)
+    mean = math.fsum(losses) / len(losses) if losses else None
+    update = Update(client, delta, slots, float(len(visit.examples)), learned.steps, mean, visit.told)
     for index, transform in enumerate(run.method.channel):
         update = transform.encode(update, visit.key / "channel" / index)
-    personal = {**visit.state.personal, **tree.select(after, plan.keep)}
+    kept = {name: learned.params[name] if name in learned.params else ctx.anchor[name] for name in sorted(plan.keep)}
+    personal = {**visit.state.personal, **kept}
     return update, ClientState(tree.own(personal), {slot: tree.own(part) for slot, part in memory.items()})
 
 
@@ -256,7 +301,7 @@ def kind(run: Run, each: Visit) -> Hashable:
     if not run.training.optimizer.ages:
         return alike, memory
     ages = _carried(run, each).get("age", {})
-    born = tuple(int(ages[name]) if name in ages else 0 for name in sorted(each.plan.train))
+    born = tuple(int(ages[name]) if name in ages else 0 for name in sorted(each.plan.train)) if ages else ()
     # Phases that share a name hand its age on, and that depends on how many steps the earlier one took.
     apart = sum(len(phase.names) for phase in each.plan.phases) == len(each.plan.train)
     return alike, memory, born, None if apart else tuple(len(batches) for batches in each.deals)

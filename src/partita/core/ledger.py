@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 
 from partita.core.tree import Names
 
@@ -24,22 +26,19 @@ class Ledger:
 
     def lacks(self, client: str, names: Names) -> Names:
         """The names whose present version the client does not hold."""
-        rows = self._row(client)
-        return frozenset(
-            name
-            for (name, version), has in zip(self.versions.items(), rows, strict=True)
-            if name in names and has != version
-        )
+        return names.intersection(compress(self.versions, map(operator.ne, self.versions.values(), self._row(client))))
 
     def acknowledge(self, received: Iterable[tuple[str, Names]]) -> Ledger:
         """These clients answered, so they hold the present version of these names. Silence proves nothing."""
         held, shared = dict(self.held), dict[tuple[int, ...], tuple[int, ...]]()
+        known: dict[tuple[Names, tuple[int, ...]], tuple[int, ...]] = {}
         for client, names in received:
-            row = tuple(
-                version if name in names else has
-                for (name, version), has in zip(self.versions.items(), self._row(client), strict=True)
-            )
-            held[client] = shared.setdefault(row, row)
+            before = names, self._row(client)
+            if before not in known:
+                rows = zip(self.versions.items(), before[1], strict=True)
+                row = tuple(version if name in names else has for (name, version), has in rows)
+                known[before] = shared.setdefault(row, row)
+            held[client] = known[before]
         return Ledger(self.versions, held, self.preloaded)
 
     def forget(self, overwritten: Iterable[tuple[str, Names]]) -> Ledger:

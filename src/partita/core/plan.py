@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 from partita.core.model import Model
 from partita.core.tree import Names
@@ -56,7 +57,7 @@ class Plan:
         _refuse(self.up - self.down, "are sent up but do not come down, so a delta has no anchor", "add them to down")
         _refuse(self.train - self.up - self.keep, "are trained and then lost", "add them to up or to keep")
 
-    @property
+    @cached_property
     def train(self) -> Names:
         return NONE.union(*(phase.names for phase in self.phases))
 
@@ -69,6 +70,7 @@ class Plan:
 Planner = Callable[[Model, Turn], Plan]
 
 
+@lru_cache(maxsize=64)  # clients who share a plan then share the object, and what is worked out from it
 def share(train: Names, down: Names, keep: Names = NONE) -> Plan:
     """Train these names in one phase and send up all of them that are not kept."""
     return Plan((Phase(train),), up=train - keep, down=down, keep=keep)
@@ -81,7 +83,8 @@ def share_everything(model: Model, turn: Turn) -> Plan:
 def plan_for(planner: Planner, model: Model, turn: Turn) -> Plan:
     """The plan, checked against the model."""
     plan = planner(model, turn)
-    unknown = (plan.train | plan.up | plan.down | plan.keep) - model.every()
+    known = model.every()
+    unknown = (plan.down - known) | (plan.keep - known)  # what trains or goes up is in one of them
     _refuse(unknown, f"are in the plan but not in {model.name}", "build plans from model.names(...) and model.every()")
     return plan
 

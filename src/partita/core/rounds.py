@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Protocol
 
 from partita.core import wire
@@ -92,7 +94,8 @@ def ask(run: Run, model: Model, server: Server, number: int, client: str) -> tup
 
 
 def _not_the_servers(params: Tensors, server: Server) -> Names:
-    return frozenset(name for name, value in params.items() if value is not server.params[name])
+    theirs = map(server.params.__getitem__, params)
+    return frozenset(compress(params, map(operator.is_not, params.values(), theirs)))
 
 
 class _Round:
@@ -100,7 +103,10 @@ class _Round:
 
     def __init__(self, run: Run, model: Model, server: Server, number: int) -> None:
         self.run, self.model, self.server, self.number = run, model, server, number
-        self.traffic = Traffic()
+        self.shapes = {name: value.shape for name, value in server.params.items()}
+        self.up: list[Mapping[str, int]] = []  # what each message weighs
+        self.down: list[Mapping[str, int]] = []
+        self.plain: dict[Names, Mapping[str, int]] = {}  # by names, what the server's own parameters weigh alone
         self.plans: dict[str, Plan] = {}
         self.overwritten: list[tuple[str, Names]] = []
         self.received: list[tuple[str, Names]] = []
@@ -143,7 +149,7 @@ class _Round:
             replace(server, ledger=ledger),
             tuple(cohort),
             tuple(self.lost),
-            self.traffic,
+            Traffic(wire.total(self.up), wire.total(self.down)),
             sum(weight * loss for weight, loss in self.losses) / weight if weight else None,
             drift.measures(),
             self.sent,
@@ -154,8 +160,17 @@ class _Round:
         job, self.plans[client] = ask(self.run, self.model, self.server, self.number, client)
         if own := _not_the_servers(job.params, self.server):
             self.overwritten.append((client, own))
-        self.traffic.down.update(wire.count({"params": select(job.params, job.stale), **job.slots}))
+        self.down.append(self._weigh(job, bool(own or job.slots)))
         return job
+
+    def _weigh(self, job: Job, special: bool) -> Mapping[str, int]:
+        """What is not special to a client weighs the same for all who lack the same."""
+        if not special and job.stale in self.plain:
+            return self.plain[job.stale]
+        weight = wire.count({"params": select(job.params, job.stale), **job.slots})
+        if not special:
+            self.plain[job.stale] = weight
+        return weight
 
     def _receive(self, replies: Iterable[Update | Lost]) -> Iterator[Update]:
         for reply in replies:
@@ -167,7 +182,7 @@ class _Round:
                 if reply.empty:
                     self.overwritten.append((reply.client, self.model.every()))
                 continue
-            self.traffic.up.update(wire.count({"delta": reply.delta, **reply.slots}))
+            self.up.append(wire.count({"delta": reply.delta, **reply.slots}))
             reply, fault = self._open(reply)
             if fault := fault or self._fault(reply, plan):
                 if not self.run.tolerate:
@@ -200,14 +215,14 @@ class _Round:
         for what, number in update.told.items():
             if not math.isfinite(number):
                 return f"told {number} for '{what}'; it must be a finite number"
+        up, shapes, taken = plan.up, self.shapes, update.steps
         for part in (update.delta, *update.slots.values()):
             for name, value in part.items():
-                expected = self.server.params[name].shape if name in plan.up else None
-                if expected is None:
+                if name not in up:
                     return f"sent '{name}', which its plan does not send up in round {self.number}"
-                if value.shape != expected:
-                    return f"sent '{name}' of shape {tuple(value.shape)}, not {tuple(expected)}"
-                steps = update.steps.get(name)
+                if value.shape != shapes[name]:
+                    return f"sent '{name}' of shape {tuple(value.shape)}, not {tuple(shapes[name])}"
+                steps = taken.get(name)
                 if not isinstance(steps, int) or steps < 1:
                     return f"sent '{name}' after {steps} steps; it must be a whole number from 1 up"
             if not finite(part):

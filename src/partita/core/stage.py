@@ -24,7 +24,7 @@ def stage(examples: Sequence[Examples], deals: Sequence[Deal], device: torch.dev
         if len(examples) == 1:
             batch = _take(examples[0], here[0])
         elif table is not None:
-            rows = [each.indices[indices] for each, indices in zip(examples, here, strict=False)]  # type: ignore[attr-defined]
+            rows = [each.indices.index_select(0, indices) for each, indices in zip(examples, here, strict=False)]  # type: ignore[attr-defined]
             batch = _take_together(table, rows)
         else:
             batch = collate([_take(each, indices) for each, indices in zip(examples, here, strict=False)])
@@ -63,8 +63,7 @@ def _common(examples: Sequence[Examples]) -> Examples | None:
     first = examples[0]
     if not isinstance(first, Selection):
         return None
-    same = all(isinstance(each, Selection) and each.table is first.table for each in examples)
-    return first.table if same else None
+    return first.table if all(getattr(each, "table", None) is first.table for each in examples) else None
 
 
 def _take_together(table: Examples, rows: Sequence[Tensor]) -> Batch:

@@ -14,6 +14,10 @@ Slots = Mapping[str, Tensors]  # slot name -> tensors by parameter name
 Names = frozenset[str]
 
 
+class Finite(dict[str, Tensor]):
+    """Tensors of which it is known that all numbers are finite. Only code makes them: no message can claim it."""
+
+
 def select(tree: Mapping[str, Tensor], names: Iterable[str]) -> Tensors:
     """The named part, in sorted order, so that no later sum depends on the order of a set."""
     return {name: tree[name] for name in sorted(names)}
@@ -25,15 +29,30 @@ def within(slots: Slots, names: Names) -> dict[str, Tensors]:
 
 
 def add(left: Tensors, right: Tensors) -> Tensors:
-    """left + right where right has the name; what right lacks is handed on as the same object."""
-    return {name: value + right[name] if name in right else value for name, value in left.items()}
+    """left + right where right has the name; what right lacks is handed on as the same object.
+
+    All names in one call: on a GPU each call costs more than the arithmetic.
+    """
+    names = [name for name in left if name in right]
+    if not names:
+        return dict(left)
+    sums = torch._foreach_add([left[name] for name in names], [right[name] for name in names])
+    return {**left, **dict(zip(names, sums, strict=True))}
 
 
 def subtract(left: Tensors, right: Tensors) -> Tensors:
-    """All names in one call: on a GPU each call costs more than the arithmetic."""
+    """Also in one call."""
     if not left:
         return {}
     return dict(zip(left, torch._foreach_sub(list(left.values()), [right[name] for name in left]), strict=True))
+
+
+def copies(tree: Tensors) -> Tensors:
+    """Also in one call."""
+    places = {name: torch.empty_like(value) for name, value in tree.items()}
+    if places:
+        torch._foreach_copy_(list(places.values()), list(tree.values()))
+    return places
 
 
 def own(tree: Tensors) -> Tensors:
@@ -57,18 +76,22 @@ def norm(tree: Tensors) -> Tensor:
     return total
 
 
+def largest(tree: Tensors) -> Tensor:
+    """The size of the largest number in any of the tensors, itself not finite where one of them is not."""
+    return torch.stack(torch._foreach_norm(list(tree.values()), ord=math.inf)).max()
+
+
 def finite(tree: Tensors) -> bool:
     """Whether all numbers are; looked up once for all tensors, since on a GPU every look waits for it."""
-    if not tree:
-        return True
-    largest = torch._foreach_norm(list(tree.values()), ord=math.inf)
-    return math.isfinite(torch.stack(list(largest)).max().item())
+    return isinstance(tree, Finite) or not tree or math.isfinite(largest(tree).item())
 
 
 def squares(tree: Tensors) -> dict[str, float]:
     """The square of each tensor's norm, in float64."""
-    sums = [value.pow(2).sum(dtype=torch.float64) for value in tree.values()]
-    return dict(zip(tree, torch.stack(sums).tolist() if sums else [], strict=True))
+    if not tree:
+        return {}
+    norms = torch.stack(torch._foreach_norm(list(tree.values()), dtype=torch.float64))
+    return dict(zip(tree, norms.square().tolist(), strict=True))
 
 
 def to(tree: Tensors, device: torch.device) -> Tensors:
@@ -105,23 +128,20 @@ class Mean:
         self.weight: dict[str, float] = {}
 
     def add(self, tree: Tensors, weight: float) -> None:
-        known: dict[str, float] = {}  # by name, how far the mean moves towards the new value
-        for name, value in tree.items():
-            total = self.weight[name] = self.weight.get(name, 0.0) + weight
-            if name not in self.value:
-                # Half-precision deltas are summed in float32: a long sum in bf16 stops moving.
-                wide = torch.promote_types(value.dtype, torch.float32)
-                self.value[name] = value.to(wide, copy=True)
-            elif total > 0:
-                known[name] = weight / total
+        totals = {name: self.weight.get(name, 0.0) + weight for name in tree}
+        self.weight |= totals
+        known = [name for name in tree if name in self.value and totals[name] > 0]
+        for name, value in copies({name: tree[name] for name in tree if name not in self.value}).items():
+            # Half-precision deltas are summed in float32: a long sum in bf16 stops moving.
+            self.value[name] = value.to(torch.promote_types(value.dtype, torch.float32))
         if known:
             means, values = [self.value[name] for name in known], [tree[name] for name in known]
-            shares = {*known.values()}
-            if len(shares) == 1 and all(value.dtype == mean.dtype for value, mean in zip(values, means, strict=True)):
-                torch._foreach_lerp_(means, values, *shares)
+            together = {totals[name] for name in known}
+            if len(together) == 1 and len({value.dtype for value in (*means, *values)}) == 1:
+                torch._foreach_lerp_(means, values, weight / together.pop())
             else:
                 steps = torch._foreach_sub(values, means)
-                torch._foreach_mul_(steps, list(known.values()))
+                torch._foreach_mul_(steps, [weight / totals[name] for name in known])
                 torch._foreach_add_(means, steps)
 
     def over(self, total: float) -> Tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -47,17 +48,33 @@ def unpack(data: bytes) -> dict[str, Tensors]:
 
 def count(slots: Slots) -> Mapping[str, int]:
     """The bytes of pack(slots) by parameter name, without making a copy of anything; no tensors, no message."""
-    return _count(tuple((slot, name, v.dtype, v.shape) for slot, part in slots.items() for name, v in part.items()))
+    return _count(tuple((slot, tuple(part), *_forms(part)) for slot, part in slots.items()))
+
+
+def total(messages: Sequence[Mapping[str, int]]) -> Counter[str]:
+    """What they weigh together. Messages of one kind are counted as one object, and so multiplied, not summed up."""
+    kinds, times = {id(each): each for each in messages}, Counter(map(id, messages))
+    weights = Counter[str]()
+    for kind, message in kinds.items():
+        weights.update({name: times[kind] * weight for name, weight in message.items()})
+    return weights
+
+
+def _forms(part: Tensors) -> tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...]]:
+    return tuple([value.dtype for value in part.values()]), tuple([value.shape for value in part.values()])
 
 
 @lru_cache(maxsize=1024)
-def _count(tensors: tuple[tuple[str, str, torch.dtype, torch.Size], ...]) -> Mapping[str, int]:
+def _count(
+    slots: tuple[tuple[str, tuple[str, ...], tuple[torch.dtype, ...], tuple[torch.Size, ...]], ...],
+) -> Mapping[str, int]:
     sizes: dict[str, int] = {}
     entries: list[tuple[str, str, tuple[int, ...], int]] = []
-    for slot, name, kind, shape in tensors:
-        weight = shape.numel() * kind.itemsize
-        sizes[name] = sizes.get(name, 0) + weight
-        entries.append((f"{slot}/{name}", _TYPES[kind], tuple(shape), weight))
+    for slot, *tensors in slots:
+        for name, kind, shape in zip(*tensors, strict=True):
+            weight = shape.numel() * kind.itemsize
+            sizes[name] = sizes.get(name, 0) + weight
+            entries.append((f"{slot}/{name}", _TYPES[kind], tuple(shape), weight))
     return MappingProxyType({ENVELOPE: _envelope(entries), **sizes} if entries else {})
 
 

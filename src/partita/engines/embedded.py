@@ -14,7 +14,7 @@ from partita.core.block import Block
 from partita.core.graphs import Graphs
 from partita.core.learn import ClientFault, Job, Learned, Visit, assemble, kind, learn, reply, shaped, trial, visit
 from partita.core.method import Update
-from partita.core.model import Examples, Model, Population
+from partita.core.model import Examples, Model, Population, Selection
 from partita.core.plan import Phase
 from partita.core.rounds import Lost
 from partita.core.run import Run, RunError
@@ -24,6 +24,7 @@ from partita.engines.faults import Faults
 from partita.evaluate import ACCURACY, Measure, score
 
 T = TypeVar("T")
+KEPT = 4096  # clients whose rows are kept for their next visit, out of a population that may be large
 
 
 class Embedded:
@@ -51,6 +52,7 @@ class Embedded:
         self.store, self.faults, self.wire = store or Memory(), faults or Faults(), wire
         self.measure, self.blocks = measure, graphs or Block
         self.copies: dict[str, Tensors] = {}
+        self.rows: dict[str, Examples] = {}
         model.to(self.device)
 
     def clients(self) -> Sequence[str]:
@@ -91,9 +93,18 @@ class Embedded:
             return Lost(job.client, "dropped out (simulated)")
         state = self.store.load(job.client, job.round)
         try:
-            return visit(self.run, self.model, self._carry(job), state, self.population[job.client].train, work)
+            return visit(self.run, self.model, self._carry(job), state, self._train_part(job.client), work)
         except ClientFault as fault:
             return self._lost(fault)
+
+    def _train_part(self, client: str) -> Examples:
+        """Rows of a table are kept: they are a few numbers, and making them anew holds up a GPU."""
+        if client in self.rows:
+            return self.rows[client]
+        examples = self.population[client].train
+        if len(self.rows) < KEPT and isinstance(examples, Selection):
+            self.rows[client] = examples
+        return examples
 
     def _reply(self, each: Visit, learned: Learned) -> Update | Lost:
         try:
@@ -121,6 +132,13 @@ class Embedded:
                 remedy = "lower engine.block" if len(places) > 1 else "lower training.batch_size"
                 remedy += ", or set engine.graphs = false" if isinstance(self.blocks, Graphs) else ""
                 raise RunError(f"{len(places)} clients side by side do not fit the memory; {remedy}") from error
+            except RuntimeError as error:
+                if "deterministic implementation" not in str(error):
+                    raise
+                raise RunError(
+                    f"{self.model.name} does what has no deterministic form on a GPU: {str(error).partition(',')[0]}; "
+                    "set engine.deterministic = false, and last digits may differ from run to run"
+                ) from error
             learned.update(zip(places, results, strict=True))
         return [learned[place] for place in range(len(visits))]
 

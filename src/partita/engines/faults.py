@@ -34,6 +34,8 @@ class Faults:
     def work(self, key: Key, round: int, client: str) -> float:
         if (round, client) in self.trace:
             return self.trace[round, client]
+        if not self.dropout and not self.straggle:
+            return 1.0
         draw = key / "round" / round / "client" / client / "faults"
         if (draw / "dropout").uniform() < self.dropout:
             return 0.0
