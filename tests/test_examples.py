@@ -1,0 +1,79 @@
+"""The examples are right but for the names of data and model, which here are tiny folders of the same kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pairs
+import pytest
+from PIL import Image
+from transformers import BertConfig, BertModel, BertTokenizer
+
+from partita import play
+from partita.config import load
+from partita.models.adapter import quiet
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+WORDS = ["pain", "in", "the", "left", "arm", "."]
+
+
+def notes(folder: Path) -> Path:
+    """Sentences of two hospitals, as the comment in the example says."""
+    folder.mkdir()
+    rows = [
+        {"tokens": WORDS, "tags": ["B-SIGN", "O", "O", "B-PLACE", "I-PLACE", "O"], "hospital": hospital}
+        for hospital in ("north", "south") * 20
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def encoder(folder: Path) -> Path:
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    tokenizer = BertTokenizer(vocab={word: place for place, word in enumerate(vocabulary)})
+    shape = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 8}
+    with quiet():
+        BertModel(BertConfig(**shape, vocab_size=len(vocabulary))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def pictures(folder: Path) -> Path:
+    for place, name in enumerate(("cat", "dog")):
+        (folder / "train" / name).mkdir(parents=True)
+        for number in range(30):
+            Image.new("L", (9, 9), 40 * place + number).save(folder / "train" / name / f"{number}.png")
+    return folder
+
+
+def test_clinical_notes_by_hospital(tmp_path: Path) -> None:
+    paths = [f"data.path={notes(tmp_path / 'notes')}", f"model.path={encoder(tmp_path / 'model')}"]
+    config = load(EXAMPLES / "clinical.toml", [*paths, "rounds=1", "method.k=2"])
+    [row] = play.start(config, tmp_path / "run")
+    assert row["personal"]["f1"].keys() == {"north", "south"}
+    assert all(len(layers) == 2 for layers in row["chosen"].values())
+
+
+def test_clinical_notes_in_private_as_the_comment_says(tmp_path: Path) -> None:
+    """With a budget for which forty sentences suffice."""
+    paths = [f"data.path={notes(tmp_path / 'notes')}", f"model.path={encoder(tmp_path / 'model')}"]
+    said = (EXAMPLES / "clinical.toml").read_text()
+    for setting in ("epsilon = 8.0", "noise = 8.0, probe = 0.5, every = 15"):
+        assert setting in said
+    noised = ["method.noise=8.0", "method.probe=0.5", "method.every=15", "privacy.epsilon=8.0"]
+    [row] = play.start(load(EXAMPLES / "clinical.toml", [*paths, *noised, "rounds=1", "method.k=2"]), tmp_path / "run")
+    assert 0 < row["privacy"]["epsilon"] <= 8.0
+
+
+def test_prompts_beside_a_pair(tmp_path: Path) -> None:
+    paths = [f"data.path={pictures(tmp_path / 'pictures')}", f"model.path={pairs.folder('clip')}"]
+    tiny = ["data.size=8", "data.channels=1", "data.mean=[0.5]", "data.std=[0.5]", "model.dtype=float32"]
+    small = ["split.clients=2", "method.text=2", "method.vision=2", "rounds=1"]
+    [row] = play.start(load(EXAMPLES / "prompts.toml", [*paths, *tiny, *small]), tmp_path / "run")
+    assert set(row["up"]) - {""} == {name for name in row["up"] if "global" in name}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_is_a_valid_config(path: Path) -> None:
+    assert load(path, []).rounds > 0
