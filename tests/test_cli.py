@@ -74,6 +74,8 @@ def test_run_records_and_reports(partita: Shell, config: Path, tmp_path: Path) -
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         "config.toml", "environment.json", "rows.jsonl", "plan.json", "result.json", "report.html", "checkpoints",
     }  # fmt: skip
+    told = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (told["block"], told["steps"]) == ("5", "taken plainly"), "what auto has chosen"
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(0 <= row["test"]["accuracy"] <= 1 for row in rows)

@@ -295,7 +295,10 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
         task = bar.add_task(settings.label, total=settings.rounds, completed=done)
         try:
             for row in rows:
-                metric = metric or read_metric(folder)
+                if metric is None:
+                    metric = read_metric(folder)
+                    if bar.console.is_terminal:  # a log file wants none of it, and the run's folder has it
+                        bar.console.print(_chosen(settings, folder), style="dim", markup=False, soft_wrap=True)
                 tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
                 spent = (row.get("privacy") or {}).get("epsilon")
                 cost = "" if spent is None else f" · ε {spent:.3g}"
@@ -310,6 +313,16 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
             if kept := saved_rounds(folder):
                 error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
             raise
+
+
+def _chosen(settings: Config, folder: Path) -> str:
+    """How the engine computes, and what of it "auto" has chosen."""
+    from partita.record import ENVIRONMENT
+
+    told = json.loads((folder / ENVIRONMENT).read_text())
+    auto = [name for name in ("device", "block", "graphs") if getattr(settings.engine, name) == "auto"]
+    said = f"on {told['device']}, {told['threads']} threads, blocks of {told['block']}, steps {told['steps']}"
+    return said + (f" (auto: {', '.join(auto)})" if auto else "")
 
 
 def _close(

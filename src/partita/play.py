@@ -53,7 +53,8 @@ def resume(config: Config, folder: Path) -> Iterator[Row]:
 def prepare(experiment: Experiment, folder: Path) -> None:
     """Write down what is known before the first round."""
     record.write(folder / record.CONFIG, _resolved(experiment).to_toml().encode())
-    record.write_json(folder / record.ENVIRONMENT, record.environment(experiment.device, experiment.block))
+    chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
+    record.write_json(folder / record.ENVIRONMENT, record.environment(experiment.device, **chosen))
     record.write_json(
         folder / record.PLAN, {"metric": asdict(experiment.measure.primary), "stages": stages(experiment)}
     )

@@ -82,8 +82,8 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def environment(device: torch.device, block: int) -> dict[str, str]:
-    """What the numbers may depend on besides the config."""
+def environment(device: torch.device, **chosen: object) -> dict[str, str]:
+    """What the numbers may depend on besides the config, with what was chosen where that left it open."""
     packages = ("partita", "torch", "transformers", "numpy", "safetensors")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -94,7 +94,7 @@ def environment(device: torch.device, block: int) -> dict[str, str]:
         "device": str(device),
         "threads": str(torch.get_num_threads()),
         "onednn": str(torch.backends.mkldnn.enabled),
-        "block": str(block),
+        **{name: str(value) for name, value in chosen.items()},
         **{package: version(package) for package in packages},
     }
 

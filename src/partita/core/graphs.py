@@ -72,6 +72,9 @@ class Graphs:
             self.known.popitem(last=False)
         return block
 
+    def __str__(self) -> str:
+        return " and ".join(["recorded"] * bool(self.recorder) + ["compiled"] * self.compile)
+
     def record(self, work: Callable[[], Tensor], what: str) -> Replay | None:
         if self.recorder is None:
             return None
