@@ -47,6 +47,7 @@ def play(
     block: int,
     count: int = 4,
     device: str = "cpu",
+    ahead: int | None = None,
     **training: object,
 ) -> Tensors:
     key = Key(3)
@@ -56,6 +57,7 @@ def play(
     settings = Training(1e-2, optimizer, batch_size=4, **training)  # type: ignore[arg-type]
     run = Run(methods.build(method), settings, rounds=count, key=key, cohort=4)
     engine = Embedded(run, model, federation, block, torch.device(device), graphs=graphs)
+    engine.ahead = engine.ahead if ahead is None else ahead
     ended = dict(list(rounds(run, model, engine))[-1].server.params)
     for client in federation.clients:
         own = engine.store.load(client, count)
@@ -90,6 +92,14 @@ def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, blo
     assert farthest(recorded, plain) < 1e-4
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "local-only"])
+def test_a_block_given_before_the_last_is_answered_for_changes_nothing(method: str, recorded: bool) -> None:
+    """Though both may have been computed in the same places."""
+    ended = [play(method, SGD(), Graphs(Again()) if recorded else None, 1, ahead=ahead) for ahead in (0, 1)]
+    assert tree.equal(*ended)
+
+
 def test_the_rate_is_not_recorded() -> None:
     schedule = Schedule("linear")
     recorded = play("fedavg", AdamW(), Graphs(Again()), 4, schedule=schedule)
@@ -117,12 +127,12 @@ def test_what_was_handed_out_outlives_the_places_it_was_made_in() -> None:
     again = Again()
     graphs = Graphs(again)
     held = [each for pair in (visits[:2], visits[2:]) for each in learn(run, pair, graphs)]
-    before = [tree.digest(part) for each in held for part in (each.params, each.delta or {})]
+    before = [tree.digest(part) for each in held for part in (each.params, each.delta)]
     assert len({*before}) == 8
     learn(run, visits[:2], graphs)
     assert again.recorded
     assert len(graphs.known) == 1
-    assert before == [tree.digest(part) for each in held for part in (each.params, each.delta or {})]
+    assert before == [tree.digest(part) for each in held for part in (each.params, each.delta)]
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9, 0.01), SGD(0.9, nesterov=True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,14 @@ from helpers import KERNEL, Clients, Script, last, play, run_of, small
 from torch import Tensor
 
 from partita.core import tree, wire
-from partita.core.learn import ClientFault, Job
+from partita.core.block import Block
+from partita.core.learn import ClientFault, Job, Learned, Visit, launch
 from partita.core.method import Aggregate, Method, Rule, Server, Transform, Update
 from partita.core.model import Model
 from partita.core.optim import AdamW
 from partita.core.plan import Plan, Turn, share_everything
 from partita.core.rng import Key
-from partita.core.rounds import Lost, Round, begin, rounds
+from partita.core.rounds import Lost, Round, ask, begin, rounds
 from partita.core.run import Run, RunError
 from partita.core.tree import Names, Slots, Tensors
 from partita.engines.embedded import Embedded
@@ -528,11 +529,37 @@ def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pyte
     def full(run: Run, visits: list[object], blocks: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr("partita.engines.embedded.learn", full)
+    monkeypatch.setattr("partita.engines.embedded.launch", full)
     with pytest.raises(RunError, match=r"4 clients side by side do not fit the memory; lower engine\.block"):
         play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
     with pytest.raises(RunError, match=r"lower training\.batch_size"):
         play(run_of(fedavg(), 1), MODEL, FOUR)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [(0, ["give a", "wait a", "give b", "wait b", "give c", "wait c"]),
+     (1, ["give a", "give b", "wait a", "give c", "wait b", "wait c"])],
+)  # fmt: skip
+def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
+    ahead: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def watched(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block]) -> Callable[[], list[Learned]]:
+        [client] = [each.job.client for each in visits]
+        told.append(f"give {client}")
+        wait = launch(run, visits, blocks)
+        return lambda: told.append(f"wait {client}") or wait()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr("partita.engines.embedded.launch", watched)
+    run, clients = run_of(fedavg(), 1), Clients(a=4, b=4, c=4)
+    engine = Embedded(run, MODEL, clients)
+    assert engine.ahead == 0  # on a CPU
+    engine.ahead = ahead
+    jobs = [ask(run, MODEL, begin(run, MODEL), 0, client)[0] for client in "abc"]
+    assert [each.client for each in engine.train(jobs)] == ["a", "b", "c"]
+    assert told == said
 
 
 def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,7 +568,7 @@ def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: py
     def fail(run: Run, visits: list[object], blocks: object) -> None:
         raise RuntimeError(said)
 
-    monkeypatch.setattr("partita.engines.embedded.learn", fail)
+    monkeypatch.setattr("partita.engines.embedded.launch", fail)
     with pytest.raises(RunError, match=r"blur_backward .* implementation; set engine\.deterministic = false"):
         play(run_of(fedavg(), 1), MODEL, FOUR)
     said = "something else"

@@ -169,6 +169,11 @@ def sample(count: int, training: Training, epochs: int | None, key: Key, work: f
 
 def learn(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Block) -> list[Learned]:
     """Train one client, or several with equal plans side by side."""
+    return launch(run, visits, blocks)()
+
+
+def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Block) -> Callable[[], list[Learned]]:
+    """The same in two parts: a GPU is given all the work, and what is handed back waits for it."""
     phases = visits[0].plan.phases
     trained: list[list[Mapping[str, Tensor]]] = [[] for _ in visits]  # by phase
     deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in visits]
@@ -194,17 +199,21 @@ def learn(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Bloc
         played.append(_Played(order, losses, largest))
     counts = [tuple(map(len, each.deals)) for each in visits]
     steps = {each: _steps(phases, each) for each in {*counts}}
-    found, finite = _fetch(played, counts)  # last, so that all of the above is done while a GPU works
-    return [
-        Learned(
-            params=_joined(trained[place]),
-            steps=steps[counts[place]],
-            losses=found[place],
-            optimizer=moments[place],
-            delta=(tree.Finite if finite else dict)(_joined(deltas[place])),
-        )
-        for place in range(len(visits))
-    ]
+
+    def wait() -> list[Learned]:
+        losses, finite = _fetch(played, counts)
+        return [
+            Learned(
+                params=_joined(trained[place]),
+                steps=steps[counts[place]],
+                losses=losses[place],
+                optimizer=moments[place],
+                delta=(tree.Finite if finite else dict)(_joined(deltas[place])),
+            )
+            for place in range(len(visits))
+        ]
+
+    return wait
 
 
 @dataclass(frozen=True)

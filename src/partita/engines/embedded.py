@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
@@ -12,7 +13,7 @@ import torch
 from partita.core import tree, wire
 from partita.core.block import Block
 from partita.core.graphs import Graphs
-from partita.core.learn import ClientFault, Job, Learned, Visit, assemble, kind, learn, reply, shaped, trial, visit
+from partita.core.learn import ClientFault, Job, Learned, Visit, assemble, kind, launch, reply, shaped, trial, visit
 from partita.core.method import Update
 from partita.core.model import Examples, Model, Population, Selection
 from partita.core.plan import Phase
@@ -51,6 +52,7 @@ class Embedded:
         self.device = device or torch.device("cpu")
         self.store, self.faults, self.wire = store or Memory(), faults or Faults(), wire
         self.measure, self.blocks = measure, graphs or Block
+        self.ahead = int(self.device.type == "cuda")  # blocks; a CPU would only hold more
         self.copies: dict[str, Tensors] = {}
         self.rows: dict[str, Examples] = {}
         model.to(self.device)
@@ -59,11 +61,25 @@ class Embedded:
         return self.population.clients
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        """A GPU is given the next block before the last one is answered for, so that it never waits for us."""
+        at_work: deque[Iterator[Update | Lost]] = deque()
         for chunk in chunks(jobs, self.block):
-            visits = [self._visit(job) for job in chunk]
-            learned = iter(self._learn(self.run, [each for each in visits if isinstance(each, Visit)]))
+            at_work.append(self._train(chunk))
+            if len(at_work) > self.ahead:
+                yield from at_work.popleft()
+        for answers in at_work:
+            yield from answers
+
+    def _train(self, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
+        visits = [self._visit(job) for job in jobs]
+        wait = self._launch(self.run, [each for each in visits if isinstance(each, Visit)])
+
+        def answers() -> Iterator[Update | Lost]:
+            learned = iter(wait())
             for each in visits:
                 yield each if isinstance(each, Lost) else self._reply(each, next(learned))
+
+        return answers()
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Each client's model on the client's own test part, or on the examples given."""
@@ -73,7 +89,7 @@ class Embedded:
                 # Plain training: the method's rules belong to its own rounds.
                 plain = replace(self.run, method=replace(self.run.method, local=(), carry_optimizer=False))
                 trials = [self._trial(job, self.run.method.adapt(self.model)) for job in chunk]
-                adapted = self._learn(plain, trials)
+                adapted = self._launch(plain, trials)()
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
                 examples = self.population[job.client].test if on is None else on
@@ -120,27 +136,32 @@ class Embedded:
             raise fault
         return Lost(fault.client, fault.reason)
 
-    def _learn(self, run: Run, visits: Sequence[Visit]) -> list[Learned]:
+    def _launch(self, run: Run, visits: Sequence[Visit]) -> Callable[[], list[Learned]]:
         groups: dict[Hashable, list[int]] = {}
         for place, each in enumerate(visits):
             groups.setdefault(kind(run, each), []).append(place)
-        learned: dict[int, Learned] = {}
-        for places in groups.values():
-            try:
-                results = learn(run, [visits[place] for place in places], self.blocks)
-            except torch.OutOfMemoryError as error:
-                remedy = "lower engine.block" if len(places) > 1 else "lower training.batch_size"
-                remedy += ", or set engine.graphs = false" if isinstance(self.blocks, Graphs) else ""
-                raise RunError(f"{len(places)} clients side by side do not fit the memory; {remedy}") from error
-            except RuntimeError as error:
-                if "deterministic implementation" not in str(error):
-                    raise
-                raise RunError(
-                    f"{self.model.name} does what has no deterministic form on a GPU: {str(error).partition(',')[0]}; "
-                    "set engine.deterministic = false, and last digits may differ from run to run"
-                ) from error
-            learned.update(zip(places, results, strict=True))
-        return [learned[place] for place in range(len(visits))]
+        waits = [(places, self._group(run, [visits[place] for place in places])) for places in groups.values()]
+
+        def wait() -> list[Learned]:
+            learned = {place: each for places, rest in waits for place, each in zip(places, rest(), strict=True)}
+            return [learned[place] for place in range(len(visits))]
+
+        return wait
+
+    def _group(self, run: Run, visits: Sequence[Visit]) -> Callable[[], list[Learned]]:
+        try:
+            return launch(run, visits, self.blocks)
+        except torch.OutOfMemoryError as error:
+            remedy = "lower engine.block" if len(visits) > 1 else "lower training.batch_size"
+            remedy += ", or set engine.graphs = false" if isinstance(self.blocks, Graphs) else ""
+            raise RunError(f"{len(visits)} clients side by side do not fit the memory; {remedy}") from error
+        except RuntimeError as error:
+            if "deterministic implementation" not in str(error):
+                raise
+            raise RunError(
+                f"{self.model.name} does what has no deterministic form on a GPU: {str(error).partition(',')[0]}; "
+                "set engine.deterministic = false, and last digits may differ from run to run"
+            ) from error
 
     def _carry(self, job: Job) -> Job:
         if not self.wire:
