@@ -58,7 +58,8 @@ def play(
     run = Run(methods.build(method), settings, rounds=count, key=key, cohort=4)
     engine = Embedded(run, model, federation, block, torch.device(device), graphs=graphs)
     engine.ahead = engine.ahead if ahead is None else ahead
-    ended = dict(list(rounds(run, model, engine))[-1].server.params)
+    played = list(rounds(run, model, engine))
+    ended = {**played[-1].server.params, "losses": torch.tensor([each.loss for each in played])}
     for client in federation.clients:
         own = engine.store.load(client, count)
         for slot, part in {"personal": own.personal, **own.memory}.items():
