@@ -6,10 +6,15 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+from helpers import run_of
 from torch import Tensor
 
+from partita.core.method import Method
 from partita.core.model import Batch, ClientData, Model
+from partita.core.optim import SGD
 from partita.core.rng import Key
+from partita.core.rounds import rounds
+from partita.engines.embedded import Embedded
 from partita.models.adapter import Adapted
 from partita.models.lora import LowRank
 from partita.models.prompts.clip import clip
@@ -81,3 +86,13 @@ def extended(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[s
     model = small(layers, frozen).low_rank(rank, alpha, ("query", "value"), Key(2))
     assert isinstance(model, LowRank)
     return model
+
+
+def momentum_goes_on(method: Method) -> bool:
+    """Whether clients keep their optimizer's state for the next round."""
+    assert method.extend
+    run, model = run_of(method, 1, SGD(momentum=0.9)), method.extend(towers("float32"), Key(4))
+    engine = Embedded(run, model, FOUR)
+    next(rounds(run, model, engine))
+    kept = [engine.store.load(client, 1).memory for client in FOUR.clients]
+    return all(memory.get("optimizer.momentum") for memory in kept)

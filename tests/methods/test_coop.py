@@ -37,3 +37,11 @@ def test_a_client_is_a_plain_loop_with_torchs_sgd_over_all_rounds(momentum: floa
                 model.losses(out, batch.targets).mean().backward()
                 optimizer.step()
         assert torch.equal(engine.store.load(client, 3).personal[NAME], context.detach())
+
+
+def test_a_phrase_is_where_it_starts() -> None:
+    words = albums.towers("float32").embed(["photo of"])[0][0, 1:-1]
+    for phrase, same in (("photo of", True), ("", False)):
+        method = coop(text=2, phrase=phrase)
+        assert method.extend
+        assert torch.equal(method.extend(albums.towers("float32"), Key(4)).initial[NAME], words) == same

@@ -50,3 +50,7 @@ def test_the_adapter_travels_whole() -> None:
     assert plan.train == plan.up == plan.down == model.names("adapter")
     assert len(plan.up) == 4
     assert not plan.keep
+
+
+def test_momentum_goes_on_from_round_to_round() -> None:
+    assert albums.momentum_goes_on(fedclip())

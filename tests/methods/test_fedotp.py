@@ -88,3 +88,7 @@ def test_the_own_context_stays() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(MethodError, match=r"method\.mass is .* give more than 0 up to 1, more than 0, and 1 or more"):
         fedotp(**options)  # type: ignore[arg-type]
+
+
+def test_momentum_goes_on_from_round_to_round() -> None:
+    assert albums.momentum_goes_on(fedotp(text=2))

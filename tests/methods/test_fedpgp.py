@@ -79,3 +79,13 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(MethodError, match="fedpgp compares texts, and tiny attention gives none"):
         TowardsWritten(1.0, 0.5).penalty(Output(torch.zeros(1)), {}, Batch({}, torch.zeros(1)), context(small()))
     assert not fedpgp(mu=0.0).local
+
+
+def test_momentum_goes_on_from_round_to_round() -> None:
+    assert albums.momentum_goes_on(fedpgp(text=2, rank=1))
+
+
+def test_a_phrase_is_where_it_starts() -> None:
+    words = albums.towers().embed(["photo of"])[0][0, 1:-1]
+    assert torch.equal(extended(phrase="photo of").initial[SHARED][-len(words) :], words)
+    assert not torch.equal(extended().initial[SHARED][-len(words) :], words)

@@ -12,7 +12,7 @@ from partita.core.model import Model
 from partita.core.optim import SGD
 from partita.core.plan import Turn, plan_for, share
 from partita.core.rng import Key
-from partita.methods.promptfl import promptfl
+from partita.methods.promptfl import promptfl, share_global
 
 
 def extended(method: Method) -> Model:
@@ -55,3 +55,15 @@ def test_blocks_of_float32_towers_agree_with_single_clients() -> None:
     run = run_of(method, 2, SGD(momentum=0.9))
     one, two = (last(play(run, extended(method), albums.FOUR, block=block)) for block in (1, 4))
     assert tree.norm(tree.subtract(one, two)) < 1e-6 * tree.norm(one)
+
+
+def test_momentum_goes_on_from_round_to_round() -> None:
+    assert albums.momentum_goes_on(promptfl(text=2))
+
+
+def test_what_is_a_clients_own_trains_and_stays() -> None:
+    """The plan that methods with own prompts share."""
+    model = albums.towers("float32").prompted("prompts", Key(4), text=2, owners=("global", "local"), fusion="none")
+    plan = plan_for(share_global, model, Turn(0, 5, "a"))
+    shared, own = frozenset({"prompt.text.global"}), frozenset({"prompt.text.local"})
+    assert (plan.train, plan.up, plan.down, plan.keep) == (shared | own, shared, shared, own)

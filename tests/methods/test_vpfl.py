@@ -37,3 +37,7 @@ def test_a_view_is_where_it_starts() -> None:
     one, other = (vpfl(vision=2, view=view).extend(albums.towers(), Key(4)) for view in ("grey", "nothing"))  # type: ignore[misc]
     [name] = one.names("prompt")
     assert torch.allclose(one.initial[name] - other.initial[name], albums.towers().glance(2, 1).float(), atol=1e-6)
+
+
+def test_momentum_goes_on_from_round_to_round() -> None:
+    assert albums.momentum_goes_on(vpfl(vision=2))
