@@ -183,6 +183,8 @@ def test_capacities_can_be_said_in_a_config() -> None:
     method = build("safl", {key: value for key, value in config.method.items() if key != "name"})
     assert isinstance(rule := method.local[0], TopLayers)
     assert rule.capacity == (("c3", 2), ("c4", 0.5))
+    assert method.clients == {"c3", "c4"}, "so that one who is not there is noticed"
+    assert safl(capacity={"a": 1}, depth={"b": 1}).clients == {"a", "b"}
     assert hash(method.local)
 
 
