@@ -287,6 +287,7 @@ def _load(config: Path, changes: list[str] | None = None) -> Config:
 
 
 def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
+    from partita.play import computing
     from partita.record import saved_rounds
     from partita.report import read_metric
 
@@ -298,7 +299,7 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
                 if metric is None:
                     metric = read_metric(folder)
                     if bar.console.is_terminal:  # a log file wants none of it, and the run's folder has it
-                        bar.console.print(_chosen(settings, folder), style="dim", markup=False, soft_wrap=True)
+                        bar.console.print(computing(settings, folder), style="dim", markup=False, soft_wrap=True)
                 tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
                 spent = (row.get("privacy") or {}).get("epsilon")
                 cost = "" if spent is None else f" · ε {spent:.3g}"
@@ -313,16 +314,6 @@ def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: 
             if kept := saved_rounds(folder):
                 error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
             raise
-
-
-def _chosen(settings: Config, folder: Path) -> str:
-    """How the engine computes, and what of it "auto" has chosen."""
-    from partita.record import ENVIRONMENT
-
-    told = json.loads((folder / ENVIRONMENT).read_text())
-    auto = [name for name in ("device", "block", "graphs") if getattr(settings.engine, name) == "auto"]
-    said = f"on {told['device']}, {told['threads']} threads, blocks of {told['block']}, steps {told['steps']}"
-    return said + (f" (auto: {', '.join(auto)})" if auto else "")
 
 
 def _close(

@@ -62,6 +62,14 @@ def prepare(experiment: Experiment, folder: Path) -> None:
         record.write_json(folder / PRIVACY, experiment.guard.about())
 
 
+def computing(config: Config, folder: Path) -> str:
+    """How the engine computes, and what of it "auto" has chosen."""
+    told = json.loads((folder / record.ENVIRONMENT).read_text())
+    auto = [name for name in ("device", "block", "graphs") if getattr(config.engine, name) == "auto"]
+    said = f"on {told['device']}, {told['threads']} threads, blocks of {told['block']}, steps {told['steps']}"
+    return said + (f" (auto: {', '.join(auto)})" if auto else "")
+
+
 def recall(experiment: Experiment, folder: Path) -> tuple[int, Server]:
     """(rounds done, the server after them) by the newest checkpoint; rows of later rounds are dropped."""
     saved = sealed(folder / "checkpoints")

@@ -251,17 +251,8 @@ class Block:
         if self.private and not self._in_full():
             remedy = "set training.precision = 'float32'"
 
-        def call(*parts: Any) -> Any:
-            try:
-                return lifted(*parts)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise LiftError(
-                    f"vmap cannot lift {self.model.name} with {self.run.method.name} over {over}: {error}; {remedy}"
-                ) from error
-
-        return call
+        what = f"{self.model.name} with {self.run.method.name} over {over}"
+        return told(lifted, lambda error: LiftError(f"vmap cannot lift {what}: {error}; {remedy}"))
 
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(parts)) if self.many else parts[0].clone()
@@ -277,6 +268,20 @@ class Block:
             return [joined]
         apart = [value.unbind() for value in joined.values()]
         return [dict(zip(joined, row, strict=True)) for row in zip(*apart, strict=True)] or [{}] * self.count
+
+
+def told(function: Callable[..., Any], say: Callable[[RuntimeError], ValueError]) -> Callable[..., Any]:
+    """The function, of whose failures but for memory's a user is told in other words."""
+
+    def call(*parts: Any) -> Any:
+        try:
+            return function(*parts)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise say(error) from error
+
+    return call
 
 
 class Row(Mapping[str, Tensor]):

@@ -65,7 +65,7 @@ class Drift:
         """For all names in two calls, since on a GPU each call costs more than the arithmetic."""
         if not places:
             return
-        values = [delta[name].to(torch.promote_types(delta[name].dtype, torch.float32)) for _, name in places]
+        values = [tree.wide(delta[name]) for _, name in places]
         scaled = dict(zip(places, torch._foreach_mul(values, [shares[tag] for tag, _ in places]), strict=True))
         if old := [place for place in places if place in self.units]:
             torch._foreach_add_([self.units[place] for place in old], [scaled[place] for place in old])

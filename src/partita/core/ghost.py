@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from partita.core import tree
 from partita.core.private import Private, by_example
 from partita.core.tree import Tensors
 
@@ -116,8 +117,7 @@ _KINDS: dict[Any, Callable[..., Squares]] = {
 
 def _by_token(value: Tensor) -> Tensor:
     """(example, token, width), in single precision at least"""
-    wide = torch.promote_types(value.dtype, torch.float32)
-    return value.detach().to(wide).reshape(len(value), -1, value.shape[-1])
+    return tree.wide(value.detach()).reshape(len(value), -1, value.shape[-1])
 
 
 def _square(value: Tensor) -> Tensor:

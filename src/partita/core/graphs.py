@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from partita.core import tree
-from partita.core.block import Block, LiftError
+from partita.core.block import Block, LiftError, told
 from partita.core.method import Context
 from partita.core.model import Batch
 from partita.core.plan import Phase
@@ -190,14 +190,14 @@ class Graphed(Block):
         return self._rows(tree.copies(self.live))
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
-        mine, self.moments = self.moments, _cloned(self.moments)
+        mine, self.moments = self.moments, {slot: tree.copies(part) for slot, part in self.moments.items()}
         states = super().states(steps)
         self.moments = mine
         return states
 
     def _record(self, batch: Batch) -> tuple[Batch, Replay] | None:
         mask = None if batch.mask is None else batch.mask.clone()
-        held = Batch(_cloned(batch.inputs), batch.targets.clone(), mask)
+        held = Batch(tree.copies(batch.inputs), batch.targets.clone(), mask)
         what = f"{self.model.name} with {self.run.method.name}"
         replay = self.graphs.record(lambda: Block.step(self, held), what)
         return None if replay is None else (held, replay)
@@ -208,22 +208,12 @@ class Graphed(Block):
         masked = dims[-1] is not None
         if masked not in self.compiled:
             whole = torch.vmap(function, in_dims=tuple(dims)) if self.many else function
-            self.compiled[masked] = self._told(torch.compile(whole, fullgraph=True))
+            self.compiled[masked] = told(torch.compile(whole, fullgraph=True), self._cannot)
         return self.compiled[masked]
 
-    def _told(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*parts: Any) -> Any:
-            try:
-                return compiled(*parts)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise GraphError(
-                    f"{self.model.name} with {self.run.method.name} cannot be compiled: {str(error).splitlines()[0]}; "
-                    "set engine.compile = false"
-                ) from error
-
-        return call
+    def _cannot(self, error: RuntimeError) -> GraphError:
+        what = f"{self.model.name} with {self.run.method.name}"
+        return GraphError(f"{what} cannot be compiled: {str(error).splitlines()[0]}; set engine.compile = false")
 
     def _move(self, live: Tensors, grads: Tensors, moments: Slots) -> None:
         self.years.add_(1)

@@ -60,6 +60,11 @@ def own(tree: Tensors) -> Tensors:
     return {name: value.clone() if value._is_view() else value for name, value in tree.items()}
 
 
+def wide(value: Tensor) -> Tensor:
+    """In float32 at least: a long sum in half precision stops moving."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
 def scale(tree: Tensors, factor: float | Tensor) -> Tensors:
     return {name: value * factor for name, value in tree.items()}
 
@@ -132,8 +137,7 @@ class Mean:
         self.weight |= totals
         known = [name for name in tree if name in self.value and totals[name] > 0]
         for name, value in copies({name: tree[name] for name in tree if name not in self.value}).items():
-            # Half-precision deltas are summed in float32: a long sum in bf16 stops moving.
-            self.value[name] = value.to(torch.promote_types(value.dtype, torch.float32))
+            self.value[name] = wide(value)
         if known:
             means, values = [self.value[name] for name in known], [tree[name] for name in known]
             together = {totals[name] for name in known}

@@ -9,7 +9,7 @@ import torch
 
 from partita.core.method import Aggregate, Rule, Server, Update, average
 from partita.core.model import Model
-from partita.core.tree import Names, Slots, Tensors
+from partita.core.tree import Names, Slots, Tensors, wide
 
 SMOOTHING = 0.7  # what a round leaves of the past in the running means
 
@@ -27,9 +27,8 @@ class Disagreement(Rule):
 
     def init(self, model: Model) -> Slots:
         start = {name: model.initial[name] for name in sorted(self.watched(model))}
-        wide = {name: torch.promote_types(value.dtype, torch.float32) for name, value in start.items()}
         return {
-            "progress": {name: torch.zeros_like(value, dtype=wide[name]) for name, value in start.items()},
+            "progress": {name: torch.zeros_like(wide(value)) for name, value in start.items()},
             "warmup": {name: _scalar(0.0) for name in ("spread", "rounds", "streak", "frozen")},
         }
 

@@ -114,7 +114,7 @@ def compare(records: Sequence[Record], target: float | None = None, metric: str 
         differences = _corrected(differences)
     gained = gains(groups, judge)
     lines = tuple(
-        replace(_line(runs, finals[label], differences.get(label), target, judge), gain=_gain(gained.get(label, [])))
+        _line(runs, finals[label], differences.get(label), gained.get(label, []), target, judge)
         for label, runs in groups.items()
     )
     comments = [
@@ -128,6 +128,7 @@ def _line(
     runs: list[Record],
     finals: dict[int, float | None],
     difference: Difference | None,
+    gained: Sequence[Sequence[float]],
     target: float | None,
     judge: Metric,
 ) -> Line:
@@ -142,7 +143,7 @@ def _line(
         personal=mean([mean(values) for values in own]),
         personal_sd=mean([deviation(values) for values in own]),
         personal_worst=mean([worst_tenth(values, judge) for values in own]),
-        gain=None,
+        gain=_gain(gained),
         difference=difference,
         up=mean([_each(run, "up") for run in runs]),
         down=mean([_each(run, "down") for run in runs]),

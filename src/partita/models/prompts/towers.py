@@ -90,7 +90,7 @@ class Towers(Model):
             states = torch.cat([states[:, :1], states[:, first:]], 1)
         else:
             states = states[:, :1]
-        return self._wide(self.module.visual_projection(sight.leave(tower, states)))
+        return tree.wide(self.module.visual_projection(sight.leave(tower, states)))
 
     def glance(self, tokens: int, depth: int) -> Tensor:
         """(layer, token, width): what enters each of the first layers in so many places of a grey image, spread evenly.
@@ -126,7 +126,7 @@ class Towers(Model):
         for layer in tower.get_submodule(reading.layers):
             # A token of a causal tower sees none after it, so padding, which comes last, needs no mask.
             states = layer(states, None, is_causal=True) if reading.causal else layer(states, seen[:, None, None])
-        return self._wide(self.module.text_projection(reading.pool(tower, states, seen)))
+        return tree.wide(self.module.text_projection(reading.pool(tower, states, seen)))
 
     def embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Embedded tokens (text, token, width), and where they are no padding."""
@@ -139,9 +139,6 @@ class Towers(Model):
         """Logits are the cosines of image (example, feature) and text (class, feature) over the temperature."""
         image, texts = functional.normalize(image, dim=-1), functional.normalize(texts, dim=-1)
         return Output(params[SCALE].exp() * image @ texts.to(image.dtype).mT, image)
-
-    def _wide(self, features: Tensor) -> Tensor:
-        return features.to(torch.promote_types(features.dtype, torch.float32))
 
 
 def freeze(
