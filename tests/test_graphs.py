@@ -206,14 +206,6 @@ def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: 
         play("fedavg", AdamW(), Graphs(None, compile=True), 4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("block", [1, 4])
-def test_a_gpu_records_what_it_would_have_done(block: int) -> None:
-    graphs = choose_graphs(True, False, torch.device("cuda"))
-    recorded = play("fedavg", AdamW(), graphs, block, device="cuda")
-    assert farthest(recorded, play("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
-
-
 def test_privacy_is_not_recorded() -> None:
     again = Again()
     key = Key(3)

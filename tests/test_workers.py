@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 
 import pytest
@@ -20,7 +18,7 @@ import torch
 from helpers import SMALL_TASK, SMALL_VIT, Clients, run_of, small
 from torch import Tensor
 
-from partita import play, record
+from partita import play
 from partita.config import Config, parse
 from partita.conformance import states_of
 from partita.core import tree
@@ -258,26 +256,3 @@ def test_a_worker_builds_the_engine_of_the_experiment() -> None:
     assert [engine.block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
     assert tree.equal(one, other)
-
-
-def on_one_gpu(name: str, **engine: object) -> None:
-    """Two workers leave the record of one process; needs a GPU, and nothing of pytest."""
-    left = []
-    for count in (1, 2):
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "run"
-            for row in play.start(config(name, device="cuda", workers=count, **engine), path):
-                row.pop("seconds")
-                left.append((count, row))
-            result = record.finished(path)
-            assert result is not None
-            left.append((count, {"digest": result["digest"]}))
-    one, two = ([row for count, row in left if count == each] for each in (1, 2))
-    assert one == two, (one, two)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedper"])
-@pytest.mark.parametrize("engine", [{"block": 1}, {"block": 2}, {"block": 2, "graphs": False}])
-def test_two_workers_on_one_gpu(name: str, engine: dict[str, object]) -> None:
-    on_one_gpu(name, **engine)
