@@ -228,11 +228,11 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
 
 
 def _leaves(part: Any) -> Iterator[Tensor]:
-    """The tensors of nested dicts and lists."""
+    """The tensors of nested dicts and lists, by name: what comes from a file may come in any order."""
     if isinstance(part, Tensor):
         yield part
         return
-    for value in part.values() if isinstance(part, Mapping) else part:
+    for value in [part[name] for name in sorted(part)] if isinstance(part, Mapping) else part:
         yield from _leaves(value)
 
 
@@ -247,5 +247,5 @@ def _layout(part: Any) -> Hashable:
     if isinstance(part, Tensor):
         return part.shape, part.dtype
     if isinstance(part, Mapping):
-        return tuple(part), tuple(map(_layout, part.values()))
+        return tuple((name, _layout(part[name])) for name in sorted(part))
     return tuple(map(_layout, part)) if isinstance(part, tuple) else part

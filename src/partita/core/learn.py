@@ -306,7 +306,7 @@ def _carried(run: Run, each: Visit) -> dict[str, Tensors]:
 def kind(run: Run, each: Visit) -> Hashable:
     """Clients fit one block if this is equal: model, plan, what they remember, and ages where the optimizer counts."""
     alike = id(each.ctx.model), each.plan
-    memory = tuple((slot, tuple(part)) for slot, part in sorted(each.ctx.memory.items()))
+    memory = frozenset((slot, frozenset(part)) for slot, part in each.ctx.memory.items())
     if not run.training.optimizer.ages:
         return alike, memory
     ages = _carried(run, each).get("age", {})

@@ -1,4 +1,4 @@
-"""What only a GPU can show; on a machine without one, all of this is skipped."""
+"""What must hold on every device. A machine without a GPU skips what is for one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from partita.config import Config, parse
 from partita.engines.choose import choose_graphs
 from partita.play import resume, start
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-ENGINES: list[dict[str, Any]] = [{"block": 1}, {"block": 2}, {"block": 2, "graphs": False}, {"block": "auto"}]
+METHODS = ["fedavg", "scaffold", "fedper"]
+ON_GPU: list[dict[str, Any]] = [{"device": "cuda", "block": 1}, {"device": "cuda", "block": 2}]
+ON_GPU += [{"device": "cuda", "block": 2, "graphs": False}]
+ON_CPU: list[dict[str, Any]] = [{"device": "cpu", "block": 1}, {"device": "cpu", "block": 2}]
 
 
-def config(method: str, **engine: object) -> Config:
+def config(method: str, engine: dict[str, Any]) -> Config:
     raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
-    return parse({**raw, "method": {"name": method}, "rounds": 4, "engine": {"device": "cuda", **engine}})
+    return parse({**raw, "method": {"name": method}, "rounds": 4, "engine": engine})
 
 
 def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:
@@ -36,6 +39,7 @@ def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:
     return rows, result["digest"]
 
 
+@on_a_gpu
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("block", [1, 4])
 def test_what_is_recorded_is_what_would_have_been_done(block: int, compile: bool) -> None:
@@ -44,10 +48,10 @@ def test_what_is_recorded_is_what_would_have_been_done(block: int, compile: bool
     assert farthest(recorded, play_graphs("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedper"])
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("engine", [*ON_CPU, *(pytest.param(each, marks=on_a_gpu) for each in ON_GPU)], ids=str)
 def test_a_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
-    settings = config(method, **engine)
+    settings = config(method, engine)
     for name in ("whole", "again"):
         list(start(settings, tmp_path / name))
     list(islice(start(settings, tmp_path / "stopped"), 2))
@@ -57,9 +61,10 @@ def test_a_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], 
     assert left_by(tmp_path / "stopped") == whole
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedper"])
-@pytest.mark.parametrize("engine", ENGINES[:3], ids=str)
+@on_a_gpu
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("engine", ON_GPU, ids=str)
 def test_two_workers_on_one_gpu_leave_the_record_of_one(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
     for workers in (1, 2):
-        list(start(config(method, workers=workers, **engine), tmp_path / str(workers)))
+        list(start(config(method, {**engine, "workers": workers}), tmp_path / str(workers)))
     assert left_by(tmp_path / "1") == left_by(tmp_path / "2")
