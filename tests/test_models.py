@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ from partita.core.tree import Tensors
 from partita.models import INDEX, Kind, ModelError, architectures, build
 from partita.models.adapter import Adapted, adapt
 from partita.models.architectures import ROLES, Architecture, tags_of
-from partita.models.attention import attend
+from partita.models.attention import ALIGNED, attend
 from partita.models.pretrained import drawing_from, pretrained
 from partita.models.vit import vit
 
@@ -700,9 +701,10 @@ def test_masked_tokens_are_not_seen_in_a_block_or_alone() -> None:
     shared=st.sampled_from(["nothing", "query", "mask"]),
     tokens=st.integers(1, 6),
     sharing=st.sampled_from([1, 2]),
+    aligned=st.sampled_from([1, 4]),
 )
 def test_attention_is_softmax_of_scores_times_values(
-    seed: int, kind: str, rows: int, shared: str, tokens: int, sharing: int
+    seed: int, kind: str, rows: int, shared: str, tokens: int, sharing: int, aligned: int
 ) -> None:
     # (client, example, head, token, width); `sharing` heads of the query share one of key and value.
     query, key, value = (noise(seed + i, 2, 3, 2 * (sharing if i == 0 else 1), tokens, 4) for i in range(3))
@@ -726,7 +728,7 @@ def test_attention_is_softmax_of_scores_times_values(
     expected = weights @ each_value
     dims = (None if shared == "query" else 0, 0, 0, None if mask is None or shared == "mask" else 0)
     own_query = query[0] if shared == "query" else query
-    with no_slow_path():
+    with no_slow_path(), patch.dict(ALIGNED, {"cpu": aligned}):
         lifted = torch.vmap(attended, dims)(own_query, key, value, mask)
         squares = torch.vmap(  # torch.func.grad under vmap takes the written-out path
             torch.func.grad(lambda v, q, k, m: attended(q, k, v, m).square().sum() / 2), (0, dims[0], 0, dims[3])

@@ -20,8 +20,8 @@ from partita.core.rng import Key
 from partita.core.tree import Names, Tensors
 from partita.models import ModelError, attention, fused
 from partita.models.architectures import architecture, forward_of, tags_of
+from partita.models.lifting import lift_well
 from partita.models.objectives import KINDS, Objective, losses_for
-from partita.models.patches import take_patches_as_products
 from partita.models.recompute import recompute_layers
 
 Place = tuple[dict[str, Any], str]  # a submodule's own parameters, and the name among them
@@ -124,7 +124,7 @@ def adapt(
     with quiet():
         module.set_attn_implementation(attention.NAME)
     _treat_padding_as_any_token(module)
-    take_patches_as_products(module)
+    lift_well(module)
     if checkpointing:
         recompute_layers(module)
     own = dict(module.named_parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor  # torch has no public name for these
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from partita.models import ModelError
 
 NAME = "partita"
+ALIGNED = {"cuda": 8}  # products in half precision are slow there where a row's length is no multiple of it
 REFUSED = ("softcap", "position_bias", "s_aux")  # changes to the scores that other architectures ask for
 
 # What computes a layer's attention in the place of `attend`, given the layer's module as well.
@@ -49,9 +51,25 @@ def attend(
         return _written_out(query, key, value, mask, scale, causal)
     if mask is not None:  # no fused kernel of CUDA takes both a mask and shared heads
         key, value = _for_each_head(query, key, value)
-    return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    with _kernel(query, key, value, mask, scale, causal):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
+) -> AbstractContextManager[object]:
+    """On a GPU, what torch would choose in a plain step. While a step is recorded it takes the unfused path instead, so
+    that a replay would be slower, and differ in its last bits from the step that was recorded.
+    """
+    if not query.is_cuda:
+        return nullcontext()
+    if torch.is_autocast_enabled("cuda"):  # the choice depends on the type that the call will cast to
+        query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
+    shared = query.shape[1] != key.shape[1]
+    chosen = torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=shared)
+    return sdpa_kernel(SDPBackend(chosen))
 
 
 class _Folded(torch.autograd.Function):
@@ -107,6 +125,10 @@ def _written_out(
     key, value = _for_each_head(query, key, value)
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if spare := -key.shape[2] % ALIGNED.get(query.device.type, 1):
+        whole = query.new_ones(1, key.shape[2], dtype=torch.bool) if mask is None else mask
+        mask = functional.pad(whole, (0, spare), value=False if whole.dtype == torch.bool else -torch.inf)
+        key, value = (functional.pad(part, (0, 0, 0, spare)) for part in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None and mask.dtype == torch.bool:
         # Not -inf: an example that is all padding must not turn into NaN.

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from partita.models.lifting import Linear, Patches, lift_well
+
+
+@pytest.mark.parametrize(("size", "kernel"), [((8, 8), (4, 4)), ((10, 7), (4, 2)), ((3, 3), (3, 3))])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_are_the_convolution(size: tuple[int, int], kernel: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 5, kernel, stride=kernel, bias=bias)
+    pixels = torch.randn(2, 3, *size, requires_grad=True)
+    wanted = conv(pixels)
+    slopes = torch.autograd.grad(wanted.square().sum(), [pixels, *conv.parameters()])
+    lift_well(conv)
+    assert isinstance(conv, Patches)
+    found = conv(pixels)
+    torch.testing.assert_close(found, wanted)
+    for mine, theirs in zip(
+        torch.autograd.grad(found.square().sum(), [pixels, *conv.parameters()]), slopes, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stride": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "groups": 2}, {"stride": 2, "dilation": 2}]
+)
+def test_others_are_left_alone(options: dict[str, int]) -> None:
+    module = nn.Sequential(nn.Conv2d(4, 4, 2, **options))
+    lift_well(module)
+    assert type(module[0]) is nn.Conv2d
+
+
+def test_a_layer_has_the_precision_of_autocast_also_under_vmap() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 4) for _ in range(3)]
+    module = nn.Sequential(nn.Linear(6, 4))
+    lift_well(module)
+    assert type(module[0]) is Linear
+    params = {
+        f"0.{name}": torch.stack([dict(layer.named_parameters())[name] for layer in layers])
+        for name in ("weight", "bias")
+    }
+    given = torch.randn(3, 5, 6)
+
+    def call(params: dict[str, torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, params, (given,))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.vmap(call)(params, given)
+        wanted = torch.stack([layer(each) for layer, each in zip(layers, given, strict=True)])
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted)
+
+
+def test_alone_a_layer_is_torchs_own_to_the_last_bit() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4))
+    given = torch.randn(5, 6)
+    wanted = module(given)
+    lift_well(module)
+    assert torch.equal(module(given), wanted)
