@@ -19,7 +19,6 @@ from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
-from partita.core.graphs import Graphs
 from partita.core.learn import deal
 from partita.core.model import Examples
 from partita.core.tree import Tensors
@@ -27,6 +26,7 @@ from partita.data import Federation
 from partita.engines.choose import choose_graphs, use_onednn
 
 Work = list[tuple[Examples, list[torch.Tensor]]]
+Side = tuple[int, str, tuple[bool, bool] | None]  # block, precision, and whether it is recorded and compiled
 
 CLIENTS, STEPS, BATCH = 10, 5, 32
 SIZES = {
@@ -44,15 +44,18 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--sizes", nargs="*", choices=list(SIZES), metavar="SIZE", help=", ".join(SIZES))
     options.add_argument("--bf16", action="store_true", help="on a CPU too: for one that has it (AMX, AVX-512)")
+    options.add_argument("--sides", nargs="*", help="only these ways to play a round, and block 1; default: all")
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
     device = torch.device(chosen.device)
     onednn = use_onednn("auto")  # for both sides
     torch.backends.cuda.enable_cudnn_sdp(False)  # as a run does
     sizes = chosen.sizes or (ON_CPU if device.type == "cpu" else SIZES)
-    half = chosen.bf16 or device.type == "cuda"
-    results = [measure(size, device, chosen.repeats, half) for size in sizes]
-    sides = ours(device, half)
+    sides = ours(device, chosen.bf16 or device.type == "cuda")
+    if unknown := set(chosen.sides or ()) - sides.keys():
+        options.error(f"no side is called '{unknown.pop()}'; there are {', '.join(sides)}")
+    sides = {side: how for side, how in sides.items() if side in ("block 1", *(chosen.sides or sides))}
+    results = [measure(size, device, chosen.repeats, sides) for size in sizes]
     about = environment(
         device,
         onednn,
@@ -68,22 +71,20 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def ours(device: torch.device, half: bool) -> dict[str, tuple[int, str, Graphs | None]]:
+def ours(device: torch.device, half: bool) -> dict[str, Side]:
     """Clients side by side, precision, and whether steps are recorded and compiled."""
     gpu = device.type == "cuda"
     block, plain, compiled = (10, "graphs", "graphs, compiled") if gpu else (1, "block 1", "compiled")
-    sides: dict[str, tuple[int, str, Graphs | None]] = {
-        "block 1": (1, "float32", None),
-        "block 10": (10, "float32", None),
-    }
+    sides: dict[str, Side] = {"block 1": (1, "float32", None), "block 10": (10, "float32", None)}
     for precision, told in {"float32": "", "bfloat16": ", bf16"}.items():
         if precision == "float32" or half:
-            sides[plain + told] = block, precision, choose_graphs(gpu, False, device)
-            sides[compiled + told] = block, precision, choose_graphs(gpu, True, device)
+            sides[plain + told] = block, precision, (gpu, False)
+            sides[compiled + told] = block, precision, (gpu, True)
     return sides
 
 
-def measure(size: str, device: torch.device, repeats: int, half: bool) -> dict[str, object]:
+def measure(size: str, device: torch.device, repeats: int, chosen: dict[str, Side]) -> dict[str, object]:
+    torch.compiler.reset()  # or programs would be made for every size at once, and slower
     layers, width, pixels, patch = SIZES[size]
     key = Key(0)
     task = data.load("synthetic", key, examples=CLIENTS * 250, size=pixels, channels=3)
@@ -92,10 +93,10 @@ def measure(size: str, device: torch.device, repeats: int, half: bool) -> dict[s
     shape = {"layers": layers, "width": width, "heads": 4, "patch": patch}
     model = models.build("vit", task, key, **shape)
     sides: dict[str, Callable[[], Tensors]] = {}
-    for side, (block, precision, graphs) in ours(device, half).items():
+    for side, (block, precision, how) in chosen.items():
         training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH, precision=precision)
         run = Run(methods.build("fedavg"), training, rounds=1, key=key, drift=False)
-        engine = Embedded(run, model, staged, block, device, graphs=graphs)
+        engine = Embedded(run, model, staged, block, device, graphs=choose_graphs(*how, device) if how else None)
         sides[side] = lambda run=run, engine=engine: next(rounds(run, model, engine)).server.params
     module = plain_vit(size, len(task.classes)).to(device)
     start = {name: value.to(device) for name, value in model.initial.items()}
@@ -108,11 +109,11 @@ def measure(size: str, device: torch.device, repeats: int, half: bool) -> dict[s
             seconds, results[side] = timed(play, device)
             if repeat > 1:  # the first two warm up, compile and record
                 times[side].append(seconds)
+    exact = [side for side, (_, precision, _) in chosen.items() if precision == "float32"]
     # Without the key biases: softmax cannot feel them, so AdamW moves them by rounding alone (docs/decisions/0004).
     felt = [name for name in model.initial if "k_proj.bias" not in name]
-    if (largest := _largest(results["block 1"], results["bare"], felt)) > 1e-3:
+    if (largest := _largest(results[exact[0]], results["bare"], felt)) > 1e-3:
         raise SystemExit(f"{size}: single numbers of the bare loop and of partita differ by {largest:.1e}; it is void")
-    exact = [side for side, (_, precision, _) in ours(device, half).items() if precision == "float32"]
     difference = max(_difference(results[side], results["bare"], felt) for side in exact)
     if difference > 1e-4:
         raise SystemExit(f"{size}: the bare loop and partita differ by {difference:.1e}; the comparison is void")

@@ -41,10 +41,9 @@ def lift_well(module: nn.Module) -> None:
 def _linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """vmap adds a bias out of autocast's sight, and all that follows would be in full precision."""
     lifted = torch.compiler.is_compiling() or is_batchedtensor(given) or is_batchedtensor(weight)
-    if bias is None or not lifted:
-        return functional.linear(given, weight, bias)
-    product = functional.linear(given, weight)
-    return product + bias.to(product.dtype)
+    if bias is not None and lifted and torch.is_autocast_enabled(given.device.type):
+        bias = bias.to(torch.get_autocast_dtype(given.device.type))
+    return functional.linear(given, weight, bias)
 
 
 def _apart(part: nn.Conv2d) -> bool:
