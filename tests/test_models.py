@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -24,6 +25,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
+    AttentionMaskInterface,
     BeitConfig,
     BertConfig,
     BertForMaskedLM,
@@ -53,7 +55,7 @@ from partita.core.tree import Tensors
 from partita.models import INDEX, Kind, ModelError, architectures, build
 from partita.models.adapter import Adapted, adapt
 from partita.models.architectures import ROLES, Architecture, tags_of
-from partita.models.attention import ALIGNED, attend
+from partita.models.attention import ALIGNED, attend, watched_by
 from partita.models.pretrained import drawing_from, pretrained
 from partita.models.vit import vit
 
@@ -747,6 +749,31 @@ def test_an_example_that_is_all_padding_stays_finite() -> None:
     assert attend(query, query, query, mask, None).isfinite().all()
     grad = torch.func.grad(lambda q: attend(q, q, q, mask, None).sum())(query)
     assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_no_mask_is_made_where_lengths_tell_who_sees_whom(recording: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    mask = AttentionMaskInterface._global_mapping["partita"]
+    facts = {"batch_size": 2, "q_length": 4, "kv_length": 4}
+    before = torch.ones(4, 4, dtype=torch.bool).tril()
+    assert mask(**facts) is None
+    assert mask(**facts, allow_is_causal_skip=False, allow_is_bidirectional_skip=True) is None
+    assert torch.equal(mask(**facts, allow_is_causal_skip=False)[1, 0], before)
+    assert torch.equal(mask(**facts, local_size=3)[1, 0], before)
+    assert torch.equal(mask(**{**facts, "q_length": 2})[1, 0], before[:2])
+    padding = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    assert torch.equal(mask(**facts, attention_mask=padding.bool())[:, 0, -1], padding.bool())
+    model, seen = small(), []
+
+    def watch(module: object, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any) -> Tensor:
+        seen.append(mask)
+        return attend(query, key, value, mask, *more)
+
+    with watched_by(watch):
+        model(model.initial, images())
+    assert len(seen) == 2
+    assert seen == [None, None]
 
 
 def test_what_attention_cannot_do_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor  # torch has no public name for these
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -51,25 +50,9 @@ def attend(
         return _written_out(query, key, value, mask, scale, causal)
     if mask is not None:  # no fused kernel of CUDA takes both a mask and shared heads
         key, value = _for_each_head(query, key, value)
-    with _kernel(query, key, value, mask, scale, causal):
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-
-
-def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
-) -> AbstractContextManager[object]:
-    """On a GPU, what torch would choose in a plain step. While a step is recorded it takes the unfused path instead, so
-    that a replay would be slower, and differ in its last bits from the step that was recorded.
-    """
-    if not query.is_cuda:
-        return nullcontext()
-    if torch.is_autocast_enabled("cuda"):  # the choice depends on the type that the call will cast to
-        query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
-    shared = query.shape[1] != key.shape[1]
-    chosen = torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=shared)
-    return sdpa_kernel(SDPBackend(chosen))
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
 
 
 class _Folded(torch.autograd.Function):
@@ -169,21 +152,31 @@ def _attention(
 
 def _mask(
     *,
+    q_length: int,
+    kv_length: int,
     attention_mask: Tensor | None = None,
+    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **facts: Any,
 ) -> Tensor | None:
     """A Boolean mask (example, 1, query, key), or None where all see all, or all that came before.
 
-    Without padding to mark, lengths decide which. Its values are never looked at, for vmap's sake.
+    Without padding to mark, lengths decide which: here, since some versions of transformers make a mask all the same
+    while a step is recorded or compiled, and fused kernels are slower with one, or cannot take it. Its values are never
+    looked at, for vmap's sake.
     """
-    whole = attention_mask is None
+    told_by_lengths = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length in (1, kv_length))
+    if told_by_lengths and attention_mask is None and (local_size is None or kv_length < local_size):
+        return None
     return sdpa_mask(
-        **facts,
+        q_length=q_length,
+        kv_length=kv_length,
         attention_mask=attention_mask,
-        allow_is_causal_skip=whole and allow_is_causal_skip,
-        allow_is_bidirectional_skip=whole and allow_is_bidirectional_skip,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **facts,
     )
 
 
