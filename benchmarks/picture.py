@@ -16,7 +16,7 @@ from table import read, sides_of
 
 OURS, THEIRS, BARE = "#1f6f8b", "#c9a227", "#8a8f98"
 WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # behind numbers, where a line passes
-SHADES = ("#9ecae1", "#4a9dbd", "#1f6f8b", "#124559", "#0b2b3a")
+SHADES = ("#cfe3f0", "#9ecae1", "#4a9dbd", "#1f6f8b", "#124559", "#0b2b3a")
 
 
 def main() -> None:
@@ -122,7 +122,7 @@ def draw_growth(axes: Axes) -> None:
         line(axes, [(row["clients"], row["sides"][side]["processor seconds"]) for row in rows], mark, colour(side),
              f"{side}: cohorts of 10 to 40")  # fmt: skip
     people = [(row["population"], row["processor seconds"]) for row in found.get("population", [])]
-    line(axes, people, "D-", SHADES[1], "partita: 1,000 to 1,000,000 registered, cohorts of 100")
+    line(axes, people, "D-", SHADES[2], "partita: 1,000 to 1,000,000 registered, cohorts of 100")
     axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
     axes.set_yticks([1, 2, 4], ["1", "2", "4"])
     axes.minorticks_off()

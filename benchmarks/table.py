@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -161,11 +162,35 @@ def cache() -> Iterator[Line]:
 
 
 def parts() -> Iterator[Line]:
-    found = {row["side"]: row["seconds"] for row in read("parts.json").get("results", [])}
-    for side, seconds in found.items():
-        against = "" if side == "fedavg" else "fedavg"
-        ratio = found["fedavg"] / seconds if against else None
-        yield Line("Training fewer parts", "6 layers of 192, 65 tokens", side, span(seconds), ratio, against)
+    for name, where in (("parts.json", "CPU"), ("parts-gpu.json", "GPU")):
+        found = {row["side"]: row["seconds"] for row in read(name).get("results", [])}
+        for side, seconds in found.items():
+            against = "" if side == "fedavg" else "fedavg"
+            ratio = found["fedavg"] / seconds if against else None
+            yield Line(
+                "Training fewer parts", f"{where}, 6 layers of 192, 65 tokens", side, span(seconds), ratio, against
+            )
+
+
+def prompts() -> Iterator[Line]:
+    found = read("prompts.json")
+    rows = {(row["method"], row["block"]): row for row in found.get("results", [])}
+    for (method, block), row in rows.items():
+        group = f"Prompts beside ViT-B/16, {found['environment']['device']}"
+        seconds = row["milliseconds a client's step"] / 1000
+        ratio = rows[method, 1]["milliseconds a client's step"] / 1000 / seconds if block > 1 else None
+        told = f"one by one; {row['peak GiB on the GPU']} GiB" if ratio else f"{row['peak GiB on the GPU']} GiB"
+        yield Line(group, f"{method}, {block} clients side by side", "a client's step", span(seconds), ratio, told)
+
+
+def precision() -> Iterator[Line]:
+    found = read("precision-gpu.json")
+    for kind in ("float32", "bfloat16") if found else ():
+        last = [row["losses"][-1] for row in found["results"] if row["precision"] == kind]
+        told = f"± {stdev(last):.4f} over {len(last)} seeds"
+        yield Line(
+            "Precision, last loss of 20 rounds on digits", "6 layers of 192", kind, f"{mean(last):.4f}", None, told
+        )
 
 
 def growth() -> Iterator[Line]:
@@ -206,7 +231,7 @@ def memory() -> Iterator[Line]:
             yield Line(group, f"{row['parameters'] / 1e9:.2f} billion", found["environment"]["device"], f"{peak} GiB")
 
 
-PARTS = (peers, startup, gpu, blocks, parts, cache, growth, memory)
+PARTS = (peers, startup, gpu, precision, prompts, blocks, parts, cache, growth, memory)
 
 
 def span(seconds: float) -> str:
