@@ -33,12 +33,15 @@ FOUR = Clients(a=5, b=6, c=7, d=8)
 def server_of(value: float = 1.0) -> Server:
     ledger = Ledger({"w": 2, "b": 0}, {"ü/x": (2, 0), "a": (-1, 0), "z": (2, 0)}, preloaded=True)
     params = {"w": torch.full((2, 3), value), "b": torch.tensor(value / 3, dtype=torch.bfloat16)}
-    return Server(params, {"velocity": {"w": torch.arange(3.0) * value}, "count": {"w": torch.tensor(7)}}, ledger)
+    moved = {"w": torch.arange(3.0) * value, "b": torch.ones(1)}
+    return Server(params, {"velocity": moved, "count": {"w": torch.tensor(7)}, "nothing yet": {}}, ledger)
 
 
 def assert_same(one: Server, two: Server) -> None:
     assert tree.digest(one.params) == tree.digest(two.params)
+    assert list(one.params) == list(two.params)
     assert one.state.keys() == two.state.keys()
+    assert all(list(one.state[slot]) == list(two.state[slot]) for slot in one.state)
     assert all(tree.digest(one.state[slot]) == tree.digest(two.state[slot]) for slot in one.state)
     assert one.ledger == two.ledger
     assert list(one.ledger.versions) == list(two.ledger.versions)

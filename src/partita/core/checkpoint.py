@@ -28,6 +28,8 @@ def save(folder: Path, done: int, server: Server) -> Path:
     }
     about = {
         "done": done,
+        "params": list(server.params),  # a file does not keep their order, nor slots that are empty
+        "state": {slot: list(part) for slot, part in server.state.items()},
         "names": list(server.ledger.versions),
         "clients": clients,
         "preloaded": server.ledger.preloaded,
@@ -44,15 +46,8 @@ def load(path: Path, device: torch.device | None = None) -> tuple[int, Server]:
     length = int.from_bytes(data[:8], "little")
     about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["partita"])
     flat = {key: value.to(device or "cpu") for key, value in safetensors.torch.load(data).items()}
-    params: Tensors = {}
-    state: dict[str, Tensors] = {}
-    for key, value in flat.items():
-        kind, _, rest = key.partition("/")
-        if kind == "params":
-            params[rest] = value
-        elif kind == "state":
-            slot, _, name = rest.partition("/")
-            state.setdefault(slot, {})[name] = value
+    params = {name: flat[f"params/{name}"] for name in about["params"]}
+    state = {slot: {name: flat[f"state/{slot}/{name}"] for name in names} for slot, names in about["state"].items()}
     versions = dict(zip(about["names"], flat["ledger/versions"].tolist(), strict=True))
     rows = [tuple(row) for row in flat["ledger/held"].tolist()]
     shared = {row: row for row in rows}
