@@ -31,7 +31,7 @@ RUNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 PEAK = 790e12  # floating-point operations a second that a large product of matrices in bfloat16 reaches on an H200
 MLP_RATIO = 2  # of the models in run.py
-NO_TIME = re.compile(r"difference|largest|floor|ratio|byte|[GM]i?B|memory|peak|parameters|layers|width|tokens|load")
+NO_TIME = re.compile(r"difference|floor|ratio|byte|[GM]i?B|memory|peak|parameters|layers|width|tokens|load")
 
 
 @dataclass(frozen=True)
