@@ -87,6 +87,19 @@ def test_a_newcomer_is_served_too() -> None:
     assert all(bool(torch.isfinite(value).all()) for value in made.values())
 
 
+def test_newcomers_are_told_apart() -> None:
+    rule, server = fedtp(0.3, embedding=3, hidden=4).server, trained()
+    one, two = (rule.send(server, client, MODEL.every())[0] for client in ("never seen", "nor this one"))
+    assert all(not torch.equal(one[name], two[name]) for name in MADE)
+
+
+def test_layers_are_drawn_apart_and_keep_the_size_of_what_they_are_given() -> None:
+    trunk = fedtp(embedding=200, hidden=200).server.init(MODEL)["trunk"]
+    assert not torch.equal(trunk["in.weight"], trunk["out.weight"])
+    for part in ("in", "out"):
+        assert trunk[f"{part}.weight"].std().item() == pytest.approx(200**-0.5, rel=0.03)
+
+
 def test_all_start_from_the_model_as_it_was_loaded() -> None:
     rule = fedtp().server
     made, _ = rule.send(Server(dict(MODEL.initial), rule.init(MODEL)), "a", MODEL.every())
