@@ -88,8 +88,9 @@ def test_a_newcomer_is_served_too() -> None:
 
 
 def test_newcomers_are_told_apart() -> None:
-    rule, server = fedtp(0.3, embedding=3, hidden=4).server, trained()
-    one, two = (rule.send(server, client, MODEL.every())[0] for client in ("never seen", "nor this one"))
+    method = fedtp(0.3)
+    server = play(run_of(method, 2, lr=0.3), MODEL, CLIENTS)[-1].server
+    one, two = (method.server.send(server, client, MODEL.every())[0] for client in ("never seen", "nor this one"))
     assert all(not torch.equal(one[name], two[name]) for name in MADE)
 
 
