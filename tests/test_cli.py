@@ -6,12 +6,13 @@ import errno
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from helpers import SMALL_VIT
 
-from partita import cli, record
+from partita import cli, experiment, record
 from partita.compare import expand
 from partita.core import files
 from partita.core.files import sealed
@@ -118,6 +119,40 @@ def test_plan_by_role_layer_and_name(partita: Shell, config: Path) -> None:
     code, out, _ = partita("plan", "-c", config, "--round", 3, "--json")
     groups = {group["name"]: group for group in json.loads(out)["groups"]}
     assert groups["query"]["trains"] == groups["query"]["up"] == 0 < groups["value"]["up"]
+
+
+@pytest.mark.parametrize(("times", "told"), [(90.0, "about 90 times as long as float32"), (1.9, None)])
+def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
+    times: float, told: str | None, partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "half_takes", lambda: times)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        words = (
+            "run",
+            "-c",
+            config,
+            "--set",
+            "training.precision=bfloat16",
+            "--set",
+            "rounds=1",
+            "--set",
+            "engine.device=cpu",
+        )
+        code, _, err = partita(*words, "--out", tmp_path / "run")
+        assert code == 0
+        assert err.count("\n") == (1 if told else 0)
+        assert (told or "") in err
+        assert err.startswith("warning: bfloat16" if told else "")
+        warnings.warn_explicit("of others", DeprecationWarning, "elsewhere.py", 7)
+    assert "elsewhere.py:7: DeprecationWarning: of others" in partita("methods")[2]
+
+
+def test_float32_asks_nothing_of_the_cpu(
+    partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "half_takes", lambda: pytest.fail("nobody asked"))
+    assert partita("run", "-c", config, "--set", "rounds=1", "--out", tmp_path / "run")[0] == 0
 
 
 def test_resume_goes_on_and_a_second_start_is_refused(partita: Shell, config: Path, tmp_path: Path) -> None:

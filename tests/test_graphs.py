@@ -20,7 +20,8 @@ from partita.core.private import Private
 from partita.core.rounds import ask, begin
 from partita.core.run import RunError
 from partita.core.tree import Tensors
-from partita.engines.choose import choose_graphs
+from partita.engines import choose
+from partita.engines.choose import choose_graphs, half_takes
 
 
 class Again:
@@ -216,3 +217,11 @@ def test_privacy_is_not_recorded() -> None:
     run = Run(method, Training(1e-2, SGD(), batch_size=4), rounds=2, key=key)
     list(rounds(run, model, Embedded(run, model, federation, block=3, graphs=Graphs(again))))
     assert not again.recorded
+
+
+def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {torch.float32: iter([2.0, 1.0, 4.0]), torch.bfloat16: iter([9.0, 8.0, 7.0])}
+    monkeypatch.setattr(choose, "_seconds", lambda square: next(times[square.dtype]))
+    assert half_takes() == 7.0

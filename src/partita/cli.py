@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -371,8 +372,17 @@ def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
+def _show(message: Warning | str, kind: type[Warning], file: str, *more: Any) -> None:
+    """Our own warnings in a line, as errors are; others as Python shows them."""
+    if Path(__file__).parent in Path(file).parents:
+        _say(f"warning: {message}")
+    else:
+        _say(warnings.formatwarning(message, kind, file, *more[:1]).rstrip())
+
+
 def main() -> None:
     """Whatever a user can mend is told in a line; PARTITA_DEBUG=1 adds the traceback."""
+    warnings.showwarning = _show  # type: ignore[assignment]
     try:
         app()
     except KeyboardInterrupt as stop:

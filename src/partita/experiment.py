@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from partita.core.plan import Turn, plan_for
 from partita.core.rng import Key
 from partita.core.run import Run, RunError
 from partita.data import Federation
-from partita.engines.choose import choose_block, choose_graphs, use_onednn
+from partita.engines.choose import choose_block, choose_graphs, half_takes, use_onednn
 from partita.engines.faults import Faults, read_trace
 from partita.evaluate import Measure, measure_for
 from partita.privacy.guard import Guard, protect
@@ -77,6 +78,8 @@ def build(config: Config) -> Experiment:
         run = guard.run
     trace = read_trace(Path(federate.trace)) if federate.trace else {}
     faults = Faults() if method.pool else Faults(federate.dropout, federate.straggle, trace)
+    if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
+        _warn_of_half(half_takes())
     graphs = choose_graphs(config.engine.graphs, config.engine.compile, device)
     block = config.engine.block
     if block == "auto":
@@ -88,6 +91,15 @@ def build(config: Config) -> Experiment:
     if method.adapt:
         method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
     return Experiment(config, run, model, federation, faults, device, block, measure_for(task), guard, graphs)
+
+
+def _warn_of_half(times: float) -> None:
+    if times > 2:
+        warnings.warn(
+            f"bfloat16 takes this CPU about {times:.0f} times as long as float32; to try a run here, set "
+            "training.precision and model.dtype to 'float32'",
+            stacklevel=3,
+        )
 
 
 def _data_options(config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from dataclasses import replace
 from typing import Literal
 
@@ -57,6 +58,23 @@ def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.d
         raise RunError("engine.graphs is for GPUs, and this run is on a CPU; leave it at 'auto'")
     recorder = CudaRecorder() if wanted and device.type == "cuda" else None
     return Graphs(recorder, strict=wanted is True, compile=compile) if recorder or compile else None
+
+
+def half_takes() -> float:
+    """How many times as long as in float32 a product of matrices takes this CPU in bfloat16: many have no arithmetic
+    for it, and are slower by hundreds.
+    """
+    times = []
+    for kind in (torch.float32, torch.bfloat16):
+        square = torch.ones(96, 96, dtype=kind)
+        times.append(min(_seconds(square) for _ in range(3)))
+    return times[1] / times[0]
+
+
+def _seconds(square: torch.Tensor) -> float:
+    begun = time.perf_counter()
+    square @ square
+    return time.perf_counter() - begun
 
 
 def use_onednn(wanted: bool | Literal["auto"]) -> bool:
