@@ -206,20 +206,21 @@ def _check_order(run: Run, model: Model, make: Maker) -> None:
 
 
 def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
-    """Stop early with state on disk and halfway with state in memory, and go on from what was written."""
-    for stop, kind in ((1, "disk"), (run.rounds // 2, "memory")):
+    """Stop early with state on disk, and halfway and in blocks with state in memory, and go on from what was written."""
+    for stop, kind, block in ((1, "disk", 1), (run.rounds // 2, "memory", 3)):
+        whole = whole if block == 1 else _play(run, model, make(block=block))
         with TemporaryDirectory() as name:
             folder = Path(name)
             disk = Disk(folder / "clients")
             store = disk if kind == "disk" else Memory(disk)
-            stream = rounds(run, model, make(store=store))
+            stream = rounds(run, model, make(store=store, block=block))
             for _ in range(stop):
                 each = next(stream)
             list(islice(rounds(run, model, make()), 2))  # hidden state would be another round's now
             store.commit(stop)
             path = checkpoint.save(folder / "server", stop, each.server)
             done, server = checkpoint.load(path)
-            again = _play(run, model, make(store=Disk(disk.folder)), server=server, start=done)
+            again = _play(run, model, make(store=Disk(disk.folder), block=block), server=server, start=done)
             _require(_same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
             late = [each.traffic for each in whole.rounds[stop:]]
             _require(late == [each.traffic for each in again.rounds], f"resumed after round {stop - 1}, bytes differ")
