@@ -206,7 +206,7 @@ def _check_order(run: Run, model: Model, make: Maker) -> None:
 
 
 def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
-    """Stop early with state on disk, and halfway and in blocks with state in memory, and go on from what was written."""
+    """Stop early with state on disk, halfway and in blocks with state in memory, and go on from what was written."""
     for stop, kind, block in ((1, "disk", 1), (run.rounds // 2, "memory", 3)):
         whole = whole if block == 1 else _play(run, model, make(block=block))
         with TemporaryDirectory() as name:
