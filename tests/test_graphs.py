@@ -19,6 +19,7 @@ from partita.core.optim import Optimizer, Schedule
 from partita.core.private import Private
 from partita.core.rounds import ask, begin
 from partita.core.run import RunError
+from partita.core.store import Memory
 from partita.core.tree import Tensors
 from partita.engines import choose
 from partita.engines.choose import choose_graphs, half_takes
@@ -225,3 +226,27 @@ def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32
     times = {torch.float32: iter([2.0, 1.0, 4.0]), torch.bfloat16: iter([9.0, 8.0, 7.0])}
     monkeypatch.setattr(choose, "_seconds", lambda square: next(times[square.dtype]))
     assert half_takes() == 7.0
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9)], ids=["adamw", "momentum"])
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedper", "fedfrozen"])
+def test_a_run_goes_on_with_new_recordings_bit_for_bit(method: str, optimizer: Optimizer) -> None:
+    """After a stop the first steps are taken plainly again, where the whole run replayed its recordings."""
+    key = Key(3)
+    task = data.load("synthetic", key, examples=90, size=8, channels=1)
+    federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    run = Run(methods.build(method), Training(1e-2, optimizer, batch_size=4), rounds=4, key=key, cohort=4)
+    whole, half = Memory(), Memory()
+    *_, last = rounds(run, model, Embedded(run, model, federation, 4, store=whole, graphs=Graphs(Again())))
+    begun = rounds(run, model, Embedded(run, model, federation, 4, store=half, graphs=Graphs(Again())))
+    _, second = next(begun), next(begun)
+    again = Again()
+    engine = Embedded(run, model, federation, 4, store=half, graphs=Graphs(again))
+    *_, end = rounds(run, model, engine, second.server, 2)
+    assert again.recorded
+    assert tree.equal(last.server.params, end.server.params)
+    for client in federation.clients:
+        one, other = whole.load(client, 4), half.load(client, 4)
+        assert tree.equal(one.personal, other.personal)
+        assert all(tree.equal(part, other.memory[slot]) for slot, part in one.memory.items())
