@@ -17,6 +17,7 @@ from torch import Tensor
 from partita.core import tree
 from partita.core.learn import Job
 from partita.core.method import Aggregate, Method, Update
+from partita.core.rng import Key
 from partita.core.rounds import Lost, Round, begin, rounds
 from partita.core.tree import Tensors
 from partita.engines.embedded import Embedded
@@ -25,6 +26,10 @@ from partita.methods.lora import lora
 from partita.models import ModelError
 
 MODEL = extended()
+# Away from where versions of transformers start, at which the queries' factors may hardly move.
+for name, value in MODEL.initial.items():
+    if ".lora_" not in name:
+        MODEL.initial[name] = value + torch.randn(value.shape, generator=(Key(3) / name).generator())
 INPUTS = {"pixel_values": pictures(6, seed=9).pixels}
 FLORA, LORA = flora(rank=2, alpha=3.0), lora(rank=2, alpha=3.0)
 LAYERS = ("vit.layers.0.attention.q_proj", "vit.layers.0.attention.v_proj")
@@ -71,14 +76,12 @@ def test_the_aggregate_is_the_mean_of_products_and_not_the_product_of_means() ->
     other, same = played(LORA, FOUR)
     assert all(tree.equal(left.delta, right.delta) for left, right in zip(sent, same, strict=True))
     total = sum(update.weight for update in sent)
-    apart = []
     for layer in LAYERS:
         exact = sum(product(tree.add(MODEL.initial, each.delta), layer) * each.weight / total for each in sent)
         assert isinstance(exact, Tensor)
         added = one.server.params[f"{layer}.weight"].double() - MODEL.initial[f"{layer}.weight"].double()
-        assert distance(added, exact) < 1e-4
-        apart.append(distance(product(other.server.params, layer), exact))
-    assert max(apart) > 1e-3
+        assert distance(added, exact) < 1e-5
+        assert distance(product(other.server.params, layer), exact) > 1e-3
 
 
 def test_it_equals_stacking_as_the_paper_writes_it() -> None:
