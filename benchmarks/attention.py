@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from partita.core.model import Batch
 from partita.core.rng import Key
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 from partita.models.adapter import Adapted, adapt
 from partita.models.pretrained import drawing_from
 
@@ -38,7 +38,7 @@ def main() -> None:
     chosen = options.parse_args()
     device = torch.device(chosen.device)
     torch.set_num_threads(1)
-    onednn = use_onednn("auto")
+    onednn = use_kernels("auto")
     times = [compare(kind, device, chosen.repeats) for kind in ("bert", "llama")]
     memory = [remember(kind, length, device) for kind in ("bert", "llama") for length in chosen.lengths]
     about = environment(

@@ -19,7 +19,7 @@ from environment import environment, now
 from partita import AdamW, Embedded, Key, Model, Run, Training, data, methods, models, rounds
 from partita.core.model import Population
 from partita.core.tree import Tensors
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 from partita.models.cache import cache_frozen
 
 CLIENTS, EXAMPLES, BATCH, ROUNDS = 4, 256, 32, 5
@@ -35,7 +35,7 @@ def main() -> None:
     chosen = options.parse_args()
     device = torch.device(chosen.device)
     torch.set_num_threads(1)
-    onednn = use_onednn("auto")
+    onednn = use_kernels("auto")
     results = [measure(depth, device, chosen.repeats) for depth in chosen.frozen]
     about = environment(
         device,

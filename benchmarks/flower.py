@@ -30,7 +30,7 @@ from partita.config import load
 from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.tree import Tensors
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 from partita.engines.flower.loopback import Loopback, loopback
 from partita.models import ImageTask
 
@@ -133,7 +133,7 @@ def main() -> None:
     models.INDEX["payload"] = "flower:payload"
     about = environment(
         torch.device("cpu"),
-        use_onednn("auto"),
+        use_kernels("auto"),
         f"{chosen.clients} clients x 1 step of SGD, server and sites on {os.cpu_count()} cores; "
         f"mean of rounds 1 to {ROUNDS - 2}",
     )

@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, rounds
 from partita.core.wire import ENVELOPE
 from partita.data import Federation, Table, Task
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 from partita.models.adapter import Adapted, adapt
 
 WORDS, RANK = 32_000, 8
@@ -50,7 +50,7 @@ def main() -> None:
     device = torch.device(chosen.device)
     # A CPU without instructions for bfloat16 computes in it a hundred times slower.
     dtype = getattr(torch, chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    onednn = use_onednn("auto")
+    onednn = use_kernels("auto")
     about = environment(
         device,
         onednn,

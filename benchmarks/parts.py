@@ -16,7 +16,7 @@ from environment import environment, now
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models
 from partita.core.rounds import begin, rounds
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 
 CLIENTS, STEPS, BATCH, LAYERS, WIDTH = 3, 3, 32, 6, 192
 ROUNDS = 10
@@ -37,7 +37,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    device, onednn, key = torch.device(chosen.device), use_onednn("auto"), Key(0)
+    device, onednn, key = torch.device(chosen.device), use_kernels("auto"), Key(0)
     task = data.load("synthetic", key, examples=CLIENTS * 250, size=32, channels=3)
     federation = data.split(task, "iid", clients=CLIENTS, key=key).to(device)
     model = models.build("vit", task, key, layers=LAYERS, width=WIDTH, heads=4, patch=4)

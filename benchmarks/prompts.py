@@ -13,7 +13,7 @@ from environment import environment
 
 from partita import SGD, Embedded, Key, Run, Training, data, methods, rounds
 from partita.data import Federation, Table, Task
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 from partita.models.prompts.clip import clip
 
 GIB = 2**30
@@ -33,7 +33,7 @@ def main() -> None:
     chosen = options.parse_args()
     device = torch.device(chosen.device)
     dtype = chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    onednn = use_onednn("auto")
+    onednn = use_kernels("auto")
     size, shape = (8, "tiny") if chosen.tiny else (224, "b16")
     work = (
         f"{chosen.clients} clients x {chosen.steps} steps of batch {chosen.batch}, images of {size} pixels, "

@@ -24,7 +24,7 @@ from partita.core.learn import deal
 from partita.core.model import Examples
 from partita.core.tree import Tensors
 from partita.data import Federation
-from partita.engines.choose import choose_graphs, use_onednn
+from partita.engines.choose import choose_graphs, use_kernels
 
 Work = list[tuple[Examples, list[torch.Tensor]]]
 Side = tuple[int, str, tuple[bool, bool] | None]  # block, precision, and whether it is recorded and compiled
@@ -49,8 +49,7 @@ def main() -> None:
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
     device = torch.device(chosen.device)
-    onednn = use_onednn("auto")  # for both sides
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as a run does
+    onednn = use_kernels("auto")  # for both sides
     torch.backends.cudnn.allow_tf32 = False  # or the bare loop's convolution would not be in float32
     sizes = chosen.sizes or (ON_CPU if device.type == "cpu" else SIZES)
     sides = ours(device, chosen.bf16 or device.type == "cuda")

@@ -22,7 +22,7 @@ from partita.core.model import ClientData
 from partita.core.rounds import Round
 from partita.core.store import Disk
 from partita.data.names import Numbered
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 from partita.tiny import Tiny, TinyExamples
 
 MEGABYTE = 1e6
@@ -48,7 +48,7 @@ def main() -> None:
     options.add_argument("--methods", nargs="*", default=["fedavg", "local-only"])
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    onednn = use_onednn("auto")
+    onednn = use_kernels("auto")
     about = environment(
         torch.device("cpu"), onednn, f"{chosen.cohort} clients a round, {chosen.rounds} rounds, in blocks, a tiny model"
     )

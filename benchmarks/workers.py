@@ -21,7 +21,7 @@ from run import BATCH, CLIENTS, ON_CPU, SIZES, STEPS, bare_round, dealt, plain_v
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
 from partita.core.tree import Tensors
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 from partita.engines.workers import Workers
 
 PROCESSES = 2
@@ -36,7 +36,7 @@ def main() -> None:
     options.add_argument("--sizes", nargs="*", default=ON_CPU)
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    onednn = use_onednn("auto")
+    onednn = use_kernels("auto")
     results = [measure(size, chosen.repeats) for size in chosen.sizes]
     work = f"{CLIENTS} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn"
     about = environment(CPU, onednn, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from partita.config import Config, parse
 from partita.core.learn import Job, deal
 from partita.core.method import Aggregate, Method, Rule, Server, Update
 from partita.core.model import ClientData, Examples, Model
@@ -49,6 +51,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": AdamW(weight_decay=0.1),
 }
 KERNEL = Tiny(width=4, layers=1).names("query", "key")
+
+
+def small_config(method: str, count: int, **engine: object) -> Config:
+    raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
+    return parse({**raw, "method": {"name": method}, "rounds": count, "engine": engine})
 
 
 class Clients:

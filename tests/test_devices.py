@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL_TASK, SMALL_VIT
+from helpers import small_config
 from test_graphs import farthest
 from test_graphs import play as play_graphs
 
 from partita import AdamW, record
-from partita.config import Config, parse
 from partita.engines.choose import choose_graphs
 from partita.play import resume, start
 
@@ -24,11 +22,6 @@ METHODS = ["fedavg", "scaffold", "fedper"]
 ON_GPU: list[dict[str, Any]] = [{"device": "cuda", "block": 1}, {"device": "cuda", "block": 2}]
 ON_GPU += [{"device": "cuda", "block": 2, "graphs": False}]
 ON_CPU: list[dict[str, Any]] = [{"device": "cpu", "block": 1}, {"device": "cpu", "block": 2}]
-
-
-def config(method: str, engine: dict[str, Any]) -> Config:
-    raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
-    return parse({**raw, "method": {"name": method}, "rounds": 4, "engine": engine})
 
 
 def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:
@@ -51,7 +44,7 @@ def test_what_is_recorded_is_what_would_have_been_done(block: int, compile: bool
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", [*ON_CPU, *(pytest.param(each, marks=on_a_gpu) for each in ON_GPU)], ids=str)
 def test_a_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
-    settings = config(method, engine)
+    settings = small_config(method, 4, **engine)
     for name in ("whole", "again"):
         list(start(settings, tmp_path / name))
     list(islice(start(settings, tmp_path / "stopped"), 2))
@@ -66,5 +59,5 @@ def test_a_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], 
 @pytest.mark.parametrize("engine", ON_GPU, ids=str)
 def test_two_workers_on_one_gpu_leave_the_record_of_one(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
     for workers in (1, 2):
-        list(start(config(method, {**engine, "workers": workers}), tmp_path / str(workers)))
+        list(start(small_config(method, 4, workers=workers, **engine), tmp_path / str(workers)))
     assert left_by(tmp_path / "1") == left_by(tmp_path / "2")

@@ -5,22 +5,26 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
 from torch import Tensor
 
 from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita.conformance import states_of
 from partita.core import tree
 from partita.core.block import LiftError
 from partita.core.graphs import GraphError, Graphs, Recorder, Replay
 from partita.core.learn import ClientState, learn, visit
+from partita.core.model import Model
 from partita.core.optim import Optimizer, Schedule
 from partita.core.private import Private
 from partita.core.rounds import ask, begin
 from partita.core.run import RunError
 from partita.core.store import Memory
 from partita.core.tree import Tensors
+from partita.data import Federation
 from partita.engines import choose
 from partita.engines.choose import choose_graphs, half_takes
 
@@ -42,6 +46,15 @@ class Again:
         return replay, result
 
 
+def scene(method: str, optimizer: Optimizer, count: int = 4, **training: object) -> tuple[Run, Model, Federation]:
+    key = Key(3)
+    task = data.load("synthetic", key, examples=90, size=8, channels=1)
+    federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    settings = Training(1e-2, optimizer, batch_size=4, **training)  # type: ignore[arg-type]
+    return Run(methods.build(method), settings, rounds=count, key=key, cohort=4), model, federation
+
+
 def play(
     method: str,
     optimizer: Optimizer,
@@ -52,20 +65,13 @@ def play(
     ahead: int | None = None,
     **training: object,
 ) -> Tensors:
-    key = Key(3)
-    task = data.load("synthetic", key, examples=90, size=8, channels=1)
-    federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
-    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
-    settings = Training(1e-2, optimizer, batch_size=4, **training)  # type: ignore[arg-type]
-    run = Run(methods.build(method), settings, rounds=count, key=key, cohort=4)
+    run, model, federation = scene(method, optimizer, count, **training)
     engine = Embedded(run, model, federation, block, torch.device(device), graphs=graphs)
     engine.ahead = engine.ahead if ahead is None else ahead
     played = list(rounds(run, model, engine))
     ended = {**played[-1].server.params, "losses": torch.tensor([each.loss for each in played])}
-    for client in federation.clients:
-        own = engine.store.load(client, count)
-        for slot, part in {"personal": own.personal, **own.memory}.items():
-            ended |= {f"{client} {slot} {name}": value for name, value in part.items()}
+    for client, kept in states_of(run, engine).items():
+        ended |= {f"{client} {name}": value for name, value in kept.items()}
     return ended
 
 
@@ -232,21 +238,15 @@ def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedper", "fedfrozen"])
 def test_a_run_goes_on_with_new_recordings_bit_for_bit(method: str, optimizer: Optimizer) -> None:
     """After a stop the first steps are taken plainly again, where the whole run replayed its recordings."""
-    key = Key(3)
-    task = data.load("synthetic", key, examples=90, size=8, channels=1)
-    federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
-    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
-    run = Run(methods.build(method), Training(1e-2, optimizer, batch_size=4), rounds=4, key=key, cohort=4)
-    whole, half = Memory(), Memory()
-    *_, last = rounds(run, model, Embedded(run, model, federation, 4, store=whole, graphs=Graphs(Again())))
-    begun = rounds(run, model, Embedded(run, model, federation, 4, store=half, graphs=Graphs(Again())))
-    _, second = next(begun), next(begun)
+    run, model, federation = scene(method, optimizer)
+    kept = Memory()
+    engines = [Embedded(run, model, federation, 4, store=store, graphs=Graphs(Again())) for store in (None, kept)]
+    *_, last = rounds(run, model, engines[0])
+    *_, second = islice(rounds(run, model, engines[1]), 2)
     again = Again()
-    engine = Embedded(run, model, federation, 4, store=half, graphs=Graphs(again))
-    *_, end = rounds(run, model, engine, second.server, 2)
+    late = Embedded(run, model, federation, 4, store=kept, graphs=Graphs(again))
+    *_, end = rounds(run, model, late, second.server, 2)
     assert again.recorded
     assert tree.equal(last.server.params, end.server.params)
-    for client in federation.clients:
-        one, other = whole.load(client, 4), half.load(client, 4)
-        assert tree.equal(one.personal, other.personal)
-        assert all(tree.equal(part, other.memory[slot]) for slot, part in one.memory.items())
+    whole, resumed = states_of(run, engines[0]), states_of(run, late)
+    assert all(tree.equal(whole[client], resumed[client]) for client in federation.clients)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,11 +14,10 @@ from threading import Thread
 
 import pytest
 import torch
-from helpers import SMALL_TASK, SMALL_VIT, Clients, run_of, small
+from helpers import Clients, run_of, small, small_config
 from torch import Tensor
 
 from partita import play
-from partita.config import Config, parse
 from partita.conformance import states_of
 from partita.core import tree
 from partita.core.learn import ClientFault
@@ -28,7 +26,7 @@ from partita.core.rounds import ask, begin, rounds
 from partita.core.run import RunError
 from partita.core.store import Memory
 from partita.core.tree import Tensors
-from partita.engines.choose import choose_block, use_onednn
+from partita.engines.choose import choose_block, use_kernels
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults
 from partita.engines.pipes import board, places, receive, send
@@ -45,7 +43,7 @@ STARTS = pytest.mark.parametrize("anew", [False, True], ids=["forks", "new proce
 
 def made(name: str, block: int = 1, lr: float = 0.05) -> Embedded:
     """Found by its name in new processes, which choose kernels as this one did."""
-    use_onednn("auto")
+    use_kernels("auto")
     run = run_of(build(name), lr=lr, count=4, cohort=4)
     return Embedded(run, small(), CLIENTS, block, faults=Faults(dropout=0.2, straggle=0.3))
 
@@ -244,14 +242,9 @@ def test_a_message_that_breaks_off_is_the_end() -> None:
         receive(ours, CPU)
 
 
-def config(name: str, **engine: object) -> Config:
-    raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
-    return parse({**raw, "method": {"name": name}, "rounds": 3, "engine": engine})
-
-
 def test_a_worker_builds_the_engine_of_the_experiment() -> None:
     """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
-    experiment = build_experiment(config("fedper", device="cpu", workers=2))
+    experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
     engines = play._engine(experiment, Memory()), play.build_engine(play._resolved(experiment))
     assert [engine.block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)

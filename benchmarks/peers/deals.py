@@ -11,7 +11,7 @@ from partita import AdamW, Key, Model, Run, Training, data, methods, models
 from partita.core.learn import deal
 from partita.core.model import Examples
 from partita.data import Federation
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 
 STEPS, BATCH, EXAMPLES = 5, 32, 250  # the last for each client
 FIXED: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH}
@@ -34,7 +34,7 @@ def lay_out(shape: Shape, run: Run, model: Model, federation: Federation) -> Wor
         draws = [run.key / "round" / number / "client" / client / "batches" / 0 for number in range(run.rounds)]
         batches = [torch.stack(deal(len(examples), run.training, None, draw)) for draw in draws]
         parts.append(Part(*whole(examples), torch.stack(batches)))
-    return Work(shape, use_onednn("auto"), dict(model.initial), tuple(parts), whole(federation.test))
+    return Work(shape, use_kernels("auto"), dict(model.initial), tuple(parts), whole(federation.test))
 
 
 def whole(examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:

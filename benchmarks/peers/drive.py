@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from work import Shape, save
 
 from partita.core.tree import Tensors
-from partita.engines.choose import use_onednn
+from partita.engines.choose import use_kernels
 
 HERE = Path(__file__).parent
 CLIENTS = 10
@@ -275,7 +275,7 @@ def write(path: Path, row: dict[str, Any]) -> None:
     about = {
         "device": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "onednn": str(use_onednn("auto")),
+        "onednn": str(use_kernels("auto")),
         "machine": "shared with other work; sides in turn, round by round; 'load before' says how much there was",
         "work": f"{STEPS} AdamW steps x batch {BATCH} a client; medians of the rounds after the first",
         "memory": "megabytes of a side's processes at the end of its last round, shared pages once",

@@ -19,7 +19,7 @@ from partita.core.plan import Turn, plan_for
 from partita.core.rng import Key
 from partita.core.run import Run, RunError
 from partita.data import Federation
-from partita.engines.choose import choose_block, choose_graphs, half_takes, use_onednn
+from partita.engines.choose import choose_block, choose_graphs, half_takes, use_kernels
 from partita.engines.faults import Faults, read_trace
 from partita.evaluate import Measure, measure_for
 from partita.privacy.guard import Guard, protect
@@ -139,14 +139,12 @@ def _ready(engine: EngineConfig) -> torch.device:
     """Set torch up for this process as the config says."""
     if engine.threads:
         torch.set_num_threads(engine.threads)
-    use_onednn(engine.onednn)
+    use_kernels(engine.onednn)
     device = _device(engine.device)
     if device.type == "cuda":
         # Without it, the fused attention's backward pass sums in whatever order its blocks finish.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(engine.deterministic)
-        # cuDNN's attention plans each new shape anew, and batches of text come in many.
-        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

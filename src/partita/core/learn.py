@@ -284,11 +284,8 @@ def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState
     if run.method.carry_optimizer:
         for slot, part in learned.optimizer.items():
             memory[_OPTIMIZER + slot] = {**memory.get(_OPTIMIZER + slot, {}), **part}
-    delta = learned.delta
-    if delta is None:
-        delta = tree.subtract(tree.select(learned.params, plan.up), ctx.anchor)
     mean = math.fsum(losses) / len(losses) if losses else None
-    update = Update(client, delta, slots, float(len(visit.examples)), learned.steps, mean, visit.told)
+    update = Update(client, learned.delta, slots, float(len(visit.examples)), learned.steps, mean, visit.told)
     for index, transform in enumerate(run.method.channel):
         update = transform.encode(update, visit.key / "channel" / index)
     kept = {name: learned.params[name] if name in learned.params else ctx.anchor[name] for name in sorted(plan.keep)}

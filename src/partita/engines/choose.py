@@ -77,11 +77,15 @@ def _seconds(square: torch.Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def use_onednn(wanted: bool | Literal["auto"]) -> bool:
-    """Switch torch's oneDNN kernels on or off for this process. "auto" leaves them on but where they are slow: on Arm,
-    built without Arm's Compute Library, they run plain reference code (a small linear layer takes 8 times as long).
+def use_kernels(onednn: bool | Literal["auto"]) -> bool:
+    """Say for this process whose kernels torch takes, and hand back whether oneDNN's are among them.
+
+    "auto" leaves these on but where they are slow: on Arm, built without Arm's Compute Library, they run plain
+    reference code (a small linear layer takes 8 times as long). cuDNN's attention plans each new shape anew, and
+    batches of text come in many, so it is off.
     """
-    if wanted == "auto":
-        wanted = not (platform.machine() in ("aarch64", "arm64") and "ACL" not in torch.__config__.show())
-    torch.backends.mkldnn.enabled = wanted  # type: ignore[assignment]
-    return wanted
+    if onednn == "auto":
+        onednn = not (platform.machine() in ("aarch64", "arm64") and "ACL" not in torch.__config__.show())
+    torch.backends.mkldnn.enabled = onednn  # type: ignore[assignment]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return onednn
