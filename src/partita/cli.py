@@ -11,23 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
 from partita import cli_flower
+from partita.cli_progress import follow, progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from partita.config import Config
 
 app = typer.Typer(
@@ -57,7 +45,7 @@ def run(
     from partita.play import start
 
     folder = out or Path("runs") / f"{settings.label}-seed-{settings.seed}"
-    _play(start(settings, folder), settings, folder, 0)
+    follow(start(settings, folder), settings, folder, 0)
     _close([folder], folder / "report.html" if report else None)
 
 
@@ -76,7 +64,7 @@ def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], re
         settings = _load(folder / record.CONFIG)
         from partita.play import resume as go_on
 
-        _play(go_on(settings, folder), settings, folder, record.saved_rounds(folder))
+        follow(go_on(settings, folder), settings, folder, record.saved_rounds(folder))
     _close([folder], folder / "report.html" if report else None)
 
 
@@ -121,7 +109,7 @@ def compare(
 
     folders = expand(config, changes or (), methods, seeds, out)
     total = sum(settings.rounds for _, settings in folders)
-    with _progress() as bar:
+    with progress() as bar:
         task = bar.add_task(f"{len(folders)} runs", total=total)
         for done in compare_all(folders, jobs or os.cpu_count() or 1):
             bar.update(task, completed=done)
@@ -287,36 +275,6 @@ def _load(config: Path, changes: list[str] | None = None) -> Config:
         return load(config, changes or ())
 
 
-def _play(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
-    from partita.play import computing
-    from partita.record import saved_rounds
-    from partita.report import read_metric
-
-    metric, known = None, set[str]()
-    with _progress() as bar:
-        task = bar.add_task(settings.label, total=settings.rounds, completed=done)
-        try:
-            for row in rows:
-                if metric is None:
-                    metric = read_metric(folder)
-                    if bar.console.is_terminal:  # a log file wants none of it, and the run's folder has it
-                        bar.console.print(computing(settings, folder), style="dim", markup=False, soft_wrap=True)
-                tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
-                spent = (row.get("privacy") or {}).get("epsilon")
-                cost = "" if spent is None else f" · ε {spent:.3g}"
-                bar.update(task, completed=row["round"] + 1, description=settings.label + tested + cost)
-                for client, reason in row["lost"].items():
-                    bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)
-                raised = row.get("alarms", {})
-                for kind in sorted(raised.keys() - known):  # said once for as long as it lasts
-                    bar.console.print(f"round {row['round']}: {kind}: {raised[kind]}", style="yellow", markup=False)
-                known = set(raised)
-        except BaseException as error:
-            if kept := saved_rounds(folder):
-                error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
-            raise
-
-
 def _close(
     folders: list[Path],
     page: Path | None,
@@ -341,27 +299,6 @@ def _close(
     if page:
         written = report.page(records, page, target=target)
         print(f"report: {written}", file=sys.stderr if as_json or markdown else sys.stdout)
-
-
-def _progress() -> Progress:
-    """On a terminal only: a log file wants no bars."""
-    console = Console(stderr=True)
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        RateColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
-class RateColumn(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:.2f}/s" if task.speed else "–/s", style="progress.data.speed")
 
 
 def _say(*lines: str) -> None:
