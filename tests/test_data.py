@@ -186,14 +186,15 @@ def test_two_clients_of_one_name_are_refused() -> None:
 
 
 def test_digits_are_scikit_learns() -> None:
-    sklearn = pytest.importorskip("sklearn.datasets")
+    from sklearn.datasets import load_digits  # slow to import, and only here
+
     task, other = load("digits", Key(0)), load("digits", Key(1))
     pixels = torch.cat([task.train.inputs["pixel_values"], task.test.inputs["pixel_values"]])
     targets = torch.cat([task.train.targets, task.test.targets])
     assert pixels.shape == (1797, 1, 8, 8)
     assert pixels.min() == -1
     assert pixels.max() == 1
-    bunch = sklearn.load_digits()
+    bunch = load_digits()
     theirs = sorted(
         (*image.flatten().tolist(), int(label)) for image, label in zip(bunch.images, bunch.target, strict=True)
     )
