@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +34,16 @@ def main() -> None:
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
     device, onednn = torch.device(chosen.device), use_kernels("auto")
-    rows = [
-        play(seed, precision, chosen.layers, chosen.width, device)
+    jobs = [
+        (seed, precision, chosen.layers, chosen.width, device)
         for seed in range(chosen.seeds)
         for precision in PRECISIONS
     ]
+    if device.type == "cpu":
+        with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0)), use_one_core) as pool:
+            rows = pool.starmap(play, jobs, chunksize=1)
+    else:
+        rows = [play(*job) for job in jobs]
     full, half = (np.array([row["losses"] for row in rows if row["precision"] == each]) for each in PRECISIONS)
     apart = np.abs((half - full).mean(0))  # (round,) of the means over seeds
     spread = full.std(0, ddof=1)
@@ -58,6 +65,11 @@ def main() -> None:
         summary = {"largest share of the spread": share, "p of the last round": p}
         result = {"environment": about, "summary": summary, "results": rows}
         chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def use_one_core() -> None:
+    torch.set_num_threads(1)
+    use_kernels("auto")
 
 
 def play(seed: int, precision: str, layers: int, width: int, device: torch.device) -> dict[str, object]:

@@ -202,6 +202,19 @@ def test_what_can_be_compiled_is_what_it_was(monkeypatch: pytest.MonkeyPatch) ->
     assert farthest(compiled, play("fedprox", SGD(0.9), None, 4, 2)) < 1e-4
 
 
+@pytest.mark.slow
+def test_two_plans_and_batches_of_all_sizes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is more programs than torch makes of one function by itself."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="eager", **told))
+    compiled = play("fedfrozen", AdamW(), Graphs(None, compile=True), 4)
+    assert farthest(compiled, play("fedfrozen", AdamW(), None, 4)) < 1e-4
+    torch.compiler.reset()
+    monkeypatch.setattr("partita.core.graphs.PROGRAMS", 2)
+    with pytest.raises(GraphError, match=r"would need more than 2 programs; set engine\.compile = false"):
+        play("fedfrozen", AdamW(), Graphs(None, compile=True), 4)
+
+
 def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(made: object, **told: object) -> Callable[..., object]:
         def call(*parts: object) -> object:

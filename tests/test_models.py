@@ -24,6 +24,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from torch.nn import functional
 from transformers import (
     AttentionMaskInterface,
     BeitConfig,
@@ -749,6 +750,32 @@ def test_an_example_that_is_all_padding_stays_finite() -> None:
     assert attend(query, query, query, mask, None).isfinite().all()
     grad = torch.func.grad(lambda q: attend(q, q, q, mask, None).sum())(query)
     assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "padding"])
+def test_in_half_precision_a_cpu_takes_the_fused_kernel_for_no_backward_pass_of_few_tokens(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [noise(i, 2, 2, 5, 4) for i in range(3)]
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool).tril(3) if kind == "padding" else None
+    fused, calls = functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(0) or fused(*a, **k))
+
+    def slopes(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [part.detach().to(dtype).requires_grad_() for part in parts]
+        out = attend(*leaves, mask, None, kind == "causal")
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    exact = slopes(torch.float32)
+    assert calls.pop() == 0
+    for half, full in zip(slopes(torch.bfloat16), exact, strict=True):
+        assert half.dtype == torch.bfloat16
+        assert close(half.float(), full, 0.05)
+    assert not calls
+    attend(*(part.bfloat16() for part in parts), mask, None)
+    monkeypatch.setattr("partita.models.attention.SHORT", 4)
+    slopes(torch.bfloat16)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("recording", [False, True])

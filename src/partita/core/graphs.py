@@ -28,6 +28,7 @@ from partita.core.tree import Slots, Tensors
 
 AFTER = 2  # steps of one shape are taken plainly before the next is recorded: kernels are chosen in the first ones
 KEPT = 16  # blocks with their graphs, each with a copy of what its clients share; the one unused for longest makes room
+PROGRAMS = 8 * KEPT  # of all blocks together, which torch would stop at 8
 
 Replay = tuple[Callable[[], None], Tensor]  # plays the recorded work anew, and where its result lies
 Recorder = Callable[[Callable[[], Tensor]], Replay]
@@ -208,7 +209,7 @@ class Graphed(Block):
         masked = dims[-1] is not None
         if masked not in self.compiled:
             whole = torch.vmap(function, in_dims=tuple(dims)) if self.many else function
-            self.compiled[masked] = told(torch.compile(whole, fullgraph=True), self._cannot)
+            self.compiled[masked] = told(_compiled(whole), self._cannot)
         return self.compiled[masked]
 
     def _cannot(self, error: RuntimeError) -> GraphError:
@@ -218,6 +219,22 @@ class Graphed(Block):
     def _move(self, live: Tensors, grads: Tensors, moments: Slots) -> None:
         self.years.add_(1)
         self.run.training.optimizer.step_by_tensors(live, grads, moments, self.rate, self.ages)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One program for most shapes: but one client, one example and a mask have each their own."""
+    from torch import _dynamo  # takes a second
+
+    program = torch.compile(function, fullgraph=True)
+
+    def call(*parts: Any) -> Any:
+        try:
+            with _dynamo.config.patch(recompile_limit=PROGRAMS):
+                return program(*parts)
+        except _dynamo.exc.FailOnRecompileLimitHit as error:
+            raise RuntimeError(f"its clients' plans and batches would need more than {PROGRAMS} programs") from error
+
+    return call
 
 
 def _tensors(batch: Batch) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from partita.models import ModelError
 
 NAME = "partita"
 ALIGNED = {"cuda": 8}  # products in half precision are slow there where a row's length is no multiple of it
+SHORT = 256  # tokens, up to which a CPU's fused backward pass in bfloat16 takes longer than products of matrices
 REFUSED = ("softcap", "position_bias", "s_aux")  # changes to the scores that other architectures ask for
 
 # What computes a layer's attention in the place of `attend`, given the layer's module as well.
@@ -47,6 +48,8 @@ def attend(
     if any(map(is_batchedtensor, tensors)):
         return _Folded.apply(query, key, value, mask, scale, causal)
     if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward pass has no batching rule
+        return _written_out(query, key, value, mask, scale, causal)
+    if query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16 and key.shape[2] <= SHORT:
         return _written_out(query, key, value, mask, scale, causal)
     if mask is not None:  # no fused kernel of CUDA takes both a mask and shared heads
         key, value = _for_each_head(query, key, value)

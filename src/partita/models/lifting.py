@@ -43,6 +43,9 @@ def _linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     lifted = torch.compiler.is_compiling() or is_batchedtensor(given) or is_batchedtensor(weight)
     if bias is not None and lifted and torch.is_autocast_enabled(given.device.type):
         bias = bias.to(torch.get_autocast_dtype(given.device.type))
+    if torch.compiler.is_compiling() and given.ndim > 2:
+        # By rows: of more dimensions vmap asks for a count that torch before 2.13 does not know while sizes are open.
+        return functional.linear(given.flatten(0, -2), weight, bias).unflatten(0, given.shape[:-1])
     return functional.linear(given, weight, bias)
 
 
