@@ -24,6 +24,7 @@ from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
 
 NOTHING: tuple[Any, Any] = ({}, None)  # shared by clients of which none looks at it
+IN_ROWS = ("cuda",)  # where a call costs more than its arithmetic; a CPU's rounds by where a number lies in memory
 LARGE = 2**28  # numbers of a batch's gradients, 1 GiB of them, from which reading norms off layers is tried by itself
 
 
@@ -56,8 +57,8 @@ class Block:
         self.born = {name: int(ages[name]) if name in ages else 0 for name in self.names}
         self.steps = 0
         self.anchor = _share([each.anchor for each in contexts])
-        rest = [{name: value for name, value in each.items() if name not in phase.names} for each in now]
-        self.shared = [_share(rest), NOTHING, NOTHING, NOTHING]
+        rest = [name for name in now[0] if name not in phase.names]
+        self.shared = [_share([{name: each[name] for name in rest} for each in now]), NOTHING, NOTHING, NOTHING]
         if run.method.local:  # nobody else looks at these in a step
             sent, memory = [each.sent for each in contexts], [each.memory for each in contexts]
             self.shared[1:] = [self.anchor, _share(sent), _share(memory)]
@@ -100,9 +101,17 @@ class Block:
         """How far each client came from its anchor, of what goes up, and the largest number of all: one that is not
         finite if any is not. Taken for the whole block at once, and nothing waits for it yet.
         """
-        delta = tree.subtract({name: self.live[name] for name in self.names if name in self.plan.up}, self.anchor[0])
-        largest = tree.largest(delta) if delta else torch.zeros((), device=self.device)
-        return self._apart(delta), largest
+        live = {name: self.live[name] for name in self.names if name in self.plan.up}
+        if not live:
+            return self._apart(live), torch.zeros((), device=self.device)
+        anchor, dims = self.anchor
+        alike = dims is None and len({value.dtype for value in live.values()}) == 1
+        if self.many and alike and self.device.type in IN_ROWS:
+            form = tree.form(tuple(live), tuple(anchor[name].shape for name in live))
+            rows = form.lay(list(live.values())).sub_(form.lay([anchor[name].unsqueeze(0) for name in live]))
+            return [*form.each(rows)], tree.largest({"": rows})
+        delta = tree.subtract(live, anchor)
+        return self._apart(delta), tree.largest(delta)
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
         """The optimizer's for each client, who took so many of the block's steps."""

@@ -145,6 +145,7 @@ class Graphed(Block):
     def settle(self, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
         """Have places of its own, also for what clients share, which others may change or drop."""
         super().fill(now, moments)
+        self.slots = list(_leaves(self.moments))
         self.shared = [(_cloned(value), dims) for value, dims in self.shared]
         self.rate = torch.tensor(self.lr, device=self.device)
         self.years = torch.tensor([float(self.born[name]) for name in self.names], device=self.device)
@@ -165,7 +166,7 @@ class Graphed(Block):
         if alike and not any(moments):
             torch._foreach_copy_(list(self.live.values()), start)  # the same for each client
             if self.moments:
-                torch._foreach_zero_(list(_leaves(self.moments)))
+                torch._foreach_zero_(self.slots)
         else:
             mine = self.live, self.moments
             super().fill(now, moments)

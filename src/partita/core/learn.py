@@ -208,7 +208,7 @@ def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Blo
                 steps=steps[counts[place]],
                 losses=losses[place],
                 optimizer=moments[place],
-                delta=(tree.Finite if finite else dict)(_joined(deltas[place])),
+                delta=tree.known(_joined(deltas[place]), finite),
             )
             for place in range(len(visits))
         ]

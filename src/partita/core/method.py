@@ -181,7 +181,8 @@ class Rule:
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         """A name that is not in the aggregate must be handed on as the same object."""
-        delta = {name: value.to(server.params[name].dtype) for name, value in aggregate.delta.items()}
+        kinds = {name: server.params[name].dtype for name in aggregate.delta}
+        delta = {n: value if value.dtype == kinds[n] else value.to(kinds[n]) for n, value in aggregate.delta.items()}
         return replace(server, params=add(server.params, delta))
 
 
@@ -204,7 +205,7 @@ def average(
 
 
 def _result(mean: Mean, over: str, total: float) -> Tensors:
-    return mean.value if over == "senders" else mean.over(total)
+    return dict(mean.value) if over == "senders" else mean.over(total)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from partita.core.method import MethodError, Server, Update
 from partita.core.model import Examples, Model
 from partita.core.plan import Plan, Turn, plan_for
 from partita.core.run import Run, RunError
-from partita.core.tree import Names, Tensors, finite, select, within
+from partita.core.tree import Form, Laid, Names, Tensors, finite, select, within
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class _Round:
         self.plans: dict[str, Plan] = {}
         self.overwritten: list[tuple[str, Names]] = []
         self.received: list[tuple[str, Names]] = []
+        self.fits: dict[tuple[Form, Names], Mapping[str, int]] = {}  # with the steps
         self.lost: list[Lost] = []
         self.losses: list[tuple[float, float]] = []
         self.sent: dict[str, Names] = {}
@@ -215,17 +216,26 @@ class _Round:
         for what, number in update.told.items():
             if not math.isfinite(number):
                 return f"told {number} for '{what}'; it must be a finite number"
-        up, shapes, taken = plan.up, self.shapes, update.steps
         for part in (update.delta, *update.slots.values()):
-            for name, value in part.items():
-                if name not in up:
-                    return f"sent '{name}', which its plan does not send up in round {self.number}"
-                if value.shape != shapes[name]:
-                    return f"sent '{name}' of shape {tuple(value.shape)}, not {tuple(shapes[name])}"
-                steps = taken.get(name)
-                if not isinstance(steps, int) or steps < 1:
-                    return f"sent '{name}' after {steps} steps; it must be a whole number from 1 up"
+            if fault := self._misfit(part, plan.up, update.steps):
+                return fault
             if not finite(part):
                 wrong = next(name for name, value in part.items() if not finite({name: value}))
                 return f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip"
+        return None
+
+    def _misfit(self, part: Tensors, up: Names, taken: Mapping[str, int]) -> str | None:
+        if isinstance(part, Laid) and self.fits.get((part.form, up)) is taken:
+            return None  # as that of a client before
+        shapes = self.shapes
+        for name, value in part.items():
+            if name not in up:
+                return f"sent '{name}', which its plan does not send up in round {self.number}"
+            if value.shape != shapes[name]:
+                return f"sent '{name}' of shape {tuple(value.shape)}, not {tuple(shapes[name])}"
+            steps = taken.get(name)
+            if not isinstance(steps, int) or steps < 1:
+                return f"sent '{name}' after {steps} steps; it must be a whole number from 1 up"
+        if isinstance(part, Laid):
+            self.fits[part.form, up] = taken
         return None

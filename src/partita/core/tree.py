@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +15,92 @@ Tensors = dict[str, Tensor]
 Slots = Mapping[str, Tensors]  # slot name -> tensors by parameter name
 Names = frozenset[str]
 
+ALIGNED = 16  # numbers, at multiples of which a tensor in a row begins: elsewhere some kernels sum in another order
 
-class Finite(dict[str, Tensor]):
-    """Tensors of which it is known that all numbers are finite. Only code makes them: no message can claim it."""
+
+class Known(dict[str, Tensor]):
+    """Tensors of which more is known than a message can claim: only code makes them."""
+
+    finite = False  # whether all numbers are known to be
+
+
+class Laid(Known):
+    """Tensors that lie one after another in a row, so that one call does for all names."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], row: Tensor, form: Form) -> None:
+        super().__init__(tensors)
+        self.row, self.form = row, form
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        raise TypeError(f"'{name}' lies in a row with others and cannot be set by itself; change a dict of them")
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"'{name}' lies in a row with others and cannot be taken out; change a dict of them")
+
+    def __reduce__(self) -> Any:
+        """Between processes the row goes, and not each of its parts."""
+        return _laid, (self.row, self.form, self.finite)
+
+
+def _laid(row: Tensor, form: Form, finite: bool) -> Laid:
+    laid = form.of(row)
+    laid.finite = finite
+    return laid
+
+
+def known(tensors: Mapping[str, Tensor], finite: bool) -> Known:
+    made = tensors if isinstance(tensors, Known) else Known(tensors)
+    made.finite = finite
+    return made
+
+
+class Form:
+    """Where tensors of these names and shapes lie in a row. There is one object for all rows that are alike."""
+
+    def __init__(self, names: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> None:
+        self.names, self.shapes = names, shapes
+        self.sizes: list[int] = []  # of tensors, and of gaps where they are needed
+        self.gaps: list[int] = []  # which of them are gaps
+        for size in (shape.numel() for shape in shapes):
+            self.sizes.append(size)
+            if gap := -size % ALIGNED:
+                self.gaps.append(len(self.sizes))
+                self.sizes.append(gap)
+
+    def __reduce__(self) -> Any:
+        return form, (self.names, self.shapes)
+
+    def lay(self, tensors: Sequence[Tensor]) -> Tensor:
+        """(client, number) of tensors (client, ...)."""
+        parts = [value.reshape(len(value), -1) for value in tensors]
+        for place in self.gaps:
+            parts.insert(place, tensors[0].new_zeros(len(tensors[0]), self.sizes[place]))
+        return torch.cat(parts, 1)
+
+    def of(self, row: Tensor) -> Laid:
+        """The tensors of a row, as views of it."""
+        pieces = zip(self.names, self._apart(row), self.shapes, strict=True)
+        return Laid([(name, piece.view(shape)) for name, piece, shape in pieces], row, self)
+
+    def each(self, rows: Tensor) -> list[Laid]:
+        """The same for every row."""
+        count, pieces = len(rows), zip(self._apart(rows), self.shapes, strict=True)
+        columns = [piece.view(count, *shape).unbind() for piece, shape in pieces]
+        return [
+            Laid(zip(self.names, column, strict=True), row, self)
+            for *column, row in zip(*columns, rows.unbind(), strict=True)
+        ]
+
+    def _apart(self, rows: Tensor) -> list[Tensor]:
+        pieces = list(rows.split_with_sizes(self.sizes, -1))
+        for place in reversed(self.gaps):
+            del pieces[place]
+        return pieces
+
+
+@lru_cache(maxsize=64)
+def form(names: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> Form:
+    return Form(names, shapes)
 
 
 def select(tree: Mapping[str, Tensor], names: Iterable[str]) -> Tensors:
@@ -88,7 +173,7 @@ def largest(tree: Tensors) -> Tensor:
 
 def finite(tree: Tensors) -> bool:
     """Whether all numbers are; looked up once for all tensors, since on a GPU every look waits for it."""
-    return isinstance(tree, Finite) or not tree or math.isfinite(largest(tree).item())
+    return (isinstance(tree, Known) and tree.finite) or not tree or math.isfinite(largest(tree).item())
 
 
 def squares(tree: Tensors) -> dict[str, float]:
@@ -133,6 +218,19 @@ class Mean:
         self.weight: dict[str, float] = {}
 
     def add(self, tree: Tensors, weight: float) -> None:
+        mine = self.value
+        if isinstance(tree, Laid) and not mine:
+            self.value, self.weight = tree.form.of(wide(tree.row.clone())), dict.fromkeys(tree, weight)
+        elif isinstance(tree, Laid) and isinstance(mine, Laid) and mine.form is tree.form:
+            total = next(iter(self.weight.values())) + weight
+            self.weight = dict.fromkeys(tree, total)
+            if total > 0:
+                mine.row.lerp_(tree.row.to(mine.row.dtype), weight / total)
+        else:
+            self._add_by_name(tree, weight)
+
+    def _add_by_name(self, tree: Tensors, weight: float) -> None:
+        self.value = dict(self.value)  # from here on, names may differ in weight
         totals = {name: self.weight.get(name, 0.0) + weight for name in tree}
         self.weight |= totals
         known = [name for name in tree if name in self.value and totals[name] > 0]

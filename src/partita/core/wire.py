@@ -11,7 +11,7 @@ from types import MappingProxyType
 import safetensors.torch
 import torch
 
-from partita.core.tree import Slots, Tensors
+from partita.core.tree import Laid, Slots, Tensors
 
 ENVELOPE = ""  # the name under which a message's own header is counted
 
@@ -61,6 +61,8 @@ def total(messages: Sequence[Mapping[str, int]]) -> Counter[str]:
 
 
 def _forms(part: Tensors) -> tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...]]:
+    if isinstance(part, Laid):
+        return (part.row.dtype,) * len(part), part.form.shapes
     return tuple([value.dtype for value in part.values()]), tuple([value.shape for value in part.values()])
 
 

@@ -1,0 +1,136 @@
+"""Tensors that lie one after another in a row, so that one call does for all names: nothing may tell that they do."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_graphs import farthest
+from torch import Tensor
+
+from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita.core import block, tree, wire
+from partita.core.rounds import Round
+from partita.core.tree import ALIGNED, Laid, Mean, Tensors
+
+SHAPES = st.lists(st.sampled_from([(), (1,), (3,), (16,), (4, 4), (2, 3, 5)]), min_size=1, max_size=5)
+
+
+def tensors(shapes: list[tuple[int, ...]], clients: int, seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"n{i}": torch.randn(clients, *shape, generator=generator) for i, shape in enumerate(shapes)}
+
+
+def laid(joined: Tensors) -> list[Laid]:
+    form = tree.form(tuple(joined), tuple(value.shape[1:] for value in joined.values()))
+    return form.each(form.lay(list(joined.values())))
+
+
+@given(shapes=SHAPES, clients=st.integers(1, 3))
+def test_what_is_laid_in_a_row_is_found_in_it(shapes: list[tuple[int, ...]], clients: int) -> None:
+    joined = tensors(shapes, clients)
+    for rank, each in enumerate(laid(joined)):
+        assert tree.equal(each, {name: value[rank] for name, value in joined.items()})
+        assert all(value.storage_offset() % ALIGNED == 0 for value in each.values())
+        assert all(value.data_ptr() >= each.row.data_ptr() for value in each.values())
+        assert tree.equal(wire.unpack(wire.pack({"delta": each}))["delta"], {**each})
+        assert wire.count({"delta": each}) == wire.count({"delta": {**each}})
+
+
+def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
+    left, right = laid(tensors([(3,), (2, 2)], 2))
+    left.finite = True
+    first, second = pickle.loads(pickle.dumps([left, right]))
+    assert tree.equal(first, left)
+    assert first.form is second.form is left.form
+    assert first["n1"].data_ptr() == first.row[ALIGNED:].data_ptr()
+    assert (first.finite, second.finite) == (True, False)
+
+
+def test_of_a_row_nothing_is_changed_by_itself() -> None:
+    [row] = laid(tensors([(3,)], 1))
+    with pytest.raises(TypeError, match="'n0' lies in a row with others and cannot be set by itself"):
+        row["n0"] = torch.zeros(3)
+    with pytest.raises(TypeError, match="'n0' lies in a row with others and cannot be taken out"):
+        del row["n0"]
+
+
+@given(shapes=SHAPES, weights=st.lists(st.floats(0, 10), min_size=1, max_size=5), stray=st.integers(0, 5))
+def test_the_mean_of_rows_is_the_mean_of_their_tensors(
+    shapes: list[tuple[int, ...]], weights: list[float], stray: int
+) -> None:
+    """Also where one of them comes without a row, or not with all names."""
+    by_row, by_name = Mean(), Mean()
+    for place, (each, weight) in enumerate(zip(laid(tensors(shapes, len(weights))), weights, strict=True)):
+        given = {name: value for name, value in each.items() if name != "n0"} if place == stray else each
+        by_row.add(given, weight)
+        by_name.add(dict(given), weight)
+    assert by_row.weight == by_name.weight
+    torch.testing.assert_close(dict(by_row.value), dict(by_name.value))
+
+
+def test_a_mean_is_not_what_was_first_added() -> None:
+    first, second = laid(tensors([(3,)], 2))
+    before, mean = first["n0"].clone(), Mean()
+    mean.add(first, 1.0)
+    mean.add(second, 1.0)
+    assert torch.equal(first["n0"], before)
+
+
+CASES = {
+    "fedavg": ("fedavg", AdamW(), {}),
+    "two phases": ("fedrep", AdamW(), {}),
+    "slots": ("scaffold", SGD(), {}),
+    "by steps": ("fednova", SGD(), {}),
+    "some names": ("fedper", AdamW(), {}),
+    "over a wire": ("fedavg", AdamW(), {"wire": True}),
+}
+
+
+def play(method: str, optimizer: AdamW | SGD, **engine: bool) -> tuple[list[Round], Tensors]:
+    key = Key(3)
+    task = data.load("synthetic", key, examples=90, size=8, channels=1)
+    federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    run = Run(methods.build(method), Training(1e-2, optimizer, batch_size=4), rounds=3, key=key, cohort=4)
+    played = list(rounds(run, model, Embedded(run, model, federation, block=4, **engine)))
+    return played, played[-1].server.params
+
+
+@pytest.mark.parametrize(("method", "optimizer", "engine"), CASES.values(), ids=CASES)
+def test_a_run_in_rows_is_the_run(
+    method: str, optimizer: AdamW | SGD, engine: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, params = play(method, optimizer, **engine)
+    monkeypatch.setattr(block, "IN_ROWS", ("cpu",))
+    seen: list[bool] = []
+    add = Mean.add
+
+    def watched(self: Mean, given: Tensors, weight: float) -> None:
+        seen.append(isinstance(given, Laid))
+        add(self, given, weight)
+
+    monkeypatch.setattr(Mean, "add", watched)
+    in_rows, others = play(method, optimizer, **engine)
+    assert farthest(others, params) < 1e-4
+    for ours, theirs in zip(in_rows, plain, strict=True):
+        assert ours.traffic == theirs.traffic
+        assert ours.sent == theirs.sent
+    assert any(seen) == (method != "fedrep" and "wire" not in engine)  # of phases and messages dicts are made anew
+
+
+def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "IN_ROWS", ("cpu",))
+    moved = block.Block.moved
+
+    def broken(self: block.Block) -> tuple[list[Tensors], Tensor]:
+        deltas, _ = moved(self)
+        deltas[1]["classifier.bias"].fill_(torch.nan)
+        return deltas, tree.largest(deltas[1])
+
+    monkeypatch.setattr(block.Block, "moved", broken)
+    with pytest.raises(Exception, match=r"sent 'classifier.bias' with values that are not finite"):
+        play("fedavg", AdamW())
