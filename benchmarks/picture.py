@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def main() -> None:
 
 def short(model: str) -> str:
     return model.partition(" (")[0]
+
+
+def numbers(model: str) -> list[str]:
+    """Layers, width and tokens."""
+    return re.findall(r"\d+", model.partition("(")[2])
 
 
 def colour(side: str) -> str:
@@ -102,7 +108,7 @@ def draw_gpu(axes: Axes) -> None:
         for x, speed in zip(xs, speeds, strict=True):
             axes.text(x, speed, f"{speed:.1f}", ha="center", va="bottom", fontsize=6.5, bbox=WHITE)
     axes.axhline(1, color="black", linewidth=0.8, zorder=0)
-    axes.set_xticks(range(len(rows)), [row["model"].replace(" (", "\n(") for row in rows], fontsize=7.5)
+    axes.set_xticks(range(len(rows)), [f"{short(row['model'])}\n({', '.join(numbers(row['model']))})" for row in rows])
     axes.set_ylabel("times as fast as a bare PyTorch loop")
     axes.margins(y=0.3)  # room for the legend
     if names:

@@ -31,7 +31,7 @@ RUNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 PEAK = 790e12  # floating-point operations a second that a large product of matrices in bfloat16 reaches on an H200
 MLP_RATIO = 2  # of the models in run.py
-NO_TIME = re.compile(r"difference|floor|ratio|byte|[GM]i?B|memory|peak|parameters|layers|width|tokens|load")
+NO_TIME = re.compile(r"difference|rounding|floor|ratio|byte|[GM]i?B|memory|peak|parameters|layers|width|tokens|load")
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ def startup() -> Iterator[Line]:
 def blocks() -> Iterator[Line]:
     yield from against_bare("CPU, clients side by side", read("cpu.json"))
     yield from against_bare("CPU, processes", read("workers.json"))
+    yield from against_bare("CPU with AMX, two cores, processes", read("workers-amx.json"))
 
 
 def gpu() -> Iterator[Line]:
@@ -122,6 +123,11 @@ def gpu() -> Iterator[Line]:
             best = min(row[side] for side in ("bare", *sides_of(row)))
             told = f"the best side takes {best / floor:,.0f} times as long"
             yield Line(group, row["model"], "arithmetic alone", span(floor), None, told)
+        runs = [run for run in found.get("hosts", []) if run["model"] == row["model"]]
+        for side in sides_of(runs[0]) if runs else ():
+            speeds, times = [run["bare"] / run[side] for run in runs], [run[side] for run in runs]
+            told = f"bare loop: {min(speeds):.0f} to {max(speeds):.0f} times on {len(runs)} hosts"
+            yield Line(group, row["model"], side, f"{span(min(times))} to {span(max(times))}", None, told)
 
 
 def against_bare(group: str, found: dict[str, Any]) -> Iterator[Line]:
@@ -134,7 +140,7 @@ def against_bare(group: str, found: dict[str, Any]) -> Iterator[Line]:
 
 def sides_of(row: dict[str, Any]) -> list[str]:
     """Whatever was timed beside the bare loop."""
-    numbers = [name for name, value in row.items() if isinstance(value, int | float)]
+    numbers = [name for name, value in row.items() if isinstance(value, float)]
     return [name for name in numbers if name != "bare" and not NO_TIME.search(name)]
 
 
@@ -184,13 +190,13 @@ def prompts() -> Iterator[Line]:
 
 
 def precision() -> Iterator[Line]:
-    found = read("precision-gpu.json")
-    for kind in ("float32", "bfloat16") if found else ():
-        last = [row["losses"][-1] for row in found["results"] if row["precision"] == kind]
-        told = f"± {stdev(last):.4f} over {len(last)} seeds"
-        yield Line(
-            "Precision, last loss of 20 rounds on digits", "6 layers of 192", kind, f"{mean(last):.4f}", None, told
-        )
+    for name, where in (("precision-gpu.json", "GPU"), ("precision-amx.json", "CPU with AMX")):
+        found = read(name)
+        for kind in ("float32", "bfloat16") if found else ():
+            last = [row["losses"][-1] for row in found["results"] if row["precision"] == kind]
+            told = f"± {stdev(last):.4f} over {len(last)} seeds"
+            setting = f"{where}, 6 layers of 192"
+            yield Line("Precision, last loss of 20 rounds on digits", setting, kind, f"{mean(last):.4f}", None, told)
 
 
 def growth() -> Iterator[Line]:

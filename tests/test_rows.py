@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor
 from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
 from partita.core import block, tree, wire
 from partita.core.rounds import Round
-from partita.core.tree import ALIGNED, Laid, Mean, Tensors
+from partita.core.rows import ALIGNED, Laid, form_of
+from partita.core.tree import Mean, Tensors
 
 SHAPES = st.lists(st.sampled_from([(), (1,), (3,), (16,), (4, 4), (2, 3, 5)]), min_size=1, max_size=5)
 
@@ -25,7 +27,7 @@ def tensors(shapes: list[tuple[int, ...]], clients: int, seed: int = 0) -> Tenso
 
 
 def laid(joined: Tensors) -> list[Laid]:
-    form = tree.form(tuple(joined), tuple(value.shape[1:] for value in joined.values()))
+    form = form_of(tuple(joined), tuple(value.shape[1:] for value in joined.values()))
     return form.each(form.lay(list(joined.values())))
 
 
@@ -52,10 +54,10 @@ def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
 
 def test_of_a_row_nothing_is_changed_by_itself() -> None:
     [row] = laid(tensors([(3,)], 1))
-    with pytest.raises(TypeError, match="'n0' lies in a row with others and cannot be set by itself"):
-        row["n0"] = torch.zeros(3)
-    with pytest.raises(TypeError, match="'n0' lies in a row with others and cannot be taken out"):
-        del row["n0"]
+    for change in (lambda: row.update(n0=torch.zeros(3)), lambda: row.pop("n0"), lambda: operator.delitem(row, "n0")):
+        with pytest.raises(TypeError, match="lie in a row are not changed one by one; make a dict of them first"):
+            change()
+    assert {**row, "n0": 1}["n0"] == 1
 
 
 @given(shapes=SHAPES, weights=st.lists(st.floats(0, 10), min_size=1, max_size=5), stray=st.integers(0, 5))

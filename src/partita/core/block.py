@@ -20,6 +20,7 @@ from partita.core.model import Batch
 from partita.core.optim import clip
 from partita.core.plan import Phase
 from partita.core.private import Draw, Loss, Private, clipped_sum, gaussian
+from partita.core.rows import form_of
 from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
 
@@ -107,7 +108,7 @@ class Block:
         anchor, dims = self.anchor
         alike = dims is None and len({value.dtype for value in live.values()}) == 1
         if self.many and alike and self.device.type in IN_ROWS:
-            form = tree.form(tuple(live), tuple(anchor[name].shape for name in live))
+            form = form_of(tuple(live), tuple(anchor[name].shape for name in live))
             rows = form.lay(list(live.values())).sub_(form.lay([anchor[name].unsqueeze(0) for name in live]))
             return [*form.each(rows)], tree.largest({"": rows})
         delta = tree.subtract(live, anchor)

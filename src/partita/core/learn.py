@@ -20,6 +20,7 @@ from partita.core.model import Examples, Model
 from partita.core.plan import NONE, Phase, Plan, Turn, plan_for
 from partita.core.private import Draw, Private
 from partita.core.rng import Key
+from partita.core.rows import known
 from partita.core.run import Run, Training
 from partita.core.stage import stage
 from partita.core.tree import Names, Slots, Tensors
@@ -208,7 +209,7 @@ def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Blo
                 steps=steps[counts[place]],
                 losses=losses[place],
                 optimizer=moments[place],
-                delta=tree.known(_joined(deltas[place]), finite),
+                delta=known(_joined(deltas[place]), finite),
             )
             for place in range(len(visits))
         ]

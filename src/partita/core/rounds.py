@@ -17,8 +17,9 @@ from partita.core.ledger import Ledger
 from partita.core.method import MethodError, Server, Update
 from partita.core.model import Examples, Model
 from partita.core.plan import Plan, Turn, plan_for
+from partita.core.rows import Form, Laid
 from partita.core.run import Run, RunError
-from partita.core.tree import Form, Laid, Names, Tensors, finite, select, within
+from partita.core.tree import Names, Tensors, finite, select, within
 
 
 @dataclass(frozen=True)

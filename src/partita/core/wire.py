@@ -11,7 +11,8 @@ from types import MappingProxyType
 import safetensors.torch
 import torch
 
-from partita.core.tree import Laid, Slots, Tensors
+from partita.core.rows import Laid
+from partita.core.tree import Slots, Tensors
 
 ENVELOPE = ""  # the name under which a message's own header is counted
 
