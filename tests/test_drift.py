@@ -124,6 +124,16 @@ def test_senders_that_differ_by_name() -> None:
     assert result["z"]["dispersion"] == pytest.approx(0.0, abs=1e-3)
 
 
+def test_large_tensors_are_measured_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = [update_of(1, "ab", 2.0), update_of(2, "b", 1.0), update_of(3, "abcd", 5.0)]
+    together = measured(updates)
+    sizes = [value.numel() for value in updates[-1].delta.values()]
+    for few in {1, max(sizes)}:  # all by themselves, and some
+        monkeypatch.setattr("partita.core.drift._FEW", few)
+        for tag, expected in together.items():
+            assert measured(updates)[tag] == pytest.approx(expected)
+
+
 def test_clients_who_send_nothing_in_common_do_not_point_one_way() -> None:
     """Two of equal length at right angles: each is at 45 degrees to the mean."""
     apart = [Update("a", {"a": torch.ones(2)}, {}, 1.0, {}, None), Update("b", {"b": torch.ones(2)}, {}, 1.0, {}, None)]

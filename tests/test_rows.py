@@ -44,12 +44,13 @@ def test_what_is_laid_in_a_row_is_found_in_it(shapes: list[tuple[int, ...]], cli
 
 def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
     left, right = laid(tensors([(3,), (2, 2)], 2))
-    left.finite = True
+    left.finite, left.squares = True, {"n0": 1.0, "n1": 2.0}
     first, second = pickle.loads(pickle.dumps([left, right]))
     assert tree.equal(first, left)
     assert first.form is second.form is left.form
     assert first["n1"].data_ptr() == first.row[ALIGNED:].data_ptr()
     assert (first.finite, second.finite) == (True, False)
+    assert (first.squares, second.squares) == (left.squares, None)
 
 
 def test_of_a_row_nothing_is_changed_by_itself() -> None:
@@ -121,6 +122,8 @@ def test_a_run_in_rows_is_the_run(
     for ours, theirs in zip(in_rows, plain, strict=True):
         assert ours.traffic == theirs.traffic
         assert ours.sent == theirs.sent
+        for tag, measures in ours.drift.items():
+            assert measures == pytest.approx(theirs.drift[tag], rel=1e-3, abs=1e-5)
     assert any(seen) == (method != "fedrep" and "wire" not in engine)  # of phases and messages dicts are made anew
 
 
@@ -128,10 +131,10 @@ def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(block, "IN_ROWS", ("cpu",))
     moved = block.Block.moved
 
-    def broken(self: block.Block) -> tuple[list[Tensors], Tensor]:
-        deltas, _ = moved(self)
+    def broken(self: block.Block) -> tuple[list[Tensors], Tensor, Tensor | None]:
+        deltas, _, squares = moved(self)
         deltas[1]["classifier.bias"].fill_(torch.nan)
-        return deltas, tree.largest(deltas[1])
+        return deltas, tree.largest(deltas[1]), squares
 
     monkeypatch.setattr(block.Block, "moved", broken)
     with pytest.raises(Exception, match=r"sent 'classifier.bias' with values that are not finite"):

@@ -98,21 +98,25 @@ class Block:
         """Each client's, as views of what all hold together."""
         return self._rows(self.live)
 
-    def moved(self) -> tuple[list[Tensors], Tensor]:
-        """How far each client came from its anchor, of what goes up, and the largest number of all: one that is not
-        finite if any is not. Taken for the whole block at once, and nothing waits for it yet.
+    def moved(self) -> tuple[list[Tensors], Tensor, Tensor | None]:
+        """How far each client came from its anchor, of what goes up; the largest number of all, one that is not finite
+        if any is not; and in rows (client, name) the squares of norms, where drift will ask for them. Taken for the
+        whole block at once, and nothing waits for it yet.
         """
         live = {name: self.live[name] for name in self.names if name in self.plan.up}
         if not live:
-            return self._apart(live), torch.zeros((), device=self.device)
+            return self._apart(live), torch.zeros((), device=self.device), None
         anchor, dims = self.anchor
         alike = dims is None and len({value.dtype for value in live.values()}) == 1
         if self.many and alike and self.device.type in IN_ROWS:
             form = form_of(tuple(live), tuple(anchor[name].shape for name in live))
             rows = form.lay(list(live.values())).sub_(form.lay([anchor[name].unsqueeze(0) for name in live]))
-            return [*form.each(rows)], tree.largest({"": rows})
+            laid = form.each(rows)
+            values = [value for each in laid for value in each.values()] if self.run.drift else []
+            squares = tree.square_norms(values).view(len(laid), -1) if values else None
+            return [*laid], tree.largest({"": rows}), squares
         delta = tree.subtract(live, anchor)
-        return self._apart(delta), tree.largest(delta)
+        return self._apart(delta), tree.largest(delta), None
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
         """The optimizer's for each client, who took so many of the block's steps."""

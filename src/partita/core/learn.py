@@ -20,7 +20,7 @@ from partita.core.model import Examples, Model
 from partita.core.plan import NONE, Phase, Plan, Turn, plan_for
 from partita.core.private import Draw, Private
 from partita.core.rng import Key
-from partita.core.rows import known
+from partita.core.rows import Laid, known
 from partita.core.run import Run, Training
 from partita.core.stage import stage
 from partita.core.tree import Names, Slots, Tensors
@@ -190,19 +190,21 @@ def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Blo
         block = blocks(run, phase, contexts, now, [moments[place] for place in order], visits[0].private, draws)
         deals = [each.deals[index] for each in ranked]
         losses = [block.step(batch) for batch in stage([each.examples for each in ranked], deals, block.device)]
-        moved, largest = block.moved()
+        moved, largest, squares = block.moved()
         for place, params, delta in zip(order, block.params(), moved, strict=True):
             trained[place].append(params)
             deltas[place].append(delta)
         if run.method.carry_optimizer or len(phases) > 1:
             for place, state in zip(order, block.states([len(deal) for deal in deals]), strict=True):
                 moments[place] = {slot: {**moments[place].get(slot, {}), **part} for slot, part in state.items()}
-        played.append(_Played(order, losses, largest))
+        played.append(_Played(order, losses, largest, squares))
     counts = [tuple(map(len, each.deals)) for each in visits]
     steps = {each: _steps(phases, each) for each in {*counts}}
 
     def wait() -> list[Learned]:
         losses, finite = _fetch(played, counts)
+        for each, parts in zip(played, zip(*deltas, strict=True), strict=True):  # by phase
+            _tell_squares(each, parts)
         return [
             Learned(
                 params=_joined(trained[place]),
@@ -219,11 +221,12 @@ def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Blo
 
 @dataclass(frozen=True)
 class _Played:
-    """What a GPU may still be at work on: a phase's losses, and the largest number of its deltas."""
+    """What a GPU may still be at work on: a phase's losses, and what is to be known of its deltas."""
 
     order: list[int]  # of clients, as (client,) in the losses
     losses: list[Tensor]  # for each step
     largest: Tensor
+    squares: Tensor | None  # (client, name)
 
 
 def _fetch(played: Sequence[_Played], counts: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], bool]:
@@ -240,6 +243,14 @@ def _fetch(played: Sequence[_Played], counts: Sequence[tuple[int, ...]]) -> tupl
             rows[place].append(row[: counts[place][index]])
         finite = finite and math.isfinite(next(fetched))
     return [each[0] if len(each) == 1 else torch.cat(each) for each in rows], finite
+
+
+def _tell_squares(played: _Played, deltas: Sequence[Mapping[str, Tensor]]) -> None:
+    if played.squares is not None:
+        for place, row in zip(played.order, played.squares.tolist(), strict=True):
+            delta = deltas[place]
+            assert isinstance(delta, Laid)
+            delta.squares = dict(zip(delta, row, strict=True))
 
 
 def _steps(phases: Sequence[Phase], counts: Sequence[int]) -> dict[str, int]:

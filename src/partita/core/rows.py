@@ -24,6 +24,7 @@ class Laid(Known):
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], row: Tensor, form: Form) -> None:
         super().__init__(tensors)
         self.row, self.form = row, form
+        self.squares: dict[str, float] | None = None  # of the norms, where they are known
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("tensors that lie in a row are not changed one by one; make a dict of them first")
@@ -32,12 +33,12 @@ class Laid(Known):
 
     def __reduce__(self) -> Any:
         """Between processes the row goes, and not each of its parts."""
-        return _laid, (self.row, self.form, self.finite)
+        return _laid, (self.row, self.form, self.finite, self.squares)
 
 
-def _laid(row: Tensor, form: Form, finite: bool) -> Laid:
+def _laid(row: Tensor, form: Form, finite: bool, squares: dict[str, float] | None) -> Laid:
     laid = form.of(row)
-    laid.finite = finite
+    laid.finite, laid.squares = finite, squares
     return laid
 
 

@@ -60,7 +60,7 @@ def own(tree: Tensors) -> Tensors:
 
 def wide(value: Tensor) -> Tensor:
     """In float32 at least: a long sum in half precision stops moving."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value if value.dtype == torch.float32 else value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def scale(tree: Tensors, factor: float | Tensor) -> Tensors:
@@ -91,10 +91,13 @@ def finite(tree: Tensors) -> bool:
 
 def squares(tree: Tensors) -> dict[str, float]:
     """The square of each tensor's norm, in float64."""
-    if not tree:
-        return {}
-    norms = torch.stack(torch._foreach_norm(list(tree.values()), dtype=torch.float64))
-    return dict(zip(tree, norms.square().tolist(), strict=True))
+    if isinstance(tree, Laid) and tree.squares is not None:
+        return tree.squares
+    return dict(zip(tree, square_norms(list(tree.values())).tolist(), strict=True)) if tree else {}
+
+
+def square_norms(values: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(values, dtype=torch.float64)).square()
 
 
 def to(tree: Tensors, device: torch.device) -> Tensors:
