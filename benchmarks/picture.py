@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from table import read, sides_of
+from table import dimensions, read, sides_of
 
 OURS, THEIRS, BARE = "#1f6f8b", "#c9a227", "#8a8f98"
 WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # behind numbers, where a line passes
@@ -37,11 +36,6 @@ def main() -> None:
 
 def short(model: str) -> str:
     return model.partition(" (")[0]
-
-
-def numbers(model: str) -> list[str]:
-    """Layers, width and tokens."""
-    return re.findall(r"\d+", model.partition("(")[2])
 
 
 def colour(side: str) -> str:
@@ -108,7 +102,7 @@ def draw_gpu(axes: Axes) -> None:
         for x, speed in zip(xs, speeds, strict=True):
             axes.text(x, speed, f"{speed:.1f}", ha="center", va="bottom", fontsize=6.5, bbox=WHITE)
     axes.axhline(1, color="black", linewidth=0.8, zorder=0)
-    axes.set_xticks(range(len(rows)), [f"{short(row['model'])}\n({', '.join(numbers(row['model']))})" for row in rows])
+    axes.set_xticks(range(len(rows)), [f"{short(row['model'])}\n{tuple(dimensions(row['model']))}" for row in rows])
     axes.set_ylabel("times as fast as a bare PyTorch loop")
     axes.margins(y=0.3)  # room for the legend
     if names:

@@ -149,9 +149,14 @@ operations, with an MLP ratio of {MLP_RATIO}, at {PEAK / 1e12:.0f} TFLOP/s: a mu
 backward twice, for the products inside the layers; embedding and head are left out."""
 
 
+def dimensions(model: str) -> list[int]:
+    """Layers, width and tokens, of which a model's name tells."""
+    return [int(number) for number in re.findall(r"\d+", model.partition("(")[2])]
+
+
 def arithmetic_floor(model: str, work: str) -> float | None:
     """Seconds of a round, for a model named by its layers, width and tokens and work told as clients, steps, batch."""
-    shape = [int(number) for number in re.findall(r"\d+", model.partition("(")[2])]
+    shape = dimensions(model)
     counts = re.match(r"(\d+) clients x (\d+) \w+ steps x batch (\d+)", work)
     if len(shape) != 3 or not counts:
         return None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from environment import environment
-from run import BATCH, CLIENTS, ON_CPU, SIZES, STEPS, bare_round, between, dealt, plain_vit, timed
+from run import BATCH, CLIENTS, ON_CPU, SIZES, STEPS, bare_round, between, dealt, felt, plain_vit, timed
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
 from partita.core.tree import Tensors
@@ -87,11 +87,10 @@ def measure(size: str, repeats: int, sides: tuple[str, ...]) -> dict[str, Any]:
                 seconds, results[side] = timed(plays[side], CPU)
                 if repeat:  # the first warms up
                     times[side].append(seconds)
-    # Without the key biases, which softmax cannot feel: AdamW moves them by rounding alone.
-    felt = [name for name in start if "k_proj.bias" not in name]
-    way = between(results["bare"], start, felt)
+    names = felt(start)
+    way = between(results["bare"], start, names)
     for side in SIDES[1:]:
-        if (apart := between(results[side], results["bare"], felt) / way) > 1e-4:
+        if (apart := between(results[side], results["bare"], names) / way) > 1e-4:
             raise SystemExit(f"{size}: {side} and the bare loop differ by {apart:.1e}; the comparison is void")
     return {"model": size, **{side: statistics.median(each) for side, each in times.items()}}
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_graphs import farthest
+from test_graphs import farthest, scene
 from torch import Tensor
 
-from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita import SGD, AdamW, Embedded, rounds
 from partita.core import block, tree, wire
 from partita.core.rounds import Round
 from partita.core.rows import ALIGNED, Laid, form_of
@@ -94,11 +94,7 @@ CASES = {
 
 
 def play(method: str, optimizer: AdamW | SGD, **engine: bool) -> tuple[list[Round], Tensors]:
-    key = Key(3)
-    task = data.load("synthetic", key, examples=90, size=8, channels=1)
-    federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
-    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
-    run = Run(methods.build(method), Training(1e-2, optimizer, batch_size=4), rounds=3, key=key, cohort=4)
+    run, model, federation = scene(method, optimizer, 3)
     played = list(rounds(run, model, Embedded(run, model, federation, block=4, **engine)))
     return played, played[-1].server.params
 

@@ -34,7 +34,6 @@ class Drift:
         self.mean = Mean()
         self.units: dict[str, Tensors] = {}  # by tag, the sum of d_i / |d_i|, each with its weight
         self.square: dict[str, float] = {}  # by name, the sum of |d_i|^2, each with its weight
-        self.weight: dict[str, float] = {}
         self.pointed: dict[str, float] = {}  # by tag, the weight of those who moved
         self.known: dict[tuple[str, ...], dict[str, list[str]]] = {}
 
@@ -49,7 +48,6 @@ class Drift:
         squares = tree.squares(delta)
         for name, square in squares.items():
             self.square[name] = self.square.get(name, 0.0) + weight * square
-            self.weight[name] = self.weight.get(name, 0.0) + weight
         for tag, names in self._by_tag(tuple(delta)).items():
             if square := sum(squares[name] for name in names):
                 self.pointed[tag] = self.pointed.get(tag, 0.0) + weight
@@ -64,13 +62,13 @@ class Drift:
 
     def measures(self) -> Measures:
         mean, groups = self.mean.value, self._by_tag(tuple(self.mean.value))
-        along = [_dot(units, mean) for units in self.units.values()]
-        cosines = dict(zip(self.units, torch.stack(along).tolist() if along else [], strict=True))
+        dots = [_dot(units, mean) for units in self.units.values()]
+        along = dict(zip(self.units, torch.stack(dots).tolist() if dots else [], strict=True))
         squares = tree.squares(mean)
-        return {tag: self._measure(tag, names, squares, cosines.get(tag, 0.0)) for tag, names in sorted(groups.items())}
+        return {tag: self._measure(tag, names, squares, along.get(tag, 0.0)) for tag, names in sorted(groups.items())}
 
     def _measure(self, tag: str, names: Sequence[str], squares: Mapping[str, float], along: float) -> dict[str, float]:
-        spread = sum(self.square[name] / self.weight[name] for name in names)
+        spread = sum(self.square[name] / self.mean.weight[name] for name in names)
         mean = sum(squares[name] for name in names)
         length, pointed = math.sqrt(mean), self.pointed.get(tag)
         return {

@@ -205,7 +205,7 @@ def average(
 
 
 def _result(mean: Mean, over: str, total: float) -> Tensors:
-    return dict(mean.value) if over == "senders" else mean.over(total)
+    return mean.value if over == "senders" else mean.over(total)
 
 
 @dataclass(frozen=True)

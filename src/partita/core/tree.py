@@ -132,21 +132,22 @@ class Mean:
     def __init__(self) -> None:
         self.value: Tensors = {}
         self.weight: dict[str, float] = {}
+        self.laid: Laid | None = None  # the same as the value, while all that was added lay in rows of one form
 
     def add(self, tree: Tensors, weight: float) -> None:
-        mine = self.value
-        if isinstance(tree, Laid) and not mine:
-            self.value, self.weight = tree.form.of(wide(tree.row.clone())), dict.fromkeys(tree, weight)
-        elif isinstance(tree, Laid) and isinstance(mine, Laid) and mine.form is tree.form:
+        if isinstance(tree, Laid) and not self.value:
+            self.laid = tree.form.of(wide(tree.row.clone()))
+            self.value, self.weight = dict(self.laid), dict.fromkeys(tree, weight)
+        elif isinstance(tree, Laid) and self.laid is not None and self.laid.form is tree.form:
             total = next(iter(self.weight.values())) + weight
             self.weight = dict.fromkeys(tree, total)
             if total > 0:
-                mine.row.lerp_(tree.row.to(mine.row.dtype), weight / total)
+                self.laid.row.lerp_(tree.row.to(self.laid.row.dtype), weight / total)
         else:
             self._add_by_name(tree, weight)
 
     def _add_by_name(self, tree: Tensors, weight: float) -> None:
-        self.value = dict(self.value)  # from here on, names may differ in weight
+        self.laid = None  # from here on, names may differ in weight
         totals = {name: self.weight.get(name, 0.0) + weight for name in tree}
         self.weight |= totals
         known = [name for name in tree if name in self.value and totals[name] > 0]
