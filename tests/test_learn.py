@@ -64,7 +64,7 @@ def test_one_client_is_a_plain_loop_bit_for_bit(kind: str, more: dict[str, Any])
     loop, batches = TorchLoop(model, run.training), batches_of(run, 0, "c", examples)
     assert len(batches) == (more["steps"] if "steps" in more else 3 * more.get("epochs", 1))
     losses = loop.fit(examples, batches)
-    assert learned.losses.tolist() == losses
+    assert learned.losses == losses
     assert tree.equal(learned.params, loop.values())
     assert tree.equal(update.delta, tree.subtract(loop.values(), model.initial))
     assert (update.weight, update.steps) == (10.0, dict.fromkeys(model.initial, len(batches)))
@@ -149,7 +149,7 @@ def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
     for index, (names, epochs) in enumerate([(HEAD, 2), (body, None)]):
         for name, value in loop.params.items():
             value.requires_grad_(name in names).grad = None
-        loop.fit(examples, deal(10, run.training, epochs, key / index))
+        loop.fit(examples, deal(10, run.training, epochs, key / index).batches())
     assert tree.equal(learned.params, loop.values())
     assert update.steps == {**dict.fromkeys(HEAD, 6), **dict.fromkeys(body, 4)}
     assert update.delta.keys() == body
@@ -372,14 +372,14 @@ def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
 ) -> None:
     training = Training(lr=1.0, batch_size=size, epochs=epochs)
     key = Key(seed) / "deal"
-    batches = deal(count, training, None, key)
+    batches = deal(count, training, None, key).batches()
     per_epoch = -(-count // size)
     assert len(batches) == epochs * per_epoch
     for epoch in range(epochs):
         own = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert all(len(batch) == size for batch in own[:-1])
         assert sorted(torch.cat(own).tolist()) == list(range(count))
-    again = deal(count, training, None, key, work)
+    again = deal(count, training, None, key, work).batches()
     assert len(again) == max(1, int(len(batches) * work))
     assert all(torch.equal(one, two) for one, two in zip(batches, again, strict=False))
 
@@ -391,7 +391,7 @@ def test_dealing_follows_its_key_its_phase_and_its_steps() -> None:
         key = Key(0)
         for step in path:
             key = key / step
-        return torch.cat(deal(10, more.pop("training", training), more.pop("epochs", None), key)).tolist()
+        return deal(10, more.pop("training", training), more.pop("epochs", None), key).order.tolist()
 
     assert flat("a") == flat("a") != flat("b")
     assert len(deal(10, training, None, Key(0))) == 7
@@ -403,11 +403,7 @@ def test_dealing_follows_its_key_its_phase_and_its_steps() -> None:
 def test_batches_differ_by_client_and_by_round() -> None:
     model, run = small(), run_of(fedavg(), 2)
     seen = {
-        tuple(
-            torch.cat(
-                visit(run, model, job_of(model, client, number), ClientState(), ALONE["c"].train).deals[0]
-            ).tolist()
-        )
+        tuple(visit(run, model, job_of(model, client, number), ClientState(), ALONE["c"].train).deals[0].order.tolist())
         for client in ("c", "d")
         for number in (0, 1)
     }
@@ -529,7 +525,8 @@ def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[L
     loop = TorchLoop(model, run.training)
     for name, value in loop.params.items():
         value.requires_grad_(name in HEAD)
-    loop.fit(examples, deal(10, run.training, 2, run.key / "round" / 0 / "client" / "c" / "adapt" / "batches" / 0))
+    key = run.key / "round" / 0 / "client" / "c" / "adapt" / "batches" / 0
+    loop.fit(examples, deal(10, run.training, 2, key).batches())
     whole = examples.take(torch.arange(10))
     expected = float(model.losses(model(loop.values(), whole.inputs), whole.targets).mean())
     assert scores["loss"] == pytest.approx(expected, rel=1e-6)

@@ -157,7 +157,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
     empty = next(
         seed
         for seed in range(100)
-        if not len(sample(4, run.training, None, Key(seed) / "round" / 0 / "client" / "a" / "batches" / 0)[0])
+        if not sample(4, run.training, None, Key(seed) / "round" / 0 / "client" / "a" / "batches" / 0).sizes[0]
     )
     run = replace(run, key=Key(empty))
     noise = gaussian(model.initial, run.key / "round" / 0 / "client" / "a" / "noise" / 0 / 0, 0.8 * 0.5)
@@ -167,14 +167,14 @@ def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
 
 def test_poisson_batches_take_each_example_by_itself() -> None:
     training = Training(lr=1.0, batch_size=20, steps=2000)
-    batches = sample(50, training, None, Key(1))
+    batches = sample(50, training, None, Key(1)).batches()
     taken = torch.zeros(2000, 50)
     for step, batch in enumerate(batches):
         taken[step, batch] = 1.0
     assert torch.allclose(taken.mean(0), torch.full((50,), 0.4), atol=0.05)
     # Independent examples: the size of a batch varies as a binomial's, where shuffled ones would not vary at all.
     assert abs(float(taken.sum(1).var()) - 50 * 0.4 * 0.6) < 1.5
-    assert all(len(batch) == 50 for batch in sample(50, replace(training, batch_size=64, steps=3), None, Key(1)))
+    assert sample(50, replace(training, batch_size=64, steps=3), None, Key(1)).sizes == (50, 50, 50)
     assert count_steps(50, replace(training, steps=None, epochs=3), None) == 9
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from partita.core import tree
@@ -59,7 +58,7 @@ def answer(run: Run, model: Model, job: Job) -> Update:
     each = visit(run, model, job, ClientState(), _One())
     still = tree.select(each.ctx.anchor, each.plan.train)
     delta = tree.zeros_like(tree.select(still, each.plan.up))
-    return reply(run, each, Learned(still, dict.fromkeys(still, 1), torch.zeros(1), {}, delta))[0]
+    return reply(run, each, Learned(still, dict.fromkeys(still, 1), [0.0], {}, delta))[0]
 
 
 def rehearse(run: Run, model: Model, clients: Sequence[str], until: int, faults: Faults | None = None) -> Server:

@@ -98,7 +98,7 @@ class Block:
         """Each client's, as views of what all hold together."""
         return self._rows(self.live)
 
-    def moved(self) -> tuple[list[Tensors], Tensor, Tensor | None]:
+    def moved(self) -> tuple[Sequence[Mapping[str, Tensor]], Tensor, Tensor | None]:
         """How far each client came from its anchor, of what goes up; the largest number of all, one that is not finite
         if any is not; and in rows (client, name) the squares of norms, where drift will ask for them. Taken for the
         whole block at once, and nothing waits for it yet.
@@ -111,10 +111,11 @@ class Block:
         if self.many and alike and self.device.type in IN_ROWS:
             form = form_of(tuple(live), tuple(anchor[name].shape for name in live))
             rows = form.lay(list(live.values())).sub_(form.lay([anchor[name].unsqueeze(0) for name in live]))
-            laid = form.each(rows)
-            values = [value for each in laid for value in each.values()] if self.run.drift else []
-            squares = tree.square_norms(values).view(len(laid), -1) if values else None
-            return [*laid], tree.largest({"": rows}), squares
+            squares = None
+            if self.run.drift:
+                values = [row for table in form.apart(rows) for row in table.unbind()]
+                squares = tree.square_norms(values).view(-1, self.count).T
+            return form.each(rows), tree.largest({"": rows}), squares
         delta = tree.subtract(live, anchor)
         return self._apart(delta), tree.largest(delta), None
 

@@ -43,7 +43,7 @@ class Drift:
             self._see(update.delta, update.weight)
             yield update
 
-    def _see(self, delta: Tensors, weight: float) -> None:
+    def _see(self, delta: Mapping[str, Tensor], weight: float) -> None:
         self.mean.add(delta, weight)
         squares = tree.squares(delta)
         for name, square in squares.items():

@@ -158,7 +158,7 @@ class Graphed(Block):
         """Become the other, in the places of this one."""
         self.lr, self.born, self.steps, self.anchor = other.lr, other.born, 0, other.anchor
         self.rate.fill_(self.lr)
-        self.years.copy_(torch.tensor([float(self.born[name]) for name in self.names]))
+        self._age()
         if shared := list(_leaves([value for value, _ in self.shared])):
             torch._foreach_copy_(shared, list(_leaves([value for value, _ in other.shared])))
         start = [now[0][name] for name in self.names]
@@ -172,6 +172,14 @@ class Graphed(Block):
             super().fill(now, moments)
             torch._foreach_copy_(list(_leaves(list(mine))), list(_leaves([self.live, self.moments])))
             self.live, self.moments = mine
+
+    def _age(self) -> None:
+        """Neither way waits for what the GPU is still at work on."""
+        born = [float(self.born[name]) for name in self.names]
+        if len({*born}) == 1:
+            self.years.fill_(born[0])
+        else:
+            self.years.copy_(torch.tensor(born), non_blocking=True)
 
     def step(self, batch: Batch) -> Tensor:
         shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None
@@ -265,5 +273,5 @@ def _layout(part: Any) -> Hashable:
     if isinstance(part, Tensor):
         return part.shape, part.dtype
     if isinstance(part, Mapping):
-        return tuple((name, _layout(part[name])) for name in sorted(part))
+        return tuple([(name, _layout(part[name])) for name in sorted(part)])
     return tuple(map(_layout, part)) if isinstance(part, tuple) else part

@@ -9,6 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from partita.core.private import Draw, Private
 from partita.core.rng import Key
 from partita.core.rows import Laid, known
 from partita.core.run import Run, Training
-from partita.core.stage import stage
+from partita.core.stage import Deal, stage
 from partita.core.tree import Names, Slots, Tensors
 
 _OPTIMIZER = "optimizer."  # the prefix of the slots in which a client's memory holds its optimizer's state
@@ -63,7 +65,7 @@ class Visit:
     plan: Plan
     ctx: Context
     examples: Examples
-    deals: tuple[list[Tensor], ...]  # for each phase, the batches as indices
+    deals: tuple[Deal, ...]  # for each phase
     key: Key
     told: Mapping[str, float] = field(default_factory=dict)
     private: Private | None = None
@@ -73,9 +75,9 @@ class Visit:
 class Learned:
     params: Mapping[str, Tensor]  # of the trained names
     steps: Mapping[str, int]
-    losses: Tensor  # (step,) the task's loss before each step
+    losses: Sequence[float]  # the task's before each step
     optimizer: Slots
-    delta: Tensors  # params - anchor, of what goes up: a block takes it for all clients at once
+    delta: Mapping[str, Tensor]  # params - anchor, of what goes up: a block takes it for all clients at once
 
 
 def turn_of(run: Run, job: Job) -> Turn:
@@ -121,7 +123,10 @@ def visit(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
             told |= choice.told
     if plan is not ctx.plan or notes:
         ctx = replace(ctx, plan=plan, notes=notes)
-    return _lay_out(run, Visit(job, state, plan, ctx, examples, (), key, told, run.method.privacy), work)
+    private = run.method.privacy
+    poisson = private is not None and private.sampling == "poisson"
+    deals = _lay_out(run, job, plan, examples, key, sample if poisson else deal, work)
+    return Visit(job, state, plan, ctx, examples, deals, key, told, private)
 
 
 def trial(run: Run, model: Model, job: Job, state: ClientState, examples: Examples, phases: tuple[Phase, ...]) -> Visit:
@@ -130,18 +135,17 @@ def trial(run: Run, model: Model, job: Job, state: ClientState, examples: Exampl
     key = run.key / "round" / job.round / "client" / job.client / "adapt"
     plan = Plan(phases, up=NONE, down=NONE, keep=model.every())
     ctx = Context(shaped(run, model, job), plan, anchor, {}, {}, run.rate(job.round))
-    return _lay_out(run, Visit(job, ClientState(), plan, ctx, examples, (), key), 1.0)
+    return Visit(job, ClientState(), plan, ctx, examples, _lay_out(run, job, plan, examples, key, deal, 1.0), key)
 
 
-def _lay_out(run: Run, each: Visit, work: float) -> Visit:
-    if not len(each.examples):
-        raise ClientFault(each.job.client, "has no training examples; give it some or leave it out of the population")
-    dealt = sample if each.private and each.private.sampling == "poisson" else deal
-    deals = tuple(
-        dealt(len(each.examples), run.training, phase.epochs, each.key / "batches" / index, work)
-        for index, phase in enumerate(each.plan.phases)
-    )
-    return replace(each, deals=deals)
+def _lay_out(
+    run: Run, job: Job, plan: Plan, examples: Examples, key: Key, dealt: Callable[..., Deal], work: float
+) -> tuple[Deal, ...]:
+    count = len(examples)
+    if not count:
+        raise ClientFault(job.client, "has no training examples; give it some or leave it out of the population")
+    phases = enumerate(plan.phases)
+    return tuple([dealt(count, run.training, phase.epochs, key / "batches" / place, work) for place, phase in phases])
 
 
 def count_steps(count: int, training: Training, epochs: int | None, work: float = 1.0) -> int:
@@ -151,21 +155,24 @@ def count_steps(count: int, training: Training, epochs: int | None, work: float 
     return max(1, int(total * work))
 
 
-def deal(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> list[Tensor]:
-    """Batches as indices: every epoch is a new permutation, and its last batch may be short."""
-    per_epoch = -(-count // training.batch_size)
-    total = count_steps(count, training, epochs, work)
-    batches: list[Tensor] = []
-    while len(batches) < total:
-        order = (key / (len(batches) // per_epoch)).permutation(count)
-        batches.extend(torch.split(order[: (total - len(batches)) * training.batch_size], training.batch_size))
-    return batches
+def deal(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> Deal:
+    """Every epoch is a new permutation, and its last batch may be short."""
+    sizes = _sizes(count, training.batch_size, count_steps(count, training, epochs, work))
+    orders = [(key / epoch).permutation(count) for epoch in range(-(-sum(sizes) // count))]
+    return Deal((orders[0] if len(orders) == 1 else torch.cat(orders))[: sum(sizes)], sizes)
 
 
-def sample(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> list[Tensor]:
-    """Poisson batches as indices: in each step every example takes part by itself, so a batch may also be empty."""
+@lru_cache(maxsize=256)  # clients of one size share them
+def _sizes(count: int, batch: int, steps: int) -> tuple[int, ...]:
+    epoch = [*[batch] * (count // batch), *[count % batch] * (count % batch > 0)]
+    return tuple(islice(cycle(epoch), steps))
+
+
+def sample(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> Deal:
+    """By Poisson: in each step every example takes part by itself, so a batch may also be empty."""
     share = min(1.0, training.batch_size / count)
-    return [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, work))]
+    batches = [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, work))]
+    return Deal(torch.cat(batches), tuple(map(len, batches)))
 
 
 def learn(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Block) -> list[Learned]:
@@ -185,9 +192,10 @@ def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Blo
         order = sorted(range(len(visits)), key=lambda place: -len(visits[place].deals[index]))
         ranked = [visits[place] for place in order]
         contexts = [each.ctx for each in ranked]
-        draws = [Draw(each.key / "noise" / index, min(run.training.batch_size, len(each.examples))) for each in ranked]
+        private = visits[0].private
+        draws = [_draw(run, each, index) for each in ranked] if private else []
         now = [{**visits[place].ctx.anchor, **_joined(trained[place])} for place in order]
-        block = blocks(run, phase, contexts, now, [moments[place] for place in order], visits[0].private, draws)
+        block = blocks(run, phase, contexts, now, [moments[place] for place in order], private, draws)
         deals = [each.deals[index] for each in ranked]
         losses = [block.step(batch) for batch in stage([each.examples for each in ranked], deals, block.device)]
         moved, largest, squares = block.moved()
@@ -202,7 +210,7 @@ def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Blo
     steps = {each: _steps(phases, each) for each in {*counts}}
 
     def wait() -> list[Learned]:
-        losses, finite = _fetch(played, counts)
+        losses, finite = _fetch(played, len(visits))
         for each, parts in zip(played, zip(*deltas, strict=True), strict=True):  # by phase
             _tell_squares(each, parts)
         return [
@@ -229,20 +237,18 @@ class _Played:
     squares: Tensor | None  # (client, name)
 
 
-def _fetch(played: Sequence[_Played], counts: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], bool]:
-    """Each client's losses (step,), and whether all deltas are finite; in one go, since it waits for the GPU."""
-    if not played:
-        return [torch.zeros(0) for _ in counts], True
+def _fetch(played: Sequence[_Played], clients: int) -> tuple[list[list[float]], bool]:
+    """Each client's losses, and whether all deltas are finite; in one go, since it waits for the GPU."""
+    losses: list[list[float]] = [[] for _ in range(clients)]
     parts = [part for each in played for part in (*each.losses, each.largest.unsqueeze(0))]
-    fetched = iter(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
-    rows: list[list[Tensor]] = [[] for _ in counts]
+    fetched = iter(torch.cat(parts).tolist() if parts else [])
     finite = True
-    for index, each in enumerate(played):
-        table = torch.nn.utils.rnn.pad_sequence([next(fetched) for _ in each.losses], batch_first=True)
-        for place, row in zip(each.order, table.unbind(1), strict=True):  # (step, client)
-            rows[place].append(row[: counts[place][index]])
-        finite = finite and math.isfinite(next(fetched))
-    return [each[0] if len(each) == 1 else torch.cat(each) for each in rows], finite
+    for each in played:
+        for step in each.losses:
+            for place, loss in zip(each.order[: step.shape[0]], fetched, strict=False):  # the leading clients'
+                losses[place].append(loss)
+        finite = math.isfinite(next(fetched)) and finite
+    return losses, finite
 
 
 def _tell_squares(played: _Played, deltas: Sequence[Mapping[str, Tensor]]) -> None:
@@ -251,6 +257,10 @@ def _tell_squares(played: _Played, deltas: Sequence[Mapping[str, Tensor]]) -> No
             delta = deltas[place]
             assert isinstance(delta, Laid)
             delta.squares = dict(zip(delta, row, strict=True))
+
+
+def _draw(run: Run, each: Visit, phase: int) -> Draw:
+    return Draw(each.key / "noise" / phase, min(run.training.batch_size, len(each.examples)))
 
 
 def _steps(phases: Sequence[Phase], counts: Sequence[int]) -> dict[str, int]:
@@ -272,7 +282,7 @@ def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState
     """What the client sends and what it keeps; whatever a rule returns is gated by the plan."""
     client, plan, ctx = visit.job.client, visit.plan, visit.ctx
     # Under privacy the loss, which no noise was added to, tells the server nothing: neither its value nor a fault.
-    losses: list[float] = learned.losses.tolist() if visit.private is None else []
+    losses = learned.losses if visit.private is None else []
     for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
             raise ClientFault(

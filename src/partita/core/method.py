@@ -70,7 +70,7 @@ class Update:
     """What one client sends. delta is after - before; weight is its number of training examples."""
 
     client: str
-    delta: Tensors
+    delta: Mapping[str, Tensor]
     slots: Slots
     weight: float
     steps: Mapping[str, int]

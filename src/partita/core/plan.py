@@ -84,8 +84,9 @@ def plan_for(planner: Planner, model: Model, turn: Turn) -> Plan:
     """The plan, checked against the model."""
     plan = planner(model, turn)
     known = model.every()
-    unknown = (plan.down - known) | (plan.keep - known)  # what trains or goes up is in one of them
-    _refuse(unknown, f"are in the plan but not in {model.name}", "build plans from model.names(...) and model.every()")
+    if not (plan.down <= known >= plan.keep):  # what trains or goes up is in one of them
+        what, remedy = f"are in the plan but not in {model.name}", "build plans from model.names(...) and model.every()"
+        _refuse((plan.down | plan.keep) - known, what, remedy)
     return plan
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Protocol
 
+from torch import Tensor
+
 from partita.core import wire
 from partita.core.drift import Drift, Measures
 from partita.core.learn import ClientFault, Job
@@ -17,9 +19,9 @@ from partita.core.ledger import Ledger
 from partita.core.method import MethodError, Server, Update
 from partita.core.model import Examples, Model
 from partita.core.plan import Plan, Turn, plan_for
-from partita.core.rows import Form, Laid
+from partita.core.rows import Form, Laid, shapes
 from partita.core.run import Run, RunError
-from partita.core.tree import Names, Tensors, finite, select, within
+from partita.core.tree import Names, finite, select, within
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,19 @@ def rounds(run: Run, model: Model, engine: Engine, server: Server | None = None,
 
 def ask(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan]:
     """The job for one client: all that its plan brings down, of which only what the client lacks will travel."""
+    return _ask(run, model, server, number, client)[:2]
+
+
+def _ask(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan, Names]:
+    """Also which of the parameters are not the server's own."""
     rule = run.method.server
     signal = rule.signal(server)
     plan = plan_for(run.method.plan, model, Turn(number, run.rounds, client, signal))
     params, slots = rule.send(server, client, plan.down)
-    stale = server.ledger.lacks(client, plan.down) | _not_the_servers(params, server)
-    return Job(number, client, params, stale, within(slots, plan.train), signal), plan
-
-
-def _not_the_servers(params: Tensors, server: Server) -> Names:
-    theirs = map(server.params.__getitem__, params)
-    return frozenset(compress(params, map(operator.is_not, params.values(), theirs)))
+    servers = map(server.params.__getitem__, params)
+    own = frozenset(compress(params, map(operator.is_not, params.values(), servers)))
+    stale = server.ledger.lacks(client, plan.down) | own
+    return Job(number, client, params, stale, within(slots, plan.train), signal), plan, own
 
 
 class _Round:
@@ -159,8 +163,8 @@ class _Round:
         )
 
     def _ask(self, client: str) -> Job:
-        job, self.plans[client] = ask(self.run, self.model, self.server, self.number, client)
-        if own := _not_the_servers(job.params, self.server):
+        job, self.plans[client], own = _ask(self.run, self.model, self.server, self.number, client)
+        if own:
             self.overwritten.append((client, own))
         self.down.append(self._weigh(job, bool(own or job.slots)))
         return job
@@ -225,15 +229,14 @@ class _Round:
                 return f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip"
         return None
 
-    def _misfit(self, part: Tensors, up: Names, taken: Mapping[str, int]) -> str | None:
+    def _misfit(self, part: Mapping[str, Tensor], up: Names, taken: Mapping[str, int]) -> str | None:
         if isinstance(part, Laid) and self.fits.get((part.form, up)) is taken:
             return None  # as that of a client before
-        shapes = self.shapes
-        for name, value in part.items():
+        for name, shape in zip(part, shapes(part), strict=True):
             if name not in up:
                 return f"sent '{name}', which its plan does not send up in round {self.number}"
-            if value.shape != shapes[name]:
-                return f"sent '{name}' of shape {tuple(value.shape)}, not {tuple(shapes[name])}"
+            if shape != self.shapes[name]:
+                return f"sent '{name}' of shape {tuple(shape)}, not {tuple(self.shapes[name])}"
             steps = taken.get(name)
             if not isinstance(steps, int) or steps < 1:
                 return f"sent '{name}' after {steps} steps; it must be a whole number from 1 up"

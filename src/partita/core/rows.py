@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,34 +18,36 @@ class Known(dict[str, Tensor]):
     finite = False  # whether all numbers are known to be
 
 
-class Laid(Known):
-    """Tensors that lie one after another in a row, so that one call does for all names."""
+class Laid(Mapping[str, Tensor]):
+    """Tensors that lie one after another in a row. Each is looked up as a view of it, and most by nobody."""
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], row: Tensor, form: Form) -> None:
-        super().__init__(tensors)
+    def __init__(self, row: Tensor, form: Form) -> None:
         self.row, self.form = row, form
+        self.finite = False  # as above
         self.squares: dict[str, float] | None = None  # of the norms, where they are known
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("tensors that lie in a row are not changed one by one; make a dict of them first")
+    def __getitem__(self, name: str) -> Tensor:
+        shape, stride, start = self.form.places[name]
+        return self.row.as_strided(shape, stride, self.row.storage_offset() + start)
 
-    __setitem__ = __delitem__ = __ior__ = pop = popitem = clear = update = setdefault = _refuse
+    def __contains__(self, name: object) -> bool:
+        return name in self.form.places
 
-    def __reduce__(self) -> Any:
-        """Between processes the row goes, and not each of its parts."""
-        return _laid, (self.row, self.form, self.finite, self.squares)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.form.names)
 
-
-def _laid(row: Tensor, form: Form, finite: bool, squares: dict[str, float] | None) -> Laid:
-    laid = form.of(row)
-    laid.finite, laid.squares = finite, squares
-    return laid
+    def __len__(self) -> int:
+        return len(self.form.names)
 
 
-def known(tensors: Mapping[str, Tensor], finite: bool) -> Known:
-    made = tensors if isinstance(tensors, Known) else Known(tensors)
+def known(tensors: Mapping[str, Tensor], finite: bool) -> Known | Laid:
+    made = tensors if isinstance(tensors, Known | Laid) else Known(tensors)
     made.finite = finite
     return made
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> tuple[torch.Size, ...]:
+    return tensors.form.shapes if isinstance(tensors, Laid) else tuple([value.shape for value in tensors.values()])
 
 
 class Form:
@@ -53,11 +55,13 @@ class Form:
 
     def __init__(self, names: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> None:
         self.names, self.shapes = names, shapes
+        self.places: dict[str, tuple[torch.Size, tuple[int, ...], int]] = {}  # shape, stride and where it begins
         self.sizes: list[int] = []  # of tensors, and of gaps where they are needed
         self.gaps: list[int] = []  # which of them are gaps
-        for size in (shape.numel() for shape in shapes):
-            self.sizes.append(size)
-            if gap := -size % ALIGNED:
+        for name, shape in zip(names, shapes, strict=True):
+            self.places[name] = shape, torch.empty(shape, device="meta").stride(), sum(self.sizes)
+            self.sizes.append(shape.numel())
+            if gap := -shape.numel() % ALIGNED:
                 self.gaps.append(len(self.sizes))
                 self.sizes.append(gap)
 
@@ -71,21 +75,12 @@ class Form:
             parts.insert(place, tensors[0].new_zeros(len(tensors[0]), self.sizes[place]))
         return torch.cat(parts, 1)
 
-    def of(self, row: Tensor) -> Laid:
-        """The tensors of a row, as views of it."""
-        pieces = zip(self.names, self._apart(row), self.shapes, strict=True)
-        return Laid([(name, piece.view(shape)) for name, piece, shape in pieces], row, self)
-
     def each(self, rows: Tensor) -> list[Laid]:
-        """The same for every row."""
-        count, pieces = len(rows), zip(self._apart(rows), self.shapes, strict=True)
-        columns = [piece.view(count, *shape).unbind() for piece, shape in pieces]
-        return [
-            Laid(zip(self.names, column, strict=True), row, self)
-            for *column, row in zip(*columns, rows.unbind(), strict=True)
-        ]
+        """(client, number) as the tensors of each client."""
+        return [Laid(row, self) for row in rows.unbind()]
 
-    def _apart(self, rows: Tensor) -> list[Tensor]:
+    def apart(self, rows: Tensor) -> list[Tensor]:
+        """(client, number) as one such table for each name."""
         pieces = list(rows.split_with_sizes(self.sizes, -1))
         for place in reversed(self.gaps):
             del pieces[place]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -10,7 +12,19 @@ from torch import Tensor
 from partita.core import tree
 from partita.core.model import IGNORED, Batch, Examples, Selection
 
-Deal = Sequence[Tensor]  # one client's batches, as indices
+
+@dataclass(frozen=True)
+class Deal:
+    """One client's batches: which examples, one batch after another, and how many are in each."""
+
+    order: Tensor  # (example,)
+    sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def batches(self) -> list[Tensor]:
+        return list(_in_turn(self.order, self.sizes))
 
 
 def stage(examples: Sequence[Examples], deals: Sequence[Deal], device: torch.device) -> Iterator[Batch]:
@@ -18,17 +32,27 @@ def stage(examples: Sequence[Examples], deals: Sequence[Deal], device: torch.dev
 
     Rows of one table are taken for all clients at once, and already lie on the device where the table does.
     """
-    table = _common(examples)
-    for step in range(len(deals[0])):
-        here = [deal[step] for deal in deals if len(deal) > step]
-        if len(examples) == 1:
+    table = _common(examples) if len(examples) > 1 else None
+    places = [deal.order for deal in deals]
+    if table is not None:
+        places = [each.indices.index_select(0, order) for each, order in zip(examples, places, strict=True)]  # type: ignore[attr-defined]
+    for step in zip_longest(*map(_in_turn, places, (deal.sizes for deal in deals))):
+        here = [each for each in step if each is not None]
+        if table is not None:
+            batch = _take_together(table, here)
+        elif len(examples) == 1:
             batch = _take(examples[0], here[0])
-        elif table is not None:
-            rows = [each.indices.index_select(0, indices) for each, indices in zip(examples, here, strict=False)]  # type: ignore[attr-defined]
-            batch = _take_together(table, rows)
         else:
             batch = collate([_take(each, indices) for each, indices in zip(examples, here, strict=False)])
         yield _place(batch, device)
+
+
+def _in_turn(order: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """A batch at a time, when it is asked for: a GPU that waits for the first does not wait for the others."""
+    start = 0
+    for size in sizes:
+        yield order[start : start + size]
+        start += size
 
 
 def collate(batches: Sequence[Batch]) -> Batch:

@@ -26,7 +26,7 @@ def within(slots: Slots, names: Names) -> dict[str, Tensors]:
     return {slot: select(tree, names & tree.keys()) for slot, tree in slots.items()}
 
 
-def add(left: Tensors, right: Tensors) -> Tensors:
+def add(left: Tensors, right: Mapping[str, Tensor]) -> Tensors:
     """left + right where right has the name; what right lacks is handed on as the same object.
 
     All names in one call: on a GPU each call costs more than the arithmetic.
@@ -63,7 +63,7 @@ def wide(value: Tensor) -> Tensor:
     return value if value.dtype == torch.float32 else value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def scale(tree: Tensors, factor: float | Tensor) -> Tensors:
+def scale(tree: Mapping[str, Tensor], factor: float | Tensor) -> Tensors:
     return {name: value * factor for name, value in tree.items()}
 
 
@@ -79,17 +79,17 @@ def norm(tree: Tensors) -> Tensor:
     return total
 
 
-def largest(tree: Tensors) -> Tensor:
+def largest(tree: Mapping[str, Tensor]) -> Tensor:
     """The size of the largest number in any of the tensors, itself not finite where one of them is not."""
     return torch.stack(torch._foreach_norm(list(tree.values()), ord=math.inf)).max()
 
 
-def finite(tree: Tensors) -> bool:
+def finite(tree: Mapping[str, Tensor]) -> bool:
     """Whether all numbers are; looked up once for all tensors, since on a GPU every look waits for it."""
-    return (isinstance(tree, Known) and tree.finite) or not tree or math.isfinite(largest(tree).item())
+    return (isinstance(tree, Known | Laid) and tree.finite) or not tree or math.isfinite(largest(tree).item())
 
 
-def squares(tree: Tensors) -> dict[str, float]:
+def squares(tree: Mapping[str, Tensor]) -> dict[str, float]:
     """The square of each tensor's norm, in float64."""
     if isinstance(tree, Laid) and tree.squares is not None:
         return tree.squares
@@ -100,7 +100,7 @@ def square_norms(values: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(values, dtype=torch.float64)).square()
 
 
-def to(tree: Tensors, device: torch.device) -> Tensors:
+def to(tree: Mapping[str, Tensor], device: torch.device) -> Tensors:
     return {name: value.to(device, non_blocking=True) for name, value in tree.items()}
 
 
@@ -130,14 +130,18 @@ class Mean:
     """A running weighted mean by name: one copy of the model however many are added, and the first is exact."""
 
     def __init__(self) -> None:
-        self.value: Tensors = {}
         self.weight: dict[str, float] = {}
-        self.laid: Laid | None = None  # the same as the value, while all that was added lay in rows of one form
+        self.laid: Laid | None = None  # as long as all that was added lay in rows of one form
+        self.by_name: Tensors = {}  # else
 
-    def add(self, tree: Tensors, weight: float) -> None:
-        if isinstance(tree, Laid) and not self.value:
-            self.laid = tree.form.of(wide(tree.row.clone()))
-            self.value, self.weight = dict(self.laid), dict.fromkeys(tree, weight)
+    @property
+    def value(self) -> Tensors:
+        return self.by_name if self.laid is None else dict(self.laid)
+
+    def add(self, tree: Mapping[str, Tensor], weight: float) -> None:
+        if isinstance(tree, Laid) and not self.weight:
+            self.laid = Laid(wide(tree.row.clone()), tree.form)
+            self.weight = dict.fromkeys(tree, weight)
         elif isinstance(tree, Laid) and self.laid is not None and self.laid.form is tree.form:
             total = next(iter(self.weight.values())) + weight
             self.weight = dict.fromkeys(tree, total)
@@ -146,15 +150,15 @@ class Mean:
         else:
             self._add_by_name(tree, weight)
 
-    def _add_by_name(self, tree: Tensors, weight: float) -> None:
-        self.laid = None  # from here on, names may differ in weight
+    def _add_by_name(self, tree: Mapping[str, Tensor], weight: float) -> None:
+        self.by_name, self.laid = self.value, None  # from here on, names may differ in weight
         totals = {name: self.weight.get(name, 0.0) + weight for name in tree}
         self.weight |= totals
-        known = [name for name in tree if name in self.value and totals[name] > 0]
-        for name, value in copies({name: tree[name] for name in tree if name not in self.value}).items():
-            self.value[name] = wide(value)
+        known = [name for name in tree if name in self.by_name and totals[name] > 0]
+        for name, value in copies({name: tree[name] for name in tree if name not in self.by_name}).items():
+            self.by_name[name] = wide(value)
         if known:
-            means, values = [self.value[name] for name in known], [tree[name] for name in known]
+            means, values = [self.by_name[name] for name in known], [tree[name] for name in known]
             together = {totals[name] for name in known}
             if len(together) == 1 and len({value.dtype for value in (*means, *values)}) == 1:
                 torch._foreach_lerp_(means, values, weight / together.pop())

@@ -10,10 +10,12 @@ from types import MappingProxyType
 
 import safetensors.torch
 import torch
+from torch import Tensor
 
-from partita.core.rows import Laid
-from partita.core.tree import Slots, Tensors
+from partita.core.rows import Laid, shapes
+from partita.core.tree import Tensors
 
+Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by parameter name, which may lie in a row
 ENVELOPE = ""  # the name under which a message's own header is counted
 
 # In the order in which safetensors lays tensors out.
@@ -23,7 +25,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def pack(slots: Slots) -> bytes:
+def pack(slots: Message) -> bytes:
     """Every tensor under "slot/name"."""
     return save({f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()})
 
@@ -47,7 +49,7 @@ def unpack(data: bytes) -> dict[str, Tensors]:
     return slots
 
 
-def count(slots: Slots) -> Mapping[str, int]:
+def count(slots: Message) -> Mapping[str, int]:
     """The bytes of pack(slots) by parameter name, without making a copy of anything; no tensors, no message."""
     return _count(tuple((slot, tuple(part), *_forms(part)) for slot, part in slots.items()))
 
@@ -61,10 +63,10 @@ def total(messages: Sequence[Mapping[str, int]]) -> Counter[str]:
     return weights
 
 
-def _forms(part: Tensors) -> tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...]]:
+def _forms(part: Mapping[str, Tensor]) -> tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...]]:
     if isinstance(part, Laid):
-        return (part.row.dtype,) * len(part), part.form.shapes
-    return tuple([value.dtype for value in part.values()]), tuple([value.shape for value in part.values()])
+        return (part.row.dtype,) * len(part), shapes(part)
+    return tuple([value.dtype for value in part.values()]), shapes(part)
 
 
 @lru_cache(maxsize=1024)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from partita.core.method import Aggregate, Rule, Server, Update, average
 from partita.core.model import Model
-from partita.core.tree import Names, Slots, Tensors, wide
+from partita.core.tree import Names, Slots, wide
 
 SMOOTHING = 0.7  # what a round leaves of the past in the running means
 
@@ -85,7 +86,7 @@ class _Power:
         return {name: self.sums[name] / weight for name, weight in sorted(self.weights.items()) if weight > 0}
 
 
-def square(tree: Tensors, name: str) -> float:
+def square(tree: Mapping[str, Tensor], name: str) -> float:
     return float(tree[name].pow(2).sum(dtype=torch.float64))
 
 

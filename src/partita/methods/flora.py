@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from partita.core.method import Aggregate, Method, Rule, Server, Update, average
 from partita.core.model import Model
@@ -48,7 +49,7 @@ class AddProducts(Rule):
         return trained | {layer + W for layer in layers(trained)}
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
-        def multiplied(delta: Tensors) -> Tensors:
+        def multiplied(delta: Mapping[str, Tensor]) -> Tensors:
             after, rest = add(server.params, delta), {name: delta[name] for name in delta if not name.endswith((A, B))}
             factors = {layer: (after[layer + B], after[layer + A]) for layer in layers(delta)}
             return rest | {layer + W: self.alpha / len(down) * (up @ down) for layer, (up, down) in factors.items()}

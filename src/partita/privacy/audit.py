@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -174,7 +174,7 @@ class Eavesdropper:
 
 
 def explain(
-    model: Model, params: Tensors, delta: Tensors, table: _Tossed, noise: float, private: Private | None
+    model: Model, params: Tensors, delta: Mapping[str, Tensor], table: _Tossed, noise: float, private: Private | None
 ) -> Tensor:
     """(canary,) How much of a client's step each canary accounts for, when all the client's examples share it out.
 
@@ -215,7 +215,7 @@ def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Bat
         yield torch.nan_to_num(torch.cat([slopes[name].flatten(1) for name in names], dim=1))
 
 
-def alignments(model: Model, params: Tensors, delta: Tensors, batch: Batch) -> Tensor:
+def alignments(model: Model, params: Tensors, delta: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """(example,) The cosine between the step that an example asks for and the step that was taken."""
     names = sorted(delta)
     step = -torch.cat([delta[name].flatten() for name in names])

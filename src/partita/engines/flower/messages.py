@@ -128,7 +128,7 @@ def is_answer(reply: object) -> bool:
     return isinstance(reply, Message) and not reply.has_error() and "refusal" not in reply.content
 
 
-def _blob(slots: Slots) -> ArrayRecord:
+def _blob(slots: wire.Message) -> ArrayRecord:
     if not any(slots.values()):
         return ArrayRecord()
     data = wire.pack(slots)
