@@ -165,7 +165,8 @@ def dealt(federation: Federation, training: Training, key: Key) -> Work:
     """The examples of each client, and the batches that the first round takes of them."""
     draw = key / "round" / 0 / "client"
     parts = {client: federation[client].train for client in federation.clients}
-    return [(part, deal(len(part), training, None, draw / client / "batches" / 0)) for client, part in parts.items()]
+    deals = {client: deal(len(part), training, None, draw / client / "batches" / 0) for client, part in parts.items()}
+    return [(part, list(deals[client])) for client, part in parts.items()]
 
 
 def bare_round(

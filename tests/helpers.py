@@ -138,7 +138,7 @@ class TorchLoop:
 
 def batches_of(run: Run, number: int, client: str, examples: Examples) -> list[Tensor]:
     key = run.key / "round" / number / "client" / client / "batches" / 0
-    return deal(len(examples), run.training, None, key).batches()
+    return list(deal(len(examples), run.training, None, key))
 
 
 def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:

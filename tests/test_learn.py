@@ -149,7 +149,7 @@ def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
     for index, (names, epochs) in enumerate([(HEAD, 2), (body, None)]):
         for name, value in loop.params.items():
             value.requires_grad_(name in names).grad = None
-        loop.fit(examples, deal(10, run.training, epochs, key / index).batches())
+        loop.fit(examples, deal(10, run.training, epochs, key / index))
     assert tree.equal(learned.params, loop.values())
     assert update.steps == {**dict.fromkeys(HEAD, 6), **dict.fromkeys(body, 4)}
     assert update.delta.keys() == body
@@ -372,14 +372,14 @@ def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
 ) -> None:
     training = Training(lr=1.0, batch_size=size, epochs=epochs)
     key = Key(seed) / "deal"
-    batches = deal(count, training, None, key).batches()
+    batches = list(deal(count, training, None, key))
     per_epoch = -(-count // size)
     assert len(batches) == epochs * per_epoch
     for epoch in range(epochs):
         own = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert all(len(batch) == size for batch in own[:-1])
         assert sorted(torch.cat(own).tolist()) == list(range(count))
-    again = deal(count, training, None, key, work).batches()
+    again = list(deal(count, training, None, key, work))
     assert len(again) == max(1, int(len(batches) * work))
     assert all(torch.equal(one, two) for one, two in zip(batches, again, strict=False))
 
@@ -526,7 +526,7 @@ def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[L
     for name, value in loop.params.items():
         value.requires_grad_(name in HEAD)
     key = run.key / "round" / 0 / "client" / "c" / "adapt" / "batches" / 0
-    loop.fit(examples, deal(10, run.training, 2, key).batches())
+    loop.fit(examples, deal(10, run.training, 2, key))
     whole = examples.take(torch.arange(10))
     expected = float(model.losses(model(loop.values(), whole.inputs), whole.targets).mean())
     assert scores["loss"] == pytest.approx(expected, rel=1e-6)

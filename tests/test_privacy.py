@@ -167,7 +167,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
 
 def test_poisson_batches_take_each_example_by_itself() -> None:
     training = Training(lr=1.0, batch_size=20, steps=2000)
-    batches = sample(50, training, None, Key(1)).batches()
+    batches = list(sample(50, training, None, Key(1)))
     taken = torch.zeros(2000, 50)
     for step, batch in enumerate(batches):
         taken[step, batch] = 1.0

@@ -32,7 +32,7 @@ def lay_out(shape: Shape, run: Run, model: Model, federation: Federation) -> Wor
     for client in federation.clients:
         examples = federation[client].train
         draws = [run.key / "round" / number / "client" / client / "batches" / 0 for number in range(run.rounds)]
-        batches = [torch.stack(deal(len(examples), run.training, None, draw).batches()) for draw in draws]
+        batches = [torch.stack(list(deal(len(examples), run.training, None, draw))) for draw in draws]
         parts.append(Part(*whole(examples), torch.stack(batches)))
     return Work(shape, use_kernels("auto"), dict(model.initial), tuple(parts), whole(federation.test))
 

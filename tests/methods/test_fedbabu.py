@@ -50,7 +50,7 @@ def test_a_client_is_tested_as_a_plain_loop_on_its_data_leaves_it() -> None:
     data = CLIENTS[client].train
     loop = TorchLoop(MODEL, run.training, final.server.params)
     key = run.key / "round" / 1 / "client" / "b" / "adapt" / "batches" / 0
-    loop.fit(data, deal(len(data), run.training, 2, key).batches())
+    loop.fit(data, deal(len(data), run.training, 2, key))
     assert scores == pytest.approx(score(MODEL, loop.values(), data), abs=1e-6)
     assert scores["loss"] < score(MODEL, final.server.params, data)["loss"]
 

@@ -35,7 +35,7 @@ def test_a_round_is_two_plain_loops_one_after_the_other() -> None:
         key = run.key / "round" / 0 / "client" / client / "batches" / index
         loop = TorchLoop(MODEL, run.training, values)
         _only(loop, names)
-        loop.fit(data, deal(len(data), run.training, epochs, key).batches())
+        loop.fit(data, deal(len(data), run.training, epochs, key))
         values = loop.values()
     assert distance(store.load(client, 1).personal, tree.select(values, HEAD)) < 1e-7
     assert distance(tree.select(played.server.params, BODY), tree.select(values, BODY)) < 1e-7

@@ -15,7 +15,10 @@ from partita.core.model import IGNORED, Batch, Examples, Selection
 
 @dataclass(frozen=True)
 class Deal:
-    """One client's batches: which examples, one batch after another, and how many are in each."""
+    """One client's batches: which examples, one batch after another, and how many are in each.
+
+    A batch is cut off when it is asked for: a GPU that waits for the first does not wait for the others.
+    """
 
     order: Tensor  # (example,)
     sizes: tuple[int, ...]
@@ -23,8 +26,11 @@ class Deal:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def batches(self) -> list[Tensor]:
-        return list(_in_turn(self.order, self.sizes))
+    def __iter__(self) -> Iterator[Tensor]:
+        start = 0
+        for size in self.sizes:
+            yield self.order[start : start + size]
+            start += size
 
 
 def stage(examples: Sequence[Examples], deals: Sequence[Deal], device: torch.device) -> Iterator[Batch]:
@@ -33,10 +39,10 @@ def stage(examples: Sequence[Examples], deals: Sequence[Deal], device: torch.dev
     Rows of one table are taken for all clients at once, and already lie on the device where the table does.
     """
     table = _common(examples) if len(examples) > 1 else None
-    places = [deal.order for deal in deals]
     if table is not None:
-        places = [each.indices.index_select(0, order) for each, order in zip(examples, places, strict=True)]  # type: ignore[attr-defined]
-    for step in zip_longest(*map(_in_turn, places, (deal.sizes for deal in deals))):
+        rows = (each.indices.index_select(0, deal.order) for each, deal in zip(examples, deals, strict=True))  # type: ignore[attr-defined]
+        deals = [Deal(order, deal.sizes) for order, deal in zip(rows, deals, strict=True)]
+    for step in zip_longest(*deals):
         here = [each for each in step if each is not None]
         if table is not None:
             batch = _take_together(table, here)
@@ -45,14 +51,6 @@ def stage(examples: Sequence[Examples], deals: Sequence[Deal], device: torch.dev
         else:
             batch = collate([_take(each, indices) for each, indices in zip(examples, here, strict=False)])
         yield _place(batch, device)
-
-
-def _in_turn(order: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
-    """A batch at a time, when it is asked for: a GPU that waits for the first does not wait for the others."""
-    start = 0
-    for size in sizes:
-        yield order[start : start + size]
-        start += size
 
 
 def collate(batches: Sequence[Batch]) -> Batch:
