@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from helpers import Clients, play, run_of, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from partita.core import drift
 from partita.core.drift import Drift
 from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.rng import Key
+from partita.core.rows import Laid, form_of
 from partita.core.tree import Tensors, digest
 from partita.methods.fedavg import fedavg
 
@@ -35,10 +41,10 @@ def update_of(number: int, names: str, weight: float, scale: float = 1.0) -> Upd
 
 
 def measured(updates: list[Update]) -> dict[str, dict[str, float]]:
-    drift = Drift(Tagged())
-    handed = list(drift.watch(updates))
+    watch = Drift(Tagged())
+    handed = list(watch.watch(updates))
     assert all(one is two for one, two in zip(handed, updates, strict=True))
-    return drift.measures()
+    return watch.measures()
 
 
 def flat(delta: Tensors, names: list[str]) -> np.ndarray:
@@ -124,14 +130,21 @@ def test_senders_that_differ_by_name() -> None:
     assert result["z"]["dispersion"] == pytest.approx(0.0, abs=1e-3)
 
 
-def test_large_tensors_are_measured_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    updates = [update_of(1, "ab", 2.0), update_of(2, "b", 1.0), update_of(3, "abcd", 5.0)]
-    together = measured(updates)
-    sizes = [value.numel() for value in updates[-1].delta.values()]
-    for few in {1, max(sizes)}:  # all by themselves, and some
-        monkeypatch.setattr("partita.core.drift._FEW", few)
-        for tag, expected in together.items():
-            assert measured(updates)[tag] == pytest.approx(expected)
+@pytest.mark.parametrize("lot", [1, 40, drift._LOT])
+def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, some together, and all that have the same names."""
+    monkeypatch.setattr(drift, "_LOT", lot)
+    sent = [(1, "abcd", 2.0), (2, "abcd", 1.0), (3, "abcd", 0.5), (4, "b", 5.0), (5, "abcd", 0.0), (6, "abcd", 3.0)]
+    updates = [update_of(*each) for each in sent]
+    in_rows = measured([replace(update, delta=laid(update.delta)) for update in updates])
+    for tag, expected in measured(updates).items():
+        assert in_rows[tag] == pytest.approx(expected)
+
+
+def laid(delta: Mapping[str, Tensor]) -> Laid:
+    form = form_of(tuple(delta), tuple(value.shape for value in delta.values()))
+    [row] = form.each(form.lay([value.unsqueeze(0) for value in delta.values()]))
+    return row
 
 
 def test_clients_who_send_nothing_in_common_do_not_point_one_way() -> None:

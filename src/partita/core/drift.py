@@ -21,51 +21,78 @@ from torch import Tensor
 from partita.core import tree
 from partita.core.method import Update
 from partita.core.model import Model
+from partita.core.rows import Laid
 from partita.core.tree import Mean, Tensors
 
-_WIDE = torch.float64
-_FEW = 2**16  # numbers: smaller tensors are put together, for which copies are small and calls few
+_LOT = 2**26  # numbers of updates that are looked at together: on a GPU each call costs more than the arithmetic
 Measures = dict[str, dict[str, float]]  # tag -> measure -> value
 
 
 class Drift:
     def __init__(self, model: Model) -> None:
-        self.tags = model.tags
+        self.tags = {name: sorted(tags) for name, tags in model.tags.items()}
         self.mean = Mean()
-        self.units: dict[str, Tensors] = {}  # by tag, the sum of d_i / |d_i|, each with its weight
         self.square: dict[str, float] = {}  # by name, the sum of |d_i|^2, each with its weight
         self.pointed: dict[str, float] = {}  # by tag, the weight of those who moved
-        self.known: dict[tuple[str, ...], dict[str, list[str]]] = {}
+        self.units: Tensors = {}  # (tag of the name, number), the sum of d_i / |d_i|, each with its weight
+        self.unseen: list[tuple[Laid, dict[str, float]]] = []  # what is still to be added to that, and times what
 
     def watch(self, updates: Iterable[Update]) -> Iterator[Update]:
         """Hands every update on as it is."""
         for update in updates:
-            self._see(update.delta, update.weight)
+            if update.weight and update.delta:
+                self._see(update.delta, update.weight)
             yield update
 
     def _see(self, delta: Mapping[str, Tensor], weight: float) -> None:
         self.mean.add(delta, weight)
-        squares = tree.squares(delta)
-        for name, square in squares.items():
+        lengths: dict[str, float] = {}
+        for name, square in tree.squares(delta).items():
             self.square[name] = self.square.get(name, 0.0) + weight * square
-        for tag, names in self._by_tag(tuple(delta)).items():
-            if square := sum(squares[name] for name in names):
+            for tag in self.tags[name]:
+                lengths[tag] = lengths.get(tag, 0.0) + square
+        for tag, length in lengths.items():
+            if length:
                 self.pointed[tag] = self.pointed.get(tag, 0.0) + weight
-                self._point(self.units.setdefault(tag, {}), {n: delta[n] for n in names}, weight / math.sqrt(square))
+        shares = {tag: weight / math.sqrt(length) if length else 0.0 for tag, length in lengths.items()}
+        if not isinstance(delta, Laid):
+            self._point({name: value.reshape(1, -1) for name, value in delta.items()}, [shares])
+            return
+        if self.unseen and self.unseen[0][0].form is not delta.form:
+            self._catch_up()
+        self.unseen.append((delta, shares))
+        if len(self.unseen) * len(delta.row) > _LOT:
+            self._catch_up()
 
-    def _point(self, units: Tensors, delta: Tensors, share: float) -> None:
-        """For all names in one call, since on a GPU each call costs more than the arithmetic."""
-        for name, value in delta.items():
-            if name not in units:
-                units[name] = torch.zeros_like(tree.wide(value))
-        torch._foreach_add_([units[name] for name in delta], list(delta.values()), alpha=share)
+    def _catch_up(self) -> None:
+        if self.unseen:
+            rows = torch.stack([delta.row for delta, _ in self.unseen])
+            form = self.unseen[0][0].form
+            self._point(dict(zip(form.names, form.apart(rows), strict=True)), [shares for _, shares in self.unseen])
+            self.unseen = []
+
+    def _point(self, deltas: Tensors, shares: Sequence[Mapping[str, float]]) -> None:
+        """Of tables (client, number) by name, and each client's shares by tag."""
+        device = next(iter(deltas.values())).device
+        table = torch.tensor([[each[tag] for each in shares] for name in deltas for tag in self.tags[name]])
+        parts = torch.split(table.to(device, non_blocking=True), [len(self.tags[name]) for name in deltas])
+        for (name, value), part in zip(deltas.items(), parts, strict=True):  # part: (tag of the name, client)
+            value = tree.wide(value)
+            if name not in self.units:
+                self.units[name] = value.new_zeros(len(part), value.shape[1])
+            self.units[name].addmm_(part.to(value.dtype), value)
 
     def measures(self) -> Measures:
-        mean, groups = self.mean.value, self._by_tag(tuple(self.mean.value))
-        dots = [_dot(units, mean) for units in self.units.values()]
-        along = dict(zip(self.units, torch.stack(dots).tolist() if dots else [], strict=True))
-        squares = tree.squares(mean)
-        return {tag: self._measure(tag, names, squares, along.get(tag, 0.0)) for tag, names in sorted(groups.items())}
+        self._catch_up()
+        mean = self.mean.value
+        squares, along, groups = tree.squares(mean), dict[str, float](), dict[str, list[str]]()
+        dots = [torch.mv(self.units[name], value.flatten()) for name, value in mean.items()]
+        found = iter(torch.cat(dots).tolist() if dots else [])
+        for name in mean:
+            for tag, dot in zip(self.tags[name], found, strict=False):
+                along[tag] = along.get(tag, 0.0) + dot
+                groups.setdefault(tag, []).append(name)
+        return {tag: self._measure(tag, names, squares, along[tag]) for tag, names in sorted(groups.items())}
 
     def _measure(self, tag: str, names: Sequence[str], squares: Mapping[str, float], along: float) -> dict[str, float]:
         spread = sum(self.square[name] / self.mean.weight[name] for name in names)
@@ -76,21 +103,3 @@ class Drift:
             "cosine": along / pointed / length if pointed and length else 0.0,
             "distance": math.sqrt(spread),
         }
-
-    def _by_tag(self, names: tuple[str, ...]) -> dict[str, list[str]]:
-        if names not in self.known:
-            self.known[names] = {}
-            for name in names:
-                for tag in sorted(self.tags[name]):
-                    self.known[names].setdefault(tag, []).append(name)
-        return self.known[names]
-
-
-def _dot(left: Tensors, right: Tensors) -> Tensor:
-    """Over all names of the left. A client that sent some of a tag's names points nowhere along the others."""
-    few = [name for name in left if left[name].numel() < _FEW]
-    groups = [few] * bool(few) + [[name] for name in left if left[name].numel() >= _FEW]
-    flat = (
-        [torch.cat([part[name].flatten() for name in names]).to(_WIDE) for part in (left, right)] for names in groups
-    )
-    return torch.stack([torch.dot(*both) for both in flat]).sum()
