@@ -36,13 +36,14 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--sizes", nargs="*", default=ON_CPU)
+    options.add_argument("--clients", type=int, default=CLIENTS)
     options.add_argument("--bf16", action="store_true", help="in bfloat16 too: for a CPU that has it (AMX, AVX-512)")
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
     onednn = use_kernels("auto")
     sides = (*SIDES, HALF) if chosen.bf16 else SIDES
-    results = [measure(size, chosen.repeats, sides) for size in chosen.sizes]
-    work = f"{CLIENTS} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn"
+    results = [measure(size, chosen.clients, chosen.repeats, sides) for size in chosen.sizes]
+    work = f"{chosen.clients} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn"
     about = environment(CPU, onednn, work)
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
     print(f"{'model':36}", *(f"{side:>24}" for side in sides))
@@ -54,11 +55,11 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def measure(size: str, repeats: int, sides: tuple[str, ...]) -> dict[str, Any]:
+def measure(size: str, clients: int, repeats: int, sides: tuple[str, ...]) -> dict[str, Any]:
     layers, width, pixels, patch = SIZES[size]
     key = Key(0)
-    task = data.load("synthetic", key, examples=CLIENTS * 250, size=pixels, channels=3)
-    federation = data.split(task, "iid", clients=CLIENTS, key=key)
+    task = data.load("synthetic", key, examples=clients * 250, size=pixels, channels=3)
+    federation = data.split(task, "iid", clients=clients, key=key)
     model = models.build("vit", task, key, layers=layers, width=width, heads=4, patch=patch)
     training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH)
     run = Run(methods.build("fedavg"), training, rounds=1, key=key, drift=False)
