@@ -130,13 +130,17 @@ def test_senders_that_differ_by_name() -> None:
     assert result["z"]["dispersion"] == pytest.approx(0.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("lot", [1, 40, drift._LOT])
+@pytest.mark.parametrize("lot", [1, 100, drift._LOT])
 def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, some together, and all that have the same names."""
     monkeypatch.setattr(drift, "_LOT", lot)
+    looks: list[int] = []
+    point = Drift._point
+    monkeypatch.setattr(Drift, "_point", lambda self, *given: (looks.append(len(given[1])), point(self, *given)))
     sent = [(1, "abcd", 2.0), (2, "abcd", 1.0), (3, "abcd", 0.5), (4, "b", 5.0), (5, "abcd", 0.0), (6, "abcd", 3.0)]
     updates = [update_of(*each) for each in sent]
     in_rows = measured([replace(update, delta=laid(update.delta)) for update in updates])
+    assert looks == {1: [1, 1, 1, 1, 1], 100: [2, 1, 1]}.get(lot, [3, 1])
     for tag, expected in measured(updates).items():
         assert in_rows[tag] == pytest.approx(expected)
 

@@ -113,8 +113,8 @@ class Block:
             rows = form.lay(list(live.values())).sub_(form.lay([anchor[name].unsqueeze(0) for name in live]))
             squares = None
             if self.run.drift:
-                values = [row for table in form.apart(rows) for row in table.unbind()]
-                squares = tree.square_norms(values).view(-1, self.count).T
+                tables = form.apart(rows).values()
+                squares = torch.stack([tree.square_norm(table, dim=1) for table in tables], 1)
             return form.each(rows), tree.largest({"": rows}), squares
         delta = tree.subtract(live, anchor)
         return self._apart(delta), tree.largest(delta), None

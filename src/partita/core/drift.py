@@ -26,6 +26,7 @@ from partita.core.tree import Mean, Tensors
 
 _LOT = 2**26  # numbers of updates that are looked at together: on a GPU each call costs more than the arithmetic
 Measures = dict[str, dict[str, float]]  # tag -> measure -> value
+Shares = Mapping[str, float]  # by tag, a client's weight over how far it moved
 
 
 class Drift:
@@ -35,7 +36,7 @@ class Drift:
         self.square: dict[str, float] = {}  # by name, the sum of |d_i|^2, each with its weight
         self.pointed: dict[str, float] = {}  # by tag, the weight of those who moved
         self.units: Tensors = {}  # (tag of the name, number), the sum of d_i / |d_i|, each with its weight
-        self.unseen: list[tuple[Laid, dict[str, float]]] = []  # what is still to be added to that, and times what
+        self.waiting: list[tuple[Laid, Shares]] = []  # what is still to be added to that
 
     def watch(self, updates: Iterable[Update]) -> Iterator[Update]:
         """Hands every update on as it is."""
@@ -58,40 +59,46 @@ class Drift:
         if not isinstance(delta, Laid):
             self._point({name: value.reshape(1, -1) for name, value in delta.items()}, [shares])
             return
-        if self.unseen and self.unseen[0][0].form is not delta.form:
-            self._catch_up()
-        self.unseen.append((delta, shares))
-        if len(self.unseen) * len(delta.row) > _LOT:
-            self._catch_up()
+        if self.waiting and self.waiting[0][0].form is not delta.form:
+            self._point(*self._waited())
+        self.waiting.append((delta, shares))
+        if len(self.waiting) * len(delta.row) > _LOT:
+            self._point(*self._waited())
 
-    def _catch_up(self) -> None:
-        if self.unseen:
-            rows = torch.stack([delta.row for delta, _ in self.unseen])
-            form = self.unseen[0][0].form
-            self._point(dict(zip(form.names, form.apart(rows), strict=True)), [shares for _, shares in self.unseen])
-            self.unseen = []
+    def _waited(self) -> tuple[Tensors, list[Shares]]:
+        """By name (client, number), and the shares of each; from now on they wait no longer."""
+        if not self.waiting:
+            return {}, []
+        tables = self.waiting[0][0].form.apart(torch.stack([delta.row for delta, _ in self.waiting]))
+        shares = [shares for _, shares in self.waiting]
+        self.waiting = []
+        return tables, shares
 
-    def _point(self, deltas: Tensors, shares: Sequence[Mapping[str, float]]) -> None:
-        """Of tables (client, number) by name, and each client's shares by tag."""
+    def _point(self, deltas: Tensors, shares: Sequence[Shares]) -> None:
         device = next(iter(deltas.values())).device
         table = torch.tensor([[each[tag] for each in shares] for name in deltas for tag in self.tags[name]])
         parts = torch.split(table.to(device, non_blocking=True), [len(self.tags[name]) for name in deltas])
         for (name, value), part in zip(deltas.items(), parts, strict=True):  # part: (tag of the name, client)
-            value = tree.wide(value)
-            if name not in self.units:
-                self.units[name] = value.new_zeros(len(part), value.shape[1])
-            self.units[name].addmm_(part.to(value.dtype), value)
+            both = part.to(tree.wide(value).dtype), tree.wide(value)
+            self.units[name] = self.units[name].addmm_(*both) if name in self.units else torch.mm(*both)
 
     def measures(self) -> Measures:
-        self._catch_up()
         mean = self.mean.value
-        squares, along, groups = tree.squares(mean), dict[str, float](), dict[str, list[str]]()
-        dots = [torch.mv(self.units[name], value.flatten()) for name, value in mean.items()]
+        squares, flat = tree.squares(mean), {name: value.flatten() for name, value in mean.items()}
+        # Those who still wait are multiplied with the mean as they are, and mostly that is all.
+        deltas, shares = self._waited()
+        dots = [torch.mv(tree.wide(value), flat[name]) for name, value in deltas.items()]
+        dots += [torch.mv(value, flat[name]) for name, value in self.units.items()]
         found = iter(torch.cat(dots).tolist() if dots else [])
-        for name in mean:
+        along = dict.fromkeys((tag for name in mean for tag in self.tags[name]), 0.0)
+        for name in deltas:
+            for each, dot in zip(shares, found, strict=False):
+                for tag in self.tags[name]:
+                    along[tag] += each[tag] * dot
+        for name in self.units:
             for tag, dot in zip(self.tags[name], found, strict=False):
-                along[tag] = along.get(tag, 0.0) + dot
-                groups.setdefault(tag, []).append(name)
+                along[tag] += dot
+        groups: dict[str, list[str]] = {tag: [name for name in mean if tag in self.tags[name]] for tag in along}
         return {tag: self._measure(tag, names, squares, along[tag]) for tag, names in sorted(groups.items())}
 
     def _measure(self, tag: str, names: Sequence[str], squares: Mapping[str, float], along: float) -> dict[str, float]:

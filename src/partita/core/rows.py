@@ -79,12 +79,12 @@ class Form:
         """(client, number) as the tensors of each client."""
         return [Laid(row, self) for row in rows.unbind()]
 
-    def apart(self, rows: Tensor) -> list[Tensor]:
+    def apart(self, rows: Tensor) -> dict[str, Tensor]:
         """(client, number) as one such table for each name."""
         pieces = list(rows.split_with_sizes(self.sizes, -1))
         for place in reversed(self.gaps):
             del pieces[place]
-        return pieces
+        return dict(zip(self.names, pieces, strict=True))
 
 
 @lru_cache(maxsize=64)

@@ -100,6 +100,11 @@ def square_norms(values: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(values, dtype=torch.float64)).square()
 
 
+def square_norm(value: Tensor, dim: int) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(value, dim=dim, dtype=torch.float64)
+    return norm.square()
+
+
 def to(tree: Mapping[str, Tensor], device: torch.device) -> Tensors:
     return {name: value.to(device, non_blocking=True) for name, value in tree.items()}
 
