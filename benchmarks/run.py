@@ -73,8 +73,10 @@ def main() -> None:
         ratios = [f"{row['bare'] / row[side]:>13.2f}x" for side in sides]
         told = f"{row['difference']:>11.0e} {row['rounding']:>9.0e}"
         print(f"{row['model']:36} {1000 * row['bare']:>7.0f} ms", *ratios, told)
+        worst = row["farthest"]
         print(
-            f"{'':36} of single tensors, by its norm: {row['farthest']['tensor']} {row['farthest']['difference']:.0e}"
+            f"  of single tensors, by its norm, {worst['tensor']} is farthest: "
+            f"{worst['difference']:.0e}, and {worst['rounding']:.0e} by rounding"
         )
     print("a ratio above 1 is faster than the bare loop")
     print("difference: of the way the bare loop came; rounding: how far the bare loop itself is off from float64")
@@ -128,14 +130,15 @@ def measure(size: str, device: torch.device, repeats: int, chosen: dict[str, Sid
     bare, names = results["bare"], felt(start)
     way = between(bare, start, names)
     in_full = [results[side] for side, (_, precision, _) in chosen.items() if precision == "float32"]
-    apart = {n: max(between(each, bare, [n]) for each in in_full) / float(bare[n].norm()) for n in names}
+    apart = {name: max(between(each, bare, [name]) for each in in_full) / float(bare[name].norm()) for name in names}
     worst = max(names, key=apart.__getitem__)
+    alone = between(bare, exact, [worst]) / float(bare[worst].norm())
     return {
         "model": size,
         **{side: statistics.median(each) for side, each in times.items()},
         "difference": max(between(each, bare, names) for each in in_full) / way,
         "rounding": between(bare, exact, names) / way,
-        "farthest": {"tensor": worst, "difference": apart[worst]},
+        "farthest": {"tensor": worst, "difference": apart[worst], "rounding": alone},
     }
 
 
