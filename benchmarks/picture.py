@@ -100,11 +100,11 @@ def draw_gpu(axes: Axes) -> None:
         xs = [place + (line - (len(names) - 1) / 2) * step for place in places]
         axes.bar(xs, speeds, step * 0.9, color=SHADES[line % len(SHADES)], label=f"partita, {side}")
         for x, speed in zip(xs, speeds, strict=True):
-            axes.text(x, speed, f"{speed:.1f}", ha="center", va="bottom", fontsize=6.5, bbox=WHITE)
+            axes.text(x, speed, f"{speed:.2g}", ha="center", va="bottom", fontsize=6.5, bbox=WHITE)
     axes.axhline(1, color="black", linewidth=0.8, zorder=0)
     axes.set_xticks(range(len(rows)), [f"{short(row['model'])}\n{tuple(dimensions(row['model']))}" for row in rows])
     axes.set_ylabel("times as fast as a bare PyTorch loop")
-    axes.margins(y=0.3)  # room for the legend
+    axes.margins(y=0.4)  # room for the legend
     if names:
         axes.legend(frameon=False, fontsize=7.5, ncols=2, loc="upper left")
 
