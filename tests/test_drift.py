@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +10,13 @@ import torch
 from helpers import Clients, play, run_of, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from test_rows import laid
 
 from partita.core import drift
 from partita.core.drift import Drift
 from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.rng import Key
-from partita.core.rows import Laid, form_of
 from partita.core.tree import Tensors, digest
 from partita.methods.fedavg import fedavg
 
@@ -139,16 +137,11 @@ def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytes
     monkeypatch.setattr(Drift, "_point", lambda self, *given: (looks.append(len(given[1])), point(self, *given)))
     sent = [(1, "abcd", 2.0), (2, "abcd", 1.0), (3, "abcd", 0.5), (4, "b", 5.0), (5, "abcd", 0.0), (6, "abcd", 3.0)]
     updates = [update_of(*each) for each in sent]
-    in_rows = measured([replace(update, delta=laid(update.delta)) for update in updates])
+    rows = [laid({name: value.unsqueeze(0) for name, value in update.delta.items()})[0] for update in updates]
+    in_rows = measured([replace(update, delta=row) for update, row in zip(updates, rows, strict=True)])
     assert looks == {1: [1, 1, 1, 1, 1], 100: [2, 1, 1]}.get(lot, [3, 1])
     for tag, expected in measured(updates).items():
         assert in_rows[tag] == pytest.approx(expected)
-
-
-def laid(delta: Mapping[str, Tensor]) -> Laid:
-    form = form_of(tuple(delta), tuple(value.shape for value in delta.values()))
-    [row] = form.each(form.lay([value.unsqueeze(0) for value in delta.values()]))
-    return row
 
 
 def test_clients_who_send_nothing_in_common_do_not_point_one_way() -> None:

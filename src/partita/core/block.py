@@ -114,7 +114,8 @@ class Block:
             squares = None
             if self.run.drift:
                 tables = form.apart(rows).values()
-                squares = torch.stack([tree.square_norm(table, dim=1) for table in tables], 1)
+                norms = [torch.linalg.vector_norm(table, dim=1, dtype=torch.float64) for table in tables]
+                squares = torch.stack(norms, 1).square()
             return form.each(rows), tree.largest({"": rows}), squares
         delta = tree.subtract(live, anchor)
         return self._apart(delta), tree.largest(delta), None

@@ -90,7 +90,11 @@ class Drift:
         dots = [torch.mv(tree.wide(value), flat[name]) for name, value in deltas.items()]
         dots += [torch.mv(value, flat[name]) for name, value in self.units.items()]
         found = iter(torch.cat(dots).tolist() if dots else [])
-        along = dict.fromkeys((tag for name in mean for tag in self.tags[name]), 0.0)
+        groups: dict[str, list[str]] = {}
+        for name in mean:
+            for tag in self.tags[name]:
+                groups.setdefault(tag, []).append(name)
+        along = dict.fromkeys(groups, 0.0)
         for name in deltas:
             for each, dot in zip(shares, found, strict=False):
                 for tag in self.tags[name]:
@@ -98,7 +102,6 @@ class Drift:
         for name in self.units:
             for tag, dot in zip(self.tags[name], found, strict=False):
                 along[tag] += dot
-        groups: dict[str, list[str]] = {tag: [name for name in mean if tag in self.tags[name]] for tag in along}
         return {tag: self._measure(tag, names, squares, along[tag]) for tag, names in sorted(groups.items())}
 
     def _measure(self, tag: str, names: Sequence[str], squares: Mapping[str, float], along: float) -> dict[str, float]:

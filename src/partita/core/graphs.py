@@ -149,7 +149,8 @@ class Graphed(Block):
         self.slots = list(_leaves(self.moments))
         self.shared = [(_cloned(value), dims) for value, dims in self.shared]
         self.rate = torch.tensor(self.lr, device=self.device)
-        self.years = torch.tensor([float(self.born[name]) for name in self.names], device=self.device)
+        self.years = torch.empty(len(self.names), device=self.device)
+        self._age()
         self.ages = dict(zip(self.names, self.years.unbind(), strict=True))
         self.replays: dict[Hashable, tuple[Batch, Replay] | None] = {}
         self.taken = Counter[Hashable]()
@@ -175,7 +176,7 @@ class Graphed(Block):
             self.live, self.moments = mine
 
     def _age(self) -> None:
-        """Neither way waits for what the GPU is still at work on."""
+        """Where all are of one age, as they mostly are, nothing is copied: a copy may wait for what the GPU is at."""
         born = [float(self.born[name]) for name in self.names]
         if len({*born}) == 1:
             self.years.fill_(born[0])

@@ -182,7 +182,7 @@ def learn(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Bloc
 
 def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Block) -> Callable[[], list[Learned]]:
     """The same in two parts: a GPU is given all the work, and what is handed back waits for it."""
-    phases = visits[0].plan.phases
+    phases, private = visits[0].plan.phases, visits[0].private
     trained: list[list[Mapping[str, Tensor]]] = [[] for _ in visits]  # by phase
     deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in visits]
     moments = [_carried(run, each) for each in visits]
@@ -192,7 +192,6 @@ def launch(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block] = Blo
         order = sorted(range(len(visits)), key=lambda place: -len(visits[place].deals[index]))
         ranked = [visits[place] for place in order]
         contexts = [each.ctx for each in ranked]
-        private = visits[0].private
         draws = [_draw(run, each, index) for each in ranked] if private else []
         now = [{**visits[place].ctx.anchor, **_joined(trained[place])} for place in order]
         block = blocks(run, phase, contexts, now, [moments[place] for place in order], private, draws)

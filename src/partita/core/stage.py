@@ -13,7 +13,7 @@ from partita.core import tree
 from partita.core.model import IGNORED, Batch, Examples, Selection
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Deal:
     """One client's batches: which examples, one batch after another, and how many are in each.
 

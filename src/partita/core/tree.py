@@ -93,16 +93,10 @@ def squares(tree: Mapping[str, Tensor]) -> dict[str, float]:
     """The square of each tensor's norm, in float64."""
     if isinstance(tree, Laid) and tree.squares is not None:
         return tree.squares
-    return dict(zip(tree, square_norms(list(tree.values())).tolist(), strict=True)) if tree else {}
-
-
-def square_norms(values: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(values, dtype=torch.float64)).square()
-
-
-def square_norm(value: Tensor, dim: int) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(value, dim=dim, dtype=torch.float64)
-    return norm.square()
+    if not tree:
+        return {}
+    norms = torch.stack(torch._foreach_norm(list(tree.values()), dtype=torch.float64))
+    return dict(zip(tree, norms.square().tolist(), strict=True))
 
 
 def to(tree: Mapping[str, Tensor], device: torch.device) -> Tensors:
