@@ -102,7 +102,7 @@ def billion(device: torch.device, dtype: torch.dtype) -> Adapted:
     with torch.device(device), no_init_weights():
         module = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=dtype)
     module.tie_weights()
-    draw = torch.Generator(device).manual_seed((Key(0) / "weights").seed())
+    draw = torch.Generator(device).manual_seed((Key(0) / "weights").seed() % 2**63)
     drawn: dict[torch.Size, torch.Tensor] = {}
     with torch.no_grad():
         for value in module.parameters():

@@ -288,6 +288,7 @@ def test_a_real_federation_ends_with_the_tensors_of_one_machine(
 ) -> None:
     options, tables = SAME[method]
     (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "secret").chmod(0o600)
     tables = {old: new.replace("SECRET", str(tmp_path / "secret")) for old, new in tables.items()}
     app = written(tmp_path, method, options, tables=tables)
     federation.run(app, f'deadline={LONG} folder="{tmp_path / "there"}"')

@@ -642,18 +642,20 @@ def test_a_site_says_where_its_data_are_and_nothing_else(tmp_path: Path) -> None
     }
 
 
-def test_under_privacy_a_site_needs_a_secret_of_its_own(tmp_path: Path) -> None:
+def test_under_privacy_each_site_draws_by_a_secret_of_its_own(tmp_path: Path) -> None:
     config = written(tmp_path / "app")
-    words = ["rounds=1", "federation.minimum=0", "privacy.noise=1.0"]
+    words = ["rounds=2", "privacy.noise=1.0"]
     settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 3, "set": " ".join(words)}
-    for name in ("c0", "c1"):
-        (tmp_path / name).write_bytes(name.encode() * 16)
-    nodes: dict[str, dict[str, Any]] = {name: {"engine.secret": str(tmp_path / name)} for name in ("c0", "c1")}
-    grid = app_grid(config, tmp_path / "sites", settings, **nodes, c2={})
-    [row] = flower_app.serve(grid, load(config, words), settings, "1")
-    assert row["lost"].keys() == {"c2"}
-    assert "name it as engine.secret in the node config" in row["lost"]["c2"]
-    assert row["train_loss"] is None
+    (tmp_path / "mine").write_bytes(b"0123456789abcdef")
+    (tmp_path / "mine").chmod(0o600)
+    grid = app_grid(config, tmp_path / "sites", settings, c0={"engine.secret": str(tmp_path / "mine")}, c1={}, c2={})
+    for row in flower_app.serve(grid, load(config, words), settings, "1"):
+        assert not row["lost"]
+        assert row["train_loss"] is None
+    made = {path.parent.parent.name: path for path in (tmp_path / "sites").rglob("private/secret")}
+    assert made.keys() == {"c1", "c2"}, "c0 has a file of its own"
+    assert made["c1"].read_bytes() != made["c2"].read_bytes()
+    assert all(path.stat().st_mode & 0o077 == 0 for path in made.values())
 
 
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:

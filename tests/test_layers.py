@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "partita"
 
 # Each line may import itself and the lines above it.
 CORE = [
-    ["core.rows"],
+    ["core.rows", "core.chacha"],
     ["core.tree", "core.rng", "core.model", "core.files", "core.options"],
     ["core.ledger", "core.plan", "core.wire", "core.private", "core.ghost"],
     ["core.method"],
@@ -71,6 +71,7 @@ LIBRARIES = {
     "tomli_w": ["config", "record", "flower_app"],
     "flwr": ["engines.flower", "flower_app"],
     "dp_accounting": ["privacy.accountant"],
+    "cryptography": ["core.chacha"],
 }
 BY_STRING = ["import_module", "need"]  # functions that import what their first argument says
 

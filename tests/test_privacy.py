@@ -17,7 +17,7 @@ from partita.core.method import Choice, Context, Local, Method, MethodError, Rel
 from partita.core.model import Batch, ClientData, Examples, Model, Output
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Phase, Plan
-from partita.core.private import PrivacyError, Private, clipped_sum, gaussian
+from partita.core.private import PrivacyError, Private, add_noise, clipped_sum, gaussian
 from partita.core.rng import Key
 from partita.core.rounds import ask, begin
 from partita.core.run import RunError, Training
@@ -139,13 +139,19 @@ def test_no_clipping_and_no_noise_is_no_privacy(optimizer: SGD | AdamW) -> None:
     assert distance(last(play(plain, model, clients)), model.initial) > 1e-2
 
 
+def noise_alone(like: Tensors, key: Key, std: float) -> Tensors:
+    """What is released of a sum of zero."""
+    noise = gaussian(like, key, std)
+    return {name: add_noise(torch.zeros_like(value), noise[name], std) for name, value in like.items()}
+
+
 def test_the_noise_is_drawn_by_client_round_step_and_name() -> None:
     """With nothing but noise in it, an update is the sum of what the keys draw."""
     terms = Private(clip=1e-9, noise=3e8)
     run, model, clients = run_of(private(fedavg(), terms), lr=1.0, steps=2), small(), Clients(a=8)
     [first, *_] = play(run, model, clients)
     key = run.key / "round" / 0 / "client" / "a" / "noise" / 0
-    drawn = [gaussian(model.initial, key / step, 3e8 * 1e-9) for step in range(2)]
+    drawn = [noise_alone(model.initial, key / step, 3e8 * 1e-9) for step in range(2)]
     wanted = {name: value - (drawn[0][name] + drawn[1][name]) / 4 for name, value in model.initial.items()}
     assert distance(first.server.params, wanted) < 1e-6
     everything = torch.cat([value.flatten() for draw in drawn for value in draw.values()])
@@ -160,7 +166,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
         if not sample(4, run.training, None, Key(seed) / "round" / 0 / "client" / "a" / "batches" / 0).sizes[0]
     )
     run = replace(run, key=Key(empty))
-    noise = gaussian(model.initial, run.key / "round" / 0 / "client" / "a" / "noise" / 0 / 0, 0.8 * 0.5)
+    noise = noise_alone(model.initial, run.key / "round" / 0 / "client" / "a" / "noise" / 0 / 0, 0.8 * 0.5)
     wanted = {name: value - noise[name] for name, value in model.initial.items()}
     assert distance(last(play(run, model, clients)), wanted) < 1e-6
 

@@ -21,8 +21,6 @@ from partita.core.method import Local, Method, Release
 from partita.core.options import OptionError
 from partita.core.plan import Turn
 from partita.core.private import PrivacyError, Private
-from partita.core.run import RunError
-from partita.experiment import build
 from partita.methods import build as method_of
 from partita.methods.fedavg import fedavg
 from partita.play import resume, start
@@ -165,7 +163,7 @@ def test_a_budget_is_spent_as_planned() -> None:
 
 def test_whoever_is_asked_more_often_decides() -> None:
     guard = guarded(Terms(noise=5.0), count=6, cohort=1)
-    asked = Counter((guard.run.key / "round" / number / "cohort").sample(list(SIZES), 1)[0] for number in range(6))
+    asked = Counter(guard.run.draw_cohort(number, list(SIZES))[0] for number in range(6))
     assert max(asked.values()) < 6
     costs = {
         client: epsilon(dict.fromkeys(releases_of(guard.run, plan_of(guard), SIZES[client]), times), 1e-5)
@@ -250,7 +248,7 @@ CONFIG = {
     "training": {"lr": 0.1, "optimizer": "sgd", "batch_size": 64, "steps": 1},
     "federation": {"cohort": 2},
     "evaluate": {"every": 9, "personal": 9, "drift": False},
-    "privacy": {"noise": 2.0, "accountant": "rdp"},
+    "privacy": {"noise": 2.0, "accountant": "rdp", "repeatable": True},
     "rounds": 2,
 }
 
@@ -280,16 +278,3 @@ def test_the_table_is_checked() -> None:
     with pytest.raises(OptionError, match=r"'privacy\.epsilom'; did you mean 'epsilon'"):
         parse({**CONFIG, "privacy": {"epsilom": 2.0}})
     assert parse({"method": {"name": "fedavg"}}).privacy is None
-
-
-def test_a_secret_is_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    config = {**CONFIG, "engine": {"secret": str(path)}}
-    with pytest.raises(RunError, match=r"cannot read engine\.secret"):
-        build(parse(config))
-    path.write_bytes(b"short")
-    with pytest.raises(RunError, match="holds 5 bytes"):
-        build(parse(config))
-    path.write_bytes(b"words that nobody else can guess")
-    assert build(parse(config)).run.secret is not None
-    assert build(parse(CONFIG)).run.secret is None

@@ -15,7 +15,7 @@ from partita.core import tree
 from partita.core.method import Aggregate, Local, Method, MethodError, Server, Transform, Update
 from partita.core.model import Model
 from partita.core.plan import Plan, Turn, share
-from partita.core.private import PrivacyError, gaussian
+from partita.core.private import PrivacyError, add_noise, gaussian
 from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.engines.faults import Faults
@@ -66,7 +66,8 @@ def test_noise_is_keyed_and_in_proportion_to_clip_and_cohort() -> None:
     noisy = transform.decode(zero, Key(1))
     assert float(noisy.delta["w"].std()) == pytest.approx(2.0 * 0.5 / 4, rel=0.03)
     assert not torch.equal(noisy.delta["w"], noisy.slots["control"]["w"])
-    assert torch.equal(noisy.delta["w"], gaussian(zero.delta, Key(1) / "delta", 0.25)["w"])
+    noise = gaussian(zero.delta, Key(1) / "delta", 0.25)["w"]
+    assert torch.equal(noisy.delta["w"], add_noise(zero.delta["w"], noise, 0.25))
     assert not torch.equal(noisy.delta["w"], transform.decode(zero, Key(2)).delta["w"])
     hidden = replace(transform, secret=Key(9)).decode(zero, Key(1))
     assert not torch.equal(noisy.delta["w"], hidden.delta["w"])

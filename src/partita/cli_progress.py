@@ -37,6 +37,8 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
             for row in rows:
                 if metric is None:
                     metric = read_metric(folder)
+                    for line in _privacy_notes(settings, folder):
+                        bar.console.print(line, style="yellow", markup=False, soft_wrap=True)
                     if bar.console.is_terminal:  # a log file wants none of it, and the run's folder has it
                         bar.console.print(computing(settings, folder), style="dim", markup=False, soft_wrap=True)
                 tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
@@ -53,6 +55,16 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
             if kept := saved_rounds(folder):
                 error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
             raise
+
+
+def _privacy_notes(settings: Config, folder: Path) -> Iterator[str]:
+    """What the owner of a private run must know about its noise."""
+    from partita.privacy.secret import FILE
+
+    if settings.privacy and settings.privacy.repeatable:
+        yield "privacy.repeatable is set: anyone can recompute the noise from the seed, so epsilon is a simulation"
+    elif (folder / FILE).exists():
+        yield f"noise is drawn by a secret of this run, {folder / FILE}: keep it private, and keep it to resume the run"
 
 
 def progress() -> Progress:

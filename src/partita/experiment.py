@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from partita.engines.choose import choose_block, choose_graphs, half_takes, use_
 from partita.engines.faults import Faults, read_trace
 from partita.evaluate import Measure, measure_for
 from partita.privacy.guard import Guard, protect
+from partita.privacy.secret import draw, from_file
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,13 @@ class Experiment:
     graphs: Graphs | None = None
 
 
-def build(config: Config) -> Experiment:
+def build(config: Config, secret: Key | None = None) -> Experiment:
+    """Build and check all parts.
+
+    Args:
+        config: The experiment.
+        secret: What a private run without a secret file of its own draws by. A new one unless given.
+    """
     key = Key(config.seed)
     device = _ready(config.engine)
     method = methods.build(config.method["name"], _rest(config.method, "name"))
@@ -68,7 +74,7 @@ def build(config: Config) -> Experiment:
         tolerate=federate.tolerate,
         preloaded=federate.preloaded,
         drift=config.evaluate.drift,
-        secret=_secret(config.engine.secret),
+        secret=_secret(config, secret),
     )
     run.cohort_size(len(federation.clients))
     guard = None
@@ -121,18 +127,17 @@ def _rest(table: Any, key: str) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name != key}
 
 
-def _secret(path: str | None) -> Key | None:
-    if path is None:
-        return None
-    try:
-        words = Path(path).read_bytes()
-    except OSError as error:
-        raise RunError(f"cannot read engine.secret, {path}: {error.strerror}") from error
-    if len(words) < 16:
-        raise RunError(
-            f"engine.secret, {path}, holds {len(words)} bytes; fill it with 16 or more that nobody can guess"
-        )
-    return Key(int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "big"))
+def makes_secret(config: Config) -> bool:
+    """Whether the run draws by a secret that it makes itself."""
+    return config.privacy is not None and not config.privacy.repeatable and config.engine.secret is None
+
+
+def _secret(config: Config, given: Key | None) -> Key | None:
+    if config.engine.secret is not None:
+        if config.privacy is not None and config.privacy.repeatable:
+            raise RunError("privacy.repeatable draws by the seed, and engine.secret by a file; leave one of them out")
+        return from_file(Path(config.engine.secret))
+    return (given or draw()) if makes_secret(config) else None
 
 
 def _ready(engine: EngineConfig) -> torch.device:

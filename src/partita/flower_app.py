@@ -21,9 +21,10 @@ from partita.core.files import write
 from partita.core.rounds import begin
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import Flower, server_app
-from partita.experiment import build
+from partita.experiment import build, makes_secret
 from partita.observe import Row
-from partita.play import play, prepare, recall
+from partita.play import play, prepare, recall, recall_secret
+from partita.privacy.secret import load_or_save
 from partita.startup import importing
 
 if TYPE_CHECKING:
@@ -116,10 +117,11 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
     """Begin the run, or go on with the one in the folder, a row at a time."""
     folder = Path(str(_said(settings, "folder", "run config")))
     config = replace(config, engine=replace(config.engine, block=1))
-    experiment = build(config)
+    begun = (folder / record.CONFIG).exists()
+    experiment = build(config, recall_secret(config, folder) if begun else None)
     with record.lock(folder):
         done, server = 0, begin(experiment.run, experiment.model)
-        if (folder / record.CONFIG).exists():
+        if begun:
             _same(config, load(folder / record.CONFIG), folder)
             done, server = recall(experiment, folder)
             # Sites may have gone on from here before, so what they hold is not what the ledger says.
@@ -158,17 +160,13 @@ def _site(context: Context, config: Path) -> Site:
     if shared.split["kind"] == "site":
         changes.append(f"split.client={json.dumps(name)}")
     own = _settings(config, context.run_config, *changes)
-    experiment = build(replace(own, engine=replace(own.engine, block=1)))
-    if name not in experiment.federation.clients:
-        raise FlowerError(f"the node config says client = '{name}', which is not among the experiment's clients")
     simulated = "partition-id" in node and "folder" not in node
-    if experiment.run.method.privacy and experiment.run.secret is None and not simulated:
-        raise FlowerError(
-            "the run is to be private, but all that this site draws follows from a seed that others know; fill a file "
-            "with random bytes and name it as engine.secret in the node config"
-        )
     place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
     folder = Path(str(place)) / _identity(shared) / quote(name, safe="")
+    secret = load_or_save(folder) if makes_secret(own) else None
+    experiment = build(replace(own, engine=replace(own.engine, block=1)), secret)
+    if name not in experiment.federation.clients:
+        raise FlowerError(f"the node config says client = '{name}', which is not among the experiment's clients")
     return Site(
         experiment.run,
         experiment.model,

@@ -16,12 +16,14 @@ from partita.core import checkpoint, tree
 from partita.core.files import sealed
 from partita.core.method import Server
 from partita.core.private import PrivacyError
+from partita.core.rng import Key
 from partita.core.rounds import Engine, begin, rounds
 from partita.core.store import Disk, Memory, Store
 from partita.engines.embedded import Embedded
 from partita.engines.workers import Workers
-from partita.experiment import Experiment, build
+from partita.experiment import Experiment, build, makes_secret
 from partita.observe import Row, observe, recall_sights, stages
+from partita.privacy import secret
 from partita.privacy.guard import Guard
 
 PRIVACY = "privacy.json"  # in a run's folder: the promise, and the noise that keeps it
@@ -42,7 +44,7 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
 
 def resume(config: Config, folder: Path) -> Iterator[Row]:
     """Go on after the newest checkpoint as if nothing had happened."""
-    experiment = build(config)
+    experiment = build(config, recall_secret(config, folder))
     with record.lock(folder):
         done, server = recall(experiment, folder)
         Disk(folder / "clients").rewind(done)
@@ -50,8 +52,17 @@ def resume(config: Config, folder: Path) -> Iterator[Row]:
             yield from play(experiment, folder, engine, store, server, done)
 
 
+def recall_secret(config: Config, folder: Path) -> Key | None:
+    """The secret that a run made when it began."""
+    return secret.load(folder) if makes_secret(config) else None
+
+
 def prepare(experiment: Experiment, folder: Path) -> None:
     """Write down what is known before the first round."""
+    if makes_secret(experiment.config):
+        assert experiment.run.secret is not None
+        (folder / secret.FILE).unlink(missing_ok=True)  # of a run that was stopped before it began
+        secret.save(folder, experiment.run.secret)
     record.write(folder / record.CONFIG, _resolved(experiment).to_toml().encode())
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
     record.write_json(folder / record.ENVIRONMENT, record.environment(experiment.device, **chosen))
@@ -103,14 +114,16 @@ def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, St
     if config.workers == 1:
         yield engine, store
         return
-    again = partial(build_engine, _resolved(experiment)) if experiment.device.type == "cuda" else None
+    again = None
+    if experiment.device.type == "cuda":
+        again = partial(build_engine, _resolved(experiment), experiment.run.secret)
     with closing(Workers(engine, config.workers, again)) as workers:
         yield workers, store
 
 
-def build_engine(config: Config) -> Embedded:
-    """For a worker that is no fork: data and model are loaded anew."""
-    return _engine(build(config), Memory())
+def build_engine(config: Config, secret: Key | None) -> Embedded:
+    """For a worker that is no fork: data and model are loaded again."""
+    return _engine(build(config, secret), Memory())
 
 
 def _engine(experiment: Experiment, store: Store) -> Embedded:

@@ -115,7 +115,7 @@ def preview_of(
         raise OptionError(f"--round is {round}; this run has rounds 0 to {run.rounds - 1}")
     if by not in ("role", "layer", "name"):
         raise OptionError(f"--by is '{by}'; it can be role, layer or name")
-    cohort = (run.key / "round" / round / "cohort").sample(clients, run.cohort_size(len(clients)))
+    cohort = run.draw_cohort(round, clients)
     client = client or cohort[0]
     if client not in clients:
         raise OptionError(f"there is no client '{client}'; {nearest(client, clients[:50])}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from partita.core.method import Choice, Context, MethodError
 from partita.core.model import ATTENTION, Batch, Examples, layer_of
 from partita.core.plan import Plan, Turn, plan_for, share_everything
+from partita.core.private import add_noise, gaussian
 from partita.core.rng import Key
 from partita.core.store import Memory
 from partita.core.tree import Tensors
@@ -179,8 +180,8 @@ def test_scores_are_the_direction_of_the_clipped_sum_with_gaussian_noise_of_the_
     assert almost.notes[ATTENTION] == {}, "heads are not part of what is released"
     draws = []
     for round in range(200):
-        draw = torch.randn(4, generator=(key_of(round) / "noise").generator(), dtype=torch.float64)
-        noisy = exact + 3.0 * 0.2 * draw
+        draw = gaussian({"scores": exact}, key_of(round) / "noise", 1.0)["scores"]
+        noisy = add_noise(exact, 3.0 * 0.2 * draw, 3.0 * 0.2)
         told = list(narrow(rule_of(Attention(probe=1.0, noise=3.0, clip=0.2)), round).told.values())
         assert told == pytest.approx((noisy / noisy.norm()).tolist(), rel=1e-6)
         draws.append(draw)

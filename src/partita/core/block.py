@@ -19,7 +19,7 @@ from partita.core.method import Context, Local, Unseen
 from partita.core.model import Batch
 from partita.core.optim import clip
 from partita.core.plan import Phase
-from partita.core.private import Draw, Loss, Private, clipped_sum, gaussian
+from partita.core.private import Draw, Loss, Private, add_noise, clipped_sum, gaussian
 from partita.core.rows import form_of
 from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
@@ -148,13 +148,18 @@ class Block:
         """The same of clipped gradients and noise."""
         private, draws = self.private, self.draws[: len(values[-2])] if self.many else self.draws[:1]
         assert private is not None
-        one = {name: value[0] if self.many else value for name, value in live.items()}
-        noises = [gaussian(one, draw.key / self.steps, private.noise * private.clip) for draw in draws if private.noise]
-        noise = {name: self._join([each[name] for each in noises]) for name in one if noises}
-        sizes = self._join([torch.tensor(float(draw.batch), device=self.device) for draw in draws])
         with torch.no_grad():
-            grads, task = self._lift(self._clipped, [*dims, 0, 0])(live, *values, noise, sizes)
-        return grads, task
+            sums, slopes, task = self._lift(self._clipped, dims)(live, *values)
+            noisy = self._noisy(sums, draws, private.noise * private.clip) if private.noise else sums
+            shares = 1 / self._join([torch.tensor(float(draw.batch), device=self.device) for draw in draws])
+            return {name: value * self._beside(shares, value) + slopes[name] for name, value in noisy.items()}, task
+
+    def _noisy(self, sums: Tensors, draws: Sequence[Draw], std: float) -> Tensors:
+        one = {name: value[0] if self.many else value for name, value in sums.items()}
+        noises = [gaussian(one, draw.key / self.steps, std) for draw in draws]
+        return {
+            name: add_noise(value, self._join([each[name] for each in noises]), std) for name, value in sums.items()
+        }
 
     def _objective(
         self, live: Tensors, rest: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
@@ -172,8 +177,9 @@ class Block:
 
     def _clipped(
         self, live: Tensors, rest: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
-        inputs: Tensors, targets: Tensor, mask: Tensor | None, noise: Tensors, size: Tensor,
-    ) -> tuple[Tensors, Tensor]:  # fmt: skip
+        inputs: Tensors, targets: Tensor, mask: Tensor | None,
+    ) -> tuple[Tensors, Tensors, Tensor]:  # fmt: skip
+        """The sum of clipped gradients, the gradient of what looks at no example, and the task's loss."""
         ctx = Context(self.model, self.plan, anchor, sent, memory, self.lr)
 
         def penalties(out: Any, params: Tensors, batch: Any, each: bool) -> Iterator[Tensor]:
@@ -196,9 +202,7 @@ class Block:
 
         total, losses = self._sum(of_one, live, rest, Batch(inputs, targets, mask))
         slopes = torch.func.grad(of_none)(live)
-        noisy = {name: value + noise[name] if name in noise else value for name, value in total.items()}
-        grads = {name: value * (1 / size) + slopes[name] for name, value in noisy.items()}
-        return grads, losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
+        return total, slopes, losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
 
     def _sum(self, of_one: Loss, live: Tensors, rest: Tensors, batch: Batch) -> tuple[Tensors, Tensor]:
         private = self.private
@@ -275,6 +279,10 @@ class Block:
 
     def _lead(self, value: Tensor, count: int) -> Tensor:
         return value[:count] if self.many else value
+
+    def _beside(self, numbers: Tensor, value: Tensor) -> Tensor:
+        """One number a client, in a shape that multiplies each client's part of the value."""
+        return numbers.view(-1, *[1] * (value.ndim - 1)) if self.many else numbers
 
     def _rows(self, joined: Tensors) -> list[Mapping[str, Tensor]]:
         return [Row(joined, rank) for rank in range(self.count)] if self.many else [joined]

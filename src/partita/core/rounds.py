@@ -124,7 +124,7 @@ class _Round:
     def play(self, engine: Engine) -> Round:
         method, clients = self.run.method, engine.clients()
         key = self.run.key / "round" / self.number
-        cohort = (key / "cohort").sample(clients, self.run.cohort_size(len(clients)))
+        cohort = self.run.draw_cohort(self.number, clients)
         if self.run.minimum > len(cohort):
             raise RunError(
                 f"federation.minimum is {self.run.minimum}, but only {len(cohort)} clients are asked a round"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,6 +51,7 @@ class Run:
     preloaded: bool = False  # clients hold the initial model before the first round
     drift: bool = True  # measure drift each round
     secret: Key | None = None  # what clients draw by where nobody else may know it; None: by the run's key, as all do
+    hidden_cohorts: bool = False  # draw cohorts by the secret: what privacy gains from sampling needs that nobody knows
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -63,6 +65,11 @@ class Run:
 
     def rate(self, round: int) -> float:
         return self.training.lr * self.training.schedule.factor(round, self.rounds)
+
+    def draw_cohort(self, round: int, clients: Sequence[str]) -> list[str]:
+        """The clients that are asked in a round, of those there are."""
+        key = self.secret if self.secret and self.hidden_cohorts else self.key
+        return (key / "round" / round / "cohort").sample(clients, self.cohort_size(len(clients)))
 
     def cohort_size(self, population: int) -> int:
         share = isinstance(self.cohort, float)

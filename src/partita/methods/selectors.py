@@ -13,6 +13,7 @@ from partita.core import tree
 from partita.core.method import Choice, Context, Local, MethodError, Release
 from partita.core.model import ATTENTION, Batch, Examples, before_layers, layer_of, layers_of, number_of
 from partita.core.plan import NONE, Plan
+from partita.core.private import add_noise, gaussian
 from partita.core.rng import Key
 from partita.core.tree import Names, Slots, Tensors
 
@@ -58,8 +59,8 @@ class Attention:
         paid = self._paid(layers, examples, ctx, key)  # by layer, (example, head)
         each = torch.stack([paid[layer].mean(1) for layer in layers], 1)  # (example, layer)
         if self.noise:
-            draw = torch.randn(len(layers), generator=(key / "noise").generator(), dtype=torch.float64)
-            found = clipped(each.double(), self.clip).sum(0).cpu() + self.noise * self.clip * draw
+            total, std = clipped(each.double(), self.clip).sum(0).cpu(), self.noise * self.clip
+            found = add_noise(total, gaussian({"scores": total}, key / "noise", std)["scores"], std)
             return Ranking(_named(layers, found / found.norm().clamp(min=1e-12)), told=True)
         mean = each.mean(0)
         for telling, fault in ((mean > 0, "has a token of those"), (mean < 1 - 1e-6, "has a token beside those")):

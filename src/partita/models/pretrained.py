@@ -100,7 +100,7 @@ def label(config: PreTrainedConfig, task: ImageTask) -> None:
 def drawing_from(key: Key) -> Iterator[None]:
     """Modules draw from torch's global CPU generator: seed it for a while. torch.manual_seed would reseed GPUs too."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(key.seed())
+        torch.default_generator.set_state(key.generator().get_state())
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from partita.core import tree
 from partita.core.method import Aggregate, Method, MethodError, Rule, Server, Transform, Update
 from partita.core.model import Model
-from partita.core.private import PrivacyError, gaussian
+from partita.core.private import PrivacyError, add_noise, gaussian
 from partita.core.rng import Key
 from partita.core.tree import Mean, Names, Slots, Tensors
 
@@ -41,10 +41,11 @@ class ClippedUpdates(Transform):
         if not self.noise:
             return aggregate
         key = key if self.secret is None else Key(self.secret.root, (*self.secret.path, *key.path))
-        deviation = self.noise * self.clip / self.cohort
+        std = self.noise * self.clip / self.cohort
 
         def noisy(part: Tensors, slot: str) -> Tensors:
-            return tree.add(part, gaussian(part, key / slot, deviation))
+            noise = gaussian(part, key / slot, std)
+            return {name: add_noise(value, noise[name], std) for name, value in part.items()}
 
         slots = {slot: noisy(part, slot) for slot, part in aggregate.slots.items()}
         return replace(aggregate, delta=noisy(aggregate.delta, "delta"), slots=slots)

@@ -32,6 +32,9 @@ class Terms:
     norms: Literal["auto", "direct", "ghost"] = "auto"
     chunk: int | None = None
     accountant: Literal["auto", "pld", "rdp"] = "auto"
+    repeatable: bool = (
+        False  # draw noise by the seed, for research: anyone can recompute it, so epsilon is a simulation
+    )
 
     def __post_init__(self) -> None:
         if self.epsilon is None and self.noise is None:
@@ -78,8 +81,7 @@ class Guard:
         account = replace(self.account, bills={})
         signal = self.run.method.server.signal(begin(self.run, self.model))
         for number in range(rounds):
-            key = self.run.key / "round" / number / "cohort"  # as the rounds will draw it
-            cohort = key.sample(list(self.sizes), self.run.cohort_size(len(self.sizes)))
+            cohort = self.run.draw_cohort(number, list(self.sizes))
             _charge(account, self.run, self.model, self.sizes, number, cohort, signal)
         return account
 
@@ -94,6 +96,7 @@ class Guard:
             "clip": terms.clip,
             "sampling": terms.sampling if terms.unit == "example" else "cohort",
             "accountant": self.account.by,
+            "repeatable": terms.repeatable,
             "planned": None if self.planned == math.inf else self.planned,
         }
 
@@ -114,7 +117,8 @@ def protect(run: Run, model: Model, sizes: Mapping[str, int], terms: Terms) -> G
 
     def under(noise: float) -> Run:
         if of_clients:
-            return replace(run, method=protect_clients(run.method, terms.clip, noise, cohort, run.secret))
+            method = protect_clients(run.method, terms.clip, noise, cohort, run.secret)
+            return replace(run, method=method, hidden_cohorts=True)
         private = Private(terms.clip, noise, terms.sampling, terms.norms, terms.chunk)
         return replace(run, method=replace(run.method, privacy=private))
 

@@ -344,6 +344,8 @@ def _reservations(
         own = [value for run in runs for value in personal(run, metric).values()]
         if None in own:
             said.append(f"{label}: {own.count(None)} of {len(own)} personal values are missing and left out.")
+        if any(run.privacy.get("repeatable") for run in runs):
+            said.append(f"{label}: anyone can recompute its noise from the seed, so its epsilon is a simulation.")
         if len(runs) == 1:
             said.append(f"{label}: one seed, so no spread over seeds.")
         if label != first:

@@ -1,0 +1,86 @@
+"""The secret behind a private run's draws: 32 bytes from the operating system, in a file that only its owner can read.
+
+Whoever knows it can recompute the noise and subtract it. Resuming a run needs it, so it is kept in the run's private
+folder. It appears nowhere else: not in the config, the rows, the report or an export.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+from partita.core.files import DiskError
+from partita.core.private import PrivacyError
+from partita.core.rng import Key
+
+FILE = Path("private", "secret")
+SIZE = 32  # bytes
+LEAST = 16  # bytes in a file that a user provides
+
+
+def draw() -> Key:
+    return Key(int.from_bytes(secrets.token_bytes(SIZE), "big"))
+
+
+def save(folder: Path, key: Key) -> Path:
+    """Write the secret below the folder. An existing one is never replaced, since rounds may depend on it."""
+    path = folder / FILE
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(key.root.to_bytes(SIZE, "big"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(part, path)
+    except FileExistsError as error:
+        raise PrivacyError(
+            f"{path} already exists; a run never replaces its secret, so choose another folder"
+        ) from error
+    except OSError as error:
+        raise DiskError(f"cannot write {path} ({error.strerror}); make room or fix the folder") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
+    return path
+
+
+def load(folder: Path) -> Key:
+    """The secret that `save` wrote."""
+    path = folder / FILE
+    words = _read(path, "restore it from a copy, or start a new run: other noise would make it another run")
+    if len(words) != SIZE:
+        raise PrivacyError(f"{path} is damaged: it holds {len(words)} bytes and not {SIZE}; restore it from a copy")
+    return Key(int.from_bytes(words, "big"))
+
+
+def load_or_save(folder: Path) -> Key:
+    """The folder's secret; a new one where there is none yet."""
+    if not (folder / FILE).exists():
+        with suppress(PrivacyError):  # another process was faster
+            save(folder, draw())
+    return load(folder)
+
+
+def from_file(path: Path) -> Key:
+    """The secret that a user provides as engine.secret: a file of random bytes."""
+    words = _read(path, "engine.secret must name a file of 16 or more random bytes")
+    if len(words) < LEAST:
+        raise PrivacyError(
+            f"engine.secret, {path}, holds {len(words)} bytes; fill it with {LEAST} or more that nobody can guess"
+        )
+    if path.stat().st_mode & 0o077:
+        warnings.warn(f"engine.secret, {path}, can be read by other users; run: chmod 600 {path}", stacklevel=2)
+    return Key(int.from_bytes(hashlib.blake2b(words, digest_size=SIZE).digest(), "big"))
+
+
+def _read(path: Path, remedy: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PrivacyError(f"cannot read {path} ({error.strerror}); {remedy}") from error

@@ -1,0 +1,133 @@
+"""Random numbers for privacy: the cipher against its standard, and the noise that is made of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from partita.core import chacha
+from partita.core.private import GRID_BITS, add_noise, gaussian
+from partita.core.rng import Key
+
+CPU = torch.device("cpu")
+# RFC 8439, appendix A.1: the key stream of a zero key and nonce, blocks 0 and 1.
+RFC = bytes.fromhex(
+    "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
+    "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f"
+)
+KEYS = [bytes(range(start, start + 32)) for start in (0, 7, 99)]
+
+
+def test_the_cipher_is_that_of_the_standard() -> None:
+    assert chacha._cipher_stream(bytes(32), 2) == RFC
+    assert chacha.chacha20([bytes(32)], [2], CPU).numpy().tobytes() == RFC
+
+
+def test_tensors_compute_the_stream_of_the_library_for_many_keys_at_once() -> None:
+    """The way a GPU takes; its operations are the same on a CPU."""
+    blocks = [5, 0, 300]
+    wanted = b"".join(chacha._cipher_stream(key, count) for key, count in zip(KEYS, blocks, strict=True))
+    assert chacha.chacha20(KEYS, blocks, CPU).numpy().tobytes() == wanted
+
+
+def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [10, 0, 1000]
+    together = chacha.normal(KEYS, counts)
+    apart = [chacha.normal([key], [count])[0] for key, count in zip(KEYS, counts, strict=True)]
+    monkeypatch.setattr(chacha, "_PASS", 1)
+    in_passes = chacha.normal(KEYS, counts)
+    for one, other, third in zip(together, apart, in_passes, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+
+
+def test_normal_numbers_are_normal_and_independent() -> None:
+    draw = chacha.normal(KEYS[:1], [400_000])[0].numpy()
+    assert stats.kstest(draw, "norm").pvalue > 1e-4
+    assert abs(float(stats.kurtosis(draw))) < 0.05
+    assert np.sort(np.abs(draw))[-1] > 4.0, "the tails are there"
+    for lag in (1, 2, 3, 4, 5, 8, 64):  # the two of a Box-Muller pair are 4 apart
+        assert abs(np.corrcoef(draw[:-lag], draw[lag:])[0, 1]) < 5 / math.sqrt(len(draw))
+        assert abs(np.corrcoef(draw[:-lag] ** 2, draw[lag:] ** 2)[0, 1]) < 5 / math.sqrt(len(draw))
+
+
+def test_the_extremes_of_the_integers_give_finite_numbers() -> None:
+    for word in (0, -1, 2**63 - 1, -(2**63), 1):
+        made = chacha._box_muller(torch.full((8,), word))
+        assert bool(torch.isfinite(made).all())
+    assert float(chacha._box_muller(torch.zeros(8, dtype=torch.int64)).abs().max()) == pytest.approx(9.42, abs=0.01)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.013, 0.4, 1.0])
+def test_poisson_draws_have_their_rate(rate: float) -> None:
+    """Within five standard deviations over 400,000 draws."""
+    drawn = sum(len((Key(4) / step).poisson(1000, rate)) for step in range(400))
+    assert abs(drawn - 400_000 * rate) <= 5 * math.sqrt(400_000 * rate * (1 - rate))
+
+
+def test_every_bit_of_a_secret_changes_the_noise() -> None:
+    """Nothing is cut off: neither 32 bits, as torch's generator keeps on a CPU, nor 64, as on a GPU."""
+    like = {"w": torch.empty(64)}
+    root = int.from_bytes(KEYS[2], "big")
+    noise = gaussian(like, Key(root), 1.0)["w"]
+    others = [gaussian(like, Key(root ^ 1 << bit), 1.0)["w"] for bit in range(256)]
+    assert max(abs(float(torch.dot(noise, other)) / 64) for other in others) < 0.75
+    assert len({float(other[0]) for other in others}) == 256
+
+
+def test_public_draws_use_more_than_the_32_bits_of_a_seed() -> None:
+    """With 32 bits, 300,000 keys share about ten first draws; with 53, none."""
+    keys = [Key(0) / number for number in range(300_000)]
+    assert len({key.uniform() for key in keys}) == len(keys)
+    first = {torch.randint(2**62, (1,), generator=(Key(1) / number).generator()).item() for number in range(2000)}
+    assert len(first) == 2000
+    state = Key(1).generator().get_state()
+    assert not torch.equal(state, torch.Generator().manual_seed(Key(1).seed() % 2**32).get_state())
+    assert state[24 : 24 + 8 * 624].view(torch.int64).unique().numel() > 600, "all words of the state are filled"
+
+
+def test_a_generator_from_a_key_is_uniform_and_normal() -> None:
+    uniform = torch.rand(100_000, generator=Key(2).generator(), dtype=torch.float64).numpy()
+    normal = torch.randn(100_000, generator=Key(3).generator()).numpy()
+    assert stats.kstest(uniform, "uniform").pvalue > 1e-4
+    assert stats.kstest(normal, "norm").pvalue > 1e-4
+
+
+# ---- what is released
+
+
+@pytest.mark.parametrize("std", [1e-6, 0.3, 700.0])
+def test_what_is_released_lies_on_a_grid_that_does_not_depend_on_the_value(std: float) -> None:
+    """Mironov's attack reads a value off the gaps between the sums that floating point can make of it."""
+    grid = 2.0 ** (math.floor(math.log2(std)) - GRID_BITS)
+    noise = gaussian({"w": torch.empty(20_000)}, Key(5), std)["w"]
+    for value in (0.0, 0.1 * std, math.pi * std):
+        released = add_noise(torch.full((20_000,), value), noise, std)
+        steps = released.double() / grid
+        assert torch.equal(steps, steps.round())
+        assert released.dtype == torch.float32
+        assert float(released.double().std()) == pytest.approx(std, rel=0.02)
+        assert float(released.double().mean()) == pytest.approx(value, abs=0.05 * std)
+
+
+def test_on_the_grid_neighbouring_values_reach_the_same_points() -> None:
+    """With the noise of a coarse generator, the sums of two values would hardly meet; on the grid all of them do."""
+    noise = gaussian({"w": torch.empty(200_000)}, Key(6), 1.0)["w"]
+    reached = [set(add_noise(torch.full((200_000,), value), noise, 1.0).tolist()) for value in (0.0, 1e-3)]
+    core = [step * 2.0**-GRID_BITS for step in range(-512, 512)]  # half a standard deviation: each is hit 80 times
+    assert all(point in part for point in core for part in reached)
+    plain = [set((torch.full((200_000,), value).double() + noise).tolist()) for value in (0.0, 1e-3)]
+    assert len(plain[0] & plain[1]) < 10
+
+
+def test_without_cryptography_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    chacha._need.cache_clear()
+    with pytest.raises(chacha.CipherError, match=r"pip install 'partita\[privacy\]'"):
+        Key(0).poisson(5, 0.5)
+    chacha._need.cache_clear()

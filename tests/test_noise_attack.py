@@ -1,0 +1,58 @@
+"""The attack on noise that a seed of 32 bits decides: a server tries the seeds, and subtracts what it finds.
+
+benchmarks/attack/guess_noise.py tries all 2**32; here the attacker is told all but 14 of the bits.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from partita.core.private import add_noise, gaussian
+from partita.core.rng import Key
+
+BITS, SIZE, SIGNAL = 14, 512, 0.01
+
+
+def cosine(left: Tensor, right: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(left.double(), right.double(), dim=0))
+
+
+def by_seed(seed: int) -> Tensor:
+    """How noise was drawn before."""
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def old_scheme(total: Tensor, secret: int) -> Tensor:
+    return total + by_seed(secret)
+
+
+def new_scheme(total: Tensor, secret: int) -> Tensor:
+    return add_noise(total, gaussian({"w": total}, Key(secret), 1.0)["w"], 1.0)
+
+
+def attack(released: Tensor, known: int) -> Tensor | None:
+    """Try every seed that torch can tell apart, given 18 of its 32 bits. What is left once the noise is subtracted."""
+    for low in range(2**BITS):
+        noise = by_seed(known | low)
+        if cosine(noise, released) > 0.9:
+            return released - noise
+    return None
+
+
+@pytest.mark.parametrize(("scheme", "succeeds"), [(old_scheme, True), (new_scheme, False)])
+def test_the_search_over_seeds_finds_the_old_noise_and_not_the_new(
+    scheme: Callable[[Tensor, int], Tensor], succeeds: bool
+) -> None:
+    total = torch.nn.functional.normalize(torch.randn(SIZE, generator=Key(8).generator()), dim=0) * SIGNAL * SIZE**0.5
+    secret = secrets.randbits(63)
+    released = scheme(total, secret)
+    assert abs(cosine(total, released)) < 0.2, "as sent, the noise hides the sum"
+    found = attack(released, secret % 2**32 >> BITS << BITS)
+    assert (found is not None) == succeeds
+    if found is not None:
+        assert cosine(total, found) > 0.999

@@ -1,0 +1,159 @@
+"""The secret of a private run: made, kept from others, needed to resume, and written nowhere else."""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from partita import report
+from partita.config import parse
+from partita.core.private import PrivacyError
+from partita.core.rng import Key
+from partita.core.run import RunError
+from partita.experiment import build
+from partita.play import resume, start
+from partita.privacy import secret
+
+CONFIG = {
+    "rounds": 2,
+    "method": {"name": "fedavg"},
+    "data": {"name": "synthetic", "size": 4, "examples": 60, "test_examples": 20},
+    "split": {"kind": "iid", "clients": 3},
+    "model": {"name": "vit", "width": 8, "layers": 1, "heads": 1, "patch": 2},
+    "training": {"optimizer": "sgd", "lr": 0.1, "batch_size": 8, "steps": 2},
+    "privacy": {"noise": 1.0},
+}
+REPEATABLE = {**CONFIG, "privacy": {"noise": 1.0, "repeatable": True}}
+
+
+def played(config: dict[str, object], folder: Path) -> str:
+    for _ in start(parse(config), folder):
+        pass
+    return str(json.loads((folder / "result.json").read_text())["digest"])
+
+
+def test_a_private_run_makes_a_secret_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    first, second = (played(CONFIG, tmp_path / name) for name in ("a", "b"))
+    assert first != second, "the same config and seed, and other noise"
+    path = tmp_path / "a" / secret.FILE
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert len(path.read_bytes()) == 32
+    assert path.read_bytes() != (tmp_path / "b" / secret.FILE).read_bytes()
+
+
+def test_the_secret_is_in_no_other_file(tmp_path: Path) -> None:
+    played(CONFIG, tmp_path / "run")
+    report.page([report.read(tmp_path / "run")], tmp_path / "run" / "report.html")
+    words = (tmp_path / "run" / secret.FILE).read_bytes()
+    forms = [words, words.hex().encode(), str(int.from_bytes(words, "big")).encode(), words[:12]]
+    others = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != secret.FILE.name]
+    assert len(others) > 6
+    for path in others:
+        assert not [form for form in forms if form in path.read_bytes()], path
+
+
+def test_a_key_does_not_show_its_root() -> None:
+    assert "123456789" not in repr(Key(123456789) / "round" / 3)
+
+
+def test_a_run_that_was_stopped_goes_on_with_its_own_secret(tmp_path: Path) -> None:
+    whole = played(CONFIG, tmp_path / "whole")
+    key = secret.load(tmp_path / "whole")
+    rows = start(parse(CONFIG), tmp_path / "cut")
+    next(rows)
+    rows.close()
+    (tmp_path / "cut" / secret.FILE).write_bytes((tmp_path / "whole" / secret.FILE).read_bytes())
+    assert secret.load(tmp_path / "cut") == key
+    (tmp_path / "cut" / secret.FILE).unlink()
+    with pytest.raises(PrivacyError, match=r"cannot read .*private/secret .*restore it from a copy"):
+        list(resume(parse(CONFIG), tmp_path / "cut"))
+    (tmp_path / "cut" / secret.FILE).write_bytes(b"cut short")
+    with pytest.raises(PrivacyError, match="holds 9 bytes and not 32"):
+        list(resume(parse(CONFIG), tmp_path / "cut"))
+    assert whole
+
+
+def test_resuming_draws_the_noise_that_the_run_would_have_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("partita.experiment.draw", lambda: Key(77))
+    whole = played(CONFIG, tmp_path / "whole")
+    rows = start(parse(CONFIG), tmp_path / "cut")
+    next(rows)
+    rows.close()
+    monkeypatch.undo()
+    list(resume(parse(CONFIG), tmp_path / "cut"))
+    assert json.loads((tmp_path / "cut" / "result.json").read_text())["digest"] == whole
+
+
+def test_a_run_that_was_stopped_before_it_began_starts_with_a_new_secret(tmp_path: Path) -> None:
+    secret.save(tmp_path / "run", Key(5))
+    played(CONFIG, tmp_path / "run")
+    assert secret.load(tmp_path / "run") != Key(5)
+
+
+def test_a_secret_is_never_replaced(tmp_path: Path) -> None:
+    first = secret.load_or_save(tmp_path)
+    assert secret.load_or_save(tmp_path) == first
+    with pytest.raises(PrivacyError, match="already exists"):
+        secret.save(tmp_path, secret.draw())
+    assert [path.name for path in (tmp_path / "private").iterdir()] == ["secret"]
+
+
+def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -> None:
+    assert played(REPEATABLE, tmp_path / "a") == played(REPEATABLE, tmp_path / "b")
+    assert not (tmp_path / "a" / "private").exists()
+    assert json.loads((tmp_path / "a" / "privacy.json").read_text())["repeatable"] is True
+    page = report.page([report.read(tmp_path / "a")], tmp_path / "a.html").read_text()
+    assert "its epsilon is a simulation" in page
+    played(CONFIG, tmp_path / "c")
+    assert json.loads((tmp_path / "c" / "privacy.json").read_text())["repeatable"] is False
+    assert (
+        "its epsilon is a simulation" not in report.page([report.read(tmp_path / "c")], tmp_path / "c.html").read_text()
+    )
+
+
+def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    config = {**CONFIG, "engine": {"secret": str(path)}}
+    with pytest.raises(PrivacyError, match=r"cannot read .*engine\.secret must name a file"):
+        build(parse(config))
+    path.write_bytes(b"short")
+    with pytest.raises(PrivacyError, match="holds 5 bytes"):
+        build(parse(config))
+    path.write_bytes(b"words that nobody else can guess")
+    path.chmod(0o644)
+    with pytest.warns(UserWarning, match="can be read by other users; run: chmod 600"):
+        assert build(parse(config)).run.secret is not None
+    path.chmod(0o600)
+    assert played(config, tmp_path / "a") == played(config, tmp_path / "b")
+    assert not (tmp_path / "a" / "private").exists()
+    both = {**REPEATABLE, "engine": {"secret": str(path)}}
+    with pytest.raises(RunError, match=r"privacy\.repeatable draws by the seed, and engine\.secret by a file"):
+        build(parse(both))
+
+
+def test_without_privacy_there_is_no_secret(tmp_path: Path) -> None:
+    plain = {key: value for key, value in CONFIG.items() if key != "privacy"}
+    assert build(parse(plain)).run.secret is None
+    played(plain, tmp_path / "run")
+    assert not (tmp_path / "run" / "private").exists()
+
+
+def test_under_client_level_privacy_nobody_who_knows_the_seed_knows_the_cohorts() -> None:
+    """What sampling clients gains for privacy, it gains only against those who do not know who was drawn."""
+    config = {**CONFIG, "privacy": {"noise": 1.0, "unit": "client"}, "federation": {"cohort": 1}}
+    clients = [f"c{number}" for number in range(50)]
+    runs = [build(parse(config)).run for _ in range(2)]
+    drawn = [[run.draw_cohort(number, clients) for number in range(20)] for run in runs]
+    assert drawn[0] != drawn[1]
+    known = [replace(runs[0], secret=None).draw_cohort(number, clients) for number in range(20)]
+    assert drawn[0] != known
+    assert drawn[0] == [runs[0].draw_cohort(number, clients) for number in range(20)]
+    by_example = [build(parse({**CONFIG, "federation": {"cohort": 1}})).run for _ in range(2)]
+    assert by_example[0].draw_cohort(3, clients) == by_example[1].draw_cohort(3, clients)
