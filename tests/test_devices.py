@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import small_config
+from helpers import Clients, distance, run_of, small, small_config
 from test_graphs import farthest
 from test_graphs import play as play_graphs
 
 from partita import AdamW, record
+from partita.core import chacha
+from partita.core.private import Private, add_noise, gaussian
+from partita.core.rng import Key
+from partita.core.rounds import begin, rounds
 from partita.engines.choose import choose_graphs
+from partita.engines.embedded import Embedded
+from partita.methods.fedavg import fedavg
 from partita.play import resume, start
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -61,3 +68,33 @@ def test_two_workers_on_one_gpu_leave_the_record_of_one(method: str, engine: dic
     for workers in (1, 2):
         list(start(small_config(method, 4, workers=workers, **engine), tmp_path / str(workers)))
     assert left_by(tmp_path / "1") == left_by(tmp_path / "2")
+
+
+@on_a_gpu
+def test_a_gpu_draws_the_noise_of_a_cpu() -> None:
+    """The cipher bit for bit; Gaussians to the last digits of float64, which the grid of what is released swallows."""
+    keys, blocks = [bytes(range(start, start + 32)) for start in (0, 7)], [3, 1000]
+    there, here = (chacha._stream(keys, blocks, torch.device(name)) for name in ("cuda", "cpu"))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(there, here, strict=True))
+    like = {"w": torch.zeros(300, 70), "b": torch.zeros(7)}
+    noises = [
+        gaussian({name: value.to(device) for name, value in like.items()}, Key(3), 0.5) for device in ("cpu", "cuda")
+    ]
+    for name, value in like.items():
+        assert torch.allclose(noises[0][name], noises[1][name].cpu(), rtol=1e-12, atol=1e-12)
+        released = [add_noise(value.to(noise[name].device), noise[name], 0.5).cpu() for noise in noises]
+        assert torch.equal(*released)
+
+
+@on_a_gpu
+def test_a_private_round_on_a_gpu_is_that_of_a_cpu_up_to_rounding() -> None:
+    run, clients = run_of(replace(fedavg(), privacy=Private(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = small()
+        engine = Embedded(run, model, clients, 2, torch.device(device))
+        server = replace(begin(run, model), params={name: value.to(device) for name, value in model.initial.items()})
+        first = next(rounds(run, model, engine, server))
+        ends.append({name: value.cpu() for name, value in first.server.params.items()})
+    assert distance(*ends) < 1e-3  # a grid point at most: sums of gradients differ by rounding
+    assert distance(ends[0], {name: value.cpu() for name, value in model.initial.items()}) > 0.1

@@ -1,7 +1,7 @@
-"""Random numbers that nobody can predict without a 256-bit key: the ChaCha20 stream cipher, on CPUs and GPUs.
+"""Random numbers that nobody can predict without a 256-bit key: the ChaCha20 stream cipher (RFC 8439).
 
-A CPU takes the cipher from the `cryptography` package. A GPU computes it with integer tensors, for many keys in one
-pass; both give the same bits (RFC 8439), so a run draws the same noise wherever it trains.
+A CPU takes the cipher from the `cryptography` package. A GPU runs a kernel of its own, which is checked against that
+package before its first use. Both give the same bits, so a run draws the same noise wherever it trains.
 
 Normal numbers are made in float64 by the Box-Muller transform from 64-bit integers. They reach 9.4 standard
 deviations, and what is released is rounded to a grid that is far coarser than float64 (`private.add_noise`).
@@ -10,7 +10,7 @@ deviations, and what is released is rounded to a grid that is far coarser than f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,9 +24,35 @@ BLOCK_BYTES = 64
 NORMALS = 8  # numbers made from one block
 MAX_BLOCKS = 2**32  # the cipher counts blocks in 32 bits
 _CPU = torch.device("cpu")
-_CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
-_ROTATIONS = (16, 12, 8, 7)
-_PASS = 2**21  # blocks that a GPU computes in one pass: 128 MiB of stream, and as much again for each temporary
+_PASS = 2**21  # blocks whose numbers are made together: 128 MiB of stream, and as much again for each temporary
+# One 64-bit word of the stream a thread. Eight threads compute the same block: arithmetic is cheap beside memory.
+_KERNEL = r"""
+template <typename T> T chacha20(T index, T key0, T key1, T key2, T key3) {
+    typedef unsigned int u32;
+    typedef unsigned long long u64;
+    u64 key[4] = {(u64)key0, (u64)key1, (u64)key2, (u64)key3};
+    u32 start[16] = {0x61707865u, 0x3320646eu, 0x79622d32u, 0x6b206574u};
+    #pragma unroll
+    for (int i = 0; i < 8; i++) start[4 + i] = (u32)(key[i / 2] >> 32 * (i % 2));
+    start[12] = (u32)(index >> 3);
+    start[13] = start[14] = start[15] = 0;
+    u32 x[16];
+    #pragma unroll
+    for (int i = 0; i < 16; i++) x[i] = start[i];
+    #define MIX(a, b, d, bits) x[a] += x[b]; x[d] ^= x[a]; x[d] = x[d] << bits | x[d] >> (32 - bits);
+    #define QUARTER(a, b, c, d) MIX(a, b, d, 16) MIX(c, d, b, 12) MIX(a, b, d, 8) MIX(c, d, b, 7)
+    #pragma unroll
+    for (int round = 0; round < 10; round++) {
+        QUARTER(0, 4, 8, 12) QUARTER(1, 5, 9, 13) QUARTER(2, 6, 10, 14) QUARTER(3, 7, 11, 15)
+        QUARTER(0, 5, 10, 15) QUARTER(1, 6, 11, 12) QUARTER(2, 7, 8, 13) QUARTER(3, 4, 9, 14)
+    }
+    u64 word = 0;
+    #pragma unroll
+    for (int i = 0; i < 8; i++)
+        if ((index & 7) == i) word = (u64)(x[2 * i] + start[2 * i]) | (u64)(x[2 * i + 1] + start[2 * i + 1]) << 32;
+    return (T)word;
+}
+"""
 
 
 class CipherError(ValueError):
@@ -86,7 +112,7 @@ def _stream(keys: Sequence[bytes], blocks: Sequence[int], device: torch.device) 
     if device.type == "cpu":
         streams = (np.frombuffer(_cipher_stream(*pair), np.int64) for pair in zip(keys, blocks, strict=True))
         return [torch.from_numpy(np.array(words)) for words in streams]
-    return list(torch.split(chacha20(keys, blocks, device), [NORMALS * count for count in blocks]))
+    return _kernel_stream(_kernel(), keys, blocks, device)
 
 
 def _cipher_stream(key: bytes, blocks: int) -> bytes:
@@ -97,44 +123,23 @@ def _cipher_stream(key: bytes, blocks: int) -> bytes:
     return stream
 
 
-def chacha20(keys: Sequence[bytes], blocks: Sequence[int], device: torch.device) -> Tensor:
-    """The streams of all keys one after another, by tensor operations, as int64.
-
-    The four rows of the cipher's state are tensors of shape (4, block), so that each of the 20 rounds is a few
-    operations however many blocks there are.
-    """
-    counts = torch.tensor(blocks, device=device)
-    words = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int32).view(-1, 8).to(device)
-    words = words.repeat_interleave(counts, dim=0).T  # (8, block)
-    counter = torch.cat([torch.arange(count, device=device) for count in blocks]).to(torch.int32)
-    rows = [
-        _signed(_CONSTANTS, device).unsqueeze(1).expand(4, len(counter)),
-        words[:4],
-        words[4:],
-        torch.cat([counter.unsqueeze(0), counter.new_zeros(3, len(counter))]),
-    ]
-    state = [row.clone() for row in rows]
-    for _ in range(10):
-        _quarter_rounds(state)
-        state = [row.roll(-place, 0) for place, row in enumerate(state)]  # diagonals become columns
-        _quarter_rounds(state)
-        state = [row.roll(place, 0) for place, row in enumerate(state)]
-    mixed = torch.cat([row.add_(start) for row, start in zip(state, rows, strict=True)])  # (16, block)
-    return mixed.T.contiguous().view(torch.int64).flatten()
+def _kernel_stream(
+    kernel: Callable[..., Tensor], keys: Sequence[bytes], blocks: Sequence[int], device: torch.device
+) -> list[Tensor]:
+    index = torch.arange(NORMALS * max(blocks, default=0), device=device)
+    words = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(-1, 4).to(device)
+    return [kernel(index[: NORMALS * count], *key.unbind()) for key, count in zip(words, blocks, strict=True)]
 
 
-def _quarter_rounds(state: list[Tensor]) -> None:
-    a, b, c, d = state
-    for (one, other, turned), bits in zip(((a, b, d), (c, d, b), (a, b, d), (c, d, b)), _ROTATIONS, strict=True):
-        one.add_(other)
-        turned.bitwise_xor_(one)
-        high = turned << bits
-        # The shift of a signed integer repeats its sign bit; the mask removes the copies.
-        turned.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1).bitwise_or_(high)
-
-
-def _signed(words: Iterable[int], device: torch.device) -> Tensor:
-    return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32, device=device)
+@cache
+def _kernel() -> Callable[..., Tensor]:
+    """The compiled kernel. A compiler's mistake here would be a leak, so it must first give the library's stream."""
+    kernel: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(_KERNEL)
+    key, blocks = bytes(range(KEY_BYTES)), 40
+    [words] = _kernel_stream(kernel, [key], [blocks], torch.device("cuda"))
+    if words.cpu().numpy().tobytes() != _cipher_stream(key, blocks):
+        raise CipherError("this GPU computes another stream than the package cryptography; set engine.device = 'cpu'")
+    return kernel
 
 
 @cache
