@@ -38,11 +38,11 @@ from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
 
 
-def check(method: Method) -> Findings:
+def check(method: Method, tolerance: float = 1e-5) -> Findings:
     """On one layer and four clients of one or two batches: the same promises in a quarter of the time."""
     if method.extend:
-        return check_method(method, albums.small(), albums.FOUR)
-    return check_method(method, small(), Clients(c0=3, c1=9, c2=12, c3=6))
+        return check_method(method, albums.small(), albums.FOUR, tolerance=tolerance)
+    return check_method(method, small(), Clients(c0=3, c1=9, c2=12, c3=6), tolerance=tolerance)
 
 
 # ---- those that are right
@@ -156,7 +156,7 @@ def test_a_method_with_every_kind_of_state_conforms() -> None:
     """Personal parameters, memory, slots, a keyed transform, a carried optimizer and a server with momentum."""
     parts = Method("own", keep_the_head, (Drag(),)), Method("b", channel=(Rounded(),), server=ServerMomentum())
     whole = replace(compose(*parts, fedprox(0.5)), carry_optimizer=True)
-    assert check(whole).bytes_up > findings_of("fedavg").bytes_up  # the slot travels too
+    assert check(whole, tolerance=2e-5).bytes_up > findings_of("fedavg").bytes_up  # the slot travels too
 
 
 @dataclass(frozen=True)

@@ -92,13 +92,21 @@ class Played:
 Maker = Callable[..., Embedded]
 
 
-def _faults(run: Run) -> Faults:
-    return Faults() if run.method.pool else Faults(dropout=0.15, straggle=0.3)
+def _faults(run: Run, clients: Sequence[str]) -> Faults:
+    """Some clients drop out and some straggle, but in every round somebody answers."""
+    if run.method.pool:
+        return Faults()
+    faults, trace = Faults(dropout=0.15, straggle=0.3), {}
+    for round in range(run.rounds):
+        first, *others = run.draw_cohort(round, clients)
+        if not any(faults.work(run.key, round, client) for client in (first, *others)):
+            trace[round, first] = 1.0
+    return replace(faults, trace=trace)
 
 
 def _maker(run: Run, model: Model, population: Population) -> Maker:
     def make(**options: object) -> Embedded:
-        return Embedded(run, model, population, faults=_faults(run), **options)  # type: ignore[arg-type]
+        return Embedded(run, model, population, faults=_faults(run, population.clients), **options)  # type: ignore[arg-type]
 
     return make
 
@@ -187,7 +195,7 @@ def _check_wire(run: Run, model: Model, make: Maker, whole: Played) -> None:
 
 
 def _check_rehearsal(run: Run, model: Model, population: Population, whole: Played) -> None:
-    rehearsal = Rehearsal(run, model, population.clients, _faults(run))
+    rehearsal = Rehearsal(run, model, population.clients, _faults(run, population.clients))
     for one, two in zip(whole.rounds, rounds(replace(run, drift=False), model, rehearsal), strict=True):
         _require(one.traffic == two.traffic, f"the plan foretells other bytes than were sent in round {one.number}")
 

@@ -91,7 +91,8 @@ def test_newcomers_are_told_apart() -> None:
     method = fedtp(0.3)
     server = play(run_of(method, 2, lr=0.3), MODEL, CLIENTS)[-1].server
     one, two = (method.server.send(server, client, MODEL.every())[0] for client in ("never seen", "nor this one"))
-    assert all(not torch.equal(one[name], two[name]) for name in MADE)
+    # Softmax does not feel a key's bias, so its gradient is rounding, or none at all.
+    assert all(not torch.equal(one[name], two[name]) for name in MADE - {"layers.0.key.bias"})
 
 
 def test_layers_are_drawn_apart_and_keep_the_size_of_what_they_are_given() -> None:

@@ -55,8 +55,8 @@ def transport(cost: Tensor, mass: float, smoothing: float, iterations: int) -> T
     Sinkhorn's scaling: a stop that looks at values could not be lifted over clients.
     """
     patches, texts = cost.shape[-2:]
-    # A kernel that is scaled by its largest entry has the same plan, and does not vanish under a small smoothing.
-    kernel = ((cost.amin((-1, -2), keepdim=True) - cost) / smoothing).exp()
+    # Scaling a text's column leaves the plan as it is, and the largest entry of 1 keeps a column from vanishing.
+    kernel = ((cost.amin(-2, keepdim=True) - cost) / smoothing).exp()
     gives, gets = 1 / patches, mass / texts
     left = torch.ones_like(cost[..., 0])  # (..., patch)
     right = torch.ones_like(cost[..., 0, :])  # (..., text)
