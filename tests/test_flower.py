@@ -227,7 +227,8 @@ def rewritten(**changes: Any) -> Tamper:
     def tamper(message: Message, reply: Message) -> Message:
         update = messages.to_update(reply.content, "c1", 10**9)
         new = {name: change(getattr(update, name)) if callable(change) else change for name, change in changes.items()}
-        return Message(messages.of_update(replace(update, **new)), reply_to=message)
+        content = messages.stamped(messages.of_update(replace(update, **new)), message.content)
+        return Message(content, reply_to=message)
 
     return tamper
 
@@ -253,7 +254,7 @@ HUGE = wire.pack({"delta": {"head.weight": torch.zeros(10**5)}})
 FAULTS: dict[str, tuple[Tamper, str]] = {
     "nan": (rewritten(delta=head(torch.full((3, 4), float("nan")))), "with values that are not finite"),
     "another shape": (rewritten(delta=head(torch.zeros(4, 3))), r"of shape \(4, 3\), not \(3, 4\)"),
-    "another shape of a slot": (rewritten(slots={"s": {"head.weight": torch.zeros(2)}}), r"of shape \(2,\), not"),
+    "a slot of its own": (rewritten(slots={"s": {"head.weight": torch.zeros(2)}}), "sent the slot 's', which fedavg"),
     "another name": (rewritten(delta={"nowhere": torch.zeros(2)}), "sent 'nowhere', which its plan does not"),
     "no weight": (rewritten(weight=float("inf")), "sent the weight inf"),
     "a loss of nan": (rewritten(loss=float("nan")), "sent the loss nan"),
@@ -264,7 +265,7 @@ FAULTS: dict[str, tuple[Tamper, str]] = {
     "too much": (blob(lambda data: HUGE), r"it has 4\d\d,\d\d\d bytes of tensors"),
     "noise": (blob(lambda data: b"\xff" * 99), "its tensors cannot be read"),
     "a pickle": (blob(lambda data: data, "pickle"), "are not one safetensors blob"),
-    "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no MetricRecord 'numbers'"),
+    "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no ConfigRecord 'ticket'"),
     "no tensors": (records(tensors=ConfigRecord()), "has no ArrayRecord 'tensors'"),
     "a list for a number": (records(numbers=MetricRecord({"weight": [1.0, 2.0]})), "'weight' is missing from it"),
     "an odd refusal": (records(refusal=ConfigRecord({"reason": 3})), "'reason' is missing from it"),

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import tomli_w
 
 from partita import data, models, record
 from partita.config import Config, load
-from partita.core.files import write
+from partita.core.files import safe_name, write
+from partita.core.rng import Key
 from partita.core.rounds import begin
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import Flower, server_app
@@ -60,7 +60,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
             "clients": clients or len(population),
             "deadline": 600.0,
             "patience": math.inf,
-            "folder": str(Path("runs", f"{settings.label}-seed-{settings.seed}").resolve()),
+            "folder": str(Path("runs", f"{safe_name(settings.label)}-seed-{settings.seed}").resolve()),
             "sites": str(Path("runs", "sites").resolve()),
             "set": "",
         },
@@ -137,6 +137,8 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             wait_for=int(_said(settings, "clients", "run config")),
             device=experiment.device,
             patience=float(settings.get("patience", math.inf)),
+            config=_digest(config),
+            measure=experiment.measure,
         )
         yield from play(experiment, folder, engine, engine.store, server, done)
 
@@ -168,7 +170,7 @@ def _site(context: Context, config: Path) -> Site:
             "with random bytes and name it as engine.secret in the node config"
         )
     place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
-    folder = Path(str(place)) / _identity(shared) / quote(name, safe="")
+    folder = Path(str(place)) / _identity(shared) / safe_name(name)
     return Site(
         experiment.run,
         experiment.model,
@@ -178,6 +180,8 @@ def _site(context: Context, config: Path) -> Site:
         experiment.faults,
         experiment.device,
         experiment.measure,
+        _digest(shared),
+        _answered(Path(str(place)), experiment.run.secret, name),
     )
 
 
@@ -188,7 +192,23 @@ def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
 
 def _identity(config: Config) -> str:
     """A folder for each experiment, so that two runs at one site do not mix."""
-    return f"{config.label}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
+    return f"{safe_name(config.label)}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
+
+
+def _digest(config: Config) -> str:
+    """Of what server and sites must agree on: all but what a site may say for itself."""
+    raw = tomllib.loads(config.to_toml())
+    shared = {table: value for table, value in raw.items() if f"{table}." not in OWN}
+    shared["split"] = {key: value for key, value in shared["split"].items() if key != "client"}
+    return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
+    """Beside the folders of all runs: the noise follows from secret, round and client, whatever the experiment is."""
+    if secret is None:
+        return None
+    known_by = hashlib.blake2b(repr(secret).encode(), digest_size=8).hexdigest()
+    return place / "answered" / f"{safe_name(client)}-{known_by}.json"
 
 
 def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:
