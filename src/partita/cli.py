@@ -42,10 +42,9 @@ def run(
 ) -> None:
     """Run one experiment and record it in a folder."""
     settings = _load(config, changes)
-    from partita.core.files import safe_name
     from partita.play import start
 
-    folder = out or Path("runs") / f"{safe_name(settings.label)}-seed-{settings.seed}"
+    folder = out or Path("runs") / f"{settings.label}-seed-{settings.seed}"
     follow(start(settings, folder), settings, folder, 0)
     _close([folder], folder / "report.html" if report else None)
 

@@ -16,9 +16,10 @@ import tomli_w
 
 from partita import data, models, record
 from partita.config import Config, load
-from partita.core.files import safe_name, write
+from partita.core.files import write
 from partita.core.rng import Key
 from partita.core.rounds import begin
+from partita.core.text import component, label_folder
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import Flower, server_app
 from partita.experiment import build
@@ -60,7 +61,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
             "clients": clients or len(population),
             "deadline": 600.0,
             "patience": math.inf,
-            "folder": str(Path("runs", f"{safe_name(settings.label)}-seed-{settings.seed}").resolve()),
+            "folder": str(Path("runs", f"{label_folder(settings.label)}-seed-{settings.seed}").resolve()),
             "sites": str(Path("runs", "sites").resolve()),
             "set": "",
         },
@@ -170,7 +171,7 @@ def _site(context: Context, config: Path) -> Site:
             "with random bytes and name it as engine.secret in the node config"
         )
     place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
-    folder = Path(str(place)) / _identity(shared) / safe_name(name)
+    folder = Path(str(place)) / _identity(shared) / component(name)
     return Site(
         experiment.run,
         experiment.model,
@@ -192,7 +193,7 @@ def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
 
 def _identity(config: Config) -> str:
     """A folder for each experiment, so that two runs at one site do not mix."""
-    return f"{safe_name(config.label)}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
+    return f"{label_folder(config.label)}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
 
 
 def _digest(config: Config) -> str:
@@ -208,7 +209,7 @@ def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
     if secret is None:
         return None
     known_by = hashlib.blake2b(repr(secret).encode(), digest_size=8).hexdigest()
-    return place / "answered" / f"{safe_name(client)}-{known_by}.json"
+    return place / "answered" / f"{component(client)}-{known_by}.json"
 
 
 def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:

@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from urllib.parse import quote
 
 
 class DiskError(OSError):
@@ -20,8 +19,6 @@ class DiskError(OSError):
 class DamageError(ValueError):
     """A sealed file whose bytes are not as they were written."""
 
-
-LONGEST = 150  # characters of a name, so that there is room for what is put around it
 
 _SEALED = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
 
@@ -50,13 +47,6 @@ def sealed(folder: Path) -> list[Path]:
 
 def number_of(path: Path) -> int:
     return int(path.name.partition("-")[0])
-
-
-def safe_name(text: str) -> str:
-    """One file or folder name for any text: never empty, a path, hidden, or too long, and different for each text."""
-    name = quote(text, safe=" +=,@~()", errors="surrogatepass") or "%"
-    name = f"%2E{name[1:]}" if name.startswith(".") else name
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 33]}-{_digest(name.encode())}"
 
 
 def write(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from partita.core.files import safe_name
+from partita.core.text import component
 from partita.engines.flower.warm import warm
 
 WAIT = 120.0  # seconds for the SuperLink to come up
@@ -71,7 +71,7 @@ def loopback(
         stack.callback(end, running)
 
         def launch(name: str, *command: str) -> subprocess.Popen[bytes]:
-            with (folder / f"{safe_name(name)}.log").open("wb") as log:
+            with (folder / f"{component(name)}.log").open("wb") as log:
                 # A group of its own, so that the processes it starts in turn can be ended with it.
                 process = subprocess.Popen(
                     [program(command[0], environment), *command[1:]],

@@ -14,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from partita.core import tree, wire
 from partita.core.learn import Job
 from partita.core.method import Update
+from partita.core.text import clean
 from partita.core.tree import Slots, Tensors
 
 FORMAT = "safetensors"
@@ -25,9 +26,8 @@ class MessageError(ValueError):
 
 
 def plain(text: object) -> str:
-    """A text from the other side, fit for a terminal, a log, a row and a report: one short line, printable."""
-    head = str(text)[: LONGEST + 1]
-    line = "".join(letter if letter.isprintable() else " " for letter in head)
+    """A text from the other side, fit for a terminal, a log, a row and a report: one short line, all of it visible."""
+    line = clean(str(text)[: LONGEST + 1])
     return line if len(line) <= LONGEST else line[: LONGEST - 4] + " ..."
 
 
