@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from partita.core import tree
@@ -17,13 +16,12 @@ from partita.core.plan import Plan, Turn, plan_for
 from partita.core.rounds import ask, begin
 from partita.core.run import Run
 from partita.core.tree import Names, Slots
-from partita.engines.flower.messages import MessageError, Order, Ticket, plain
+from partita.engines.flower.messages import MessageError, Order, Ticket, plain, stray
 from partita.evaluate import Measure
 
 LARGEST = 1e100  # of a number in a message: squares and sums of such numbers stay finite
 HEAVIEST = 1e12  # training examples of a client
 ENTRY = 256  # bytes of a tensor's entry in a header, beside its name
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool)  # what a channel makes of numbers
 SHARES = frozenset({"accuracy", "macro_f1", "micro_f1", "auroc", "precision", "recall", "f1"})  # from 0 to 1
 
 
@@ -58,13 +56,24 @@ def expect(run: Run, model: Model, job: Job, session: str) -> Expected:
 
 
 def check_update(update: Update, expected: Expected, run: Run, model: Model) -> None:
-    """What the rounds do not look at, and what must not reach them: strange names, odd types, absurd numbers."""
+    """What must not reach the rounds: strange names, odd types, absurd numbers, and what cannot be opened.
+
+    The rounds look at shapes, steps and values themselves.
+    """
+    for part in (update.delta, *update.slots.values()):
+        if (strange := stray(part, expected.plan.up)) is not None:
+            raise MessageError(
+                f"sent '{plain(strange)}', which its plan does not send up in round {expected.ticket.round}"
+            )
     own = {slot for rule in run.method.local for slot in rule.slots}
-    for slot, part in (("delta", update.delta), *update.slots.items()):
-        if slot != "delta" and slot not in own and not (run.method.channel and slot.isidentifier() and len(slot) < 100):
-            raise MessageError(f"sent the slot '{plain(slot)}', which {run.method.name} does not send")
-        _check_names(part, expected, model, changed=bool(run.method.channel))
-    if strange := next((name for name in update.steps if name not in expected.plan.train), None):
+    opened = _opened(update, run)
+    if (strange := stray(opened.slots, own)) is not None:
+        raise MessageError(f"sent the slot '{plain(strange)}', which {run.method.name} does not send")
+    for part in (opened.delta, *opened.slots.values()):
+        for name, value in part.items():
+            if value.dtype != (kind := model.initial[name].dtype):
+                raise MessageError(f"sent '{name}' as {value.dtype}, not {kind}")
+    if (strange := stray(update.steps, expected.plan.train)) is not None:
         raise MessageError(f"sent steps of '{plain(strange)}', which its plan does not train")
     if not 0 <= update.weight <= HEAVIEST:
         raise MessageError(f"sent the weight {update.weight}; it must be a number from 0 to {HEAVIEST:g}")
@@ -73,15 +82,14 @@ def check_update(update: Update, expected: Expected, run: Run, model: Model) -> 
     _check_told(update.told, run, model)
 
 
-def _check_names(part: Mapping[str, Tensor], expected: Expected, model: Model, changed: bool) -> None:
-    for name, value in part.items():
-        if name not in expected.plan.up:
-            raise MessageError(
-                f"sent '{plain(name)}', which its plan does not send up in round {expected.ticket.round}"
-            )
-        kind = model.initial[name].dtype
-        if value.dtype != kind and not (changed and value.dtype in WHOLE):
-            raise MessageError(f"sent '{name}' as {value.dtype}, not {kind}")
+def _opened(update: Update, run: Run) -> Update:
+    """As the rounds will open it: only then its types can be seen."""
+    try:
+        for transform in reversed(run.method.channel):
+            update = transform.open(update)
+    except Exception as error:  # tensors made up by somebody else make a transform fail in any way it can
+        raise MessageError(f"sent what cannot be opened ({plain(error)})") from error
+    return update
 
 
 def _check_told(told: Mapping[str, float], run: Run, model: Model) -> None:
@@ -153,7 +161,7 @@ def _known_slots(run: Run, model: Model, client: str, order: Order) -> Slots:
     """Those of an honest server before the first round; the names of signal and slots must be the same."""
     honest, _ = ask(run, model, begin(run, model), order.ticket.round, client)
     for what, given, known in (("signal", order.signal, honest.signal), ("slot", order.slots, honest.slots)):
-        if strange := next((name for name in given if name not in known), None):
+        if (strange := stray(given, known)) is not None:
             raise ClientFault(client, f"was sent the {what} '{plain(strange)}', which {run.method.name} does not know")
     for name, number in order.signal.items():
         if not abs(number) <= LARGEST:
@@ -181,5 +189,5 @@ def _check_sent(sent: Mapping[str, Tensor], initial: Mapping[str, Tensor], names
 def check_reply(update: Update, plan: Plan, client: str) -> None:
     """The last gate before an answer leaves: nothing that the plan keeps, and nothing that it does not send."""
     for part in (update.delta, *update.slots.values()):
-        if stray := part.keys() - plan.up:
-            raise ClientFault(client, f"would send '{min(stray)}', which the plan of the round does not send up")
+        if (strange := stray(part, plan.up)) is not None:
+            raise ClientFault(client, f"would send '{strange}', which the plan of the round does not send up")

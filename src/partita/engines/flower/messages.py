@@ -5,7 +5,7 @@ The blob is what `core/wire.py` packs and counts, so the bytes in a row are thos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -155,8 +155,13 @@ def to_refusal(content: RecordDict) -> Refusal | None:
     return Refusal(plain(_entry(record, "reason", str)), _entry(record, "fault", bool), _entry(record, "empty", bool))
 
 
+def stray(given: Iterable[str], known: Container[str]) -> str | None:
+    """The first name that is not among the known, which may be the empty text."""
+    return next((name for name in given if name not in known), None)
+
+
 def only(content: RecordDict, names: tuple[str, ...]) -> None:
-    if strange := next((name for name in content if name not in names), None):
+    if (strange := stray(content, names)) is not None:
         raise MessageError(f"it has a record '{plain(strange)}'; is partita of one version on both sides?")
 
 
