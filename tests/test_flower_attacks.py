@@ -481,13 +481,15 @@ def test_a_node_cannot_be_one_client_after_another(tmp_path: Path) -> None:
     """It leaves jobs unanswered, so it is asked for its name again, and says another every time."""
     run, model = run_of(fedavg(), 4, tolerate=True), small()
     grid = wired(run, model, THREE, tmp_path)
-    turns = iter(["c1", "c0", "c2", *(f"n{i}" for i in range(1000))])
+    others = [f"d{number}" for number in range(100)]
+    turns = iter(["c1", *others])
 
     def hostile(message: Message) -> Message | None:
         return named(next(turns))(message) if message.metadata.message_type == "query" else None
 
     grid.nodes = {11: hostile, 10: grid.nodes[10], 12: grid.nodes[12]}
-    played = list(rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.3)))
+    engine = flower(run, model, grid, [*THREE.clients, *others], deadline=0.3, wait_for=3)
+    played = list(rounds(run, model, engine))
     assert [sorted(each.cohort) for each in played] == [["c0", "c1", "c2"], *[["c0", "c2"]] * 3]
 
 

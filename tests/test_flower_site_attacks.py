@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -302,7 +303,15 @@ def test_a_site_that_cannot_read_what_it_answered_answers_nothing(damage: bytes,
     assert "answered.json in this site's folder is damaged; restore it from a copy" in refused.reason
 
 
-def test_of_several_at_a_time_one_draws_the_noise(tmp_path: Path) -> None:
+def test_of_several_at_a_time_one_draws_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = history._read
+
+    def slow(path: Path) -> Any:
+        found = read(path)
+        time.sleep(0.02)
+        return found
+
+    monkeypatch.setattr(history, "_read", slow)
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(lambda number: history.claim(tmp_path / "answered.json", 0, str(number)), range(32)))
     assert sum(won) == 1
