@@ -133,6 +133,8 @@ def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> No
     path.chmod(0o600)
     assert played(config, tmp_path / "a") == played(config, tmp_path / "b")
     assert not (tmp_path / "a" / "private").exists()
+    other = {**config, "rounds": 3}
+    assert build(parse(other)).run.secret != build(parse(config)).run.secret, "no two experiments share noise"
     both = {**REPEATABLE, "engine": {"secret": str(path)}}
     with pytest.raises(RunError, match=r"privacy\.repeatable draws by the seed, and engine\.secret by a file"):
         build(parse(both))

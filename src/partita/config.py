@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -117,6 +119,17 @@ class Config:
 
     def to_toml(self) -> str:
         return tomli_w.dumps(_drop_none(dataclasses.asdict(self)))
+
+
+SITES_OWN = ("data", "engine")  # tables that a site may change; the rest must be the same for all
+
+
+def shared_digest(config: Config) -> str:
+    """Of what a server and its sites must agree on."""
+    raw = tomllib.loads(config.to_toml())
+    shared = {table: value for table, value in raw.items() if table not in SITES_OWN}
+    shared["split"] = {key: value for key, value in shared["split"].items() if key != "client"}
+    return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 _TABLES = {

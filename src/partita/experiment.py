@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from partita import data, methods, models
-from partita.config import Config, EngineConfig
+from partita.config import Config, EngineConfig, shared_digest
 from partita.core.graphs import Graphs
 from partita.core.model import Model
 from partita.core.plan import Turn, plan_for
@@ -136,7 +136,8 @@ def _secret(config: Config, given: Key | None) -> Key | None:
     if config.engine.secret is not None:
         if config.privacy is not None and config.privacy.repeatable:
             raise RunError("privacy.repeatable draws by the seed, and engine.secret by a file; leave one of them out")
-        return from_file(Path(config.engine.secret))
+        # A file can serve many experiments, and two that drew the same noise would give it away.
+        return from_file(Path(config.engine.secret)) / shared_digest(config)
     return (given or draw()) if makes_secret(config) else None
 
 

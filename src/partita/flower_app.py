@@ -11,14 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import tomli_w
 
 from partita import data, models, record
-from partita.config import Config, load
+from partita.config import SITES_OWN, Config, load, shared_digest
 from partita.core.files import write
+from partita.core.rng import Key
 from partita.core.rounds import begin
+from partita.core.text import component, label_folder
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import Flower, server_app
 from partita.experiment import build, makes_secret
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
-OWN = ("data.", "engine.")  # what a site may say for itself; the rest of the config must be the same for all
-
-
+OWN = tuple(f"{table}." for table in SITES_OWN)
 PACKAGE, CONFIG = "federation", "experiment.toml"
 SIDE = """from pathlib import Path
 
@@ -61,7 +60,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
             "clients": clients or len(population),
             "deadline": 600.0,
             "patience": math.inf,
-            "folder": str(Path("runs", f"{settings.label}-seed-{settings.seed}").resolve()),
+            "folder": str(Path("runs", f"{label_folder(settings.label)}-seed-{settings.seed}").resolve()),
             "sites": str(Path("runs", "sites").resolve()),
             "set": "",
         },
@@ -139,6 +138,8 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             wait_for=int(_said(settings, "clients", "run config")),
             device=experiment.device,
             patience=float(settings.get("patience", math.inf)),
+            config=_digest(config),
+            measure=experiment.measure,
         )
         yield from play(experiment, folder, engine, engine.store, server, done)
 
@@ -162,7 +163,7 @@ def _site(context: Context, config: Path) -> Site:
     own = _settings(config, context.run_config, *changes)
     simulated = "partition-id" in node and "folder" not in node
     place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
-    folder = Path(str(place)) / _identity(shared) / quote(name, safe="")
+    folder = Path(str(place)) / _identity(shared) / component(name)
     secret = load_or_save(folder) if makes_secret(own) else None
     experiment = build(replace(own, engine=replace(own.engine, block=1)), secret)
     if name not in experiment.federation.clients:
@@ -176,6 +177,8 @@ def _site(context: Context, config: Path) -> Site:
         experiment.faults,
         experiment.device,
         experiment.measure,
+        shared_digest(shared),
+        _answered(Path(str(place)), experiment.run.secret, name),
     )
 
 
@@ -186,7 +189,14 @@ def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
 
 def _identity(config: Config) -> str:
     """A folder for each experiment, so that two runs at one site do not mix."""
-    return f"{config.label}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
+    return f"{label_folder(config.label)}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
+
+
+def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
+    """Beside the folders of all runs: the noise follows from secret, round and client, wherever a run keeps its state."""
+    if secret is None:
+        return None
+    return place / "answered" / f"{component(client)}-{(secret / 'answered').digest(8).hex()}.json"
 
 
 def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:

@@ -43,6 +43,7 @@ class Accuracy:
     """Accuracy and mean loss, and no more: cheap for large test sets."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
     batch: ClassVar[int] = 512  # large, since nothing is kept for a backward pass
 
     def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
@@ -60,6 +61,7 @@ class SingleLabel:
     """One class of several. The macro means are over the classes that occur; AUROC is one class against the rest."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "macro_f1", "micro_f1", "auroc", "loss")
     batch: ClassVar[int] = 64
 
     def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
@@ -79,6 +81,7 @@ class MultiLabel:
     """Any number of classes: those above one half. The macro means are over the classes that occur."""
 
     primary: ClassVar[Metric] = Metric("micro_f1")
+    metrics: ClassVar[tuple[str, ...]] = ("macro_f1", "micro_f1", "auroc", "loss")
     batch: ClassVar[int] = 64
 
     def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
@@ -94,6 +97,7 @@ class Entities:
     tags: tuple[str, ...]
 
     primary: ClassVar[Metric] = Metric("f1")
+    metrics: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1", "accuracy", "loss")
     batch: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
@@ -122,6 +126,7 @@ class NextToken:
     """The mean loss of a token, and e to its power."""
 
     primary: ClassVar[Metric] = Metric("perplexity", higher_is_better=False)
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
     batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
 
     def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:

@@ -18,19 +18,20 @@ from flwr.clientapp import ClientApp
 from partita.core import files, tree, wire
 from partita.core.learn import ClientFault, Job
 from partita.core.model import ClientData, Model
-from partita.core.plan import Turn, plan_for
+from partita.core.plan import Plan
 from partita.core.rounds import Lost
 from partita.core.run import Run
 from partita.core.store import Disk
 from partita.core.tree import Tensors
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults
-from partita.engines.flower import messages
+from partita.engines.flower import history, messages
+from partita.engines.flower.checks import check_order, check_reply, presentable
 from partita.engines.flower.messages import Order, Refusal
 from partita.engines.flower.seals import Seals
 from partita.evaluate import Measure
 
-COPY, SESSION, STATES = "copy.safetensors", "session", "states"
+COPY, SESSION, STATES, ANSWERED = "copy.safetensors", "session.json", "states", "answered.json"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Site:
     faults: Faults
     device: torch.device
     measure: Measure
+    config: str = ""  # the digest of the config that server and sites share
+    answered: Path | None = None  # the rounds for which noise was drawn by this site's secret; None: in the folder
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -74,44 +77,64 @@ def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) 
 
 
 def train(site: Site, content: RecordDict) -> RecordDict:
-    order, engine, held, job = _enter(site, content)
+    order, plan, engine = _enter(site, content, done=0)
+    held = _held(site.folder / COPY)
+    job = _job(site, order, plan, held)
     if isinstance(job, Refusal):
         return messages.of_refusal(job)
+    if site.run.method.privacy and not _may_answer(site, engine, job):
+        return messages.of_refusal(
+            Refusal(
+                f"round {job.round} was already answered for another model; answering again would reuse its noise, and "
+                "two answers would show what it hides"
+            )
+        )
     if order.sent:
         # Before the answer: what a client answered to, the server takes it to hold.
         files.write(site.folder / COPY, wire.pack({"params": {**held, **order.sent}}))
     [answer] = engine.train([job])
     if isinstance(answer, Lost):
         return messages.of_refusal(Refusal(answer.reason))
+    check_reply(answer, plan, site.client)
     return messages.of_update(answer)
 
 
 def evaluate(site: Site, content: RecordDict) -> RecordDict:
-    _, engine, _, job = _enter(site, content)
+    order, plan, engine = _enter(site, content, done=1)
+    if site.run.method.privacy and site.run.method.adapt:
+        return messages.of_refusal(
+            Refusal(
+                f"{site.run.method.name} adapts to training examples before it is scored, and adds no noise to that"
+            )
+        )
+    job = _job(site, order, plan, _held(site.folder / COPY))
     if isinstance(job, Refusal):
         return messages.of_refusal(job)
     [(_, scores)] = engine.evaluate([job])
-    return messages.of_scores(scores)
+    return messages.of_scores({name: value for name, value in scores.items() if presentable(name, value)})
 
 
-def _enter(site: Site, content: RecordDict) -> tuple[Order, Embedded, Tensors, Job | Refusal]:
-    """What is asked, the engine of this one client, what it holds of the server's parameters, and the job."""
+def _enter(site: Site, content: RecordDict, done: int) -> tuple[Order, Plan, Embedded]:
+    """What is asked, the plan for it, and the engine of this one client. Nothing is touched before all is checked."""
     order = messages.to_order(content)
-    if order.client != site.client:
-        raise ClientFault(order.client, f"this site is '{site.client}'; look at the node config of both")
-    store, seen = Disk(site.folder / STATES, site.device), site.folder / SESSION
+    plan = check_order(site.run, site.model, site.client, site.config, order, done)
+    if history.enter(site.folder / SESSION, order.ticket):
+        (site.folder / COPY).unlink(missing_ok=True)
+    store = Disk(site.folder / STATES, site.device)
     store.rewind(order.void)
     # A store keeps what its last two checkpoints need; behind both of the server's lies what is settled.
     store.commit(order.settled)
     store.commit(order.settled)
-    if not seen.exists() or seen.read_text() != order.session:
-        (site.folder / COPY).unlink(missing_ok=True)
-        files.write(seen, order.session.encode())
     engine = Embedded(
         site.run, site.model, site, device=site.device, store=store, faults=site.faults, measure=site.measure
     )
-    held = _held(site.folder / COPY)
-    return order, engine, held, _job(site, order, held)
+    return order, plan, engine
+
+
+def _may_answer(site: Site, engine: Embedded, job: Job) -> bool:
+    state = engine.store.load(site.client, job.round)
+    asked = history.fingerprint(job, state, site.config, len(site.data.train))
+    return history.claim(site.answered or site.folder / ANSWERED, job.round, asked)
 
 
 def _held(path: Path) -> Tensors:
@@ -121,25 +144,15 @@ def _held(path: Path) -> Tensors:
         return {}  # the seal finds out what is missing
 
 
-def _job(site: Site, order: Order, held: Tensors) -> Job | Refusal:
+def _job(site: Site, order: Order, plan: Plan, held: Tensors) -> Job | Refusal:
     """The job with all its parameters, if they are those that the server means."""
-    initial = site.model.initial
-    for name, value in order.sent.items():
-        if name not in initial or initial[name].shape != value.shape:
-            here = f"is {tuple(initial[name].shape)}" if name in initial else "does not exist"
-            raise ClientFault(
-                site.client,
-                f"the server's '{name}' is {tuple(value.shape)} and here it {here}; are model and classes the same?",
-            )
-    turn = Turn(order.round, site.run.rounds, site.client, order.signal)
-    down = plan_for(site.run.method.plan, site.model, turn).down
-    known = {**held, **order.sent}
-    params = {name: known[name] if name in known else initial[name].cpu() for name in sorted(down)}
+    initial, known = site.model.initial, {**held, **order.sent}
+    params = {name: known[name] if name in known else initial[name].cpu() for name in sorted(plan.down)}
     if Seals()(params) != order.seal:
         return Refusal("does not hold what it was sent in earlier rounds; it is sent everything anew", empty=True)
     slots = {slot: tree.to(part, site.device) for slot, part in order.slots.items()}
-    stale = frozenset(order.sent)
-    return Job(order.round, site.client, tree.to(params, site.device), stale, slots, order.signal)
+    stale, round = frozenset(order.sent), order.ticket.round
+    return Job(round, site.client, tree.to(params, site.device), stale, slots, order.signal)
 
 
 def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:
@@ -152,4 +165,4 @@ def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:
             logging.getLogger(__name__).exception("this message could not be answered")
             reason = f"failed with {type(error).__name__}; the log of its SuperNode says more"
         content = messages.of_refusal(Refusal(reason, fault=True))
-    return Message(content, reply_to=message)
+    return Message(messages.stamped(content, message.content), reply_to=message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from partita.core.text import component
 from partita.engines.flower.warm import warm
 
 WAIT = 120.0  # seconds for the SuperLink to come up
@@ -69,7 +71,7 @@ def loopback(
         stack.callback(end, running)
 
         def launch(name: str, *command: str) -> subprocess.Popen[bytes]:
-            with (folder / f"{name}.log").open("wb") as log:
+            with (folder / f"{component(name)}.log").open("wb") as log:
                 # A group of its own, so that the processes it starts in turn can be ended with it.
                 process = subprocess.Popen(
                     [program(command[0], environment), *command[1:]],
@@ -86,7 +88,7 @@ def loopback(
         _await(link, port, folder / "superlink.log")
         started, door = {}, gate(port)
         for client, own in zip(clients, others, strict=True):
-            config = f'client="{client}" folder="{folder / "sites"}" {nodes}'
+            config = f'client={json.dumps(client)} folder="{folder / "sites"}" {nodes}'
             address = ("--superlink", f"127.0.0.1:{door}", "--node-config", config)
             started[client] = launch(client, "flower-supernode", *listen, str(own), *address)
         yield Loopback(folder, environment, link, started)

@@ -5,36 +5,51 @@ The blob is what `core/wire.py` packs and counts, so the bytes in a row are thos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import safetensors
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from partita.core import tree, wire
 from partita.core.learn import Job
 from partita.core.method import Update
+from partita.core.text import clean
 from partita.core.tree import Slots, Tensors
 
 FORMAT = "safetensors"
+LONGEST = 500  # characters of any text from the other side that is shown or recorded
 
 
 class MessageError(ValueError):
-    """A message that cannot be read."""
+    """A message that cannot be read, or that holds what it must not."""
+
+
+def plain(text: object) -> str:
+    """A text from the other side, fit for a terminal, a log, a row and a report: one short line, all of it visible."""
+    line = clean(str(text)[: LONGEST + 1])
+    return line if len(line) <= LONGEST else line[: LONGEST - 4] + " ..."
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which job a message is about. A reply repeats the ticket of its job, so that no other reply passes for it."""
+
+    round: int
+    client: str
+    session: str  # a server's life: what a site was sent in another one it no longer holds
 
 
 @dataclass(frozen=True)
 class Order:
     """A job as a site sees it: of its parameters only what travelled, and the seal of all that it should now hold."""
 
-    round: int
-    client: str
+    ticket: Ticket
     sent: Tensors
     slots: Slots
     signal: Mapping[str, float]
     seal: str
-    session: str  # a server's life: what a site was sent in another one it no longer holds
+    config: str  # the digest of the config that server and sites share
     void: int  # of this round and those after it, the site's own state is void: no answer of theirs reached the server
     settled: int  # no checkpoint can go back behind this round
 
@@ -48,11 +63,12 @@ class Refusal:
     empty: bool = False  # it does not hold what the server believes
 
 
-def of_job(job: Job, seal: str, session: str, void: int, settled: int) -> RecordDict:
-    about: dict[str, Any] = {"round": job.round, "client": job.client, "seal": seal}
+def of_job(job: Job, seal: str, session: str, config: str, void: int, settled: int) -> RecordDict:
+    ticket = asdict(Ticket(job.round, job.client, session))
+    about: dict[str, Any] = {"seal": seal, "config": config, "void": void, "settled": settled}
     return RecordDict(
         {
-            "job": ConfigRecord({**about, "session": session, "void": void, "settled": settled}),
+            "job": ConfigRecord({**ticket, **about}),
             "signal": MetricRecord(dict(job.signal)),
             "tensors": _blob({"params": tree.select(job.params, job.stale), **job.slots}),
         }
@@ -60,18 +76,32 @@ def of_job(job: Job, seal: str, session: str, void: int, settled: int) -> Record
 
 
 def to_order(content: RecordDict) -> Order:
+    only(content, ("job", "signal", "tensors"))
     job, slots = _record(content, "job", ConfigRecord), _slots(content)
     return Order(
-        _entry(job, "round", int),
-        _entry(job, "client", str),
+        to_ticket(content, "job"),
         slots.pop("params", {}),
         slots,
         _numbers(content, "signal"),
         _entry(job, "seal", str),
-        _entry(job, "session", str),
+        _entry(job, "config", str),
         _entry(job, "void", int),
         _entry(job, "settled", int),
     )
+
+
+def stamped(answer: RecordDict, asked: RecordDict) -> RecordDict:
+    """The answer with the ticket of what was asked, if that can be read."""
+    try:
+        ticket = to_ticket(asked, "job")
+    except MessageError:
+        return answer
+    return RecordDict({**answer, "ticket": ConfigRecord(asdict(ticket))})
+
+
+def to_ticket(content: RecordDict, name: str = "ticket") -> Ticket:
+    record = _record(content, name, ConfigRecord)
+    return Ticket(_entry(record, "round", int), _entry(record, "client", str), _entry(record, "session", str))
 
 
 def of_update(update: Update) -> RecordDict:
@@ -88,6 +118,7 @@ def of_update(update: Update) -> RecordDict:
 
 def to_update(content: RecordDict, client: str, limit: int) -> Update:
     """`limit` is the most bytes that an honest answer can have."""
+    only(content, ("ticket", "numbers", "steps", "told", "tensors"))
     numbers = _record(content, "numbers", MetricRecord)
     steps: Any = dict(_record(content, "steps", MetricRecord))  # the rounds look whether they are whole numbers
     slots = _slots(content, limit)
@@ -101,6 +132,7 @@ def of_scores(scores: Mapping[str, float]) -> RecordDict:
 
 
 def to_scores(content: RecordDict) -> dict[str, float]:
+    only(content, ("ticket", "scores"))
     return _numbers(content, "scores")
 
 
@@ -113,19 +145,29 @@ def to_name(content: RecordDict) -> str:
 
 
 def of_refusal(refusal: Refusal) -> RecordDict:
-    return RecordDict({"refusal": ConfigRecord(asdict(refusal))})
+    return RecordDict({"refusal": ConfigRecord({**asdict(refusal), "reason": plain(refusal.reason)})})
 
 
 def to_refusal(content: RecordDict) -> Refusal | None:
     if "refusal" not in content:
         return None
     record = _record(content, "refusal", ConfigRecord)
-    return Refusal(_entry(record, "reason", str), _entry(record, "fault", bool), _entry(record, "empty", bool))
+    return Refusal(plain(_entry(record, "reason", str)), _entry(record, "fault", bool), _entry(record, "empty", bool))
+
+
+def stray(given: Iterable[str], known: Container[str]) -> str | None:
+    """The first name that is not among the known, which may be the empty text."""
+    return next((name for name in given if name not in known), None)
+
+
+def only(content: RecordDict, names: tuple[str, ...]) -> None:
+    if (strange := stray(content, names)) is not None:
+        raise MessageError(f"it has a record '{plain(strange)}'; is partita of one version on both sides?")
 
 
 def is_answer(reply: object) -> bool:
     """Whether it is a reply with what was asked for, as opposed to an error, a refusal, or none."""
-    return isinstance(reply, Message) and not reply.has_error() and "refusal" not in reply.content
+    return isinstance(reply, Message) and reply.has_content() and "refusal" not in reply.content
 
 
 def _blob(slots: wire.Message) -> ArrayRecord:
@@ -147,8 +189,8 @@ def _slots(content: RecordDict, limit: int | None = None) -> dict[str, Tensors]:
     try:
         slots = wire.unpack(data)
         wire.count(slots)
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise MessageError(f"its tensors cannot be read ({error}); were they cut short on the way?") from error
+    except Exception as error:  # bytes made up by somebody else make safetensors and torch fail in any way they can
+        raise MessageError(f"its tensors cannot be read ({plain(error)}); were they cut short on the way?") from error
     return {slot: tree.select(part, part) for slot, part in slots.items()}  # the file has an order of its own
 
 
@@ -165,5 +207,5 @@ def _record(content: RecordDict, name: str, kind: type[Any]) -> Any:
 
 def _entry(record: Any, name: str, kind: type[Any]) -> Any:
     if type(record.get(name)) is not kind:
-        raise MessageError(f"'{name}' is missing from it, or is no {kind.__name__}")
+        raise MessageError(f"'{plain(name)}' is missing from it, or is no {kind.__name__}")
     return record[name]

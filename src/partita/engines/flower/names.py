@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from flwr.app import Message, MessageType, RecordDict
 
 from partita.engines.flower import messages
-from partita.engines.flower.messages import MessageError
+from partita.engines.flower.messages import MessageError, plain
 from partita.engines.flower.post import Post
 
 _log = logging.getLogger(__name__)
+SHOWN = 3  # failures of one node that are logged; it may go on failing at every look
 
 
 class Names:
@@ -19,6 +21,8 @@ class Names:
         self.post, self.population = post, population
         self.said: dict[int, str] = {}  # node -> the client it says it is, first come first
         self.asked: dict[int, str] = {}  # node -> the message that asks it
+        self.first: dict[int, str] = {}  # node -> the first client it said it is: it cannot become another
+        self.failures: Counter[int] = Counter()  # by node
 
     def online(self) -> dict[str, int]:
         """The node of each client that is connected. A newcomer is asked now, and is there once it has answered."""
@@ -32,7 +36,7 @@ class Names:
                 self._note(node, reply)
         nodes: dict[str, int] = {}
         for node, client in self.said.items():
-            if node in online and client in self.population:
+            if node in online and client in self.population and self.first[node] == client:
                 nodes.setdefault(client, node)
         return nodes
 
@@ -44,10 +48,15 @@ class Names:
         try:
             name = _read(reply)
         except MessageError as error:
-            _log.warning("node %d cannot say which client it is, and is asked again: %s", node, error)
+            self.failures[node] += 1
+            if self.failures[node] <= SHOWN:
+                _log.warning("node %d cannot say which client it is, and is asked again: %s", node, error)
             return
-        if name not in self.population:
-            _log.warning("node %d says it is '%s', which is not among the clients; it is left out", node, name)
+        first = self.first.setdefault(node, name)
+        if first != name:
+            _log.warning("node %d said it is '%s' and now '%s'; it is left out", node, plain(first), plain(name))
+        elif name not in self.population:
+            _log.warning("node %d says it is '%s', which is not among the clients; it is left out", node, plain(name))
         elif name in self.said.values():
             _log.warning("node %d says it is '%s', as another did; while that one is online, it counts", node, name)
         self.said[node] = name
@@ -56,8 +65,8 @@ class Names:
 def _read(reply: Message | str) -> str:
     if isinstance(reply, str):
         raise MessageError(reply)
-    if reply.has_error():
-        raise MessageError(reply.error.reason)
+    if not reply.has_content():
+        raise MessageError(plain(reply.error.reason) if reply.has_error() else "it is empty")
     if refusal := messages.to_refusal(reply.content):
         raise MessageError(refusal.reason)
     return messages.to_name(reply.content)

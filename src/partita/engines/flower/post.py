@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from partita.engines.flower import messages
 
+CONNECTION = ("httpx", "httpcore", "flwr.supercore.error")  # their errors are of the SuperLink, not of a site
 GRACE = 30.0  # seconds past the deadline in which to fetch what had arrived by then
 
 
@@ -109,8 +110,11 @@ class Post:
                 # Looked at anew each time, since the limit may have come nearer.
                 if time.monotonic() > limit.until + grace:
                     return f"had not sent its whole answer within {limit.seconds:.3g} s"
-        if isinstance(found, TypeError | ValueError | KeyError):
-            return f"sent a message that cannot be unpacked ({type(found).__name__})"
         if isinstance(found, Exception):
-            raise found
+            if isinstance(found, OSError) or type(found).__module__.startswith(CONNECTION):
+                raise found
+            # Flower unpacks what the site made up, and can fail in many ways.
+            return f"sent a message that cannot be unpacked ({type(found).__name__})"
+        if found is not None and found.metadata.reply_to_message_id != message:
+            return "sent an answer to another message"
         return found

@@ -19,10 +19,12 @@ from partita.core.model import Examples, Model
 from partita.core.rounds import Lost
 from partita.core.run import Run, RunError
 from partita.engines.flower import messages
-from partita.engines.flower.messages import MessageError
+from partita.engines.flower.checks import Expected, check_scores, check_update, expect
+from partita.engines.flower.messages import MessageError, plain
 from partita.engines.flower.names import Names
 from partita.engines.flower.post import Post
 from partita.engines.flower.seals import Seals
+from partita.evaluate import ACCURACY, Measure
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +69,11 @@ class Flower:
         device: torch.device | None = None,
         poll: float = 0.2,
         patience: float = math.inf,
+        config: str = "",
+        measure: Measure = ACCURACY,
     ) -> None:
-        self.run, self.population, self.post = run, population, Post(grid, deadline, poll, patience)
+        self.run, self.model, self.population = run, model, population
+        self.post, self.config, self.measure = Post(grid, deadline, poll, patience), config, measure
         self.session, self.start, self.deadline = session, start, deadline
         self.device, self.poll, self.store = device or torch.device("cpu"), poll, Elsewhere()
         self.seals = Seals()
@@ -77,9 +82,6 @@ class Flower:
         self.nodes: dict[str, int] = {}  # by client
         self.enough = max(1, run.minimum, run.cohort if isinstance(run.cohort, int) else 1)
         self.need = max(self.enough, wait_for)  # of clients, before the first round; later enough are enough
-        slots = sum(len(rule.slots) for rule in run.method.local)
-        whole = sum(value.numel() * value.element_size() + 1024 for value in model.initial.values())
-        self.limit = (1 + slots) * whole
 
     def clients(self) -> Sequence[str]:
         """Those connected now, in the population's order; it waits until there are enough."""
@@ -96,41 +98,58 @@ class Flower:
         return [client for client in self.population if client in nodes]
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
-        for round, client, reply in self._ask(MessageType.TRAIN, jobs):
-            yield self._update(round, client, reply)
+        for expected, reply in self._ask(MessageType.TRAIN, jobs):
+            yield self._update(expected, reply)
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Examples that the server holds are not sent out, so on those there are no scores."""
-        for _, client, reply in self._ask(MessageType.EVALUATE, jobs) if on is None else ():
-            try:
-                opened = self._open(client, reply)
-                scores = opened if isinstance(opened, Lost) else messages.to_scores(opened)
-            except MessageError as error:
-                scores = Lost(client, str(error))
+        for expected, reply in self._ask(MessageType.EVALUATE, jobs) if on is None else ():
+            scores, client = self._scores(expected, reply), expected.ticket.client
             if isinstance(scores, Lost):
                 _log.warning("no scores of client '%s': %s", client, scores.reason)
             else:
                 yield client, scores
 
-    def _update(self, round: int, client: str, reply: Message | str) -> Update | Lost:
+    def _scores(self, expected: Expected, reply: Message | str) -> dict[str, float] | Lost:
         try:
-            opened = self._open(client, reply)
-            update = opened if isinstance(opened, Lost) else messages.to_update(opened, client, self.limit)
+            opened = self._open(expected, reply)
+            if isinstance(opened, Lost):
+                return opened
+            scores = messages.to_scores(opened)
+            check_scores(scores, self.measure)
         except MessageError as error:
-            if not self.run.tolerate:
-                raise ClientFault(client, f"its answer is of no use: {error}") from error
-            return Lost(client, f"its answer is of no use: {error}")
-        if isinstance(update, Lost):
-            return update
-        self.answered[client] = round
+            return self._useless(expected, error)
+        return scores
+
+    def _update(self, expected: Expected, reply: Message | str) -> Update | Lost:
+        client = expected.ticket.client
+        try:
+            opened = self._open(expected, reply)
+            if isinstance(opened, Lost):
+                return opened
+            update = messages.to_update(opened, client, expected.limit)
+            check_update(update, expected, self.run, self.model)
+        except MessageError as error:
+            return self._useless(expected, error)
+        self.answered[client] = expected.ticket.round
         slots = {slot: tree.to(part, self.device) for slot, part in update.slots.items()}
         return replace(update, delta=tree.to(update.delta, self.device), slots=slots)
 
-    def _open(self, client: str, reply: Message | str) -> RecordDict | Lost:
+    def _useless(self, expected: Expected, error: MessageError) -> Lost:
+        client, reason = expected.ticket.client, plain(f"its answer is of no use: {error}")
+        if not self.run.tolerate:
+            raise ClientFault(client, reason) from error
+        return Lost(client, reason)
+
+    def _open(self, expected: Expected, reply: Message | str) -> RecordDict | Lost:
+        client = expected.ticket.client
         if isinstance(reply, str):
             return Lost(client, reply)
         if reply.has_error():
-            return Lost(client, f"could not answer: {reply.error.reason}")
+            return Lost(client, plain(f"could not answer: {reply.error.reason}"))
+        if not reply.has_content():
+            raise MessageError("it is empty")
+        expected.check(messages.to_ticket(reply.content))
         refusal = messages.to_refusal(reply.content)
         if refusal is None:
             return reply.content
@@ -138,19 +157,19 @@ class Flower:
             raise ClientFault(client, refusal.reason)
         return Lost(client, refusal.reason, refusal.empty)
 
-    def _ask(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[int, str, Message | str]]:
+    def _ask(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[Expected, Message | str]]:
         begun = time.monotonic()
-        asked = [(job.round, job.client, self._send(kind, job)) for job in jobs]
+        asked = [(expect(self.run, self.model, job, self.session), self._send(kind, job)) for job in jobs]
         enough = max(self.run.minimum, -(-len(asked) // 2))
-        replies = self.post.fetch([message for _, _, message in asked], begun, enough)
-        for (round, client, _), reply in zip(asked, replies, strict=True):
+        replies = self.post.fetch([message for _, message in asked], begun, enough)
+        for (expected, _), reply in zip(asked, replies, strict=True):
             if isinstance(reply, str):
-                self.names.doubt(self.nodes[client])
-            yield round, client, reply
+                self.names.doubt(self.nodes[expected.ticket.client])
+            yield expected, reply
 
     def _send(self, kind: str, job: Job) -> str | None:
         void = self.answered.get(job.client, self.start - 1) + 1
-        content = messages.of_job(job, self.seals(job.params), self.session, void, self.store.commits[0])
+        content = messages.of_job(job, self.seals(job.params), self.session, self.config, void, self.store.commits[0])
         return self.post.send(content, self.nodes[job.client], kind, str(job.round))
 
 

@@ -1,0 +1,162 @@
+"""Flower's grid without its processes: sites that answer in this one, and ways to change what they answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.task_identity import TaskIdentity
+from helpers import Clients
+
+from partita.core.model import Model, Population
+from partita.core.run import Run
+from partita.engines.faults import Faults
+from partita.engines.flower import messages
+from partita.engines.flower.client import Site, client_app
+from partita.engines.flower.server import Flower
+from partita.evaluate import ACCURACY
+
+THREE = Clients(c0=2, c1=4, c2=3)
+CPU = torch.device("cpu")
+Reply = Callable[[Message], Message | None]
+
+
+@pytest.fixture(autouse=True)
+def one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower gives every process an identity; here server and sites share one."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def carried(message: Message) -> Message:
+    """Through the bytes that Flower would send, and back."""
+    name = message.object_id
+    contents = {key: part.deflate() for key, part in get_all_nested_objects(message).items()}
+    arrived = inflate_object_from_contents(name, contents)
+    assert isinstance(arrived, Message)
+    arrived.metadata.__dict__["_message_id"] = name
+    return arrived
+
+
+@dataclass
+class Scale:
+    """What training messages weigh on the wire: their tensors, and all the rest of them."""
+
+    tensors: Counter[str] = field(default_factory=Counter)
+    rest: Counter[str] = field(default_factory=Counter)
+
+    def weigh(self, message: Message, way: str) -> None:
+        if message.metadata.message_type != "train" or message.has_error() or "tensors" not in message.content:
+            return
+        if not isinstance(record := message.content["tensors"], ArrayRecord):
+            return
+        blobs = sum(len(array.data) for array in record.values())
+        whole = sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+        self.tensors[way] += blobs
+        self.rest[way] += whole - blobs
+
+
+@dataclass
+class Wire(Grid):
+    """Flower's grid with nothing but its messages: a node answers at once, and its reply waits until it is fetched."""
+
+    nodes: dict[int, Reply]
+    replies: dict[str, Message] = field(default_factory=dict)
+    scale: Scale = field(default_factory=lambda: Scale())
+    fetching: Callable[[Message], None] = lambda reply: None
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        for message in messages:
+            arrived = carried(message)
+            self.scale.weigh(arrived, "down")
+            if reply := self.nodes[message.metadata.dst_node_id](arrived):
+                self.replies[arrived.metadata.message_id] = reply
+            yield arrived.metadata.message_id
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        for reply in [self.replies.pop(name) for name in message_ids if name in self.replies]:
+            self.fetching(reply)
+            self.scale.weigh(reply, "up")
+            yield carried(reply)
+
+    def set_run(self, run: object) -> None: ...
+    def run(self) -> Any: ...  # type: ignore[override]
+    def create_message(self, *given: object) -> Any: ...
+    def send_and_receive(self, *given: object, **more: object) -> Any: ...
+
+
+def site_of(run: Run, model: Model, population: Population, folder: Path, client: str, faults: Faults) -> Reply:
+    """Every message meets a new app and new objects, as in a process of its own."""
+
+    def answer(message: Message) -> Message:
+        def site(context: Context) -> Site:
+            return Site(run, model, client, population[client], folder / client, faults, CPU, ACCURACY)
+
+        context = Context(1, message.metadata.dst_node_id, {"client": client}, RecordDict(), {})
+        return client_app(lambda context: str(context.node_config["client"]), site)(message, context)
+
+    return answer
+
+
+def wired(run: Run, model: Model, population: Population, folder: Path, faults: Faults = Faults()) -> Wire:  # noqa: B008
+    """Nodes in an order that is not that of the clients."""
+    places = enumerate(reversed(population.clients), start=10)
+    return Wire({node: site_of(run, model, population, folder, client, faults) for node, client in places})
+
+
+def flower(run: Run, model: Model, grid: Wire, clients: Iterable[str], **more: Any) -> Flower:
+    names = list(clients)
+    return Flower(
+        run, model, names, grid, **{"session": "1", "deadline": 5.0, "poll": 0.001, "wait_for": len(names)} | more
+    )
+
+
+Tamper = Callable[[Message, Message], Message | None]  # (what was asked, the honest reply) -> what arrives
+
+
+def tampered(grid: Wire, node: int, tamper: Tamper, when: int = 0) -> None:
+    honest = grid.nodes[node]
+
+    def answer(message: Message) -> Message | None:
+        reply = honest(message)
+        hit = message.metadata.message_type == "train" and message.metadata.group_id == str(when)
+        return tamper(message, reply) if hit and reply else reply
+
+    grid.nodes[node] = answer
+
+
+def rewritten(**changes: Any) -> Tamper:
+    """The update with other fields; a function is given the old value."""
+
+    def tamper(message: Message, reply: Message) -> Message:
+        update = messages.to_update(reply.content, "c1", 10**9)
+        new = {name: change(getattr(update, name)) if callable(change) else change for name, change in changes.items()}
+        content = messages.stamped(messages.of_update(replace(update, **new)), message.content)
+        return Message(content, reply_to=message)
+
+    return tamper
+
+
+def blob(change: Callable[[bytes], bytes], stype: str = "safetensors") -> Tamper:
+    def tamper(message: Message, reply: Message) -> Message:
+        data = change(reply.content["tensors"]["blob"].data)  # type: ignore[index]
+        content = RecordDict({**reply.content, "tensors": ArrayRecord({"blob": Array("uint8", (1,), stype, data)})})
+        return Message(content, reply_to=message)
+
+    return tamper
+
+
+def records(**changes: Any) -> Tamper:
+    return lambda message, reply: Message(RecordDict({**reply.content, **changes}), reply_to=message)
