@@ -19,7 +19,7 @@ from grids import one_task as one_task
 from helpers import SMALL_TASK, SMALL_VIT, files_in, run_of, small
 
 from partita import flower_app
-from partita.config import load
+from partita.config import load, shared_digest
 from partita.core import tree
 from partita.core.learn import Job
 from partita.core.method import Method, Update
@@ -34,6 +34,7 @@ from partita.engines.flower import client, history, messages
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.seals import Seals
 from partita.evaluate import ACCURACY
+from partita.experiment import build as build_experiment
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import scaffold
@@ -254,7 +255,7 @@ def test_two_answers_with_the_same_noise_would_show_what_it_hides(
     apart = {noise: tree.subtract(*two) for noise, two in found.items()}
     hidden = float(tree.norm(tree.subtract(found[1.0][0], found[0.0][0])))
     assert hidden > 0.05
-    assert float(tree.norm(tree.subtract(apart[1.0], apart[0.0]))) < 1e-5 * hidden
+    assert float(tree.norm(tree.subtract(apart[1.0], apart[0.0]))) < 1e-2 * hidden, "up to the grid"
 
 
 @pytest.mark.parametrize("kind", AGAIN)
@@ -382,22 +383,24 @@ def test_a_site_with_another_config_refuses_and_says_so(config: Path, tmp_path: 
      "model.width=16", "split.clients=4", "federation.dropout=0.5", "label=b"],
 )  # fmt: skip
 def test_whatever_both_sides_must_agree_on_is_in_the_digest(change: str, config: Path) -> None:
-    plain, own = flower_app._digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.secret=s"]
-    assert flower_app._digest(load(config, [change])) != plain
-    assert flower_app._digest(load(config, own)) == plain
+    plain, own = shared_digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.secret=s"]
+    assert shared_digest(load(config, [change])) != plain
+    assert shared_digest(load(config, own)) == plain
 
 
 def test_a_second_experiment_does_not_draw_the_noise_of_the_first_again(config: Path, tmp_path: Path) -> None:
-    """Noise follows from secret, round and client, so that another run with the same secret would repeat it."""
+    """A secret file serves many experiments, so their shared config is part of every draw's path."""
     (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "secret").chmod(0o600)
     private = ["privacy.noise=1.0"]
     assert served(config, tmp_path / "a", private, private, tmp_path / "secret")["lost"] == {}
     assert served(config, tmp_path / "b", private, private, tmp_path / "secret")["lost"] == {}, "it is the same run"
     other = [*private, "training.lr=0.5"]
-    row = served(config, tmp_path / "c", other, other, tmp_path / "secret")
-    assert "round 0 was already answered for another model" in row["lost"]["c0"]
-    (tmp_path / "another").write_bytes(bytes(range(1, 33)))
-    assert served(config, tmp_path / "d", other, other, tmp_path / "another")["lost"] == {}
+    assert served(config, tmp_path / "c", other, other, tmp_path / "secret")["lost"] == {}
+    roots = [
+        build_experiment(load(config, [*words, f"engine.secret={tmp_path / 'secret'}"])) for words in (private, other)
+    ]
+    assert roots[0].run.secret != roots[1].run.secret
 
 
 PATHS = ["../x", "a/b", "/etc", ".", "..", "nul\0", "x" * 10_000, "a\\b", "~", "-rf", "ü/ä", "\ud800", "c:", " "]

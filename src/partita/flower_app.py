@@ -138,7 +138,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             wait_for=int(_said(settings, "clients", "run config")),
             device=experiment.device,
             patience=float(settings.get("patience", math.inf)),
-            config=_digest(config),
+            config=shared_digest(config),
             measure=experiment.measure,
         )
         yield from play(experiment, folder, engine, engine.store, server, done)
@@ -193,7 +193,7 @@ def _identity(config: Config) -> str:
 
 
 def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
-    """Beside the folders of all runs: the noise follows from secret, round and client, wherever a run keeps its state."""
+    """Beside the folders of all runs: noise follows from secret, round and client, wherever a run keeps its state."""
     if secret is None:
         return None
     return place / "answered" / f"{component(client)}-{(secret / 'answered').digest(8).hex()}.json"
