@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "partita"
 # Each line may import itself and the lines above it.
 CORE = [
     ["core.rows"],
-    ["core.tree", "core.rng", "core.model", "core.files", "core.options"],
+    ["core.tree", "core.rng", "core.model", "core.files", "core.options", "core.text"],
     ["core.ledger", "core.plan", "core.wire", "core.private", "core.ghost"],
     ["core.method"],
     ["core.optim"],
@@ -48,7 +48,8 @@ ABOVE_CORE = {
     "flower_app": [*PARTS, "engines", "config", "experiment", "observe", "play", "startup"],
 }
 TOP = ["__init__", "__main__", "cli*"]  # may import anything, and no other may import them
-ALONE = ["report"]  # reads recorded rows, so it may import nothing of partita but itself
+ALONE = ["report"]  # reads recorded rows, so it may import nothing of partita but itself and how files are read
+FILES = ["core.files", "core.text"]
 
 # Library -> the only parts that may import it.
 OUTSIDE_CORE = [*ABOVE_CORE, *TOP, *ALONE]
@@ -89,7 +90,7 @@ def allowed(module: str) -> list[str] | None:
             return ["core", part, *others]
     if any(fits(module, part) for part in TOP):
         return ["*"]
-    return next(([part] for part in ALONE if fits(module, part)), None)
+    return next(([part, *FILES] for part in ALONE if fits(module, part)), None)
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import tomli_w
 
@@ -19,6 +18,7 @@ from partita import data, models, record
 from partita.config import Config, load
 from partita.core.files import write
 from partita.core.rounds import begin
+from partita.core.text import clean, component, label_folder
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import Flower, server_app
 from partita.experiment import build
@@ -60,7 +60,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
             "clients": clients or len(population),
             "deadline": 600.0,
             "patience": math.inf,
-            "folder": str(Path("runs", f"{settings.label}-seed-{settings.seed}").resolve()),
+            "folder": str(Path("runs", f"{label_folder(settings.label)}-seed-{settings.seed}").resolve()),
             "sites": str(Path("runs", "sites").resolve()),
             "set": "",
         },
@@ -120,6 +120,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
     with record.lock(folder):
         done, server = 0, begin(experiment.run, experiment.model)
         if (folder / record.CONFIG).exists():
+            record.verify(folder)
             _same(config, load(folder / record.CONFIG), folder)
             done, server = recall(experiment, folder)
             # Sites may have gone on from here before, so what they hold is not what the ledger says.
@@ -168,7 +169,7 @@ def _site(context: Context, config: Path) -> Site:
             "with random bytes and name it as engine.secret in the node config"
         )
     place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
-    folder = Path(str(place)) / _identity(shared) / quote(name, safe="")
+    folder = Path(str(place)) / _identity(shared) / component(name)
     return Site(
         experiment.run,
         experiment.model,
@@ -188,7 +189,7 @@ def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
 
 def _identity(config: Config) -> str:
     """A folder for each experiment, so that two runs at one site do not mix."""
-    return f"{config.label}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
+    return f"{label_folder(config.label)}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
 
 
 def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:
@@ -203,7 +204,7 @@ def _same(config: Config, recorded: Config, folder: Path) -> None:
 
 
 def _line(row: Row) -> str:
-    lost = "".join(f"; lost {client}: {reason}" for client, reason in row["lost"].items())
+    lost = "".join(f"; lost {clean(client)}: {clean(reason)}" for client, reason in row["lost"].items())
     scores = "".join(f", {metric} {value:.4f}" for metric, value in (row["test"] or {}).items())
     answered = len(row["cohort"]) - len(row["lost"])
     return f"round {row['round']}: {answered} of {len(row['cohort'])} answered in {row['seconds']:.1f} s{scores}{lost}"

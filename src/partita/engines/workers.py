@@ -183,9 +183,9 @@ class _Worker:
 
     def answer(self, orders: Sequence[Order]) -> Answer:
         store = self.engine.store = Memory()
-        store.states = {order.job.client: (order.job.round - 1, order.state) for order in orders}
+        store.held = {order.job.client: (order.job.round - 1, order.state) for order in orders}
         replies = list(self.engine.train([self._job(order) for order in orders]))
-        return Answer(replies, {client: store.states[client] for client in store.changed})
+        return Answer(replies, {client: store.held[client] for client in store.changed})
 
     def _job(self, order: Order) -> Job:
         for name, edition in order.shared.items():
