@@ -43,7 +43,7 @@ ABOVE_CORE = {
     "observe": ["record", "alarms", "evaluate", "experiment"],
     "play": ["record", "privacy", "engines", "config", "experiment", "observe"],
     "preview": [*PARTS, "engines", "rehearse", "config", "experiment"],
-    "compare": ["record", "config", "play"],
+    "compare": ["record", "config", "engines", "play"],
     "audit": [*PARTS, "engines", "config", "experiment"],
     "flower_app": [*PARTS, "engines", "config", "experiment", "observe", "play", "startup"],
 }

@@ -246,21 +246,22 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
     from rich.text import Text
 
     from partita.report import find, read
+    from partita.report.read import tested
 
     rows: list[dict[str, Any]] = []
     for path in find(folder):
         each = read(path)
-        tested = [row["test"].get(each.metric.name) for row in each.rows if row.get("test")]
+        values = [value for _, value in tested(each, each.metric.name)]
         rows.append(
             {
                 "folder": str(path),
                 "label": each.label,
                 "seed": each.seed,
-                "rounds": f"{len(each.rows)}/{each.config['rounds']}",
+                "rounds": f"{len(each.rows)}/{each.config.get('rounds', '?')}",
                 "finished": each.finished,
                 "metric": each.metric.name,
-                "value": tested[-1] if tested else None,
-                "shown": each.metric.show(tested[-1] if tested else None),
+                "value": values[-1] if values else None,
+                "shown": each.metric.show(values[-1] if values else None),
             }
         )
     if as_json:

@@ -15,6 +15,7 @@ from pathlib import Path
 from partita import record
 from partita.config import Config, ConfigError, load
 from partita.core.text import label_folder
+from partita.engines.pipes import end_with_parent
 
 Planned = tuple[Path, Config]
 
@@ -43,7 +44,7 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
         return
     jobs = min(jobs, len(left))
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent)
     try:
         futures = {pool.submit(_play, folder, settings, threads): settings for folder, settings in left}
         waiting = set(futures)

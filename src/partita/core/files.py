@@ -56,7 +56,11 @@ def unseal(path: Path, remedy: str) -> bytes:
 
 def sealed(folder: Path) -> list[Path]:
     """By number, lowest first."""
-    return sorted(path for path in folder.glob("*.safetensors") if _SEALED.fullmatch(path.name))
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in sorted(names) if _SEALED.fullmatch(name)]
 
 
 def sealed_name(number: int, digest: str) -> str:

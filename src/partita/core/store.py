@@ -97,13 +97,16 @@ class Disk:
 
     def rewind(self, done: int) -> None:
         """Forget what rounds from `done` on had written; what the checkpoint names must be there."""
+        there = set[Path]()
         for folder in self.folder.glob("*"):
             for path in sealed(folder):
                 if number_of(path) >= done:
                     path.unlink()
+                else:
+                    there.add(path)
         for client, (number, digest) in (self.newest or {}).items():
             path = self._folder(client) / sealed_name(number, digest)
-            if not path.is_file():
+            if path not in there:
                 raise self._missing(client, path)
 
     def _missing(self, client: str, path: Path) -> DamageError:

@@ -27,7 +27,7 @@ from partita.core.run import RunError
 from partita.core.store import Memory
 from partita.core.tree import Tensors
 from partita.engines.embedded import Embedded, chunks
-from partita.engines.pipes import board, places, receive, send
+from partita.engines.pipes import board, end_with_parent, places, receive, send
 
 AHEAD = 2  # answers for each worker that may wait for an earlier one: memory stays within bounds
 
@@ -157,6 +157,7 @@ def _device(engine: Embedded, number: int) -> torch.device:
 
 
 def _serve(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
+    end_with_parent()
     # One thread: the parent's pool of threads does not live on in a fork, and workers would fight for cores.
     torch.set_num_threads(1)
     if device.type == "cuda":
