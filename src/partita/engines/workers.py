@@ -162,6 +162,11 @@ def _serve(parent: Connection, build: Callable[[], Embedded], device: torch.devi
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # "cuda" alone, as engines have it, now means this one
+    with suppress(EOFError, ConnectionError):  # the parent is gone, and nobody waits for an answer
+        _answer_all(parent, build, device, flat)
+
+
+def _answer_all(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
     worker: _Worker | None = None
     while orders := receive(parent, device):
         answer: object
