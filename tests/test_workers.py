@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -117,6 +120,43 @@ def test_a_dead_worker_is_an_error(anew: bool) -> None:
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         with pytest.raises(RunError, match="a worker process died"):
             list(rounds(engine.engine.run, engine.engine.model, engine))
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_workers import made, rounds
+from functools import partial
+from partita.engines.workers import Workers
+
+if __name__ == "__main__":
+    engine = Workers(made("fedavg"), 3, partial(made, "fedavg") if {anew} else None)
+    while True:
+        list(rounds(engine.engine.run, engine.engine.model, engine))
+        print(*(process.pid for process in engine.processes), flush=True)
+"""
+
+
+def at_work(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
+def test_workers_end_with_a_parent_that_is_killed(anew: bool, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(tests=str(Path(__file__).parent), anew=anew))
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 3
+    until = time.monotonic() + 5  # a second, and more on a machine that is busy
+    while any(map(at_work, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(at_work, pids))
 
 
 def test_an_engine_that_cannot_be_built_anew_says_why() -> None:
