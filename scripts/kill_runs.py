@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,29 +80,37 @@ def settings(text: str) -> Config:
     return parse(raw)
 
 
-def go_on(config: Config, folder: Path) -> None:
-    """Begin the run, or resume it."""
+def go_on(config: Config, folder: Path, seen: Callable[[], object] = lambda: None) -> None:
+    """Begin the run, or resume it; `seen` is called after each round."""
     begun = (folder / record.CONFIG).exists()
     for _ in resume(load(folder / record.CONFIG), folder) if begun else start(config, folder):
-        pass
+        seen()
 
 
-def kill_after(config: Config, folder: Path, seconds: float) -> bool:
+def kill_after(config: Config, folder: Path, seconds: float, wait: bool) -> bool:
     """Go on with the run in a process of its own, and kill it after so many seconds.
+
+    Args:
+        wait: count from the end of its first round, and not from its start.
 
     Returns:
         Whether it was killed; it may have ended before.
     """
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            go_on(config, folder)
+            go_on(config, folder, lambda: os.write(writer, b"."))
         except BaseException as error:
             print(f"a resumed run failed by itself: {error!r}", file=sys.stderr, flush=True)
             os._exit(1)
         os._exit(0)
+    os.close(writer)
+    if wait:
+        os.read(reader, 1)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
+    os.close(reader)
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status):
         raise RuntimeError(f"{folder} could not be resumed")
@@ -117,16 +126,17 @@ def result(folder: Path) -> tuple[object, list[object]]:
 
 def try_setting(config: Config, kills: int, seed: str, root: Path) -> Outcome:
     whole, killed = root / "whole", root / "killed"
-    begun = time.perf_counter()
-    go_on(config, whole)
-    length = time.perf_counter() - begun
+    begun, ends = time.perf_counter(), list[float]()
+    go_on(config, whole, lambda: ends.append(time.perf_counter()))
+    length = ends[-1] - ends[0]
     draws, done, early = random.Random(seed), 0, 0
     while done < kills:
         # A life is a share of the rounds still to come, so that the run is not over before the last kill.
         left = 1 - record.count_rows(killed) / config.rounds
         if record.finished(killed):
             raise RuntimeError(f"the run ended after {done} kills; give it more rounds")
-        struck = kill_after(config, killed, draws.uniform(0.0, left / (kills - done + 1)) * length)
+        wait = draws.random() < 0.8  # the others come while the run is built or prepared
+        struck = kill_after(config, killed, draws.uniform(0.0, 2 * left / (kills - done + 2)) * length, wait)
         done += struck
         early += struck and not record.saved_rounds(killed)
     go_on(config, killed)

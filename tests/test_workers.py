@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -122,21 +121,6 @@ def test_a_dead_worker_is_an_error(anew: bool) -> None:
             list(rounds(engine.engine.run, engine.engine.model, engine))
 
 
-PARENT = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_workers import made, rounds
-from functools import partial
-from partita.engines.workers import Workers
-
-if __name__ == "__main__":
-    engine = Workers(made("fedavg"), 3, partial(made, "fedavg") if {anew} else None)
-    while True:
-        list(rounds(engine.engine.run, engine.engine.model, engine))
-        print(*(process.pid for process in engine.processes), flush=True)
-"""
-
-
 def at_work(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -144,14 +128,25 @@ def at_work(pid: int) -> bool:
         return False
 
 
+def train_for_ever(anew: bool, tell: int) -> None:
+    make = partial(made, "fedavg")
+    engine = Workers(make(), 3, make if anew else None)
+    while True:
+        list(rounds(engine.engine.run, engine.engine.model, engine))
+        os.write(tell, " ".join(str(process.pid) for process in engine.processes).encode() + b"\n")
+
+
 @pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
-def test_workers_end_with_a_parent_that_is_killed(anew: bool, tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(tests=str(Path(__file__).parent), anew=anew))
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        parent.kill()
+def test_workers_end_with_a_parent_that_is_killed(anew: bool) -> None:
+    hear, tell = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        train_for_ever(anew, tell)
+    os.close(tell)
+    with os.fdopen(hear) as told:
+        pids = [int(word) for word in told.readline().split()]
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
     assert len(pids) == 3
     until = time.monotonic() + 5  # a second, and more on a machine that is busy
     while any(map(at_work, pids)) and time.monotonic() < until:
