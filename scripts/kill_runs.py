@@ -57,7 +57,7 @@ patch = 2
 SETTINGS = {
     "scaffold, disk": 'method.name = "scaffold"\nengine.state = "disk"',
     "fedper": 'method.name = "fedper"',
-    "safl, privacy": 'method.name = "safl"\nmethod.noise = 1.0\nprivacy = { noise = 2.0, accountant = "rdp" }',
+    "safl, privacy": 'method.name = "safl"\nmethod.noise = 1.0\nmethod.probe = 0.2\nprivacy = { noise = 2.0, accountant = "rdp" }',
     "fedfrozen, automatic": 'method.name = "fedfrozen"\nmethod.warmup = "auto"',
     "feddyn": 'method.name = "feddyn"',
     "fedfrozen+moon": 'method.name = "fedfrozen+moon"\nmethod.warmup = 20',
@@ -147,13 +147,14 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--kills", type=int, default=200, help="over all settings together")
     options.add_argument("--seed", default="0")
+    options.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     chosen = options.parse_args()
-    share, rest = divmod(chosen.kills, len(SETTINGS))
+    share, rest = divmod(chosen.kills, len(chosen.settings))
     print(f"{'setting':22} {'kills':>5}  {'before a checkpoint':>19}  {'same end':>8}  {'s':>6}")
     outcomes = []
-    for place, (name, text) in enumerate(SETTINGS.items()):
+    for place, name in enumerate(chosen.settings):
         with tempfile.TemporaryDirectory() as root:
-            each = try_setting(settings(text), share + (place < rest), f"{chosen.seed} {name}", Path(root))
+            each = try_setting(settings(SETTINGS[name]), share + (place < rest), f"{chosen.seed} {name}", Path(root))
         outcomes.append(each)
         same = "yes" if each.same else "NO"
         print(f"{name:22} {each.kills:5}  {each.before_checkpoint:19}  {same:>8}  {each.seconds:6.0f}", flush=True)

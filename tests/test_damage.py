@@ -173,6 +173,15 @@ def test_a_file_of_another_run_is_named(
         assert path.name in err or put.name in err, err
 
 
+def test_a_missing_state_is_found_before_the_first_round(runs: dict[str, Path], tmp_path: Path) -> None:
+    for client in ("c0", "c1", "c2"):
+        folder = Path(shutil.copytree(runs["half"], tmp_path / client))
+        path = sealed(folder / record.CLIENTS / client)[-1]
+        path.unlink()
+        with pytest.raises(DamageError, match=f"{path.name} is missing: it is the state of client '{client}'"):
+            next(resume(load(folder / record.CONFIG), folder))
+
+
 def test_a_state_that_no_checkpoint_names_is_not_read(
     runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
 ) -> None:
