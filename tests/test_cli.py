@@ -292,7 +292,7 @@ def test_a_full_disk_loses_nothing(
 
     def full(one: Path, other: Path) -> None:
         calls.append(other)
-        if len(calls) == 6:  # config, environment, plan, and two checkpoints are written; the third is not
+        if len(calls) == 7:  # config, environment, plan, checksums and two checkpoints are written; the third is not
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(one, other)
 

@@ -159,3 +159,16 @@ def test_under_client_level_privacy_nobody_who_knows_the_seed_knows_the_cohorts(
     assert drawn[0] == [runs[0].draw_cohort(number, clients) for number in range(20)]
     by_example = [build(parse({**CONFIG, "federation": {"cohort": 1}})).run for _ in range(2)]
     assert by_example[0].draw_cohort(3, clients) == by_example[1].draw_cohort(3, clients)
+
+
+def test_another_secret_file_does_not_go_on_with_the_run(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        (tmp_path / name).write_bytes(name.encode() * 8)
+        (tmp_path / name).chmod(0o600)
+    settings = parse({**CONFIG, "engine": {"secret": str(tmp_path / "mine")}})
+    rows = start(settings, tmp_path / "run")
+    next(rows)
+    rows.close()
+    (tmp_path / "mine").write_bytes((tmp_path / "other").read_bytes())
+    with pytest.raises(PrivacyError, match=r"begun with another secret; name that file as engine\.secret"):
+        list(resume(settings, tmp_path / "run"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -117,6 +119,39 @@ def test_a_dead_worker_is_an_error(anew: bool) -> None:
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         with pytest.raises(RunError, match="a worker process died"):
             list(rounds(engine.engine.run, engine.engine.model, engine))
+
+
+def at_work(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def train_for_ever(anew: bool, tell: int) -> None:
+    make = partial(made, "fedavg")
+    engine = Workers(make(), 3, make if anew else None)
+    while True:
+        list(rounds(engine.engine.run, engine.engine.model, engine))
+        os.write(tell, " ".join(str(process.pid) for process in engine.processes).encode() + b"\n")
+
+
+@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
+def test_workers_end_with_a_parent_that_is_killed(anew: bool) -> None:
+    hear, tell = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        train_for_ever(anew, tell)
+    os.close(tell)
+    with os.fdopen(hear) as told:
+        pids = [int(word) for word in told.readline().split()]
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+    assert len(pids) == 3
+    until = time.monotonic() + 5  # a second, and more on a machine that is busy
+    while any(map(at_work, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(at_work, pids))
 
 
 def test_an_engine_that_cannot_be_built_anew_says_why() -> None:

@@ -11,13 +11,12 @@ import numpy as np
 from partita import record
 from partita.config import load
 from partita.core import checkpoint
-from partita.core.files import sealed
 from partita.core.learn import assemble
 from partita.core.method import Server, Update
 from partita.core.model import Examples
 from partita.core.private import PrivacyError
 from partita.core.rng import Key
-from partita.core.rounds import ask, rounds
+from partita.core.rounds import ask, begin, rounds
 from partita.core.store import Disk, Memory
 from partita.engines.embedded import Embedded
 from partita.experiment import Experiment, build
@@ -45,21 +44,25 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
         raise PrivacyError(f"{folder} holds no finished run; finish it with 'partita resume {folder}'")
     if shadows and not canaries:
         raise PrivacyError("--shadows are runs with and without canaries; say how many with --canaries")
+    identity = record.verify(folder)
     experiment = build(load(folder / record.CONFIG))
     guard = experiment.guard
     found: Found = {"claim": guard.about() if guard else None, "attacks": {}, "bound": None}
-    found["attacks"] |= _on_result(experiment, folder)
+    found["attacks"] |= _on_result(experiment, folder, identity)
     if canaries:
         found |= _on_training(experiment, canaries, shadows, found["attacks"])
     record.write_json(folder / AUDIT, found)
     return found
 
 
-def _on_result(experiment: Experiment, folder: Path) -> Found:
+def _on_result(experiment: Experiment, folder: Path, identity: str | None) -> Found:
     """Members are clients' training examples, outsiders those of their validation and test parts."""
     run, model, federation = experiment.run, experiment.model, experiment.federation
-    done, server = checkpoint.load(sealed(folder / "checkpoints")[-1], experiment.device)
-    store = Memory(Disk(folder / "clients", experiment.device))
+    saved = checkpoint.newest(folder / record.CHECKPOINTS, identity, begin(run, model), experiment.device)
+    if not saved.done:
+        raise PrivacyError(f"{folder / record.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
+    done, server = saved.done, saved.server
+    store = Memory(Disk(folder / record.CLIENTS, experiment.device, saved.states))
     engine = Embedded(run, model, federation, device=experiment.device, store=store)
     clients = sorted((Key(0) / "audit").sample(federation.clients, min(CLIENTS, len(federation.clients))))
     by_loss: list[tuple[Array, Array]] = []

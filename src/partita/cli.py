@@ -14,6 +14,7 @@ from rich.console import Console
 
 from partita import cli_flower
 from partita.cli_progress import follow, progress
+from partita.core.text import clean, label_folder
 
 if TYPE_CHECKING:
     from partita.config import Config
@@ -44,20 +45,24 @@ def run(
     settings = _load(config, changes)
     from partita.play import start
 
-    folder = out or Path("runs") / f"{settings.label}-seed-{settings.seed}"
+    folder = out or Path("runs") / f"{label_folder(settings.label)}-seed-{settings.seed}"
     follow(start(settings, folder), settings, folder, 0)
     _close([folder], folder / "report.html" if report else None)
 
 
 @app.command()
 def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], report: Report = False) -> None:
-    """Go on with a run that was stopped, from its newest checkpoint."""
+    """Go on with a run that was stopped, from its newest checkpoint.
+
+    It reads the data, the model and the other files that the run's config.toml names.
+    """
     from partita import record
 
     if not (folder / record.CONFIG).exists():
         raise record.RecordError(
             f"{folder} holds no run (it has no {record.CONFIG}); 'partita ls' lists those there are"
         )
+    record.verify(folder)
     if record.finished(folder):
         print(f"{folder} is finished; nothing to resume")
     else:
@@ -159,7 +164,10 @@ def audit(
     shadows: Annotated[int, typer.Option(help="With canaries: train so many more times, for likelihood ratios.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Attack a finished run: guess who was in its training data, and see what that proves of its privacy."""
+    """Attack a finished run: guess who was in its training data, and see what that proves of its privacy.
+
+    It reads the data, the model and the other files that the run's config.toml names.
+    """
     from partita.audit import AUDIT
     from partita.audit import audit as attack
 
@@ -235,23 +243,25 @@ def lab(
 def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"), as_json: Json = False) -> None:
     """List the runs below a folder."""
     from rich.table import Table
+    from rich.text import Text
 
     from partita.report import find, read
+    from partita.report.read import tested
 
     rows: list[dict[str, Any]] = []
     for path in find(folder):
         each = read(path)
-        tested = [row["test"].get(each.metric.name) for row in each.rows if row.get("test")]
+        values = [value for _, value in tested(each, each.metric.name)]
         rows.append(
             {
                 "folder": str(path),
                 "label": each.label,
                 "seed": each.seed,
-                "rounds": f"{len(each.rows)}/{each.config['rounds']}",
+                "rounds": f"{len(each.rows)}/{each.config.get('rounds', '?')}",
                 "finished": each.finished,
                 "metric": each.metric.name,
-                "value": tested[-1] if tested else None,
-                "shown": each.metric.show(tested[-1] if tested else None),
+                "value": values[-1] if values else None,
+                "shown": each.metric.show(values[-1] if values else None),
             }
         )
     if as_json:
@@ -261,7 +271,8 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
     for row in rows:
         result = f"{row['metric']} {row['shown']}"
         state = "finished" if row["finished"] else f"unfinished: partita resume {row['folder']}"
-        table.add_row(row["folder"], row["label"], str(row["seed"]), row["rounds"], result, state)
+        cells = row["folder"], row["label"], row["seed"], row["rounds"], result, state
+        table.add_row(*(Text(clean(cell)) for cell in cells))  # Text: a label with brackets is no markup
     Console().print(table)
 
 
@@ -302,7 +313,8 @@ def _close(
 
 
 def _say(*lines: str) -> None:
-    print(*lines, sep="\n", file=sys.stderr)
+    """Messages quote names and values of files that others wrote."""
+    print(*(clean(line) for each in lines for line in each.split("\n")), sep="\n", file=sys.stderr)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -18,6 +18,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from partita.core.text import clean
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -32,7 +34,8 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
 
     metric, known = None, set[str]()
     with progress() as bar:
-        task = bar.add_task(settings.label, total=settings.rounds, completed=done)
+        label = clean(settings.label)
+        task = bar.add_task(label, total=settings.rounds, completed=done)
         try:
             for row in rows:
                 if metric is None:
@@ -44,9 +47,10 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
                 tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
                 spent = (row.get("privacy") or {}).get("epsilon")
                 cost = "" if spent is None else f" · ε {spent:.3g}"
-                bar.update(task, completed=row["round"] + 1, description=settings.label + tested + cost)
+                bar.update(task, completed=row["round"] + 1, description=label + tested + cost)
                 for client, reason in row["lost"].items():
-                    bar.console.print(f"round {row['round']}: lost {client}: {reason}", style="yellow", markup=False)
+                    lost = clean(f"round {row['round']}: lost {client}: {reason}")
+                    bar.console.print(lost, style="yellow", markup=False)
                 raised = row.get("alarms", {})
                 for kind in sorted(raised.keys() - known):  # said once for as long as it lasts
                     bar.console.print(f"round {row['round']}: {kind}: {raised[kind]}", style="yellow", markup=False)

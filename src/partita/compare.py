@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from partita import record
 from partita.config import Config, ConfigError, load
+from partita.core.text import label_folder
+from partita.engines.pipes import end_with_parent
 
 Planned = tuple[Path, Config]
 
@@ -25,8 +28,10 @@ def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: 
     for spec in _specs(methods):
         settings = load(config, [*changes, "method={}", *_said(spec)])
         for seed in range(settings.seed, settings.seed + seeds):
-            folder = out / re.sub(r"[^\w.=+-]+", "_", spec).strip("_") / f"seed-{seed}"
+            folder = out / label_folder(spec) / f"seed-{seed}"
             planned.append((folder, replace(settings, seed=seed, label=spec)))
+    if twice := [folder for folder, times in Counter(folder for folder, _ in planned).items() if times > 1]:
+        raise ConfigError(f"two of --methods '{methods}' would share the folder {twice[0]}; leave one of them out")
     for folder, settings in planned:
         _check_same(folder, settings)
     return planned
@@ -39,7 +44,7 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
         return
     jobs = min(jobs, len(left))
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent)
     try:
         futures = {pool.submit(_play, folder, settings, threads): settings for folder, settings in left}
         waiting = set(futures)
@@ -74,6 +79,7 @@ def _check_same(folder: Path, settings: Config) -> None:
     """A run that is already there is kept, so it must be the same one; how it is computed may differ."""
     path = folder / record.CONFIG
     if path.exists():
+        record.verify(folder)
         there = load(path)
         if replace(there, engine=settings.engine) != replace(settings, engine=settings.engine):
             raise record.RecordError(f"{folder} holds another experiment; delete it or give another --out")

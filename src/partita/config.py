@@ -145,12 +145,14 @@ _TABLES = {
 def load(path: Path, changes: Iterable[str] = ()) -> Config:
     """The config in a file, with changes such as "method.mu=0.1" laid over it."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the config {path}: it is not text in UTF-8") from error
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     for change in changes:
         overlay(raw, change)

@@ -19,7 +19,7 @@ from partita.config import SITES_OWN, Config, load, shared_digest
 from partita.core.files import write
 from partita.core.rng import Key
 from partita.core.rounds import begin
-from partita.core.text import component, label_folder
+from partita.core.text import clean, component, label_folder
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import Flower, server_app
 from partita.experiment import build, makes_secret
@@ -121,6 +121,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
     with record.lock(folder):
         done, server = 0, begin(experiment.run, experiment.model)
         if begun:
+            record.verify(folder)
             _same(config, load(folder / record.CONFIG), folder)
             done, server = recall(experiment, folder)
             # Sites may have gone on from here before, so what they hold is not what the ledger says.
@@ -211,7 +212,7 @@ def _same(config: Config, recorded: Config, folder: Path) -> None:
 
 
 def _line(row: Row) -> str:
-    lost = "".join(f"; lost {client}: {reason}" for client, reason in row["lost"].items())
+    lost = "".join(f"; lost {clean(client)}: {clean(reason)}" for client, reason in row["lost"].items())
     scores = "".join(f", {metric} {value:.4f}" for metric, value in (row["test"] or {}).items())
     answered = len(row["cohort"]) - len(row["lost"])
     return f"round {row['round']}: {answered} of {len(row['cohort'])} answered in {row['seconds']:.1f} s{scores}{lost}"

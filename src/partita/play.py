@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -13,7 +13,7 @@ from pathlib import Path
 from partita import record
 from partita.config import Config
 from partita.core import checkpoint, tree
-from partita.core.files import sealed
+from partita.core.files import read_json
 from partita.core.method import Server
 from partita.core.private import PrivacyError
 from partita.core.rng import Key
@@ -31,25 +31,27 @@ PRIVACY = "privacy.json"  # in a run's folder: the promise, and the noise that k
 
 def start(config: Config, folder: Path) -> Iterator[Row]:
     """Run from the beginning in a new folder, a row at a time."""
-    if (folder / record.CONFIG).exists():
+    if any((folder / name).exists() for name in (record.CONFIG, record.ROWS, record.CHECKPOINTS, record.CLIENTS)):
         raise record.RecordError(
             f"{folder} already holds a run; resume it with 'partita resume {folder}', or choose another folder"
         )
     experiment = build(config)
     with record.lock(folder):
         prepare(experiment, folder)
-        with _embedded(experiment, folder) as (engine, store):
+        with _embedded(experiment, Disk(folder / record.CLIENTS, experiment.device, {})) as (engine, store):
             yield from play(experiment, folder, engine, store, begin(experiment.run, experiment.model), 0)
 
 
 def resume(config: Config, folder: Path) -> Iterator[Row]:
     """Go on after the newest checkpoint as if nothing had happened."""
+    record.verify(folder)
     experiment = build(config, recall_secret(config, folder))
     with record.lock(folder):
-        done, server = recall(experiment, folder)
-        Disk(folder / "clients").rewind(done)
-        with _embedded(experiment, folder) as (engine, store):
-            yield from play(experiment, folder, engine, store, server, done)
+        saved = recall_all(experiment, folder)
+        disk = Disk(folder / record.CLIENTS, experiment.device, saved.states)
+        disk.rewind(saved.done)
+        with _embedded(experiment, disk) as (engine, store):
+            yield from play(experiment, folder, engine, store, saved.server, saved.done)
 
 
 def recall_secret(config: Config, folder: Path) -> Key | None:
@@ -69,13 +71,22 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     record.write_json(
         folder / record.PLAN, {"metric": asdict(experiment.measure.primary), "stages": stages(experiment)}
     )
+    written = [record.CONFIG, record.ENVIRONMENT, record.PLAN]
     if experiment.guard:
-        record.write_json(folder / PRIVACY, experiment.guard.about())
+        record.write_json(folder / PRIVACY, {**experiment.guard.about(), "secret": _fingerprint(experiment)})
+        written += [PRIVACY, *([str(secret.FILE)] if makes_secret(experiment.config) else [])]
+    record.write_checksums(folder, written)
+
+
+def _fingerprint(experiment: Experiment) -> str | None:
+    """Tells one secret from another, and nothing of either."""
+    key = experiment.run.secret
+    return (key / "fingerprint").digest(8).hex() if key else None
 
 
 def computing(config: Config, folder: Path) -> str:
     """How the engine computes, and what of it "auto" has chosen."""
-    told = json.loads((folder / record.ENVIRONMENT).read_text())
+    told = read_json(folder / record.ENVIRONMENT)
     auto = [name for name in ("device", "block", "graphs") if getattr(config.engine, name) == "auto"]
     said = f"on {told['device']}, {told['threads']} threads, blocks of {told['block']}, steps {told['steps']}"
     return said + (f" (auto: {', '.join(auto)})" if auto else "")
@@ -83,32 +94,43 @@ def computing(config: Config, folder: Path) -> str:
 
 def recall(experiment: Experiment, folder: Path) -> tuple[int, Server]:
     """(rounds done, the server after them) by the newest checkpoint; rows of later rounds are dropped."""
-    saved = sealed(folder / "checkpoints")
-    done, server = 0, begin(experiment.run, experiment.model)
-    if saved:
-        done, server = checkpoint.load(saved[-1], experiment.device)
-    record.keep_rows(folder, done)
+    saved = recall_all(experiment, folder)
+    return saved.done, saved.server
+
+
+def recall_all(experiment: Experiment, folder: Path) -> checkpoint.Saved:
+    """The newest checkpoint, or the beginning, with the folder brought back to it."""
+    identity = record.verify(folder)
+    if identity is None:
+        prepare(experiment, folder)
+    first = begin(experiment.run, experiment.model)
+    saved = checkpoint.newest(folder / record.CHECKPOINTS, identity, first, experiment.device)
+    record.keep_rows(folder, saved.done, saved.rows if saved.done else None)
     if experiment.guard:
-        _recall_spending(experiment.guard, folder)
-    return done, server
+        with record.understanding(folder / record.ROWS):
+            _recall_spending(experiment, experiment.guard, folder)
+    return saved
 
 
-def _recall_spending(guard: Guard, folder: Path) -> None:
+def _recall_spending(experiment: Experiment, guard: Guard, folder: Path) -> None:
     """What earlier rounds cost is part of the bill; under another noise they would not have been the same run."""
-    noise = json.loads((folder / PRIVACY).read_text())["noise"]
+    began = read_json(folder / PRIVACY)
+    if began["secret"] != _fingerprint(experiment):
+        raise PrivacyError(f"{folder} was begun with another secret; name that file as engine.secret to resume the run")
+    noise = began["noise"]
     if noise != guard.terms.noise:
         raise PrivacyError(
             f"{folder} was begun with the noise {noise:g}, but now it would be {guard.terms.noise:g}: has the data or "
-            f"dp-accounting changed? To go on as it began, set privacy.noise = {noise:g} in its {record.CONFIG}"
+            "dp-accounting changed? Restore what it began with, or start the run anew in another folder with "
+            f"privacy.noise = {noise:g}"
         )
     for row in record.read_rows(folder):
         guard.charge(row["round"], row["cohort"], row["privacy"]["signal"])
 
 
 @contextmanager
-def _embedded(experiment: Experiment, folder: Path) -> Iterator[tuple[Engine, Store]]:
+def _embedded(experiment: Experiment, disk: Disk) -> Iterator[tuple[Engine, Store]]:
     config = experiment.config.engine
-    disk = Disk(folder / "clients", experiment.device)
     store: Store = disk if config.state == "disk" else Memory(disk)
     engine = _engine(experiment, store)
     if config.workers == 1:
@@ -153,16 +175,21 @@ def play(
     state = {slot: tree.to(part, experiment.device) for slot, part in server.state.items()}
     server = replace(server, params=tree.to(server.params, experiment.device), state=state)
     begun = clock = time.perf_counter()
-    sights = recall_sights(folder)
-    row: Row = {}
+    identity, written = record.verify(folder) or "", record.Rows(folder)
+    with record.understanding(folder / record.ROWS):
+        sights = recall_sights(folder)
+    last = deque(record.read_rows(folder), maxlen=1)
+    row: Row = last[0] if last else {}  # a run may have been stopped between its last round and its result
     for each in rounds(run, model, engine, server, done):
         signal = run.method.server.signal(server)
         server, done = each.server, each.number + 1
         row = observe(experiment, engine, each, time.perf_counter() - clock, signal, sights)
-        record.append_row(folder, row)
+        written.append(row)
         if done % config.checkpoint.every == 0 or done == run.rounds:
             store.commit(done)
-            checkpoint.save(folder / "checkpoints", done, server)
+            checkpoint.save(
+                folder / record.CHECKPOINTS, done, server, identity, rows=written.digest(), states=store.states()
+            )
         yield row
         clock = time.perf_counter()
     result = {

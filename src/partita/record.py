@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from partita.core.files import DiskError, number_of, sealed, write
+from partita.core import files
+from partita.core.files import DamageError, DiskError, number_of, open_plain, read_json, refuse_links, sealed, write
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
+CHECKSUMS, CHECKPOINTS, CLIENTS = "checksums.json", "checkpoints", "clients"
+REMEDY = "restore it from a copy, or start the run anew in another folder"
 
 
 class RecordError(ValueError):
@@ -29,57 +34,107 @@ def write_json(path: Path, value: Any) -> None:
     write(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
-def append_row(folder: Path, row: Mapping[str, Any]) -> None:
-    """On disk before it returns, so that a checkpoint never knows of a round that has no row."""
-    path = folder / ROWS
-    try:
-        with path.open("ab") as file:
-            file.write((json.dumps(row) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise DiskError(
-            f"cannot write {path} ({error.strerror}); what was saved before is whole: make room, then resume the run"
-        ) from error
+def write_checksums(folder: Path, names: Iterable[str]) -> None:
+    """Written once, after these files: their digests tell a run from every other one."""
+    write_json(folder / CHECKSUMS, {name: files.digest(files.read(folder / name)) for name in names})
 
 
-def keep_rows(folder: Path, done: int) -> None:
-    """Drop the rows of rounds from `done` on, which will be run again, and a line that was cut short."""
-    path = folder / ROWS
+def verify(folder: Path) -> str | None:
+    """The run's identity, if its files are as they were written before the first round.
+
+    Returns:
+        None where the run was stopped before they were all written, so that nothing depends on them yet.
+
+    Raises:
+        DamageError: names the file that is missing or not as it was.
+    """
+    refuse_links(folder)
+    path = folder / CHECKSUMS
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if line.endswith(b"\n") and row["round"] < done:
-            kept.append(line)
-    write(path, b"".join(kept))
+        if sealed(folder / CHECKPOINTS):
+            raise DamageError(f"{path} is missing; {REMEDY}")
+        return None
+    listed = read_json(path)
+    if not isinstance(listed, dict) or CONFIG not in listed:
+        raise DamageError(f"{path} holds no checksums of a run; {REMEDY}")
+    for name, digest in listed.items():
+        file = folder / name
+        if ".." in file.parts or file.is_absolute() != folder.is_absolute() or folder not in file.parents:
+            raise DamageError(f"{path} names '{name}', which is outside the run folder; {REMEDY}")
+        if not file.is_file():
+            raise DamageError(f"{file} is missing, but {CHECKSUMS} names it; {REMEDY}")
+        if files.digest(files.read(file)) != digest:
+            raise DamageError(
+                f"{file} does not match its digest in {CHECKSUMS}, so one of the two was changed; {REMEDY}"
+            )
+    return files.digest(json.dumps(listed, sort_keys=True).encode())
+
+
+class Rows:
+    """The rows of a run as they are recorded, and their digest."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ROWS
+        self._state = hashlib.blake2b(digest_size=16)
+        for line in _lines(folder):
+            self._state.update(line)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """On disk before it returns, so that a checkpoint never knows of a round that has no row."""
+        line = (json.dumps(row) + "\n").encode()
+        files.append(self.path, line)
+        self._state.update(line)
+
+    def digest(self) -> str:
+        return self._state.hexdigest()
+
+
+def keep_rows(folder: Path, done: int, digest: str | None = None) -> None:
+    """Keep the rows of the first `done` rounds, which must have this digest; the others will be run again."""
+    path = folder / ROWS
+    kept = b"".join(islice(_lines(folder), done))
+    if digest is not None and files.digest(kept) != digest:
+        raise DamageError(
+            f"{path} does not hold the rows of the first {done} rounds as they were written; restore it from a copy, "
+            f"or delete {folder / CHECKPOINTS} to run all rounds again"
+        )
+    if path.exists() and path.stat().st_size != len(kept):
+        write(path, kept)
+
+
+def _lines(folder: Path) -> Iterator[bytes]:
+    """None where there is no file yet."""
+    return files.lines(folder / ROWS) if os.path.lexists(folder / ROWS) else iter(())
 
 
 def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows recorded so far; none where there is no file yet."""
-    if (folder / ROWS).exists():
-        for line in (folder / ROWS).read_text().splitlines():
-            yield json.loads(line)
+    for number, line in enumerate(_lines(folder), 1):
+        yield files.parse_json(line, f"{folder / ROWS}, line {number}")
+
+
+@contextmanager
+def understanding(path: Path) -> Iterator[None]:
+    """A file that is whole, but that partita did not write, lacks keys or has values of another type."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise DamageError(f"{path} is not as partita writes it ({error!r}); {REMEDY}") from error
 
 
 def count_rows(folder: Path) -> int:
-    path = folder / ROWS
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return sum(line.endswith(b"\n") for line in _lines(folder))
 
 
 def saved_rounds(folder: Path) -> int:
     """The rounds behind the newest checkpoint."""
-    saved = sealed(folder / "checkpoints")
+    saved = sealed(folder / CHECKPOINTS)
     return number_of(saved[-1]) if saved else 0
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
     path = folder / RESULT
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path) if os.path.lexists(path) else None
 
 
 def environment(device: torch.device, **chosen: object) -> dict[str, str]:
@@ -104,7 +159,8 @@ def lock(folder: Path) -> Iterator[None]:
     """One process a run folder; the lock goes with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / ".lock").open("w")
+        refuse_links(folder)
+        handle = open_plain(folder / ".lock", os.O_WRONLY | os.O_CREAT)
     except OSError as error:
         raise DiskError(f"cannot write to {folder} ({error.strerror}); choose another folder") from error
     with handle:

@@ -1,37 +1,65 @@
-"""The server's state on disk, sealed: a damaged checkpoint is an error, and a partial one never exists."""
+"""The server's state on disk, sealed: a damaged checkpoint is an error, and a partial one never exists.
+
+A checkpoint also says what belongs to it: the run, the rows of the rounds done, and the newest state of each client.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
 from partita.core import wire
-from partita.core.files import seal, sealed, unseal
+from partita.core.files import DamageError, number_of, seal, sealed, unseal
 from partita.core.ledger import Ledger
 from partita.core.method import Server
 from partita.core.tree import Tensors
 
 KEPT = 2  # checkpoints; the older one is there in case the newest is damaged
+REMEDY = "delete it to resume from the checkpoint before it"
+
+States = Mapping[str, tuple[int, str]]  # by client, the round and the digest of its newest state
 
 
-def save(folder: Path, done: int, server: Server) -> Path:
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint as it was read."""
+
+    done: int
+    server: Server
+    run: str = ""  # the run's identity
+    rows: str = ""  # the digest of the rows of the rounds done
+    states: States = field(default_factory=dict)
+
+
+def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "", states: States | None = None) -> Path:
     """Write the server after `done` rounds, then drop all but the newest few."""
-    clients = sorted(server.ledger.held)
+    clients, owners = sorted(server.ledger.held), sorted(states or ())
+    newest = [states[client] for client in owners] if states else []
+    digests = bytearray().join(bytes.fromhex(digest) for _, digest in newest)
     flat: Tensors = {
         **{f"params/{name}": value for name, value in server.params.items()},
         **{f"state/{slot}/{name}": value for slot, part in server.state.items() for name, value in part.items()},
         "ledger/versions": torch.tensor(list(server.ledger.versions.values()), dtype=torch.int32),
         "ledger/held": torch.tensor([server.ledger.held[client] for client in clients], dtype=torch.int32),
+        "clients/round": torch.tensor([round for round, _ in newest], dtype=torch.int32),
+        "clients/digest": torch.frombuffer(digests, dtype=torch.uint8)
+        if digests
+        else torch.empty(0, dtype=torch.uint8),
     }
     about = {
         "done": done,
+        "run": run,
+        "rows": rows,
         "params": list(server.params),  # a file does not keep their order, nor slots that are empty
         "state": {slot: list(part) for slot, part in server.state.items()},
         "names": list(server.ledger.versions),
         "clients": clients,
+        "owners": None if owners == clients else owners,  # of a state; mostly all clients
         "preloaded": server.ledger.preloaded,
     }
     path = seal(folder, done, wire.save(flat, {"partita": json.dumps(about)}))
@@ -42,14 +70,56 @@ def save(folder: Path, done: int, server: Server) -> Path:
 
 def load(path: Path, device: torch.device | None = None) -> tuple[int, Server]:
     """(rounds done, server)."""
-    data = unseal(path, "delete it to resume from the checkpoint before it")
-    length = int.from_bytes(data[:8], "little")
-    about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["partita"])
-    flat = {key: value.to(device or "cpu") for key, value in safetensors.torch.load(data).items()}
+    saved = read(path, device)
+    return saved.done, saved.server
+
+
+def read(path: Path, device: torch.device | None = None, like: Server | None = None) -> Saved:
+    """With `like`, the server must have its names and shapes."""
+    data = unseal(path, REMEDY)
+    try:
+        saved = _parse(data, device)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+        raise DamageError(f"{path} is not a checkpoint of this version of partita; {REMEDY}") from error
+    if saved.done != number_of(path):
+        raise DamageError(f"{path} is a checkpoint of {saved.done} rounds under another name; {REMEDY}")
+    if like is not None and _form(saved.server) != _form(like):
+        raise DamageError(f"{path} is a checkpoint of another model or method; {REMEDY}")
+    return saved
+
+
+def newest(folder: Path, run: str | None, first: Server, device: torch.device | None = None) -> Saved:
+    """The newest checkpoint, which must be of the run with this identity; where there is none, its first server."""
+    found = sealed(folder)
+    if not found:
+        return Saved(0, first)
+    saved = read(found[-1], device, first)
+    if saved.run != run:
+        raise DamageError(f"{found[-1]} belongs to another run than the files beside {folder}; {REMEDY}")
+    return saved
+
+
+def _parse(data: bytes, device: torch.device | None) -> Saved:
+    about = json.loads(wire.about(data)["partita"])
+    flat = safetensors.torch.load(data)
+    digests = flat.pop("clients/digest").numpy().tobytes()
+    rounds = flat.pop("clients/round").tolist()
+    flat = {key: value.to(device or "cpu") for key, value in flat.items()}
     params = {name: flat[f"params/{name}"] for name in about["params"]}
     state = {slot: {name: flat[f"state/{slot}/{name}"] for name in names} for slot, names in about["state"].items()}
     versions = dict(zip(about["names"], flat["ledger/versions"].tolist(), strict=True))
     rows = [tuple(row) for row in flat["ledger/held"].tolist()]
     shared = {row: row for row in rows}
     held = {client: shared[row] for client, row in zip(about["clients"], rows, strict=True)}
-    return about["done"], Server(params, state, Ledger(versions, held, about["preloaded"]))
+    owners = about["clients"] if about["owners"] is None else about["owners"]
+    places = range(0, len(digests), 16)
+    newest = zip(rounds, (digests[place : place + 16].hex() for place in places), strict=True)
+    states = dict(zip(owners, newest, strict=True))
+    server = Server(params, state, Ledger(versions, held, about["preloaded"]))
+    return Saved(int(about["done"]), server, about["run"], about["rows"], states)
+
+
+def _form(server: Server) -> object:
+    """What two servers of one run have in common."""
+    params = {name: (value.shape, value.dtype) for name, value in server.params.items()}
+    return params, sorted(server.ledger.versions), server.ledger.preloaded

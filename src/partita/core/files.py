@@ -1,15 +1,24 @@
 """Files that are either whole or absent: written aside, flushed to disk, then renamed.
 
-A sealed file also carries the digest of its bytes in its name, so that damage is found and never loaded.
+A sealed file also carries the digest of its bytes in its name, so that damage is found and never loaded. Nothing here
+follows a symbolic link at the end of a path, and `refuse_links` finds those on the way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import json
 import os
 import re
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
+
+LIMIT = 2**28  # bytes of a file that holds text
+LINE = 2**26  # bytes of one line
 
 
 class DiskError(OSError):
@@ -17,7 +26,11 @@ class DiskError(OSError):
 
 
 class DamageError(ValueError):
-    """A sealed file whose bytes are not as they were written."""
+    """A file whose bytes are not as they were written."""
+
+
+class LinkError(ValueError):
+    """Something in a run folder that is neither a regular file nor a folder."""
 
 
 _SEALED = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
@@ -25,7 +38,7 @@ _SEALED = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
 
 def seal(folder: Path, number: int, data: bytes) -> Path:
     """Write the data as number-digest.safetensors, in place of any other file of that number."""
-    path = folder / f"{number:06d}-{_digest(data)}.safetensors"
+    path = folder / sealed_name(number, digest(data))
     write(path, data)
     for other in sealed(folder):
         if other != path and number_of(other) == number:
@@ -34,26 +47,44 @@ def seal(folder: Path, number: int, data: bytes) -> Path:
 
 
 def unseal(path: Path, remedy: str) -> bytes:
-    data = path.read_bytes()
-    if f"-{_digest(data)}." not in path.name:
+    with open_plain(path) as file:
+        data = file.read()
+    if digest_of(path) != digest(data):
         raise DamageError(f"{path} is damaged: its bytes do not match the digest in its name; {remedy}")
     return data
 
 
 def sealed(folder: Path) -> list[Path]:
     """By number, lowest first."""
-    return sorted(path for path in folder.glob("*.safetensors") if _SEALED.fullmatch(path.name))
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in sorted(names) if _SEALED.fullmatch(name)]
+
+
+def sealed_name(number: int, digest: str) -> str:
+    return f"{number:06d}-{digest}.safetensors"
 
 
 def number_of(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
+def digest_of(path: Path) -> str:
+    return path.stem.partition("-")[2]
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def write(path: Path, data: bytes) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
+        aside.unlink(missing_ok=True)  # of a process that died, or a link that somebody laid here
+        with open_plain(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -62,14 +93,89 @@ def write(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):  # where the folder itself is at fault, there is nothing to clean up
             aside.unlink()
-        raise DiskError(
-            f"cannot write {path} ({error.strerror}; {len(data):,} bytes); what was saved before is whole: "
-            "make room or fix the folder, then resume the run"
-        ) from error
+        raise _unwritten(path, error, data) from error
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def append(path: Path, data: bytes) -> None:
+    """On disk before it returns."""
+    try:
+        with open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as file:
+            begins = not os.fstat(file.fileno()).st_size
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if begins:
+            _sync(path.parent)
+    except OSError as error:
+        raise _unwritten(path, error, data) from error
+
+
+def _unwritten(path: Path, error: OSError, data: bytes) -> DiskError:
+    return DiskError(
+        f"cannot write {path} ({error.strerror}; {len(data):,} bytes); what was saved before is whole: "
+        "make room or fix the folder, then resume the run"
+    )
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+    """A regular file. A symbolic link is refused, and a pipe does not make us wait."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader
+            raise _strange(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _strange(path)
+    return os.fdopen(handle, "rb" if flags == os.O_RDONLY else "wb")
+
+
+def read(path: Path, limit: int = LIMIT) -> bytes:
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise DamageError(f"{path} holds {size:,} bytes; at most {limit:,} are read, so restore it from a copy")
+        return file.read()
+
+
+def read_json(path: Path) -> Any:
+    return parse_json(read(path), str(path))
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"{where} is not valid JSON ({error}); restore it as it was written") from error
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """With their ends; a line that is too long is an error before it fills the memory."""
+    with open_plain(path) as file:
+        number = 0
+        while line := file.readline(LINE + 1):
+            number += 1
+            if len(line) > LINE:
+                raise DamageError(f"{path}, line {number} has more than {LINE:,} bytes; restore the file from a copy")
+            yield line
+
+
+def refuse_links(folder: Path) -> None:
+    """Everything below the folder must be a regular file or a folder. Where the folder itself lies is the user's."""
+    folders = [os.fspath(folder)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    raise _strange(Path(entry.path))
+
+
+def _strange(path: Path) -> LinkError:
+    kind = "a symbolic link" if path.is_symlink() else "no regular file"
+    return LinkError(f"{path} is {kind}, and partita follows none inside a run folder; put the file itself there")
 
 
 def _sync(folder: Path) -> None:

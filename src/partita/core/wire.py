@@ -25,9 +25,16 @@ _TYPES = {
 }  # fmt: skip
 
 
-def pack(slots: Message) -> bytes:
+def pack(slots: Message, about: dict[str, str] | None = None) -> bytes:
     """Every tensor under "slot/name"."""
-    return save({f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()})
+    return save({f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}, about)
+
+
+def about(data: bytes) -> dict[str, str]:
+    """What was packed beside the tensors."""
+    length = int.from_bytes(data[:8], "little")
+    found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return found
 
 
 def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:

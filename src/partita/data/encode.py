@@ -82,7 +82,7 @@ def encoder(path: str | None, limit: int, words: bool = False) -> Encoder:
     # A tokenizer of bytes tells words by the space before them.
     options = {"add_prefix_space": True} if words else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError) as error:
         said = str(error).strip().splitlines()[0].rstrip(". ")
         raise DataError(f"cannot load the tokenizer '{path}': {said}; {REMEDY}") from error
@@ -106,6 +106,8 @@ def _positions(path: str) -> int:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         return 10**9
     try:
-        return int(getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None) or 10**9)
+        return int(
+            getattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "max_position_embeddings", None) or 10**9
+        )
     except (OSError, ValueError):
         return 10**9

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import Any
 
 import torch
@@ -37,6 +40,18 @@ def places(flat: Tensor, like: Tensors) -> Tensors:
         name: flat[start : start + like[name].nbytes].view(like[name].dtype).view(like[name].shape)
         for name, start in zip(sorted(like), _starts(like), strict=False)
     }
+
+
+def end_with_parent() -> None:
+    """End this process when its parent ends, however that happens: nobody else would ever read what it computes."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        Thread(target=_outlive, args=(parent,), daemon=True).start()
+
+
+def _outlive(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 class _Outline(pickle.Pickler):

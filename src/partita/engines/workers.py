@@ -27,7 +27,7 @@ from partita.core.run import RunError
 from partita.core.store import Memory
 from partita.core.tree import Tensors
 from partita.engines.embedded import Embedded, chunks
-from partita.engines.pipes import board, places, receive, send
+from partita.engines.pipes import board, end_with_parent, places, receive, send
 
 AHEAD = 2  # answers for each worker that may wait for an earlier one: memory stays within bounds
 
@@ -157,10 +157,16 @@ def _device(engine: Embedded, number: int) -> torch.device:
 
 
 def _serve(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
+    end_with_parent()
     # One thread: the parent's pool of threads does not live on in a fork, and workers would fight for cores.
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # "cuda" alone, as engines have it, now means this one
+    with suppress(EOFError, ConnectionError):  # the parent is gone, and nobody waits for an answer
+        _answer_all(parent, build, device, flat)
+
+
+def _answer_all(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
     worker: _Worker | None = None
     while orders := receive(parent, device):
         answer: object
@@ -183,9 +189,9 @@ class _Worker:
 
     def answer(self, orders: Sequence[Order]) -> Answer:
         store = self.engine.store = Memory()
-        store.states = {order.job.client: (order.job.round - 1, order.state) for order in orders}
+        store.held = {order.job.client: (order.job.round - 1, order.state) for order in orders}
         replies = list(self.engine.train([self._job(order) for order in orders]))
-        return Answer(replies, {client: store.states[client] for client in store.changed})
+        return Answer(replies, {client: store.held[client] for client in store.changed})
 
     def _job(self, order: Order) -> Job:
         for name, edition in order.shared.items():

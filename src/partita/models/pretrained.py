@@ -119,7 +119,7 @@ def config_for(path: str, task: Task) -> Any:
         raise ModelError(f"there is no folder '{path}'; {REMEDY}")
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"the config.json in '{path}' cannot be read: {_first_line(error)}"
@@ -176,7 +176,13 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
     with quiet(), drawing_from(key):
         try:
             module, report = load(
-                path, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+                path,
+                config=config,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+                use_safetensors=True,  # other weights are pickled
             )
         except OSError as error:
             raise ModelError(f"'{path}' has no weights that can be loaded: {_first_line(error)}; {REMEDY}") from error
@@ -215,7 +221,7 @@ def _texts(path: str, prompt: str, task: Task) -> Tensors:
     """The prompt for each class: (class, token)."""
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"'{path}' has no tokenizer, which a prompt needs: {_first_line(error)}") from error
     tokens = tokenizer([prompt.format(name) for name in task.classes], padding=True, return_tensors="pt")

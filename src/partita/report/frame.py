@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from partita.core.text import clean
 from partita.report.read import ReportError
 
 if TYPE_CHECKING:
@@ -115,5 +116,6 @@ def legend(figure: Figure, labels: Sequence[str], marked: bool = False) -> None:
 
 
 def shorten(text: str, length: int) -> str:
+    text = clean(text)
     # A dollar sign would start mathematics in matplotlib.
     return (text if len(text) <= length else text[: length - 1] + "…").replace("$", r"\$")

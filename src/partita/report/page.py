@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from partita.core.text import clean
 from partita.report import choice, plots, privacy, stages
 from partita.report.frame import Style, styles, svg
 from partita.report.read import Record, by_label, clients, metric_of, settings
@@ -62,6 +63,15 @@ def page(
         os.unlink(draft)
         raise
     return out
+
+
+def escape(text: str) -> str:
+    """For an element or an attribute: labels and the names of clients are whatever somebody wrote."""
+    return html.escape(clean(text))
+
+
+def _pre(text: str) -> str:
+    return "<pre>" + "\n".join(map(escape, text.split("\n"))) + "</pre>"
 
 
 def _head(records: Sequence[Record], title: str) -> str:
@@ -339,7 +349,7 @@ def _settings(records: Sequence[Record]) -> str:
         many = "seeds" if len(runs) > 1 else "seed"
         parts.append(
             f"<details><summary>{escape(label)} <span>{many} {escape(seeds)}</span></summary>\n"
-            f"<pre>{escape(_toml(runs[0].config))}</pre></details>\n"
+            f"{_pre(_toml(runs[0].config))}</details>\n"
         )
     return "".join([*parts, "</section>\n"])
 
@@ -369,7 +379,7 @@ def _origin(records: Sequence[Record], beside: Path) -> str:
     table = _table(("what", "value"), body) if body else "<p>No environment was recorded.</p>\n"
     return (
         f"<section>\n<h2>Reproduce</h2>\n<p>Each run again from its own settings, from the folder of this page:</p>\n"
-        f"<pre>{escape(commands)}</pre>\n<h3>Environment</h3>\n{table}</section>\n"
+        f"{_pre(commands)}\n<h3>Environment</h3>\n{table}</section>\n"
     )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from partita.core import files
+from partita.report import shape
 from partita.report.metric import ACCURACY, LOWER, Metric
 
 Row = Mapping[str, Any]
+HUGE = 1e100  # sums of squares of such numbers are finite
+DEEPEST = 20  # tables in tables of a config
 
 
 class ReportError(ValueError):
@@ -37,29 +41,21 @@ class Record:
 
 
 def find(folder: Path | str) -> list[Path]:
-    """All run folders at or below a folder, sorted by path."""
-    folder = Path(folder)
-    found = sorted(path.parent for path in folder.rglob("rows.jsonl") if (path.parent / "config.toml").is_file())
+    """All run folders at or below a folder, sorted by path; symbolic links are not followed."""
+    found = sorted(Path(parent) for parent, _, names in os.walk(folder) if {"rows.jsonl", "config.toml"} <= {*names})
     if not found:
         raise ReportError(f"no run at or below '{folder}'; a run folder holds config.toml and rows.jsonl")
     return found
 
 
 def read(folder: Path | str) -> Record:
+    """Of the files in the folder alone: what its config names is not opened."""
     folder = Path(folder)
     for needed in ("config.toml", "rows.jsonl"):
-        if not (folder / needed).is_file():
+        if not os.path.lexists(folder / needed):
             raise ReportError(f"'{folder}' is not a run folder: it has no {needed}; give the folder of one run")
-    try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ReportError(
-            f"'{folder / 'config.toml'}' is not valid TOML ({error}); restore it as it was written"
-        ) from error
-    for key in ("label", "seed"):
-        if key not in config:
-            raise ReportError(f"'{folder / 'config.toml'}' has no '{key}'; it must be the resolved config of a run")
-    plan = _json(folder / "plan.json")
+    config = _config(folder / "config.toml")
+    plan = _json(folder / "plan.json", shape.PLAN)
     return Record(
         label=str(config["label"]),
         seed=int(config["seed"]),
@@ -67,17 +63,17 @@ def read(folder: Path | str) -> Record:
         rows=_rows(folder / "rows.jsonl"),
         plan=tuple(plan.get("stages", ())),
         environment={key: str(value) for key, value in _json(folder / "environment.json").items()},
-        finished=(folder / "result.json").is_file(),
+        finished=os.path.lexists(folder / "result.json"),
         folder=folder,
         metric=Metric(**plan.get("metric", {})),
-        privacy=_json(folder / "privacy.json"),
-        audit=_json(folder / "audit.json"),
+        privacy=_json(folder / "privacy.json", shape.PRIVACY),
+        audit=_json(folder / "audit.json", shape.AUDIT),
     )
 
 
 def read_metric(folder: Path | str) -> Metric:
     """Also of a run that has no finished round yet."""
-    return Metric(**_json(Path(folder) / "plan.json").get("metric", {}))
+    return Metric(**_json(Path(folder) / "plan.json", shape.PLAN).get("metric", {}))
 
 
 def metric_of(records: Iterable[Record], name: str | None = None) -> Metric:
@@ -91,43 +87,61 @@ def metric_of(records: Iterable[Record], name: str | None = None) -> Metric:
     return next(iter(known), ACCURACY)
 
 
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = tomllib.loads(files.read(path).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReportError(f"'{path}' is not valid TOML ({error}); restore it as it was written") from error
+    for key in ("label", "seed"):
+        if key not in config:
+            raise ReportError(f"'{path}' has no '{key}'; it must be the resolved config of a run")
+    _fit(config, shape.CONFIG, path)
+    for name in shape.TABLES:
+        _fit(config.get(name, {}), shape.table(shape.anything), path, name)
+    tables: list[tuple[int, Any]] = [(0, config)]
+    for depth, table in tables:
+        if depth > DEEPEST:
+            raise ReportError(f"'{path}' nests tables more than {DEEPEST} deep; restore it as it was written")
+        tables += [(depth + 1, value) for value in table.values() if isinstance(value, dict)]
+    return config
+
+
+def _fit(value: Any, form: shape.Shape, path: Path, where: str = "it") -> Any:
+    try:
+        return form(value, where)
+    except shape.ShapeError as error:
+        raise ReportError(f"'{path}': {error}; restore it as it was written") from error
+
+
 def _rows(path: Path) -> tuple[Row, ...]:
-    lines = path.read_bytes().splitlines(keepends=True)
     rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(files.lines(path), 1):
+        place = f"'{path}', line {number}"
         try:
-            row = json.loads(line)
-            last = rows[-1]["round"] if rows else -1
-            if row["round"] <= last:
-                raise ReportError(
-                    f"'{path}', line {number}: round {row['round']} comes after round {last}; keep one of them"
-                )
-            rows.append(row)
-        except ReportError:
-            raise
-        except (ValueError, TypeError, KeyError) as error:
+            row = shape.ROW(json.loads(line), "the row")
+        except (ValueError, RecursionError) as error:
             # A run that was stopped while writing leaves half a line, and only ever the last one.
-            if number == len(lines) and not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):
                 break
-            raise ReportError(
-                f"'{path}', line {number} is not a row with a round; remove or repair the line"
-            ) from error
+            reason = f" ({error})" if isinstance(error, shape.ShapeError) else ""
+            raise ReportError(f"{place} is not a row with a round{reason}; remove or repair the line") from error
+        last = rows[-1]["round"] if rows else -1
+        if row["round"] <= last:
+            raise ReportError(f"{place}: round {row['round']} comes after round {last}; keep one of them")
+        rows.append(row)
     if not rows:
         raise ReportError(f"'{path}' has no finished round yet; wait for the first one")
     return tuple(rows)
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def _json(path: Path, form: shape.Shape = shape.table(shape.anything)) -> Mapping[str, Any]:  # noqa: B008
     """Runs of an older version may lack a file, and stay reportable."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ReportError(f"'{path}' is not valid JSON ({error}); restore it as it was written") from error
+    content = files.read_json(path)
     if not isinstance(content, dict):
         raise ReportError(f"'{path}' holds no JSON object; restore it as it was written")
-    return content
+    return _fit(content, form, path)
 
 
 def by_label(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -162,8 +176,8 @@ def settings(record: Record) -> dict[str, str]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for all that is missing, not a number or infinite."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A number to compute with, or None for all that is missing, not a number, infinite, or near to overflowing."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and -HUGE < value < HUGE
     return float(value) if usable else None
 
 

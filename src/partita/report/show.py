@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from partita.core.text import clean
 from partita.report.metric import MISSING, Metric, short
 from partita.report.tables import Comparison, Difference, Line, Reach
 
@@ -120,7 +121,7 @@ def _plain(text: str) -> str:
     """A label may hold what Markdown would take for itself."""
     for mark in "\\|*_`<[":
         text = text.replace(mark, f"\\{mark}")
-    return text.replace("\n", " ")
+    return clean(text.replace("\n", " "))
 
 
 def to_text(comparison: Comparison, width: int = 110) -> str:
@@ -135,11 +136,11 @@ def to_text(comparison: Comparison, width: int = 110) -> str:
         for title, chosen in by_question(comparison).items():
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
             for place, column in enumerate(chosen):
-                heading = Text(f"{column.group}\n{column.heading}" if column.group else column.heading)
+                heading = Text("\n".join(map(clean, filter(None, (column.group, column.heading)))))
                 table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
             for cells in zip(*(column.cells for column in chosen), strict=True):
-                table.add_row(*map(Text, cells))  # Text: a label with brackets is no markup
+                table.add_row(*(Text(clean(cell)) for cell in cells))  # Text: a label with brackets is no markup
             console.print(table)
         for comment in comparison.comments:
-            console.print(Text(f"· {comment}"))
+            console.print(Text(f"· {clean(comment)}"))
     return capture.get()

@@ -85,8 +85,8 @@ def plan_grid(records: Sequence[Record]) -> Figure | None:
                 _draw_cell(panel, column, row, cell)
         panel.set_xlim(-0.5, len(roles) - 0.5)
         panel.set_ylim(len(layers) - 0.5, -0.5)
-        panel.set_xticks(range(len(roles)), roles, rotation=90, fontsize=8)
-        panel.set_yticks(range(len(layers)), [layer or "outside" for layer in layers], fontsize=8)
+        panel.set_xticks(range(len(roles)), [shorten(role, 20) for role in roles], rotation=90, fontsize=8)
+        panel.set_yticks(range(len(layers)), [shorten(layer or "outside", 20) for layer in layers], fontsize=8)
         panel.tick_params(length=0, colors=INK, labelbottom=place + across >= len(shown))
         panel.spines[:].set_visible(False)
         panel.set_title(_stage_title(each, stage), loc="left", fontsize=8.5, color=INK)
@@ -115,7 +115,7 @@ def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[Row]) -> None:
 
 def _layer_order(layer: str | None) -> tuple[bool, int, str]:
     """What lies outside the layers first, then layers by their number."""
-    digits = re.findall(r"\d+", layer or "")
+    digits = re.findall(r"\d{1,9}", layer or "")
     return layer is not None, int(digits[-1]) if digits else -1, layer or ""
 
 

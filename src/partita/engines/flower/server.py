@@ -13,6 +13,7 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from partita.core import tree
+from partita.core.checkpoint import States
 from partita.core.learn import ClientFault, ClientState, Job
 from partita.core.method import Update
 from partita.core.model import Examples, Model
@@ -46,6 +47,9 @@ class Elsewhere:
 
     def known(self) -> list[str]:
         return []
+
+    def states(self) -> States:
+        return {}
 
 
 class Flower:

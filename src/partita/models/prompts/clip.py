@@ -73,7 +73,7 @@ def clip(
 def _tokenizer(path: str) -> Tokenize:
     try:
         with quiet():
-            tokenizer: Any = AutoTokenizer.from_pretrained(path)
+            tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"'{path}' has no tokenizer, which the names of classes need: {reason}") from error

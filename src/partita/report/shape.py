@@ -1,0 +1,157 @@
+"""The values that a run folder may hold, whoever wrote it: each is checked once, and what nobody reads is left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MOST = 2**53  # a count up to which a float is exact
+Shape = Callable[[Any, str], Any]  # gives back the value, or raises ShapeError
+
+
+class ShapeError(ValueError):
+    """A value that is not what its place asks for."""
+
+
+def _refuse(value: Any, where: str, wanted: str) -> ShapeError:
+    shown = repr(value)
+    return ShapeError(f"{where} is {shown[:40] + '…' if len(shown) > 40 else shown}; it must be {wanted}")
+
+
+def count(value: Any, where: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
+        raise _refuse(value, where, "a whole number from 0 up")
+    return value
+
+
+def whole(value: Any, where: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _refuse(value, where, "a whole number")
+    return value
+
+
+def real(value: Any, where: str) -> Any:
+    """A number that is not finite is left to those who compute with it."""
+    if not isinstance(value, int | float | None):
+        raise _refuse(value, where, "a number")
+    return value
+
+
+def known(value: Any, where: str) -> Any:
+    if real(value, where) is None:
+        raise _refuse(value, where, "a number")
+    return value
+
+
+def text(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        raise _refuse(value, where, "a text")
+    return value
+
+
+def flag(value: Any, where: str) -> Any:
+    if not isinstance(value, bool):
+        raise _refuse(value, where, "true or false")
+    return value
+
+
+def anything(value: Any, where: str) -> Any:
+    return value
+
+
+def like(pattern: str, wanted: str) -> Shape:
+    def check(value: Any, where: str) -> Any:
+        if not re.fullmatch(pattern, text(value, where)):
+            raise _refuse(value, where, wanted)
+        return value
+
+    return check
+
+
+def maybe(shape: Shape) -> Shape:
+    return lambda value, where: None if value is None else shape(value, where)
+
+
+def each(shape: Shape) -> Shape:
+    def check(value: Any, where: str) -> Any:
+        if not isinstance(value, list):
+            raise _refuse(value, where, "a list")
+        return [shape(item, f"{where}[{place}]") for place, item in enumerate(value)]
+
+    return check
+
+
+def table(shape: Shape, key: Shape = text) -> Shape:
+    def check(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise _refuse(value, where, "a table")
+        return {key(name, f"a key of {where}"): shape(item, f"{where}.{name}") for name, item in value.items()}
+
+    return check
+
+
+def record(needed: Mapping[str, Shape], others: Mapping[str, Shape] | None = None) -> Shape:
+    shapes = {**needed, **(others or {})}
+
+    def check(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise _refuse(value, where, "a table")
+        if missing := [name for name in needed if name not in value]:
+            raise ShapeError(f"{where} has no '{missing[0]}'")
+        return {name: shapes[name](item, f"{where}.{name}") for name, item in value.items() if name in shapes}
+
+    return check
+
+
+_LAYER = like(r"layer\.\d{1,4}", "a layer such as 'layer.0'")
+_NUMBERS = table(real)
+_BY_GROUP = maybe(table(maybe(_NUMBERS)))
+
+ROW = record(
+    {"round": count},
+    {
+        **dict.fromkeys(("seconds", "lr", "train_loss"), real),
+        **dict.fromkeys(("bytes", "up", "down", "test"), maybe(_NUMBERS)),
+        **dict.fromkeys(("drift", "personal"), _BY_GROUP),
+        "cohort": maybe(each(text)),
+        "lost": maybe(table(text)),
+        "privacy": maybe(record({}, {"epsilon": real, "delta": real})),
+        "chosen": maybe(table(each(_LAYER))),
+        "scores": table(table(real, _LAYER)),
+        "alarms": table(text),
+    },
+)
+_PARAMETER = record(
+    {},
+    {
+        **dict.fromkeys(("name", "layer", "role"), maybe(text)),
+        **dict.fromkeys(("parameters", "bytes"), count),
+        **dict.fromkeys(("trains", "up", "down", "keep"), flag),
+    },
+)
+METRIC = record({}, {"name": like(r"\w[\w .-]{0,39}", "the name of a metric"), "higher_is_better": flag})
+PLAN = record(
+    {},
+    {
+        "metric": METRIC,
+        "stages": each(record({"first": count, "last": count, "rows": each(_PARAMETER)}, {"client": maybe(text)})),
+    },
+)
+_ATTACK = record(
+    {"false": each(known), "true": each(known)}, dict.fromkeys(("auc", "true_at_1%", "members", "outsiders"), real)
+)
+_BOUND = record(dict.fromkeys(("right", "guesses", "canaries", "confidence", "epsilon"), known))
+AUDIT = record(
+    {},
+    {"attacks": maybe(table(_ATTACK)), "bound": maybe(_BOUND), "claim": maybe(record({}, {"planned": real}))},
+)
+PRIVACY = record(
+    {},
+    {
+        **dict.fromkeys(("budget", "delta", "noise", "clip", "planned"), real),
+        **dict.fromkeys(("unit", "sampling", "accountant"), text),
+    },
+)
+CONFIG = record({"label": text, "seed": whole}, {"rounds": count})
+TABLES = ("method", "data", "split", "model")  # of a config, that are read by their keys
