@@ -19,6 +19,7 @@ from partita import record
 from partita.config import Config, load, parse
 from partita.core import files
 from partita.core.files import DamageError, DiskError, LinkError, sealed
+from partita.core.rng import Key
 from partita.play import resume, start
 
 ROUNDS = 4
@@ -59,6 +60,14 @@ def half(config: Config, folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_secret() -> Iterator[None]:
+    """Private runs that can be compared draw by the same secret."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("partita.experiment.draw", lambda: Key(77))
+        yield
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
@@ -74,6 +83,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
         name: lambda folder, name=name: folder / name  # type: ignore[misc]
         for name in ("config.toml", "environment.json", "plan.json", "privacy.json", "checksums.json", "rows.jsonl")
     },
+    "private/secret": lambda folder: folder / "private" / "secret",
     ".lock": lambda folder: folder / ".lock",
     "newest checkpoint": lambda folder: sealed(folder / "checkpoints")[-1],
     "older checkpoint": lambda folder: sealed(folder / "checkpoints")[0],

@@ -11,6 +11,7 @@ import pytest
 
 from partita import report
 from partita.config import parse
+from partita.core.files import DamageError
 from partita.core.private import PrivacyError
 from partita.core.rng import Key
 from partita.core.run import RunError
@@ -61,21 +62,24 @@ def test_a_key_does_not_show_its_root() -> None:
     assert "123456789" not in repr(Key(123456789) / "round" / 3)
 
 
-def test_a_run_that_was_stopped_goes_on_with_its_own_secret(tmp_path: Path) -> None:
-    whole = played(CONFIG, tmp_path / "whole")
-    key = secret.load(tmp_path / "whole")
-    rows = start(parse(CONFIG), tmp_path / "cut")
-    next(rows)
-    rows.close()
-    (tmp_path / "cut" / secret.FILE).write_bytes((tmp_path / "whole" / secret.FILE).read_bytes())
-    assert secret.load(tmp_path / "cut") == key
-    (tmp_path / "cut" / secret.FILE).unlink()
+def test_without_its_own_secret_a_run_does_not_go_on(tmp_path: Path) -> None:
+    for name in ("run", "other"):
+        rows = start(parse(CONFIG), tmp_path / name)
+        next(rows)
+        rows.close()
+    path, words = tmp_path / "run" / secret.FILE, (tmp_path / "other" / secret.FILE).read_bytes()
+    for damage in (words, b"cut short", bytes(32), b""):
+        path.write_bytes(damage)
+        with pytest.raises(DamageError, match=r"private/secret does not match its digest"):
+            list(resume(parse(CONFIG), tmp_path / "run"))
+    path.unlink()
+    with pytest.raises(DamageError, match=r"private/secret is missing"):
+        list(resume(parse(CONFIG), tmp_path / "run"))
     with pytest.raises(PrivacyError, match=r"cannot read .*private/secret .*restore it from a copy"):
-        list(resume(parse(CONFIG), tmp_path / "cut"))
-    (tmp_path / "cut" / secret.FILE).write_bytes(b"cut short")
+        secret.load(tmp_path / "run")
+    path.write_bytes(b"cut short")
     with pytest.raises(PrivacyError, match="holds 9 bytes and not 32"):
-        list(resume(parse(CONFIG), tmp_path / "cut"))
-    assert whole
+        secret.load(tmp_path / "run")
 
 
 def test_resuming_draws_the_noise_that_the_run_would_have_drawn(

@@ -151,6 +151,7 @@ PRIVACY = record(
     {
         **dict.fromkeys(("budget", "delta", "noise", "clip", "planned"), real),
         **dict.fromkeys(("unit", "sampling", "accountant"), text),
+        "repeatable": flag,
     },
 )
 CONFIG = record({"label": text, "seed": whole}, {"rounds": count})
