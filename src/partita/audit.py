@@ -30,7 +30,10 @@ from partita.privacy.audit import (
     choose_canaries,
     first,
     losses_of,
-)
+)from partita.privacy.evidence import Check, judge
+from partita.privacy.mechanism import check_examples
+from partita.privacy.mechanism_choice import check_choice
+from partita.privacy.mechanism_clients import check_clients
 
 AUDIT = "audit.json"
 CLIENTS, EXAMPLES = 50, 500  # at most, of each kind, that the attacks on the finished run look at
@@ -47,12 +50,43 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
         raise PrivacyError("--shadows are runs with and without canaries; say how many with --canaries")
     experiment = build(load(folder / record.CONFIG))
     guard = experiment.guard
-    found: Found = {"claim": guard.about() if guard else None, "attacks": {}, "bound": None}
+    found: Found = {"claim": guard.about() if guard else None, "mechanism": [], "attacks": {}, "bound": None}
+    if guard:
+        found["mechanism"] = judge(_on_mechanism(experiment, folder))
     found["attacks"] |= _on_result(experiment, folder)
     if canaries:
         found |= _on_training(experiment, canaries, shadows, found["attacks"])
     record.write_json(folder / AUDIT, found)
     return found
+
+
+def failures(found: Found) -> list[str]:
+    """What an audit found against the claim, one sentence each."""
+    said = [
+        f"{each['what']} is {each['found']:.4g}, and {each['charged']:.4g} was charged (p = {each['p']:.1g})"
+        for each in found["mechanism"]
+        if not each["passed"]
+    ]
+    planned = (found["claim"] or {}).get("planned")
+    if found["bound"] and planned is not None and found["bound"]["epsilon"] > planned:
+        said.append(f"epsilon is at least {found['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
+    return said
+
+
+def _on_mechanism(experiment: Experiment, folder: Path) -> list[Check]:
+    """A few private steps or rounds again, from the final model, against the settings that were charged."""
+    run, model, federation = experiment.run, experiment.model, experiment.federation
+    model.to(experiment.device)
+    _, server = checkpoint.load(sealed(folder / "checkpoints")[-1], experiment.device)
+    if _trusts_server(experiment):
+        cohorts = [row["cohort"] for row in record.read_rows(folder)]
+        short = replace(run, training=replace(run.training, steps=1))
+        engine = Embedded(short, model, federation, device=experiment.device)
+        return check_clients(short, model, engine, server, cohorts)
+    return [
+        *check_examples(run, model, federation, server, experiment.block),
+        *check_choice(run, model, federation, server),
+    ]
 
 
 def _on_result(experiment: Experiment, folder: Path) -> Found:

@@ -62,7 +62,7 @@ def check_deviation(what: str, charged: float, parts: Mapping[str, tuple[float, 
 def _chance_of_squares(squares: float, count: int) -> float:
     if abs(np.sqrt(squares / count) - 1) < ROUNDING:
         return 1.0
-    return _two_sided(chi2.cdf(squares, count), chi2.sf(squares, count))
+    return chance_of_either(chi2.cdf(squares, count), chi2.sf(squares, count))
 
 
 def check_normality(what: str, numbers: Array) -> Check:
@@ -83,7 +83,7 @@ def chance_of_cosine(cosine: Array, length: NDArray[np.int64]) -> Array:
 def check_counts(what: str, groups: Mapping[float, tuple[int, int]]) -> Check:
     """How often events happened: (count, trials) by the probability with which each trial should have."""
     chances = [
-        _two_sided(binom.cdf(count, trials, share), binom.sf(count - 1, trials, share))
+        chance_of_either(binom.cdf(count, trials, share), binom.sf(count - 1, trials, share))
         for share, (count, trials) in groups.items()
     ]
     happened, trials = (sum(group[side] for group in groups.values()) for side in (0, 1))
@@ -105,9 +105,9 @@ def check_dispersion(sizes: NDArray[np.int64], counts: NDArray[np.int64], shares
     scores = norm.ppf(np.clip(below + draw * here, 1e-300, 1 - 1e-16))
     squares = float(np.sum(scores**2))
     ratio = np.mean((sizes - counts * shares) ** 2 / (counts * shares * (1 - shares)))
-    chance = _two_sided(chi2.cdf(squares, len(sizes)), chi2.sf(squares, len(sizes)))
+    chance = chance_of_either(chi2.cdf(squares, len(sizes)), chi2.sf(squares, len(sizes)))
     return Check("variance of batch sizes / binomial", 1.0, float(ratio), chance, len(sizes))
 
 
-def _two_sided(below: float, above: float) -> float:
+def chance_of_either(below: float, above: float) -> float:
     return float(min(1.0, 2 * min(below, above)))

@@ -113,7 +113,8 @@ def check_examples(run: Run, model: Model, population: Population, server: Serve
     few = [_grouped(run, [_shortened(each) for each in visits[number]], block) for number in rounds]
     found = _check_clip(run, private, [group for groups in few for group in groups])
     if private.noise:
-        found += check_noise([stream for groups in few for group in groups for stream in _streams(run, private, group)])
+        streams = [stream for groups in few for group in groups for stream in _streams(run, private, group)]
+        found += check_noise(streams, private.noise)
     if private.sampling == "poisson":
         again = [_visit(run, model, population, server, *who) for who in _replicas(run, clients)]
         found += _check_sampling(run, again, len(clients))
@@ -141,7 +142,9 @@ def _replicas(run: Run, clients: Sequence[str]) -> list[tuple[int, str, str]]:
     """(round, client, name) of enough visits, also where a run has few rounds."""
     turns = [(number, client) for number in range(run.rounds) for client in clients]
     repeats = -(-VISITS // len(turns))
-    every = [(number, client, f"{client} {copy}" if copy else "") for copy in range(repeats) for number, client in turns]
+    every = [
+        (number, client, f"{client} {copy}" if copy else "") for copy in range(repeats) for number, client in turns
+    ]
     return every[:VISITS]
 
 
@@ -180,37 +183,39 @@ def _streams(run: Run, private: Private, visits: Sequence[Visit]) -> list[Stream
     for (client, phase, step), grads in noisy.items():
         unit = sizes[client] / (private.noise * private.clip)
         own = clean[client, phase, step]
-        drawn = {name: (value.double() - own[name].double()).flatten() * unit for name, value in grads.items()}
-        squares = {name: (float(value.square().sum()), value.numel()) for name, value in drawn.items()}
-        begun = {name: np.asarray(value[:PREFIX].numpy()) for name, value in drawn.items()}
-        found.append(Stream(client, number, (phase, step), begun, squares))
+        drawn = {name: (value.double() - own[name].double()) * unit for name, value in grads.items()}
+        found.append(stream_of(client, number, (phase, step), drawn))
     return found
 
 
-def check_noise(streams: Sequence[Stream], prefix: str = "noise", charged: float = 1.0) -> list[Check]:
-    """Deviation by tensor, shape of the distribution, and independence of steps, rounds, clients and tensors."""
+def stream_of(client: str, number: int, step: tuple[int, int], noise: Tensors) -> Stream:
+    squares = {name: (float(value.square().sum()), value.numel()) for name, value in noise.items()}
+    begun = {name: np.asarray(value.flatten()[:PREFIX].cpu().numpy()) for name, value in noise.items()}
+    return Stream(client, number, step, begun, squares)
+
+
+def check_noise(streams: Sequence[Stream], charged: float) -> list[Check]:
+    """Deviation by tensor, shape of the distribution, and independence of steps, rounds, clients and tensors.
+
+    `charged` is the noise multiplier, which the streams are in units of.
+    """
     squares: dict[str, tuple[float, int]] = {}
     for stream in streams:
         for name, (square, count) in stream.squares.items():
             before = squares.get(name, (0.0, 0))
             squares[name] = before[0] + square, before[1] + count
     numbers = np.concatenate([value for stream in streams for value in stream.noise.values()])
-    found = [
-        check_deviation(f"{prefix} / charged", charged, squares),
-        check_normality(f"{prefix}: distance from a normal distribution", numbers),
-        *_check_streams(streams, prefix),
+    return [
+        check_deviation("noise multiplier", charged, squares),
+        check_normality("noise: distance from a normal distribution", numbers),
+        *_check_streams(streams),
+        *_check_tensors(streams),
     ]
-    return [*found, *_check_tensors(streams, prefix)]
 
 
-def _check_streams(streams: Sequence[Stream], prefix: str) -> list[Check]:
+def _check_streams(streams: Sequence[Stream]) -> list[Check]:
     """Cosines between the noise of two steps, over all tensors that both have and in each of them."""
     count = len(streams)
-    apart = [
-        ("steps", lambda a, b: (a.client, a.round) == (b.client, b.round)),
-        ("rounds", lambda a, b: a.client == b.client and a.round != b.round),
-        ("clients", lambda a, b: a.client != b.client),
-    ]
     dots, own = np.zeros((count, count)), np.zeros((count, count))
     lengths = np.zeros((count, count), np.int64)
     chances = []  # (stream, stream) of each tensor
@@ -226,20 +231,27 @@ def _check_streams(streams: Sequence[Stream], prefix: str) -> list[Check]:
         own[at] += square
         lengths[at] += table.shape[1]
     chances.append(_chances(dots, own, lengths))
-    lowest = np.min(chances, 0)
+    lowest = np.minimum.reduce(chances)
     cosines = np.abs(_cosines(dots, own))
     found = []
-    for what, alike in apart:
-        pairs = [(a, b) for a in range(count) for b in range(a) if alike(streams[a], streams[b]) and lengths[a, b] > 1]
-        if pairs:
+    for what in ("steps", "rounds", "clients"):
+        pairs = [(a, b) for a in range(count) for b in range(a) if _differ(streams[a], streams[b]) == what]
+        if pairs := [pair for pair in pairs if lengths[pair] > 1]:
             rows, columns = zip(*pairs, strict=True)
-            chance = min(1.0, float(lowest[rows, columns].min()) * len(pairs) * len(chances))
+            lucky = float(lowest[rows, columns].min()) * len(pairs) * len(chances)
             largest = float(cosines[rows, columns].max())
-            found.append(Check(f"{prefix}: largest correlation between {what}", 0.0, largest, chance, len(pairs)))
+            name = f"noise: largest correlation between {what}"
+            found.append(Check(name, 0.0, largest, min(1.0, lucky), len(pairs)))
     return found
 
 
-def _check_tensors(streams: Sequence[Stream], prefix: str) -> list[Check]:
+def _differ(one: Stream, two: Stream) -> str:
+    if one.client != two.client:
+        return "clients"
+    return "rounds" if one.round != two.round else "steps"
+
+
+def _check_tensors(streams: Sequence[Stream]) -> list[Check]:
     """Cosines between tensors of one step, number by number from their beginning."""
     names = sorted({name for stream in streams for name in stream.noise})
     if len(names) < 2:
@@ -259,7 +271,7 @@ def _check_tensors(streams: Sequence[Stream], prefix: str) -> list[Check]:
     upper = np.triu_indices(len(names), 1)
     chance = float(_chances(dots, own, lengths)[upper].min()) * len(upper[0])
     largest = float(np.abs(_cosines(dots, own))[upper].max())
-    what = f"{prefix}: largest correlation between tensors"
+    what = "noise: largest correlation between tensors"
     return [Check(what, 0.0, largest, min(1.0, chance), len(upper[0]))]
 
 
