@@ -30,7 +30,8 @@ from partita.privacy.audit import (
     choose_canaries,
     first,
     losses_of,
-)from partita.privacy.evidence import Check, judge
+)
+from partita.privacy.evidence import Check, judge
 from partita.privacy.mechanism import check_examples
 from partita.privacy.mechanism_choice import check_choice
 from partita.privacy.mechanism_clients import check_clients
@@ -80,7 +81,9 @@ def _on_mechanism(experiment: Experiment, folder: Path) -> list[Check]:
     _, server = checkpoint.load(sealed(folder / "checkpoints")[-1], experiment.device)
     if _trusts_server(experiment):
         cohorts = [row["cohort"] for row in record.read_rows(folder)]
-        short = replace(run, training=replace(run.training, steps=1))
+        # Other transforms are between the clients and the clip, and may send what cannot be scaled.
+        method = replace(run.method, channel=run.method.channel[:1])
+        short = replace(run, method=method, training=replace(run.training, steps=1))
         engine = Embedded(short, model, federation, device=experiment.device)
         return check_clients(short, model, engine, server, cohorts)
     return [

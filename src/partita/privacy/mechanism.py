@@ -6,7 +6,7 @@ gradients down and moves nothing, and for the reference the noise, which is set 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -283,13 +283,20 @@ def _chances(dots: Array, own: Array, lengths: NDArray[np.int64]) -> Array:
     return chance_of_cosine(_cosines(dots, own), lengths)
 
 
+def altered(model: Model, **methods: Callable[..., Any]) -> Model:
+    """A copy of a model with other methods."""
+    other = copy(model)
+    for name, method in methods.items():
+        object.__setattr__(other, name, method)  # also where the model is a frozen dataclass
+    return other
+
+
 def _check_clip(run: Run, private: Private, groups: Sequence[Sequence[Visit]]) -> list[Check]:
     """How far one example moves a sum: the same batches with and without their first example, under a loud loss."""
     largest, tried = 0.0, 0
     for group in groups:
-        loud = copy(group[0].ctx.model)
-        plain = loud.losses
-        setattr(loud, "losses", lambda out, targets, plain=plain: LOUD * plain(out, targets))  # noqa: B010
+        plain = group[0].ctx.model.losses
+        loud = altered(group[0].ctx.model, losses=lambda out, targets, plain=plain: LOUD * plain(out, targets))
         whole = [replace(each, ctx=replace(each.ctx, model=loud)) for each in _quiet(private, group)]
         rest = [replace(each, examples=Without(each.examples)) for each in whole]
         sizes, with_it, without = _sizes(run, group), _replay(run, whole), _replay(run, rest)

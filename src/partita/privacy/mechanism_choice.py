@@ -7,7 +7,6 @@ beyond the clip and points at the first layer. How far the answers then lean to 
 from __future__ import annotations
 
 import math
-from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +20,7 @@ from partita.core.model import Batch, Examples, Model, Population, layers_of
 from partita.core.rounds import ask
 from partita.core.run import Run
 from partita.privacy.evidence import Array, Check, chance_of_cosine
-from partita.privacy.mechanism import LOUD
+from partita.privacy.mechanism import LOUD, altered
 
 ASKED = 400  # noisy choices
 REFERENCE = 20_000  # honest ones that they are compared with
@@ -69,8 +68,7 @@ def _ask_often(run: Run, model: Model, population: Population, server: Server, r
         zero = torch.zeros(len(batch.targets), 1, dtype=torch.float64)
         return {layer: zero + LOUD * (layer == loudest) for layer in layers}
 
-    known, client = copy(model), population.clients[0]
-    setattr(known, "attention", attention)  # noqa: B010  the method of this one copy
+    known, client = altered(model, attention=attention), population.clients[0]
     examples = Repeated(population[client].train, _copies(release, len(layers)))
 
     def tell(number: int) -> dict[str, float]:
