@@ -225,9 +225,16 @@ def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None
     (tmp_path / "config.toml").write_text('label = "ours"\nseed = 0\nrounds = 2\n')
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "privacy.json").write_text(json.dumps(claim))
-    (tmp_path / "audit.json").write_text(json.dumps({"claim": claim, "attacks": {"canaries": curve}, "bound": bound}))
+    checks = [
+        {"what": "noise multiplier", "charged": 2.5, "found": 2.5, "passed": True},
+        {"what": "sampling rate", "charged": 0.2, "found": 0.3, "passed": False},
+    ]
+    (tmp_path / "audit.json").write_text(
+        json.dumps({"claim": claim, "mechanism": checks, "attacks": {"canaries": curve}, "bound": bound})
+    )
     record = report.read(tmp_path)
     text = report.page([record], tmp_path / "page.html").read_text()
+    assert "1 of 2 checks of noise, clip and sampling passed. Sampling rate is 0.3, and 0.2 was charged." in text
     for words in ("<h2>Privacy</h2>", "2.5 × 1", "0.98", "50.0%", "at least 1.4", "The claim is false", 'id="attacks"'):
         assert words in text
     assert report.compare([record]).lines[0].epsilon == 0.98
@@ -252,14 +259,22 @@ def test_the_commands_speak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(OptionError, match="--config, or --examples"):
         app(["budget", "--epsilon", "1"], standalone_mode=False)
     curve = {"auc": 0.9, "true_at_1%": 0.5}
+    check = {"what": "noise multiplier", "charged": 2.0, "found": 1.99, "p": 0.4, "numbers": 9, "passed": True}
     found = {
+        "mechanism": [check],
         "attacks": {"canaries": curve},
         "claim": {"planned": 2.0},
         "bound": {"epsilon": 1.4, "right": 9, "guesses": 10},
     }
     monkeypatch.setattr("partita.audit.audit", lambda folder, canaries, shadows: found)
-    app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False)
+    assert app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False) == 0
     out = capsys.readouterr().out
+    assert "yes  noise multiplier: 1.99, charged 2 (9 seen)" in out
     assert "canaries: AUC 0.900, 50.0% found" in out
     assert "at least 1.4, by 9 right of 10" in out
     assert "claimed to be at most 2" in out
+    found["claim"] = {"planned": 1.0}
+    assert app(["audit", "runs/x", "--json"], standalone_mode=False) == 1
+    assert json.loads(capsys.readouterr().out) == found
+    assert app(["audit", "runs/x"], standalone_mode=False) == 1
+    assert "does not hold: epsilon is at least 1.4, and 1 was claimed" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from partita.core.private import PrivacyError, Private
 from partita.core.rounds import begin
 from partita.core.run import Run
 from partita.privacy.client import protect_clients
+from partita.privacy.disclosure import disclosed
 from partita.privacy.ledger import TRAINING, Account, find_noise, releases_of
 
 ANYONE = "any client"  # in whose name the bill of client-level privacy is kept: it is the same for all
@@ -95,6 +96,7 @@ class Guard:
             "sampling": terms.sampling if terms.unit == "example" else "cohort",
             "accountant": self.account.by,
             "planned": None if self.planned == math.inf else self.planned,
+            **disclosed(terms.unit),
         }
 
 
@@ -114,7 +116,8 @@ def protect(run: Run, model: Model, sizes: Mapping[str, int], terms: Terms) -> G
 
     def under(noise: float) -> Run:
         if of_clients:
-            return replace(run, method=protect_clients(run.method, terms.clip, noise, cohort, run.secret))
+            method = protect_clients(run.method, terms.clip, noise, cohort, run.secret)
+            return replace(run, method=method, drift=False)  # drift is measured on updates before the noise
         private = Private(terms.clip, noise, terms.sampling, terms.norms, terms.chunk)
         return replace(run, method=replace(run.method, privacy=private))
 
