@@ -61,6 +61,15 @@ def test_an_honest_run_passes(seed: int) -> None:
     assert not failed(seed, side_by_side=1 + seed % 3)
 
 
+@pytest.mark.parametrize("name", ["scaffold", "fedrep", "fedfrozen", "zero-shot"])
+def test_honest_runs_of_other_methods_pass(name: str) -> None:
+    """With a correction of gradients, two phases, another plan in each round, and nothing to train."""
+    run, model = run_of(replace(build(name), privacy=Private(0.5, 0.8)), batch_size=8), small()
+    found = judge(check_examples(run, model, Clients(a=40, b=6), begin(run, model)))
+    assert [each["what"] for each in found if not each["passed"]] == []
+    assert len(found) == (1 if name == "zero-shot" else 12)
+
+
 def test_shuffled_batches_that_are_charged_as_such_pass() -> None:
     assert not failed(sampling="shuffle")
 
@@ -107,15 +116,15 @@ def _drawing(path: Callable[[Run, learn.Visit, int], Any]) -> Callable[[Run, lea
     return lambda run, each, phase: replace(honest(run, each, phase), key=path(run, each, phase))
 
 
-@pytest.mark.parametrize("side_by_side", [1, 3])
 @pytest.mark.parametrize(
-    ("between", "path"),
+    ("between", "path", "side_by_side"),
     [
-        ("steps", lambda run, each, phase: Stuck(each.key / "noise" / phase)),
-        ("rounds", lambda run, each, phase: run.key / "client" / each.job.client / phase),
-        ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase),
+        ("steps", lambda run, each, phase: Stuck(each.key / "noise" / phase), 1),
+        ("rounds", lambda run, each, phase: run.key / "client" / each.job.client / phase, 1),
+        ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase, 1),
+        ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase, 3),
     ],
-    ids=["steps", "rounds", "clients"],
+    ids=["steps", "rounds", "clients", "clients in a block"],
 )
 def test_noise_that_is_repeated(
     monkeypatch: Patch, between: str, path: Callable[[Run, learn.Visit, int], Any], side_by_side: int

@@ -143,7 +143,7 @@ def test_what_a_client_sends_beside_its_update() -> None:
 
 def test_rounds_of_a_method_under_client_level_privacy_keep_nothing_told() -> None:
     [played] = play(
-        run_of(protect_clients(Method("telling", local=(Telling(),)), 1.0, 1.0, 1), count=1), small(), One()
+        run_of(protect_clients(Method("telling", local=(Telling(),)), 1.0, 1.0, 1), count=1), small(), Clients(a=8)
     )
     assert played.told == {}
 

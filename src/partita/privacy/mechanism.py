@@ -114,7 +114,7 @@ def check_examples(run: Run, model: Model, population: Population, server: Serve
     found = _check_clip(run, private, [group for groups in few for group in groups])
     if private.noise:
         streams = [stream for groups in few for group in groups for stream in _streams(run, private, group)]
-        found += check_noise(streams, private.noise)
+        found += check_noise(streams, private.noise) if streams else []  # a plan may train nothing
     if private.sampling == "poisson":
         again = [_visit(run, model, population, server, *who) for who in _replicas(run, clients)]
         found += _check_sampling(run, again, len(clients))
@@ -315,6 +315,8 @@ def _check_sampling(run: Run, visits: Sequence[Visit], clients: int) -> list[Che
     """
     drawn = [_drawn(run, each) for each in visits]
     every = [each for batches in drawn for each in batches]
+    if not every:
+        return []
     rates: dict[float, tuple[int, int]] = {}
     for places, count, share in every:
         _add(rates, share, len(places), count)
