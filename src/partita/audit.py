@@ -21,7 +21,7 @@ from partita.core.rounds import ask, rounds
 from partita.core.store import Disk, Memory
 from partita.engines.embedded import Embedded
 from partita.experiment import Experiment, build
-from partita.privacy.attacks import Array, bound_epsilon, confidence_of, likelihood_ratios, roc
+from partita.privacy.attacks import Array, best_guesses, confidence_of, likelihood_ratios, roc
 from partita.privacy.audit import (
     Eavesdropper,
     Planted,
@@ -141,10 +141,10 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
     single = task.kind in ("image", "text") and not task.multi_label
     canaries = choose_canaries(experiment.federation, count, key, len(task.classes) if single else 0)
     heard, losses = _play(experiment, Planted(experiment.federation, canaries), not _trusts_server(experiment))
-    scores = -losses if _trusts_server(experiment) else heard
     included = canaries.included
     delta = DELTA if guard is None else guard.terms.delta
     assert delta is not None
+    scores, bound = best_guesses(-losses[np.newaxis] if _trusts_server(experiment) else heard, included, delta)
     attacks = {**attacks, "canaries": roc(scores[included], scores[~included]).about()}
     if shadows:
         runs = []
@@ -156,7 +156,7 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
         ratios = likelihood_ratios(confidence_of(losses), *(np.stack(part) for part in zip(*runs, strict=True)))
         known = np.isfinite(ratios)
         attacks["shadow runs (LiRA)"] = roc(ratios[known & included], ratios[known & ~included]).about()
-    return {"attacks": attacks, "bound": bound_epsilon(scores, included, delta).about()}
+    return {"attacks": attacks, "bound": bound.about()}
 
 
 def _play(experiment: Experiment, planted: Planted, listen: bool = True) -> tuple[Array, Array]:
