@@ -36,7 +36,7 @@ def judge(checks: Sequence[Check]) -> list[dict[str, Any]]:
             "what": each.what,
             "charged": each.charged,
             "found": each.found,
-            "interval": each.interval,
+            "interval": None if each.interval is None else list(each.interval),
             "numbers": each.numbers,
             "p": each.p,
             "passed": each.p >= ALPHA / len(checks),
