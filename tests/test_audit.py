@@ -18,15 +18,16 @@ from sklearn.metrics import roc_auc_score
 from partita import report
 from partita.audit import audit
 from partita.config import parse
+from partita.core import block
 from partita.core.options import OptionError
-from partita.core.private import PrivacyError
+from partita.core.private import PrivacyError, gaussian
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.stage import collate
 from partita.engines.embedded import Embedded
 from partita.methods.fedavg import fedavg
 from partita.play import start
-from partita.privacy.attacks import bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
+from partita.privacy.attacks import best_guesses, bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
 from partita.privacy.audit import Eavesdropper, Planted, alignments, canary_losses, choose_canaries, gradients_of
 from partita.privacy.guard import Guard, Terms, protect
 from partita.tiny import Tiny
@@ -150,8 +151,9 @@ def attacked(terms: Terms | None, seed: int = 0) -> tuple[float, float, Guard | 
     ear = Eavesdropper(run, MODEL, Embedded(run, MODEL, planted, block=2), planted)
     *_, end = rounds(run, MODEL, ear)
     assert len(canary_losses(MODEL, end.server.params, planted)) == 100
-    scores, included = ear.heard(), canaries.included
-    return roc(scores[included], scores[~included]).auc, bound_epsilon(scores, included, 1e-5).epsilon, guard
+    included = canaries.included
+    scores, bound = best_guesses(ear.heard(), included, 1e-5)
+    return roc(scores[included], scores[~included]).auc, bound.epsilon, guard
 
 
 @pytest.mark.parametrize("terms", [None, Terms(noise=0.0)], ids=["plain", "clipped"])
@@ -169,12 +171,24 @@ def test_the_lower_bound_does_not_exceed_the_claim(epsilon: float) -> None:
     assert bound <= guard.planned <= epsilon
 
 
-def test_a_false_claim_is_found_out() -> None:
-    """A run that promises 0.5 and draws a thousandth of the noise it needs."""
-    needed = protect(run_of(fedavg(), count=2, batch_size=60), MODEL, SIZES, Terms(epsilon=0.5, accountant="rdp"))
-    assert needed.terms.noise is not None
-    _, bound, _ = attacked(Terms(noise=needed.terms.noise / 1000))
-    assert bound > 0.5
+def test_a_false_claim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that promises 0.5 and draws a thousandth of the noise; the attacker is told the claim, not the lie."""
+    monkeypatch.setattr(block, "gaussian", lambda like, key, std: gaussian(like, key, std / 1000))
+    _, bound, guard = attacked(Terms(epsilon=0.5, accountant="rdp"))
+    assert guard is not None
+    assert guard.planned is not None
+    assert bound > 0.5 >= guard.planned
+
+
+def test_several_attacks_share_the_risk() -> None:
+    included = DRAW.random(200) < 0.5
+    known = included + 0.1 * DRAW.random(200)
+    alone = bound_epsilon(known, included, 0.0)
+    scores, best = best_guesses(np.stack([DRAW.random(200), known]), included, 0.0)
+    assert scores is not known
+    assert np.array_equal(scores, known)
+    assert best == replace(bound_epsilon(known, included, 0.0, 0.975), confidence=0.95)
+    assert 0 < best.epsilon < alone.epsilon
 
 
 CONFIG = {
@@ -225,9 +239,16 @@ def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None
     (tmp_path / "config.toml").write_text('label = "ours"\nseed = 0\nrounds = 2\n')
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "privacy.json").write_text(json.dumps(claim))
-    (tmp_path / "audit.json").write_text(json.dumps({"claim": claim, "attacks": {"canaries": curve}, "bound": bound}))
+    checks = [
+        {"what": "noise multiplier", "charged": 2.5, "found": 2.5, "passed": True},
+        {"what": "sampling rate", "charged": 0.2, "found": 0.3, "passed": False},
+    ]
+    (tmp_path / "audit.json").write_text(
+        json.dumps({"claim": claim, "mechanism": checks, "attacks": {"canaries": curve}, "bound": bound})
+    )
     record = report.read(tmp_path)
     text = report.page([record], tmp_path / "page.html").read_text()
+    assert "1 of 2 checks of noise, clip and sampling passed. Sampling rate is 0.3, and 0.2 was charged." in text
     for words in ("<h2>Privacy</h2>", "2.5 × 1", "0.98", "50.0%", "at least 1.4", "The claim is false", 'id="attacks"'):
         assert words in text
     assert report.compare([record]).lines[0].epsilon == 0.98
@@ -252,14 +273,22 @@ def test_the_commands_speak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(OptionError, match="--config, or --examples"):
         app(["budget", "--epsilon", "1"], standalone_mode=False)
     curve = {"auc": 0.9, "true_at_1%": 0.5}
+    check = {"what": "noise multiplier", "charged": 2.0, "found": 1.99, "p": 0.4, "numbers": 9, "passed": True}
     found = {
+        "mechanism": [check],
         "attacks": {"canaries": curve},
         "claim": {"planned": 2.0},
         "bound": {"epsilon": 1.4, "right": 9, "guesses": 10},
     }
     monkeypatch.setattr("partita.audit.audit", lambda folder, canaries, shadows: found)
-    app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False)
+    assert app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False) == 0
     out = capsys.readouterr().out
+    assert "yes  noise multiplier: 1.99, charged 2 (9 seen)" in out
     assert "canaries: AUC 0.900, 50.0% found" in out
     assert "at least 1.4, by 9 right of 10" in out
     assert "claimed to be at most 2" in out
+    found["claim"] = {"planned": 1.0}
+    assert app(["audit", "runs/x", "--json"], standalone_mode=False) == 1
+    assert json.loads(capsys.readouterr().out) == found
+    assert app(["audit", "runs/x"], standalone_mode=False) == 1
+    assert "does not hold: epsilon is at least 1.4, and 1 was claimed" in capsys.readouterr().out

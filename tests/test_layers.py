@@ -40,7 +40,7 @@ ABOVE_CORE = {
     "conformance": ["engines", "rehearse", "tiny"],
     "config": ["methods", "privacy", "channel", "models", "data", "engines"],
     "experiment": [*PARTS, "engines", "config"],
-    "observe": ["record", "alarms", "evaluate", "experiment"],
+    "observe": ["record", "alarms", "evaluate", "experiment", "privacy"],
     "play": ["record", "privacy", "engines", "config", "experiment", "observe"],
     "preview": [*PARTS, "engines", "rehearse", "config", "experiment"],
     "compare": ["record", "config", "engines", "play"],

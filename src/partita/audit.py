@@ -20,7 +20,7 @@ from partita.core.rounds import ask, begin, rounds
 from partita.core.store import Disk, Memory
 from partita.engines.embedded import Embedded
 from partita.experiment import Experiment, build
-from partita.privacy.attacks import Array, bound_epsilon, confidence_of, likelihood_ratios, roc
+from partita.privacy.attacks import Array, best_guesses, confidence_of, likelihood_ratios, roc
 from partita.privacy.audit import (
     Eavesdropper,
     Planted,
@@ -30,6 +30,10 @@ from partita.privacy.audit import (
     first,
     losses_of,
 )
+from partita.privacy.evidence import Check, judge
+from partita.privacy.mechanism import check_examples
+from partita.privacy.mechanism_choice import check_choice
+from partita.privacy.mechanism_clients import check_clients
 
 AUDIT = "audit.json"
 CLIENTS, EXAMPLES = 50, 500  # at most, of each kind, that the attacks on the finished run look at
@@ -47,20 +51,54 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
     identity = record.verify(folder)
     experiment = build(load(folder / record.CONFIG))
     guard = experiment.guard
-    found: Found = {"claim": guard.about() if guard else None, "attacks": {}, "bound": None}
-    found["attacks"] |= _on_result(experiment, folder, identity)
+    saved = checkpoint.newest(
+        folder / record.CHECKPOINTS, identity, begin(experiment.run, experiment.model), experiment.device
+    )
+    if not saved.done:
+        raise PrivacyError(f"{folder / record.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
+    found: Found = {"claim": guard.about() if guard else None, "mechanism": [], "attacks": {}, "bound": None}
+    if guard:
+        found["mechanism"] = judge(_on_mechanism(experiment, folder, saved.server))
+    found["attacks"] |= _on_result(experiment, folder, saved)
     if canaries:
         found |= _on_training(experiment, canaries, shadows, found["attacks"])
     record.write_json(folder / AUDIT, found)
     return found
 
 
-def _on_result(experiment: Experiment, folder: Path, identity: str | None) -> Found:
+def failures(found: Found) -> list[str]:
+    """What an audit found against the claim, one sentence each."""
+    said = [
+        f"{each['what']} is {each['found']:.4g}, and {each['charged']:.4g} was charged (p = {each['p']:.1g})"
+        for each in found["mechanism"]
+        if not each["passed"]
+    ]
+    planned = (found["claim"] or {}).get("planned")
+    if found["bound"] and planned is not None and found["bound"]["epsilon"] > planned:
+        said.append(f"epsilon is at least {found['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
+    return said
+
+
+def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[Check]:
+    """A few private steps or rounds again, from the final model, against the settings that were charged."""
+    run, model, federation = experiment.run, experiment.model, experiment.federation
+    model.to(experiment.device)
+    if _trusts_server(experiment):
+        cohorts = [row["cohort"] for row in record.read_rows(folder)]
+        # Other transforms are between the clients and the clip, and may send what cannot be scaled.
+        method = replace(run.method, channel=run.method.channel[:1])
+        short = replace(run, method=method, training=replace(run.training, steps=1))
+        engine = Embedded(short, model, federation, device=experiment.device)
+        return check_clients(short, model, engine, server, cohorts)
+    return [
+        *check_examples(run, model, federation, server, experiment.block),
+        *check_choice(run, model, federation, server),
+    ]
+
+
+def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Saved) -> Found:
     """Members are clients' training examples, outsiders those of their validation and test parts."""
     run, model, federation = experiment.run, experiment.model, experiment.federation
-    saved = checkpoint.newest(folder / record.CHECKPOINTS, identity, begin(run, model), experiment.device)
-    if not saved.done:
-        raise PrivacyError(f"{folder / record.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
     done, server = saved.done, saved.server
     store = Memory(Disk(folder / record.CLIENTS, experiment.device, saved.states))
     engine = Embedded(run, model, federation, device=experiment.device, store=store)
@@ -107,10 +145,10 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
     single = task.kind in ("image", "text") and not task.multi_label
     canaries = choose_canaries(experiment.federation, count, key, len(task.classes) if single else 0)
     heard, losses = _play(experiment, Planted(experiment.federation, canaries), not _trusts_server(experiment))
-    scores = -losses if _trusts_server(experiment) else heard
     included = canaries.included
     delta = DELTA if guard is None else guard.terms.delta
     assert delta is not None
+    scores, bound = best_guesses(-losses[np.newaxis] if _trusts_server(experiment) else heard, included, delta)
     attacks = {**attacks, "canaries": roc(scores[included], scores[~included]).about()}
     if shadows:
         runs = []
@@ -122,7 +160,7 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
         ratios = likelihood_ratios(confidence_of(losses), *(np.stack(part) for part in zip(*runs, strict=True)))
         known = np.isfinite(ratios)
         attacks["shadow runs (LiRA)"] = roc(ratios[known & included], ratios[known & ~included]).about()
-    return {"attacks": attacks, "bound": bound_epsilon(scores, included, delta).about()}
+    return {"attacks": attacks, "bound": bound.about()}
 
 
 def _play(experiment: Experiment, planted: Planted, listen: bool = True) -> tuple[Array, Array]:

@@ -164,17 +164,23 @@ def audit(
     shadows: Annotated[int, typer.Option(help="With canaries: train so many more times, for likelihood ratios.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Attack a finished run: guess who was in its training data, and see what that proves of its privacy.
+    """Check a finished run's noise, clip and sampling, and attack it. The exit code is 1 if its claim does not hold.
 
     It reads the data, the model and the other files that the run's config.toml names.
     """
-    from partita.audit import AUDIT
+    from partita.audit import AUDIT, failures
     from partita.audit import audit as attack
 
     found = attack(folder, canaries, shadows)
+    failed = failures(found)
     if as_json:
         print(json.dumps(found, indent=1))
-        return
+        raise typer.Exit(int(bool(failed)))
+    for check in found["mechanism"]:
+        mark = "yes" if check["passed"] else "NO "
+        print(
+            f"{mark}  {check['what']}: {check['found']:.4g}, charged {check['charged']:.4g} ({check['numbers']} seen)"
+        )
     for name, each in found["attacks"].items():
         print(f"{name}: AUC {each['auc']:.3f}, {each['true_at_1%']:.1%} found at 1% false alarms")
     claim, bound = found["claim"], found["bound"]
@@ -183,6 +189,9 @@ def audit(
     if claim and claim["planned"] is not None:
         print(f"epsilon is claimed to be at most {claim['planned']:.3g}")
     print(f"written to {folder / AUDIT}; 'partita report {folder}' shows it")
+    for sentence in failed:
+        print(f"the claim of privacy does not hold: {sentence}")
+    raise typer.Exit(int(bool(failed)))
 
 
 @app.command(name="report")

@@ -86,7 +86,7 @@ class EngineConfig:
 @dataclass(frozen=True)
 class EvaluateConfig:
     every: int = 1  # rounds between tests on the central test set
-    personal: int = 5  # rounds between tests on the clients' own test parts
+    personal: int = 5  # rounds between tests on the clients' own test parts; 0: never
     clients: int = 100  # at most, drawn once
     drift: bool = True
 

@@ -18,6 +18,7 @@ from partita.core.rounds import Engine, Round, ask
 from partita.core.run import Run
 from partita.evaluate import score
 from partita.experiment import Experiment
+from partita.privacy.disclosure import withhold
 
 Row = dict[str, Any]
 
@@ -31,12 +32,13 @@ def observe(
     sights: deque[Sight],
 ) -> Row:
     """A round's row. `signal` is what the server said before it, and `sights` are of the rounds before it."""
-    return {
+    row = {
         **_happened(experiment, each, seconds),
         **measure(experiment, engine, each),
         **_spending(experiment, each, signal),
         **_choices(experiment, each, sights),
     }
+    return withhold(row, experiment.guard.terms.unit) if experiment.guard else row
 
 
 def measure(experiment: Experiment, engine: Engine, each: Round) -> Row:
@@ -54,17 +56,23 @@ def measure(experiment: Experiment, engine: Engine, each: Round) -> Row:
         if _personal(run, *ask(run, model, each.server, each.number, clients[0]), each.server):
             # No single model exists: the mean over clients of how each one's own model does.
             # There is no such mean where clients are elsewhere, since none holds the central test set.
-            found = [scores for _, scores in engine.evaluate(jobs(), federation.test)]
+            found = [scores for _, scores in engine.evaluate(jobs(), federation.test)] if _tells(experiment) else []
             test = _mean(found) if found else None
         else:
             test = score(model, each.server.params, federation.test, experiment.measure)
     personal: dict[str, dict[str, float]] | None = None
-    if last or (each.number + 1) % due.personal == 0:
+    if due.personal and _tells(experiment) and (last or (each.number + 1) % due.personal == 0):
         personal = {}
         for client, scores in engine.evaluate(jobs()):
             for metric, value in scores.items():
                 personal.setdefault(metric, {})[client] = value
     return {"test": test, "personal": personal}
+
+
+def _tells(experiment: Experiment) -> bool:
+    """Whether clients may tell how their own models do: not if those, or their test parts, are to stay hidden."""
+    guard = experiment.guard
+    return guard is None or (guard.terms.unit == "example" and experiment.run.method.adapt is None)
 
 
 def _personal(run: Run, job: Job, plan: Plan, server: Server) -> bool:

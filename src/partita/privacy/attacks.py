@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,17 @@ def bound_epsilon(scores: Array, included: NDArray[np.bool_], delta: float, conf
             best = Bound(found, guesses, right, count, delta, confidence)
     assert best is not None
     return best
+
+
+def best_guesses(
+    scores: Array, included: NDArray[np.bool_], delta: float, confidence: float = 0.95
+) -> tuple[Array, Bound]:
+    """The row of scores (attack, canary) that proves most, and its bound, each at its share of the risk."""
+    share = 1 - (1 - confidence) / len(scores)
+    bounds = [bound_epsilon(row, included, delta, share) for row in scores]
+    # Where none proves anything, the first row is the attacker who believes the claim.
+    best = max(range(len(scores)), key=lambda row: (bounds[row].epsilon, -row))
+    return scores[best], replace(bounds[best], confidence=confidence)
 
 
 def chance_of(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:

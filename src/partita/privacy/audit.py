@@ -23,6 +23,7 @@ from partita.privacy.attacks import Array
 
 CHUNK = 32  # examples scored together
 MOST = 2**31  # numbers held at once, 8 GiB of them
+TRUST = (1.0, 1e-2, 0.0)  # parts of the claimed noise's variance that an eavesdropper reckons with: it may be a lie
 RIDGE = 1e-3  # beside squared gradients of 1: what many local steps do is not quite a sum of gradients
 
 
@@ -129,7 +130,7 @@ class Eavesdropper:
     model: Model
     engine: Engine
     planted: Planted
-    scores: dict[str, Tensor] = field(default_factory=dict)  # by client, (canary,)
+    scores: dict[str, Tensor] = field(default_factory=dict)  # by client, (trust, canary)
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
@@ -155,7 +156,7 @@ class Eavesdropper:
         _, params = assemble(self.run, self.model, job, ClientState())
         table = self.planted.table(job.client)
         found = explain(self.model, params, update.delta, table, self._strength(len(table)), self.run.method.privacy)
-        self.scores[job.client] = self.scores.get(job.client, torch.zeros(len(found))) + found
+        self.scores[job.client] = self.scores.get(job.client, torch.zeros(found.shape)) + found
 
     def _strength(self, examples: int) -> float:
         """The noise in an update beside what an example that takes part adds to it, squared."""
@@ -167,16 +168,17 @@ class Eavesdropper:
         return 4 * private.noise**2 / (share**2 * steps)
 
     def heard(self) -> Array:
-        """All canaries' scores, in the order of `Canaries.included`; a client that was never asked told nothing."""
+        """(trust, canary) in the order of `Canaries.included`; a client that was never asked told nothing."""
         places = self.planted.canaries.places
-        parts = [self.scores.get(client, torch.zeros(len(places[client]))) for client in sorted(places)]
-        return np.asarray(torch.cat(parts).numpy(), float)
+        nothing = {client: torch.zeros(len(TRUST), len(found)) for client, found in places.items()}
+        parts = [self.scores.get(client, nothing[client]) for client in sorted(places)]
+        return np.asarray(torch.cat(parts, 1).numpy(), float)
 
 
 def explain(
     model: Model, params: Tensors, delta: Mapping[str, Tensor], table: _Tossed, noise: float, private: Private | None
 ) -> Tensor:
-    """(canary,) How much of a client's step each canary accounts for, when all the client's examples share it out.
+    """(trust, canary) How much of a client's step each canary accounts for, when all its examples share the step out.
 
     A ridge regression of the step on the examples' gradients. Its attacker knows all the examples and lacks the coins.
     """
@@ -192,9 +194,10 @@ def explain(
         gradients = gradients * (private.clip / norms.clamp(min=1e-30)).clamp(max=1.0)
     gradients = gradients / (float(norms.mean()) if private is None else private.clip)
     step = -torch.cat([delta[name].flatten() for name in sorted(delta)]).to(gradients)
-    inner = gradients @ gradients.T + (noise + RIDGE) * torch.eye(len(gradients), device=gradients.device)
-    shares = torch.linalg.solve(inner, gradients @ (step / step.norm().clamp(min=1e-30)))
-    mine: Tensor = shares[table.places.to(shares.device)]
+    inner, along = gradients @ gradients.T, gradients @ (step / step.norm().clamp(min=1e-30))
+    unit = torch.eye(len(gradients), device=gradients.device)
+    shares = torch.stack([torch.linalg.solve(inner + (trust * noise + RIDGE) * unit, along) for trust in TRUST])
+    mine: Tensor = shares[:, table.places.to(shares.device)]
     return mine.cpu()
 
 

@@ -51,13 +51,13 @@ class ClippedUpdates(Transform):
         return replace(aggregate, delta=noisy(aggregate.delta, "delta"), slots=slots)
 
     def _clipped(self, update: Update) -> Update:
-        """The loss and the weight tell of a client too."""
+        """The loss, the weight and the numbers told by rules tell of a client too."""
         parts = [update.delta, *(update.slots[slot] for slot in sorted(update.slots))]
         # Sorted, since names come off the wire in another order, and a sum must not depend on it.
         norm = torch.linalg.vector_norm(torch.stack([tree.norm(tree.select(part, part)) for part in parts]))
         factor = (self.clip / norm).clamp(max=1.0)
         slots = {slot: tree.scale(part, factor) for slot, part in update.slots.items()}
-        return replace(update, delta=tree.scale(update.delta, factor), slots=slots, weight=1.0, loss=None)
+        return replace(update, delta=tree.scale(update.delta, factor), slots=slots, weight=1.0, loss=None, told={})
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from partita.core.private import PrivacyError, Private
 from partita.core.rounds import begin
 from partita.core.run import Run
 from partita.privacy.client import protect_clients
+from partita.privacy.disclosure import disclosed
 from partita.privacy.ledger import TRAINING, Account, find_noise, releases_of
 
 ANYONE = "any client"  # in whose name the bill of client-level privacy is kept: it is the same for all
@@ -98,6 +99,7 @@ class Guard:
             "accountant": self.account.by,
             "repeatable": terms.repeatable,
             "planned": None if self.planned == math.inf else self.planned,
+            **disclosed(terms.unit),
         }
 
 
@@ -118,7 +120,8 @@ def protect(run: Run, model: Model, sizes: Mapping[str, int], terms: Terms) -> G
     def under(noise: float) -> Run:
         if of_clients:
             method = protect_clients(run.method, terms.clip, noise, cohort, run.secret)
-            return replace(run, method=method, hidden_cohorts=True)
+            # Drift is measured on updates before the noise.
+            return replace(run, method=method, hidden_cohorts=True, drift=False)
         private = Private(terms.clip, noise, terms.sampling, terms.norms, terms.chunk)
         return replace(run, method=replace(run.method, privacy=private))
 

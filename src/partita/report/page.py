@@ -243,6 +243,8 @@ def _privacy(records: Sequence[Record]) -> str:
                 "What the worst placed client had spent after each round, one line a seed; smaller is more private.",
             )
         )
+    if left_out := privacy.not_covered(records):
+        parts.append(f"<h3>Not covered by the promise</h3>\n{_notes(left_out)}")
     if found:
         parts.append(_table(("run", "attack", "AUC", "found at 1% false alarms", "members / outsiders"), found))
         parts.append(

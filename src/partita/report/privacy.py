@@ -55,8 +55,8 @@ def findings(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def bounds(records: Sequence[Record]) -> list[str]:
-    """What canaries proved, beside what was claimed."""
-    said = []
+    """What the mechanism checks found and what canaries proved, beside what was claimed."""
+    said = _checks(records)
     for record in records:
         bound, claim = record.audit.get("bound"), record.audit.get("claim")
         if not bound:
@@ -69,6 +69,25 @@ def bounds(records: Sequence[Record]) -> list[str]:
         alarm = ". The claim is false: look for what leaves a client without noise" if broken else ""
         said.append(f"{record.label}, seed {record.seed}: {text}, {promise}{alarm}.")
     return said
+
+
+def _checks(records: Sequence[Record]) -> list[str]:
+    said = []
+    for record in records:
+        if checks := record.audit.get("mechanism"):
+            failed = [each for each in checks if not each["passed"]]
+            text = f"{len(checks) - len(failed)} of {len(checks)} checks of noise, clip and sampling passed"
+            wrong = "".join(
+                f". {each['what'].capitalize()} is {_number(each, 'found')}, and {_number(each, 'charged')} was charged"
+                for each in failed
+            )
+            said.append(f"{record.label}, seed {record.seed}: {text}{wrong}.")
+    return said
+
+
+def not_covered(records: Sequence[Record]) -> list[str]:
+    """What the promises leave out, as the runs recorded it; each sentence once."""
+    return list(dict.fromkeys(text for record in records for text in record.privacy.get("not_covered", ())))
 
 
 def epsilon_by_round(records: Sequence[Record]) -> Figure | None:

@@ -142,9 +142,15 @@ _ATTACK = record(
     {"false": each(known), "true": each(known)}, dict.fromkeys(("auc", "true_at_1%", "members", "outsiders"), real)
 )
 _BOUND = record(dict.fromkeys(("right", "guesses", "canaries", "confidence", "epsilon"), known))
+_CHECK = record({"what": text, "passed": flag}, dict.fromkeys(("found", "charged"), real))
 AUDIT = record(
     {},
-    {"attacks": maybe(table(_ATTACK)), "bound": maybe(_BOUND), "claim": maybe(record({}, {"planned": real}))},
+    {
+        "attacks": maybe(table(_ATTACK)),
+        "bound": maybe(_BOUND),
+        "claim": maybe(record({}, {"planned": real})),
+        "mechanism": maybe(each(_CHECK)),
+    },
 )
 PRIVACY = record(
     {},
@@ -152,6 +158,7 @@ PRIVACY = record(
         **dict.fromkeys(("budget", "delta", "noise", "clip", "planned"), real),
         **dict.fromkeys(("unit", "sampling", "accountant"), text),
         "repeatable": flag,
+        **dict.fromkeys(("not_covered", "withheld"), each(text)),
     },
 )
 CONFIG = record({"label": text, "seed": whole}, {"rounds": count})

@@ -1,0 +1,361 @@
+"""Checks of example-level privacy: a few private steps of the run's own clients, replayed by the code that trains.
+
+Every visit is laid out by `visit` and trained by `learn`, with two parts exchanged: the optimizer, for one that writes
+gradients down and moves nothing, and for the reference the noise, which is set to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from partita.core.block import Block
+from partita.core.learn import ClientState, Visit, kind, learn, visit
+from partita.core.method import Context, Server
+from partita.core.model import Batch, Examples, Model, Population
+from partita.core.plan import Phase
+from partita.core.private import Private
+from partita.core.rounds import ask
+from partita.core.run import Run
+from partita.core.stage import Deal
+from partita.core.tree import Slots, Tensors
+from partita.privacy.evidence import (
+    Array,
+    Check,
+    chance_of_cosine,
+    check_counts,
+    check_deviation,
+    check_dispersion,
+    check_normality,
+)
+
+T = TypeVar("T")
+CLIENTS, STEPS = 4, 4  # that are replayed, and the steps of each phase
+VISITS = 64  # whose batches are looked at; these are not trained
+PREFIX = 4096  # numbers of a tensor that are compared with those of other steps
+LOUD = 1e6  # factor on the loss, with which every example's gradient is far beyond the clip
+OVER = 1.01  # times the clip: what one example may move a sum by, with rounding
+
+
+@dataclass
+class Tape:
+    """An optimizer that writes gradients down and moves nothing, and the blocks that it was used in."""
+
+    name: str
+    ages: bool = False
+    blocks: list[tuple[list[str], list[Tensors]]] = field(default_factory=list)  # (clients by row, gradients by step)
+
+    def init(self, params: Tensors) -> dict[str, Tensors]:
+        return {}
+
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
+        self.blocks[-1][1].append({name: value.detach().cpu() for name, value in grads.items()})
+
+    def step_by_tensors(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, ages: Tensors) -> None:
+        raise NotImplementedError("private steps are not recorded as graphs")
+
+    def block(self, run: Run, phase: Phase, contexts: Sequence[Context], *rest: Any) -> Block:
+        self.blocks.append(([each.turn.client for each in contexts], []))
+        return Block(run, phase, contexts, *rest)
+
+    def gradients(self) -> dict[tuple[str, int, int], Tensors]:
+        """By client, phase and step."""
+        found: dict[tuple[str, int, int], Tensors] = {}
+        for phase, (clients, steps) in enumerate(self.blocks):
+            for step, grads in enumerate(steps):
+                rows = len(next(iter(grads.values()))) if len(clients) > 1 else 1
+                for row, client in enumerate(clients[:rows]):
+                    own = {name: value[row] if len(clients) > 1 else value for name, value in grads.items()}
+                    found[client, phase, step] = own
+        return found
+
+
+@dataclass(frozen=True)
+class Without:
+    """The same examples, of which the first of every batch is taken away."""
+
+    examples: Examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def take(self, indices: Tensor) -> Batch:
+        if len(indices) > 1:
+            return self.examples.take(indices[1:])
+        return replace(self.examples.take(indices), mask=torch.zeros(1))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The noise of one step, in units of the deviation that was charged."""
+
+    client: str
+    round: int
+    step: tuple[int, int]  # phase, step
+    noise: dict[str, Array]  # the beginning of each tensor
+    squares: dict[str, tuple[float, int]]  # (sum, count) of each whole tensor
+
+
+def check_examples(run: Run, model: Model, population: Population, server: Server, block: int = 1) -> list[Check]:
+    """Noise, clip and sampling of a run under example-level privacy, against its own settings."""
+    private = run.method.privacy
+    assert private is not None
+    clients = _spread(population)
+    rounds = sorted({0, min(1, run.rounds - 1), run.rounds - 1})
+    visits = {number: [_visit(run, model, population, server, number, each) for each in clients] for number in rounds}
+    few = [_grouped(run, [_shortened(each) for each in visits[number]], block) for number in rounds]
+    found = _check_clip(run, private, [group for groups in few for group in groups])
+    if private.noise:
+        streams = [stream for groups in few for group in groups for stream in _streams(run, private, group)]
+        found += check_noise(streams, private.noise) if streams else []  # a plan may train nothing
+    if private.sampling == "poisson":
+        again = [_visit(run, model, population, server, *who) for who in _replicas(run, clients)]
+        found += _check_sampling(run, again, len(clients))
+    return found
+
+
+def _spread(population: Population) -> list[str]:
+    """Clients with examples, from the one with the fewest to the one with the most."""
+    sizes = {client: len(population[client].train) for client in population.clients}
+    ranked = sorted((client for client in sizes if sizes[client]), key=lambda client: sizes[client])
+    places = np.linspace(0, len(ranked) - 1, min(CLIENTS, len(ranked))).round().astype(int)
+    return [ranked[place] for place in places]
+
+
+def _visit(
+    run: Run, model: Model, population: Population, server: Server, number: int, client: str, name: str = ""
+) -> Visit:
+    """A visit to a client; with a name, to another who has the same examples and draws by that name."""
+    job, _ = ask(run, model, server, number, client)
+    job = replace(job, client=name or client)
+    return visit(run, model, job, ClientState(), population[client].train)
+
+
+def _replicas(run: Run, clients: Sequence[str]) -> list[tuple[int, str, str]]:
+    """(round, client, name) of enough visits, also where a run has few rounds."""
+    turns = [(number, client) for number in range(run.rounds) for client in clients]
+    repeats = -(-VISITS // len(turns))
+    every = [
+        (number, client, f"{client} {copy}" if copy else "") for copy in range(repeats) for number, client in turns
+    ]
+    return every[:VISITS]
+
+
+def _shortened(each: Visit) -> Visit:
+    deals = [Deal(deal.order[: sum(deal.sizes[:STEPS])], deal.sizes[:STEPS]) for deal in each.deals]
+    return replace(each, deals=tuple(deals))
+
+
+def _grouped(run: Run, visits: Sequence[Visit], block: int) -> list[list[Visit]]:
+    """As an engine puts them side by side."""
+    groups: dict[object, list[Visit]] = {}
+    for place, each in enumerate(visits):
+        groups.setdefault((place // block, kind(run, each)), []).append(each)
+    return list(groups.values())
+
+
+def _replay(run: Run, visits: Sequence[Visit]) -> dict[tuple[str, int, int], Tensors]:
+    tape = Tape(run.training.optimizer.name)
+    learn(replace(run, training=replace(run.training, optimizer=tape)), visits, tape.block)
+    return tape.gradients()
+
+
+def _quiet(private: Private, visits: Sequence[Visit]) -> list[Visit]:
+    return [replace(each, private=replace(private, noise=0.0)) for each in visits]
+
+
+def _sizes(run: Run, visits: Sequence[Visit]) -> dict[str, int]:
+    """The batch size that a sum is divided by, as it was charged."""
+    return {each.job.client: min(run.training.batch_size, len(each.examples)) for each in visits}
+
+
+def _streams(run: Run, private: Private, visits: Sequence[Visit]) -> list[Stream]:
+    noisy, clean = _replay(run, visits), _replay(run, _quiet(private, visits))
+    sizes, number = _sizes(run, visits), visits[0].job.round
+    found = []
+    for (client, phase, step), grads in noisy.items():
+        unit = sizes[client] / (private.noise * private.clip)
+        own = clean[client, phase, step]
+        drawn = {name: (value.double() - own[name].double()) * unit for name, value in grads.items()}
+        found.append(stream_of(client, number, (phase, step), drawn))
+    return found
+
+
+def stream_of(client: str, number: int, step: tuple[int, int], noise: Tensors) -> Stream:
+    squares = {name: (float(value.square().sum()), value.numel()) for name, value in noise.items()}
+    begun = {name: np.asarray(value.flatten()[:PREFIX].cpu().numpy()) for name, value in noise.items()}
+    return Stream(client, number, step, begun, squares)
+
+
+def check_noise(streams: Sequence[Stream], charged: float) -> list[Check]:
+    """Deviation by tensor, shape of the distribution, and independence of steps, rounds, clients and tensors.
+
+    `charged` is the noise multiplier, which the streams are in units of.
+    """
+    squares: dict[str, tuple[float, int]] = {}
+    for stream in streams:
+        for name, (square, count) in stream.squares.items():
+            before = squares.get(name, (0.0, 0))
+            squares[name] = before[0] + square, before[1] + count
+    numbers = np.concatenate([value for stream in streams for value in stream.noise.values()])
+    return [
+        check_deviation("noise multiplier", charged, squares),
+        check_normality("noise: distance from a normal distribution", numbers),
+        *_check_streams(streams),
+        *_check_tensors(streams),
+    ]
+
+
+def _check_streams(streams: Sequence[Stream]) -> list[Check]:
+    """Cosines between the noise of two steps, over all tensors that both have and in each of them."""
+    count = len(streams)
+    dots, own = np.zeros((count, count)), np.zeros((count, count))
+    lengths = np.zeros((count, count), np.int64)
+    chances = []  # (stream, stream) of each tensor
+    for name in sorted({name for stream in streams for name in stream.noise}):
+        here = [place for place, stream in enumerate(streams) if name in stream.noise]
+        table = np.stack([streams[place].noise[name] for place in here])
+        at = np.ix_(here, here)
+        product, square = table @ table.T, np.sum(table**2, 1)[:, None] * np.ones(len(here))
+        chance = np.ones((count, count))
+        chance[at] = _chances(product, square, np.full(product.shape, table.shape[1]))
+        chances.append(chance)
+        dots[at] += product
+        own[at] += square
+        lengths[at] += table.shape[1]
+    chances.append(_chances(dots, own, lengths))
+    lowest = np.minimum.reduce(chances)
+    cosines = np.abs(_cosines(dots, own))
+    found = []
+    for what in ("steps", "rounds", "clients"):
+        pairs = [(a, b) for a in range(count) for b in range(a) if _differ(streams[a], streams[b]) == what]
+        if pairs := [pair for pair in pairs if lengths[pair] > 1]:
+            rows, columns = zip(*pairs, strict=True)
+            lucky = float(lowest[rows, columns].min()) * len(pairs) * len(chances)
+            largest = float(cosines[rows, columns].max())
+            name = f"noise: largest correlation between {what}"
+            found.append(Check(name, 0.0, largest, min(1.0, lucky), len(pairs)))
+    return found
+
+
+def _differ(one: Stream, two: Stream) -> str:
+    if one.client != two.client:
+        return "clients"
+    return "rounds" if one.round != two.round else "steps"
+
+
+def _check_tensors(streams: Sequence[Stream]) -> list[Check]:
+    """Cosines between tensors of one step, number by number from their beginning."""
+    names = sorted({name for stream in streams for name in stream.noise})
+    if len(names) < 2:
+        return []
+    dots, own = np.zeros((len(names),) * 2), np.zeros((len(names),) * 2)
+    lengths = np.zeros((len(names),) * 2, np.int64)
+    for stream in streams:
+        here = [place for place, name in enumerate(names) if name in stream.noise]
+        sizes = np.array([len(stream.noise[names[place]]) for place in here])
+        table = np.zeros((len(here), sizes.max()))
+        for row, place in zip(table, here, strict=True):
+            row[: len(stream.noise[names[place]])] = stream.noise[names[place]]
+        at, filled = np.ix_(here, here), (np.arange(sizes.max()) < sizes[:, None]).astype(float)
+        dots[at] += table @ table.T
+        own[at] += table**2 @ filled.T
+        lengths[at] += np.minimum(sizes[:, None], sizes)
+    upper = np.triu_indices(len(names), 1)
+    chance = float(_chances(dots, own, lengths)[upper].min()) * len(upper[0])
+    largest = float(np.abs(_cosines(dots, own))[upper].max())
+    what = "noise: largest correlation between tensors"
+    return [Check(what, 0.0, largest, min(1.0, chance), len(upper[0]))]
+
+
+def _cosines(dots: Array, own: Array) -> Array:
+    return np.asarray(dots / np.sqrt(np.maximum(own * own.T, 1e-300)))
+
+
+def _chances(dots: Array, own: Array, lengths: NDArray[np.int64]) -> Array:
+    return chance_of_cosine(_cosines(dots, own), lengths)
+
+
+def altered(model: Model, **methods: Callable[..., Any]) -> Model:
+    """A copy of a model with other methods."""
+    other = copy(model)
+    for name, method in methods.items():
+        object.__setattr__(other, name, method)  # also where the model is a frozen dataclass
+    return other
+
+
+def _check_clip(run: Run, private: Private, groups: Sequence[Sequence[Visit]]) -> list[Check]:
+    """How far one example moves a sum: the same batches with and without their first example, under a loud loss."""
+    largest, tried = 0.0, 0
+    for group in groups:
+        plain = group[0].ctx.model.losses
+        loud = altered(group[0].ctx.model, losses=lambda out, targets, plain=plain: LOUD * plain(out, targets))
+        whole = [replace(each, ctx=replace(each.ctx, model=loud)) for each in _quiet(private, group)]
+        rest = [replace(each, examples=Without(each.examples)) for each in whole]
+        sizes, with_it, without = _sizes(run, group), _replay(run, whole), _replay(run, rest)
+        for where, grads in with_it.items():
+            moved = sum(float((value.double() - without[where][name]).square().sum()) for name, value in grads.items())
+            largest = max(largest, moved**0.5 * sizes[where[0]] / private.clip)
+            tried += 1
+    return [Check("largest contribution of one example / clip", 1.0, largest, float(largest <= OVER), tried)]
+
+
+def _check_sampling(run: Run, visits: Sequence[Visit], clients: int) -> list[Check]:
+    """Whether every example takes part by itself, in each step anew, with the probability that was charged.
+
+    The visits go through so many clients again and again. Overlaps are counted on pairs that share no batch, so that
+    their sum is binomial.
+    """
+    drawn = [_drawn(run, each) for each in visits]
+    every = [each for batches in drawn for each in batches]
+    if not every:
+        return []
+    rates: dict[float, tuple[int, int]] = {}
+    for places, count, share in every:
+        _add(rates, share, len(places), count)
+    found = [check_counts("sampling rate", rates)]
+    chance = [(len(places), count, share) for places, count, share in every if share < 1]
+    if chance:
+        sizes, counts, shares = (np.array(column) for column in zip(*chance, strict=True))
+        found.append(check_dispersion(sizes, counts, shares))
+    steps = [pair for batches in drawn for pair in _pairs(batches)]
+    rounds = [two for place in range(clients) for two in _pairs(drawn[place::clients])]
+    found += _check_overlap("steps", steps)
+    found += _check_overlap("rounds", [pair for two in rounds for pair in zip(*two, strict=False)])
+    others = _pairs(drawn) if clients > 1 else []
+    return found + _check_overlap("clients", [pair for two in others for pair in zip(*two, strict=False)])
+
+
+def _pairs(items: Sequence[T]) -> list[tuple[T, T]]:
+    """Of neighbours; none is in two of them."""
+    return list(zip(items[::2], items[1::2], strict=False))
+
+
+Drawn = tuple[set[int], int, float]  # the places of a batch, of so many examples, each with this probability
+
+
+def _drawn(run: Run, each: Visit) -> list[Drawn]:
+    count = len(each.examples)
+    share = min(1.0, run.training.batch_size / count)
+    return [(set(batch.tolist()), count, share) for deal in each.deals for batch in deal]
+
+
+def _check_overlap(what: str, pairs: Sequence[tuple[Drawn, Drawn]]) -> list[Check]:
+    common: dict[float, tuple[int, int]] = {}
+    for (one, count, share), (two, other, chance) in pairs:
+        if share * chance < 1:
+            both = min(count, other)
+            _add(common, share * chance, sum(place < both for place in one & two), both)
+    return [check_counts(f"examples in common between batches of two {what}", common)] if common else []
+
+
+def _add(groups: dict[float, tuple[int, int]], share: float, count: int, trials: int) -> None:
+    before = groups.get(share, (0, 0))
+    groups[share] = before[0] + count, before[1] + trials

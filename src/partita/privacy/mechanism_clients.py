@@ -1,0 +1,141 @@
+"""Checks of client-level privacy: rounds of the run's own clients, through the server's code, to the noisy sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.stats import hypergeom
+
+from partita.core import tree
+from partita.core.learn import Job
+from partita.core.method import Aggregate, Rule, Server, Update
+from partita.core.model import Examples, Model
+from partita.core.rounds import Engine, Lost, rounds
+from partita.core.run import Run
+from partita.core.tree import Slots, Tensors
+from partita.privacy.client import ClippedUpdates, OverCohort
+from partita.privacy.evidence import Check, chance_of_either
+from partita.privacy.mechanism import LOUD, OVER, Stream, check_noise, stream_of
+
+ROUNDS = 3  # that are replayed
+
+
+@dataclass
+class Ear(Rule):
+    """A server that writes down what it would learn from, and stays where it is."""
+
+    heard: list[Aggregate] = field(default_factory=list)
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        self.heard.append(aggregate)
+        return server
+
+
+@dataclass
+class Loud:
+    """An engine whose clients send far more than the clip, after they clipped it; one of them may stay silent."""
+
+    engine: Engine
+    silent: str = ""
+
+    def clients(self) -> Sequence[str]:
+        return self.engine.clients()
+
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs, on)
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        for reply in self.engine.train(jobs):
+            if reply.client == self.silent:
+                yield Lost(reply.client, "left out by the audit")
+            elif isinstance(reply, Lost):
+                yield reply
+            else:
+                slots = {slot: tree.scale(part, LOUD) for slot, part in reply.slots.items()}
+                yield replace(reply, delta=tree.scale(reply.delta, LOUD), slots=slots)
+
+
+def check_clients(
+    run: Run, model: Model, engine: Engine, server: Server, cohorts: Sequence[Sequence[str]]
+) -> list[Check]:
+    """Noise and clip of a run under client-level privacy, and the cohorts that it recorded.
+
+    Args:
+        engine: trains the run's clients. It is given jobs of the first rounds, all from the same server.
+    """
+    transform = run.method.channel[0]
+    assert isinstance(transform, ClippedUpdates)
+    found = [_check_clip(run, model, engine, server, transform)]
+    if transform.noise:
+        streams = _streams(run, model, engine, server, transform)
+        found += check_noise(streams, transform.noise)
+    return found + _check_cohorts(cohorts, len(engine.clients()), transform.cohort)
+
+
+def _hear(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates, count: int) -> list[Slots]:
+    """The sums of so many rounds, times the cohort: delta and slots by name."""
+    ear, rule = Ear(), run.method.server
+    assert isinstance(rule, OverCohort)
+    method = replace(run.method, channel=(transform, *run.method.channel[1:]), server=replace(rule, inner=ear))
+    lasting = replace(run, method=method, minimum=0, rounds=max(count, run.rounds), drift=False)
+    for number, _ in enumerate(rounds(lasting, model, engine, server), start=1):
+        if number == count:
+            break
+    return [{"delta": each.delta, **each.slots} for each in ear.heard]
+
+
+def _flat(slots: Mapping[str, Tensors], cohort: int) -> Tensors:
+    return {f"{slot}/{name}": value.double() * cohort for slot, part in slots.items() for name, value in part.items()}
+
+
+def _streams(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates) -> list[Stream]:
+    quiet = replace(transform, noise=0.0)
+    noisy, clean = (_hear(run, model, engine, server, each, ROUNDS) for each in (transform, quiet))
+    found = []
+    for number, pair in enumerate(zip(noisy, clean, strict=True)):
+        loud, still = (_flat(each, transform.cohort) for each in pair)
+        unit = 1 / (transform.noise * transform.clip)
+        drawn = {name: (value - still[name]) * unit for name, value in loud.items()}
+        found.append(stream_of("server", number, (0, 0), drawn))
+    return found
+
+
+def _check_clip(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates) -> Check:
+    """How far one client moves the sum, if it sends far too much."""
+    quiet = replace(transform, noise=0.0)
+    [whole] = _hear(run, model, Loud(engine), server, quiet, 1)
+    largest = 0.0
+    tried = _first_cohort(run, engine)[:3]
+    for client in tried:
+        [rest] = _hear(run, model, Loud(engine, client), server, quiet, 1)
+        before, after = (_flat(each, transform.cohort) for each in (whole, rest))
+        moved = sum(
+            float((value - after[name] if name in after else value).square().sum()) for name, value in before.items()
+        )
+        largest = max(largest, moved**0.5 / transform.clip)
+    return Check("largest contribution of one client / clip", 1.0, largest, float(largest <= OVER), len(tried))
+
+
+def _first_cohort(run: Run, engine: Engine) -> list[str]:
+    clients = engine.clients()
+    return (run.key / "round" / 0 / "cohort").sample(clients, run.cohort_size(len(clients)))
+
+
+def _check_cohorts(cohorts: Sequence[Sequence[str]], population: int, charged: int) -> list[Check]:
+    """Whether the recorded cohorts have the size that was charged, and are drawn anew in each round."""
+    sizes = [len(set(cohort)) for cohort in cohorts]
+    wrong = [size for size in sizes if size != charged]
+    found = [Check("clients in a cohort", charged, wrong[0] if wrong else charged, float(not wrong), len(sizes))]
+    pairs = list(zip(cohorts[::2], cohorts[1::2], strict=False))
+    if pairs and charged < population:
+        again = sum(len(set(one) & set(two)) for one, two in pairs)
+        pmf = np.ones(1)
+        for _ in pairs:
+            pmf = np.convolve(pmf, hypergeom.pmf(np.arange(charged + 1), population, charged, charged))
+        chance = chance_of_either(float(pmf[: again + 1].sum()), float(pmf[again:].sum()))
+        expected = charged / population
+        share = again / len(pairs) / charged
+        found.append(Check("share of a cohort asked again in the next round", expected, share, chance, len(pairs)))
+    return found
