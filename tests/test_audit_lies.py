@@ -160,7 +160,10 @@ def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch:
 
 
 def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch: Patch) -> None:
-    """Then an example's contribution depends on the others, and two batches may differ by more than the clip."""
+    """Then an example's contribution depends on the others, and two batches may differ by more than the clip.
+
+    A few examples are tried in each run, so not every run shows it.
+    """
 
     def lie(*rest: Any) -> tuple[Tensors, Tensor]:
         total, losses = clipped_sum(*rest[:-1], Private(float("inf"), 0.0))
@@ -168,7 +171,8 @@ def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch:
         return {name: value * (0.5 / norm) for name, value in total.items()}, losses
 
     monkeypatch.setattr(block, "clipped_sum", lie)
-    assert failed() == {"largest contribution of one example / clip"}
+    found = [failed(seed) for seed in range(6)]
+    assert sum(each == {"largest contribution of one example / clip"} for each in found) >= 2
 
 
 def test_shuffled_batches_that_are_charged_as_poisson_samples(monkeypatch: Patch) -> None:
@@ -301,4 +305,4 @@ def test_the_command_ends_with_an_error_if_the_claim_does_not_hold(
         monkeypatch.setattr(module, "gaussian", lambda like, key, std: gaussian(like, key, std / 2))
     lying = CliRunner().invoke(app, ["audit", str(folder)])
     assert lying.exit_code == 1
-    assert re.search(r"the claim of privacy does not hold: noise multiplier is (0\.9|1\.)", lying.output)
+    assert re.search(r"the claim of privacy does not hold: noise multiplier is (0\.9\d*|1(\.\d+)?),", lying.output)

@@ -207,7 +207,7 @@ def test_a_run_killed_while_it_was_prepared_goes_on(runs: dict[str, Path], tmp_p
     names = ["config.toml", "environment.json", "plan.json", "privacy.json", "checksums.json"]
     for count in (1, 3, 5):
         folder = tmp_path / str(count)
-        folder.mkdir()
+        shutil.copytree(runs["half"] / "private", folder / "private")
         for name in names[:count]:
             shutil.copy(runs["half"] / name, folder / name)
         assert play(settings(), folder) == digest(runs["whole"])
