@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from partita.core.options import MOST, Positive, Range
 from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.data.errors import DataError, need
 from partita.data.labels import one_label
-from partita.data.source import Part, read
-from partita.data.task import Table, Task
+from partita.data.source import Part, TestPart, read
+from partita.data.task import Side, Table, Task
 
 MODES = {1: "L", 3: "RGB"}
 
@@ -36,24 +37,22 @@ class Normalise:
 
 
 def images(
-    path: str | Path,
+    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
     key: Key,
-    image: str = "image",
-    label: str = "label",
-    size: int | None = None,
-    channels: int = 3,
-    mean: tuple[float, ...] = (0.5,),
-    std: tuple[float, ...] = (0.5,),
-    config: str | None = None,
-    test: float | str = 0.2,
+    image: Annotated[str, "column of the images"] = "image",
+    label: Annotated[str, "column of the classes"] = "label",
+    size: Annotated[Side | None, "pixels of a side to resize to"] = None,
+    channels: Annotated[Literal[1, 3], "1: grey, 3: colour"] = 3,
+    mean: Annotated[tuple[Annotated[float, Range(low=-MOST, high=MOST)], ...], "subtracted, for each channel"] = (0.5,),
+    std: Annotated[tuple[Positive, ...], "divided by, for each channel"] = (0.5,),
+    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
+    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
 ) -> Task:
     """Image classification. A client cuts its own validation part, so no other part than train and test is read.
 
     Images are squeezed to `size` by `size`; without it they must be square and alike. Mean and std of 0.5 put pixels
     in [-1, 1]; a pretrained model wants its own. Columns of text, whole numbers or classes become the task's columns.
     """
-    if channels not in MODES:
-        raise DataError(f"channels = {channels}, but images have 1 (grey) or 3 (colour)")
     for name, values in ("mean", mean), ("std", std):
         if len(values) not in (1, channels):
             raise DataError(f"{name} has {len(values)} values for {channels} channels; give 1 or {channels}")

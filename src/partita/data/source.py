@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partita.core.options import nearest
+from partita.core.options import Range, nearest
 from partita.core.rng import Key
 from partita.data.errors import DataError, need
 
@@ -27,6 +27,7 @@ REMEDY = (
 )
 
 Opener = Callable[[], Any]  # gives a datasets.Dataset
+TestPart = Annotated[float, Range(above=0, below=1)] | str
 
 
 @dataclass(frozen=True, eq=False)

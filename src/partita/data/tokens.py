@@ -5,29 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from partita.core.model import IGNORED
+from partita.core.options import Count
 from partita.core.rng import Key
 from partita.data.encode import Encoder, encoder
 from partita.data.errors import DataError
 from partita.data.labels import label_lists
 from partita.data.ragged import Ragged, ragged
-from partita.data.source import Part, read
+from partita.data.source import Part, TestPart, read
 from partita.data.task import Task
 
 TAG = re.compile(r"O|[BI]-.+")
 
 
 def tokens(
-    path: str | Path,
+    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
     key: Key,
-    tokens: str = "tokens",
-    tags: str = "tags",
-    tokenizer: str | None = None,
-    max_length: int = 256,
-    truncate: bool = False,
-    config: str | None = None,
-    test: float | str = 0.2,
+    tokens: Annotated[str, "column of the words"] = "tokens",
+    tags: Annotated[str, "column of their BIO tags"] = "tags",
+    tokenizer: Annotated[str | None, "folder or id of the Hub; the model's own if left out"] = None,
+    max_length: Annotated[Count, "most tokens of a sentence"] = 256,
+    truncate: Annotated[bool, "cut longer sentences instead of refusing them"] = False,
+    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
+    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
 ) -> Task:
     """Token classification: columns of words and of their BIO tags (O, B-type, I-type).
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from partita.core.method import Aggregate, Method, MethodError, Rule, Server, Update
 from partita.core.model import Model
+from partita.core.options import Count, NotNegative, Seed, Whole
 from partita.core.rng import Key
 from partita.core.tree import Mean, Names, Slots, Tensors, add, scale
 
@@ -91,7 +92,7 @@ def _features(trunk: Tensors, embedding: Tensor) -> Tensor:
     return functional.linear(inner, trunk["out.weight"], trunk["out.bias"])
 
 
-def fedtp(lr: float = 0.05, embedding: int = 8, hidden: int = 32, draw: int = 0) -> Method:
+def fedtp(lr: NotNegative = 0.05, embedding: Count = 8, hidden: Whole = 32, draw: Seed = 0) -> Method:
     if embedding < 1 or hidden < 0:
         raise MethodError(f"method.embedding is {embedding} and method.hidden {hidden}; give 1 or more, and 0 or more")
     return Method("fedtp", server=Hypernetwork(lr, embedding, hidden, draw))
