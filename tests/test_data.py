@@ -393,7 +393,7 @@ def other_class(folder: Path) -> None:
     ("spoil", "message"),
     [
         (empty_file, r"the image in row 1 of the train part .*cat/1\.png'\) is empty; replace or remove it"),
-        (broken_file, r"the image in row 1 of the train part .*cat/1\.png'\) cannot be read; replace or remove it"),
+        (broken_file, r"the image in row 1 of the train part .*cat/1\.png'\) cannot be read: .*; replace or remove it"),
         (stray_text, r"notes\.txt' is no image"),
         (loose_image, r"train/1\.png' is in no folder of a class"),
         (other_class, "cats' holds a class that train has not; did you mean 'cat'"),

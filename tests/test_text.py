@@ -355,7 +355,7 @@ GOOD = [{"text": "fever", "label": "a"}, {"text": "cough", "label": "b"}]
             "row 2 of the test part .* has the label 'c' in 'label', which no train row has",
         ),
         ([plain("test.csv", b"text,label\n")], {}, "the test part of .* is empty"),
-        ([plain("test.csv", b"")], {}, r"test\.csv' cannot be read as csv"),
+        ([plain("test.csv", b"")], {}, r"the csv file '.*test\.csv' cannot be read: "),
         (
             [plain("train.parquet", b"PAR1 not really")],
             {},
@@ -384,7 +384,7 @@ def test_texts_that_are_refused(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("all.parquet", b"PAR1 not really", r"all\.parquet' cannot be read as parquet"),
+        ("all.parquet", b"PAR1 not really", r"the parquet file '.*all\.parquet' cannot be read: "),
         ("all.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"line 2 of '.*all\.jsonl' is not JSON"),
         ("all.json", b"[1, 2]", r"row 0 of '.*all\.json' is no object"),
         ("all.txt", b"fever", r"all\.txt' is none of parquet, csv, json, jsonl"),

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 MISSING = inspect.Parameter.empty
 WORD = 2**63  # a whole number is below it, and not below its negative: TOML, torch and numpy hold 64 bits
+SHOWN = 200  # characters of a value in a message
 MOST = 10**9  # a common upper bound: products of a few such numbers still fit a 32-bit float and a 64-bit integer
 
 
@@ -181,11 +182,12 @@ def describe(hint: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message: on one line, and no longer than a few hundred characters."""
+    """A value for a message: on one line, and not too long."""
     try:
-        return _shorten.repr(value)
+        text = _shorten.repr(value)
     except ValueError:  # Python does not print integers of more than some thousand digits
         return "a number of thousands of digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def shown_name(name: str) -> str:
@@ -193,7 +195,7 @@ def shown_name(name: str) -> str:
 
 
 _shorten = reprlib.Repr()
-_shorten.maxstring = _shorten.maxother = _shorten.maxlong = 200
+_shorten.maxstring = _shorten.maxother = _shorten.maxlong = SHOWN
 
 
 def _annotated(hint: Any) -> bool:

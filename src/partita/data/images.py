@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from partita.core import memory
 from partita.core.options import MOST, Positive, Range
 from partita.core.rng import Key
 from partita.core.tree import Tensors
-from partita.data.errors import DataError, need
+from partita.data.errors import DataError, need, reading
 from partita.data.labels import one_label
 from partita.data.source import Part, TestPart, read
 from partita.data.task import Side, Table, Task
@@ -90,13 +92,16 @@ def _pixels(part: Part, column: str, size: int | None, channels: int) -> Tensor:
     """Bytes, (row, channel, height, width)."""
     filled: NDArray[np.uint8] | None = None
     for place, picture in enumerate(_decoded(part, column)):
-        picture = picture.convert(MODES[channels])
-        if size is not None and picture.size != (size, size):
-            picture = picture.resize((size, size))
+        with reading(f"the image in {part.row(place)}", "replace or remove it"):
+            picture = picture.convert(MODES[channels])
+            if size is not None and picture.size != (size, size):
+                picture = picture.resize((size, size))
         if filled is None:
             if picture.width != picture.height:
                 raise DataError(f"images are {picture.width} by {picture.height}; set size to make them square")
-            filled = np.empty((len(part.data), channels, picture.height, picture.width), np.uint8)
+            shape = (len(part.data), channels, picture.height, picture.width)
+            memory.require(math.prod(shape), f"the images of {part.where}", "set data.size to make them smaller")
+            filled = np.empty(shape, np.uint8)
         if picture.size != filled.shape[:1:-1]:
             raise DataError(
                 f"the image in {part.row(place)} is {picture.width} by {picture.height}, the first is "
@@ -117,7 +122,6 @@ def _decoded(part: Part, column: str) -> Iterator[Any]:
             kept = {**kept, "bytes": file.read_bytes()}
         if not kept or kept["bytes"] == b"":
             raise DataError(f"{named} is empty; replace or remove it")
-        try:
-            yield feature.decode_example(kept)
-        except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"{named} cannot be read; replace or remove it") from error
+        with reading(named, "replace or remove it"):
+            picture = feature.decode_example(kept)
+        yield picture

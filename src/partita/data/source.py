@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from partita.core.options import Range, nearest
 from partita.core.rng import Key
-from partita.data.errors import DataError, need
+from partita.data.errors import DataError, first_line, need, reading
 
 TABLES = ("parquet", "csv", "json", "jsonl")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -47,7 +47,8 @@ class Part:
                 raise DataError(f"{self.where} has no column '{column}'; {nearest(column, self.data.column_names)}")
 
     def values(self, column: str) -> list[Any]:
-        values: list[Any] = self.data[column][:]
+        with reading(f"column '{column}' of {self.where}"):
+            values: list[Any] = self.data[column][:]
         return values
 
     def texts(self, column: str) -> list[str]:
@@ -105,8 +106,9 @@ def read(path: str | Path, key: Key, config: str | None = None, test: float | st
 
 
 def _whole(parts: Mapping[str, Opener], name: str, path: str | Path) -> Part:
-    data = parts[name]()
     where = f"the {name} part of '{path}'"
+    with reading(where):
+        data = parts[name]()
     if not len(data):
         raise DataError(f"{where} is empty; give it some rows")
     return Part(data, where, np.arange(len(data)))
@@ -134,7 +136,8 @@ def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:
         return {"train": lambda: _table(place)}
     datasets = need("datasets", "data")
     if (place / "dataset_dict.json").is_file():
-        return _openers(datasets.load_from_disk(place))
+        with reading(f"the data set in '{path}'"):
+            return _openers(datasets.load_from_disk(place))
     if (place / "state.json").is_file():
         return {"train": lambda: datasets.load_from_disk(place)}
     found = _tables_in(place) or _tables_in(place / "data") or _images_in(place)
@@ -155,7 +158,7 @@ def _from_hub(name: str, config: str | None) -> dict[str, Opener]:
     except ConnectionError as error:
         raise DataError(f"there is no folder '{name}', and the Hub cannot be reached; give a local folder") from error
     except (OSError, ValueError) as error:
-        said = str(error).strip().splitlines()[0]
+        said = first_line(error)
         raise DataError(f"there is no folder '{name}', and the Hub says: {said}; {REMEDY}") from error
     return _openers(found)
 
@@ -182,18 +185,13 @@ def _table(file: Path) -> Any:
     datasets, kind = need("datasets", "data"), file.suffix.lstrip(".")
     if kind not in TABLES:
         raise DataError(f"'{file}' is none of {', '.join(TABLES)}; {REMEDY}")
-    try:
+    with reading(f"the {kind} file '{file}'"):
         if kind == "parquet":
             return datasets.Dataset(need("pyarrow.parquet", "data").read_table(file))
         if kind == "csv":
             csv = need("pyarrow.csv", "data")
             return datasets.Dataset(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
         return datasets.Dataset.from_list(_records(file))
-    except DataError:
-        raise
-    except (OSError, ValueError, TypeError) as error:  # those of pyarrow are among them
-        said = str(error).strip().splitlines()[0]
-        raise DataError(f"'{file}' cannot be read as {kind}: {said}; mend or replace it") from error
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

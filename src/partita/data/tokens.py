@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from partita.core.model import IGNORED
-from partita.core.options import Count
+from partita.core.options import Count, shown
 from partita.core.rng import Key
 from partita.data.encode import Encoder, encoder
 from partita.data.errors import DataError
@@ -69,14 +69,18 @@ def _words(part: Part, tokens: str, tags: str) -> list[list[str]]:
 def _check_tags(part: Part, classes: Sequence[str], sentences: list[list[str]], tagged: list[list[int]]) -> None:
     for name in classes:
         if not TAG.fullmatch(name):
-            raise DataError(f"'{name}' is no tag of an entity; use O, B-type and I-type, as in B-Chemical")
+            raise DataError(
+                f"{shown(name)} is no tag of an entity; use O, B-type and I-type, as in B-Chemical, in {part.where}"
+            )
     for place, (words, numbers) in enumerate(zip(sentences, tagged, strict=True)):
         if len(words) != len(numbers):
             raise DataError(f"{part.row(place)} has {len(words)} words, but {len(numbers)} tags; give each word one")
         before = "O"
         for tag in (classes[number] for number in numbers):
             if tag.startswith("I-") and before[2:] != tag[2:]:
-                raise DataError(f"{part.row(place)} has '{tag}' after '{before}'; an entity begins with 'B-{tag[2:]}'")
+                raise DataError(
+                    f"{part.row(place)} has {shown(tag)} after {shown(before)}; an entity begins with {shown(f'B-{tag[2:]}')}"
+                )
             before = tag
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from partita.core.memory import require
 from partita.core.method import Aggregate, Method, MethodError, Rule, Server, Update
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Seed, Whole
@@ -30,6 +31,8 @@ class Hypernetwork(Rule):
 
     def init(self, model: Model) -> Slots:
         made, key = sorted(model.names("query", "key", "value")), Key(self.draw) / "fedtp"
+        numbers = self.hidden * (self.embedding + self.hidden + sum(model.initial[name].numel() for name in made))
+        require(4 * numbers, "the hypernetwork of fedtp", "lower method.hidden or method.embedding")
         sizes = {"in": (self.hidden, self.embedding), "out": (self.hidden, self.hidden)}
         trunk = {f"{part}.bias": torch.zeros(self.hidden) for part in sizes}
         for part, size in sizes.items():

@@ -28,7 +28,8 @@ class Terms:
     epsilon: Annotated[Positive | None, "budget, for which the noise is found"] = None
     noise: Annotated[NotNegative | None, "standard deviation of the noise, in multiples of the clip"] = None
     delta: Annotated[
-        Annotated[float, Range(above=0, below=1)] | None, "probability that the budget is exceeded; well below 1"
+        Annotated[float, Range(above=0, below=1)] | None,
+        "delta of the guarantee; well below one in the number of examples or clients",
     ] = None
     clip: Annotated[
         float, Range(above=0, high=math.inf), "largest norm of one example's gradient, or of one client's update"
