@@ -187,21 +187,27 @@ ON_TOWERS = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip"
 
 @st.composite
 def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
-    """A tiny experiment of which one or two tables are drawn anew; with `small`, one that can also be run."""
+    """A tiny experiment of which one or two tables are drawn anew, every other time with faults; with `small`, one
+    without faults that takes little time to run.
+    """
+    faults = not small and draw(st.booleans())
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
     headings = [name for name in SCHEMA if name and not name.startswith(("data ", "model pretrained"))]
     for heading in draw(st.lists(st.sampled_from([*headings, "data synthetic"]), min_size=1, max_size=2)):
         table, _, name = heading.partition(" ")
         key = {"split": "kind"}.get(table, "name")
-        given = draw(tables(SCHEMA[heading], faults=False, small=small))
-        kept = {} if table == "split" or not small else raw.get(table, {})
+        given = draw(tables(SCHEMA[heading], faults, small))
+        kept = {} if table == "split" or name in ("clip", "pretrained") else raw.get(table, {})
+        kept = {} if table == "method" else kept
         raw[table] = {**kept, **given, **({key: name} if name else {})}
-        if table in ("split",) and "clients" in given:
+        if table == "split" and "clients" in given:
             raw[table]["clients"] = draw(st.sampled_from([2, 3, given["clients"]]))
         if name in ON_TOWERS:
             raw["model"] = dict(TOWERS)
     if "privacy" in raw and "epsilon" not in raw["privacy"] and "noise" not in raw["privacy"]:
         raw["privacy"]["noise"] = 1.0
+    if small:
+        raw.setdefault("engine", {})["compile"] = False  # which takes half a minute
     if raw["model"].get("name") == "clip" and "shape" not in raw["model"]:
         raw["model"]["shape"] = "tiny"
     return raw

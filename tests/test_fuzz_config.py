@@ -20,6 +20,7 @@ from partita.core import memory
 from partita.core.options import shown
 from partita.play import start
 
+MANY = 400  # examples of a slow test, which draws other ones each time
 LIMIT = 2**28  # bytes that an experiment may ask for here
 FUZZ = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], print_blob=True)
 
@@ -41,30 +42,30 @@ def slow(count: int) -> Any:
     return pytest.param(count, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("count", [200, slow(5000)])
+@pytest.mark.parametrize("count", [120, slow(5000)])
 def test_any_config_is_taken_or_refused_in_a_line(count: int) -> None:
     @given(configs())
-    @settings(FUZZ, max_examples=count)
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(raw: Raw) -> None:
         refusal(lambda: resolve(raw))
 
     check()
 
 
-@pytest.mark.parametrize("count", [40, slow(1500)])
+@pytest.mark.parametrize("count", [25, slow(1500)])
 def test_any_experiment_is_built_or_refused(count: int, small_machine: None) -> None:
     @given(experiments())
-    @settings(FUZZ, max_examples=count)
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(raw: Raw) -> None:
         refusal(lambda: experiment.build(parse(raw)))
 
     check()
 
 
-@pytest.mark.parametrize("count", [10, slow(400)])
+@pytest.mark.parametrize("count", [6, slow(400)])
 def test_any_tiny_run_ends(count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory) -> None:
     @given(experiments(small=True))
-    @settings(FUZZ, max_examples=count)
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(raw: Raw) -> None:
         refusal(lambda: list(start(parse(raw), tmp_path_factory.mktemp("run"))))
 
@@ -95,7 +96,7 @@ def texts() -> st.SearchStrategy[str]:
     return pieces.map("".join)
 
 
-@pytest.mark.parametrize("count", [150, slow(3000)])
+@pytest.mark.parametrize("count", [100, slow(3000)])
 def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
     """What follows --set."""
     file = tmp_path / "config.toml"
@@ -105,14 +106,14 @@ def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) ->
     )
 
     @given(st.lists(texts() | st.builds("{}={}".format, named, texts() | strange().map(shown)), min_size=1, max_size=3))
-    @settings(FUZZ, max_examples=count)
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(changes: list[str]) -> None:
         refusal(lambda: load(file, changes))
 
     check()
 
 
-@pytest.mark.parametrize("count", [100, slow(2000)])
+@pytest.mark.parametrize("count", [60, slow(2000)])
 def test_any_methods_are_expanded_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
     """What follows --methods."""
     file = tmp_path / "config.toml"
@@ -122,7 +123,7 @@ def test_any_methods_are_expanded_or_refused_in_a_line(count: int, tmp_path: Pat
     )
 
     @given(st.lists(specs | texts(), max_size=3).map(",".join), st.sampled_from([1, 2, 0, -1, 10**12]))
-    @settings(FUZZ, max_examples=count)
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(methods: str, seeds: int) -> None:
         refusal(lambda: expand(file, (), methods, seeds, tmp_path / "out"))
 

@@ -78,8 +78,9 @@ def _check_tags(part: Part, classes: Sequence[str], sentences: list[list[str]], 
         before = "O"
         for tag in (classes[number] for number in numbers):
             if tag.startswith("I-") and before[2:] != tag[2:]:
+                begin = shown(f"B-{tag[2:]}")
                 raise DataError(
-                    f"{part.row(place)} has {shown(tag)} after {shown(before)}; an entity begins with {shown(f'B-{tag[2:]}')}"
+                    f"{part.row(place)} has {shown(tag)} after {shown(before)}; an entity begins with {begin}"
                 )
             before = tag
 

@@ -48,7 +48,9 @@ def choose_block(
 
 def _operations(run: Run, model: Model, population: Population) -> float:
     """Of one step, by a look at one example: a backward pass costs as much as two forward."""
-    examples = next(each for client in population.clients if len(each := population[client].train))
+    examples = next((each for client in population.clients if len(each := population[client].train)), None)
+    if examples is None:
+        raise RunError("no client has examples to train on here; with split.kind = 'site', name one in split.client")
     batch = examples.take(torch.zeros(1, dtype=torch.long))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(model.initial, batch.inputs)
