@@ -412,7 +412,7 @@ def test_spoilt_image_folders(spoil: Any, message: str, tmp_path: Path) -> None:
     [
         ({"bytes": b"", "path": None}, "is empty"),
         (None, "is empty"),
-        ({"bytes": b"no image", "path": None}, "cannot be read"),
+        ({"bytes": b"no image", "path": None}, "cannot be read: cannot identify image file"),
     ],
 )
 def test_a_spoilt_image_in_a_table_is_named_by_its_row(kept: Any, message: str, tmp_path: Path) -> None:

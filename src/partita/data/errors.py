@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,8 @@ def reading(what: str, remedy: str = "mend or replace it") -> Iterator[None]:
 def first_line(error: Exception) -> str:
     """What an error says on its first line, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(". ") if lines else type(error).__name__
+    # A library may print a Python object, whose address helps nobody.
+    return re.sub(r" <.* at 0x[0-9a-f]+>", "", lines[0]).rstrip(". ") if lines else type(error).__name__
 
 
 def need(module: str, extra: str) -> Any:
