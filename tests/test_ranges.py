@@ -32,6 +32,7 @@ from partita.core.options import (
 from partita.core.rounds import begin
 from partita.experiment import build
 from partita.methods import build as build_method
+from partita.play import start
 
 SCHEMA = schema()
 OPTIONS = [(table, option) for table, options in SCHEMA.items() for option in options.values()]
@@ -244,6 +245,14 @@ def test_a_hypernetwork_that_does_not_fit_is_refused() -> None:
     large = build(parse({**TINY, "method": {"name": "fedtp", "hidden": 10**9}}))
     with pytest.raises(SizeError, match=r"fedtp would take .* EB, but .* are free; lower method\.hidden"):
         begin(large.run, large.model)
+
+
+@pytest.mark.parametrize("changes", [{"epochs": 10**9}, {"steps": 10**9}])
+def test_more_steps_than_memory_can_list_are_refused(changes: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(
+        SizeError, match=r"the order of examples in .* steps would take .*; train fewer epochs or steps"
+    ):
+        list(start(parse({**TINY, "training": {**TINY["training"], **changes}}), tmp_path))
 
 
 def test_what_fits_into_memory_is_built() -> None:
