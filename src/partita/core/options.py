@@ -82,7 +82,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """' Did you mean ...?' or, where nothing is near, the list."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"it can be: {', '.join(known)}"
+    return f"did you mean {shown(close[0])}?" if close else f"it can be: {', '.join(map(shown_name, known))}"
 
 
 def pick(index: Mapping[str, str], name: str, what: str) -> Callable[..., Any]:
@@ -191,7 +191,8 @@ def shown(value: object) -> str:
 
 
 def shown_name(name: str) -> str:
-    return name if one_line(name) else shown(name)
+    """A name for a message: without quotation marks, unless it needs them."""
+    return name if one_line(name) and len(name) <= SHOWN else shown(name)
 
 
 _shorten = reprlib.Repr()

@@ -117,7 +117,7 @@ def _decoded(part: Part, column: str) -> Iterator[Any]:
     feature = part.data.features[column]
     for place, kept in enumerate(part.data.cast_column(column, need("datasets", "data").Image(decode=False))[column]):
         file = Path(kept["path"]) if kept and kept["path"] else None
-        named = f"the image in {part.row(place)}" + (f" ('{file}')" if file else "")
+        named = f"the image in {part.row(place)}" + (f" ({str(file)!r})" if file else "")
         if kept and kept["bytes"] is None and file and file.is_file():
             kept = {**kept, "bytes": file.read_bytes()}
         if not kept or kept["bytes"] == b"":

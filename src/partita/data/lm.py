@@ -8,7 +8,7 @@ from typing import Annotated
 
 import numpy as np
 
-from partita.core.options import Count
+from partita.core.options import Count, shown
 from partita.core.rng import Key
 from partita.data.encode import Encoder, encoder
 from partita.data.errors import DataError
@@ -61,7 +61,7 @@ def _blocks(part: Part, encode: Encoder, text: str, group: str | None) -> tuple[
         stream = list(chain.from_iterable(pieces))
         if len(stream) < 2:
             raise DataError(
-                f"'{name}' of column '{group}' in {part.where} has no two tokens to tell one from the other"
+                f"{shown(name)} of column '{group}' in {part.where} has no two tokens to tell one from the other"
             )
         for start in range(0, len(stream) - 1, encode.limit):
             # The target of the last token in a block is the first of the next block, so that each is told once.

@@ -184,8 +184,8 @@ def _table(file: Path) -> Any:
     """Straight from the file: the library's own readers would leave a copy of every data set in the user's cache."""
     datasets, kind = need("datasets", "data"), file.suffix.lstrip(".")
     if kind not in TABLES:
-        raise DataError(f"'{file}' is none of {', '.join(TABLES)}; {REMEDY}")
-    with reading(f"the {kind} file '{file}'"):
+        raise DataError(f"{str(file)!r} is none of {', '.join(TABLES)}; {REMEDY}")
+    with reading(f"the {kind} file {str(file)!r}"):
         if kind == "parquet":
             return datasets.Dataset(need("pyarrow.parquet", "data").read_table(file))
         if kind == "csv":
@@ -205,10 +205,10 @@ def _records(file: Path) -> list[dict[str, Any]]:
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except json.JSONDecodeError as error:
-                raise DataError(f"line {number} of '{file}' is not JSON: {error}; mend or remove it") from error
+                raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}; mend or remove it") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"row {number} of '{file}' is no object with named columns; write it as {{...}}")
+            raise DataError(f"row {number} of {str(file)!r} is no object with named columns; write it as {{...}}")
     return rows
 
 
@@ -226,13 +226,13 @@ def _album(folder: Path, classes: list[str]) -> Any:
     pairs: list[tuple[str, str]] = []
     for each in _folders(folder):
         if each.name not in classes:
-            raise DataError(f"'{each}' holds a class that train has not; {nearest(each.name, classes)}")
+            raise DataError(f"{str(each)!r} holds a class that train has not; {nearest(each.name, classes)}")
         for file in sorted(file for file in each.iterdir() if not file.name.startswith(".")):
             if not _is_picture(file):
-                raise DataError(f"'{file}' is no image ({', '.join(PICTURES)}); keep other files elsewhere")
+                raise DataError(f"{str(file)!r} is no image ({', '.join(PICTURES)}); keep other files elsewhere")
             pairs.append((str(file), each.name))
     if loose := sorted(file for file in folder.iterdir() if _is_picture(file)):
-        raise DataError(f"'{loose[0]}' is in no folder of a class; move it into one")
+        raise DataError(f"{str(loose[0])!r} is in no folder of a class; move it into one")
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=classes))
     columns = {"image": [file for file, _ in pairs], "label": [label for _, label in pairs]}
     return datasets.Dataset.from_dict(columns, features=features)

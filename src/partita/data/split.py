@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partita.core.options import Count, PartialShare, Positive, bind, nearest, pick
+from partita.core.options import Count, PartialShare, Positive, bind, nearest, pick, shown
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.names import Listed, Numbered
@@ -110,7 +110,7 @@ def by_column(
     if sizes.min() < per_value:
         few = int(sizes.argmin())
         raise DataError(
-            f"per_value = {per_value}, but '{values[few]}' of column '{column}' has {sizes[few]} examples; "
+            f"per_value = {per_value}, but {shown(str(values[few]))} of column '{column}' has {sizes[few]} examples; "
             f"use at most {sizes[few]}"
         )
     shuffled = _draws(key).permutation(len(codes))
