@@ -13,6 +13,8 @@ from test_architectures import CLASSES, WORDS, adapted, class_of, module_of, mov
 from torch import Tensor
 
 from partita.config import parse
+from partita.core import memory
+from partita.core.memory import SizeError
 from partita.core.model import ClientData, Examples
 from partita.core.optim import AdamW
 from partita.core.rng import Key
@@ -279,13 +281,13 @@ def test_models_that_cannot_be_cached_are_refused() -> None:
 
 
 def test_more_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 2**20 < cache._free_memory() < 2**50
+    assert 2**20 < memory.available() < 2**50
     table = rows_of("vit-image")
     _, (cached,) = cache_frozen(model_of("vit-image"), table)
     assert cached.states.nbytes == ROWS * 5 * 16 * 4
-    monkeypatch.setattr(cache, "_free_memory", lambda: 2 * cached.states.nbytes - 1)
+    monkeypatch.setattr(memory, "available", lambda: 2 * cached.states.nbytes - 1)
     cache_frozen(model_of("vit-image"), table)
-    with pytest.raises(ModelError, match=r"would remember .* GiB, but .* are free; set it to false, or use fewer"):
+    with pytest.raises(SizeError, match=r"would take .* MB, but .* are free; set it to false, or use fewer"):
         cache_frozen(model_of("vit-image"), table, table)
 
 

@@ -73,7 +73,7 @@ def test_optimizers_are_built() -> None:
         ("training.lr=high", "training.lr is 'high'; it must be a number"),
         ("training.epochs=1.5", "training.epochs is 1.5; it must be a whole number"),
         ("training.epochs=true", "training.epochs is True; it must be a whole number"),
-        ("training.lr=-1.0", "training.lr is -1.0; it must be above 0"),
+        ("training.lr=-1.0", "training.lr is -1.0; it must be a number above 0 and up to 1e9"),
         ("training.optimizer=adam", "it must be 'sgd' or 'adamw'"),
         ("training.momentum=0.9", "training.momentum and training.nesterov are for optimizer = 'sgd'"),
         ("training=1", "training is 1; it must be a table, [training]"),
@@ -81,7 +81,7 @@ def test_optimizers_are_built() -> None:
         ("split.beta=3", "unknown key 'split.beta'"),
         ("data.name=digit", "unknown data 'digit'; did you mean 'digits'?"),
         ("model.wdth=3", "unknown key 'model.wdth'; did you mean 'width'?"),
-        ("engine.block=many", "engine.block is 'many'; it must be a whole number or 'auto'"),
+        ("engine.block=many", "engine.block is 'many'; it must be a whole number from 1 to 1e9 or 'auto'"),
         ("seed=first", "seed is 'first'; it must be a whole number"),
     ],
 )

@@ -91,8 +91,6 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
-        ("round,client\n3,c7\n", 2, "needs round, client, work, as in '3,c7,0.5'"),
-        ("3,c7,0.5\n4,c7,0.5\n", 2, "needs round, client, work"),
         ("round,client,work\n3,c7,0.5\n3.5,c8,0.5\n", 3, "needs round, client, work"),
         ("round,client,work\n3,c7,half\n", 2, "needs round, client, work"),
         ("round,client,work\n3,c7\n", 2, "needs round, client, work"),
@@ -102,6 +100,12 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 )
 def test_a_trace_that_cannot_be_read_names_file_and_line(tmp_path: Path, text: str, line: int, what: str) -> None:
     with pytest.raises(TraceError, match=rf"trace.csv, line {line}: {what}"):
+        read_trace(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["round,client\n3,c7\n", "3,c7,0.5\n4,c7,0.5\n", ""])
+def test_a_trace_without_its_columns_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TraceError, match=r"trace.csv has no column '(work|round)'; its first line must be 'round,cl"):
         read_trace(write(tmp_path, text))
 
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "partita"
 # Each line may import itself and the lines above it.
 CORE = [
     ["core.rows", "core.chacha"],
-    ["core.tree", "core.rng", "core.model", "core.files", "core.options", "core.text"],
+    ["core.tree", "core.rng", "core.model", "core.files", "core.options", "core.text", "core.memory"],
     ["core.ledger", "core.plan", "core.wire", "core.private", "core.ghost"],
     ["core.method"],
     ["core.optim"],

@@ -595,7 +595,7 @@ def test_every_name_in_the_index_can_be_built(tmp_path: Path) -> None:
         ("pretrained", {}, "'model.path' is missing; it must be a text"),
         ("vit", {"width": 18, "heads": 4}, "width 18 is not divisible by 4 heads; use a width of 20"),
         ("vit", {"patch": 3}, "images of size 4 do not divide into patches of 3; use a patch of 1, 2, 4"),
-        ("vit", {"layers": 0}, "layers is 0; it must be at least 1"),
+        ("vit", {"layers": 0}, "model.layers is 0; it must be a whole number from 1 to 1,000"),
     ],
 )
 def test_a_wrong_request_is_named_with_a_remedy(name: str, options: dict[str, object], message: str) -> None:

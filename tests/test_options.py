@@ -84,13 +84,13 @@ def test_fits(value: Any, hint: Any, expected: bool) -> None:
     [
         (int, "a whole number"),
         (float, "a number"),
-        (str, "a text"),
+        (str, "a text of one line that is not empty"),
         (bool, "true or false"),
         (int | None, "a whole number or left out"),
         (int | float, "a whole number or a number"),
         (Literal["one", 2], "'one' or 2"),
         (tuple[int, ...], "a list, each a whole number"),
-        (list[str], "a list, each a text"),
+        (list[str], "a list, each a text of one line that is not empty"),
         (Settings, "Settings"),
     ],
 )
@@ -188,9 +188,17 @@ def test_a_method_that_cannot_be_built_says_why(name: str, options: dict[str, An
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fedprox", {"mu": -1.0}, "method.mu is -1.0; the proximal weight cannot be negative"),
-        ("fedfrozen", {"warmup": -1}, "method.warmup is -1; give rounds"),
-        ("fedfrozen", {"warmup": 1.5}, "method.warmup is 1.5; give rounds"),
+        ("fedprox", {"mu": -1.0}, "method.mu is -1.0; it must be a number from 0 to 1e9"),
+        (
+            "fedfrozen",
+            {"warmup": -1},
+            "method.warmup is -1; it must be a whole number from 0 to 1e9 or a number from 0 to 1 or 'auto'",
+        ),
+        (
+            "fedfrozen",
+            {"warmup": 1.5},
+            "method.warmup is 1.5; it must be a whole number from 0 to 1e9 or a number from 0 to 1 or 'auto'",
+        ),
         ("fedfrozen", {"scope": "value", "freeze": "mlp"}, "method.scope 'value' already says what trains"),
     ],
 )

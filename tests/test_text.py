@@ -23,6 +23,7 @@ from partita import record
 from partita.config import parse
 from partita.core.model import IGNORED, Batch, Examples
 from partita.core.optim import SGD
+from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.run import Run, Training
@@ -276,8 +277,10 @@ def test_a_test_part_is_cut_by_key_where_there_is_none(tmp_path: Path, bert: Pat
     assert any(lengths(seed)[1] != held for seed in (1, 2, 3))
     assert len(lengths(0, test=0.29)[1]) == 2
     assert len(lengths(0, test=0.5)[1]) == 5
-    for share, count in (0.0, 0), (0.05, 0), (1.0, 10), (-0.5, -5):
-        with pytest.raises(DataError, match=f"of 10 rows test = {share} cuts off {count}"):
+    with pytest.raises(DataError, match=r"of 10 rows test = 0\.05 cuts off 0"):
+        lengths(0, test=0.05)
+    for share in 0.0, 1.0, -0.5:
+        with pytest.raises(OptionError, match=f"data.test is {share}; it must be a number above 0 and below 1"):
             lengths(0, test=share)
 
 
@@ -355,7 +358,7 @@ GOOD = [{"text": "fever", "label": "a"}, {"text": "cough", "label": "b"}]
             "row 2 of the test part .* has the label 'c' in 'label', which no train row has",
         ),
         ([plain("test.csv", b"text,label\n")], {}, "the test part of .* is empty"),
-        ([plain("test.csv", b"")], {}, r"test\.csv' cannot be read as csv"),
+        ([plain("test.csv", b"")], {}, r"the csv file '.*test\.csv' cannot be read: "),
         (
             [plain("train.parquet", b"PAR1 not really")],
             {},
@@ -384,7 +387,7 @@ def test_texts_that_are_refused(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("all.parquet", b"PAR1 not really", r"all\.parquet' cannot be read as parquet"),
+        ("all.parquet", b"PAR1 not really", r"the parquet file '.*all\.parquet' cannot be read: "),
         ("all.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"line 2 of '.*all\.jsonl' is not JSON"),
         ("all.json", b"[1, 2]", r"row 0 of '.*all\.json' is no object"),
         ("all.txt", b"fever", r"all\.txt' is none of parquet, csv, json, jsonl"),

@@ -14,16 +14,18 @@ from pathlib import Path
 
 from partita import record
 from partita.config import Config, ConfigError, load
+from partita.core.options import shown
 from partita.core.text import label_folder
 from partita.engines.pipes import end_with_parent
 
 Planned = tuple[Path, Config]
+MOST_SEEDS = 10_000
 
 
 def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: Path) -> list[Planned]:
     """The runs of a comparison, all checked before the first starts."""
-    if seeds < 1:
-        raise ConfigError(f"--seeds is {seeds}; it must be at least 1")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MOST_SEEDS:,}")
     planned: list[Planned] = []
     for spec in _specs(methods):
         settings = load(config, [*changes, "method={}", *_said(spec)])
@@ -89,7 +91,7 @@ def _specs(methods: str) -> list[str]:
     """'fedavg, fedprox(mu=0.1, x=2)' by the commas outside brackets."""
     found = [each.strip() for each in re.findall(r"[^,()]+(?:\([^)]*\))?", methods)]
     if not found or "".join(found).count("(") != methods.count("("):
-        raise ConfigError(f"cannot read --methods '{methods}'; write it as in 'fedavg,fedprox(mu=0.1)'")
+        raise ConfigError(f"cannot read --methods {shown(methods)}; write it as in 'fedavg,fedprox(mu=0.1)'")
     return found
 
 

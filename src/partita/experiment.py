@@ -18,7 +18,7 @@ from partita.core.plan import Turn, plan_for
 from partita.core.rng import Key
 from partita.core.run import Run, RunError
 from partita.data import Federation
-from partita.engines.choose import choose_block, choose_graphs, half_takes, use_kernels
+from partita.engines.choose import check_block, choose_block, choose_graphs, half_takes, use_kernels
 from partita.engines.faults import Faults, read_trace
 from partita.evaluate import Measure, measure_for
 from partita.privacy.guard import Guard, protect
@@ -90,8 +90,8 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     block = config.engine.block
     if block == "auto":
         block = choose_block(run, *whole, device, bool(graphs), config.engine.workers)
-    if block < 1:
-        raise RunError(f"engine.block is {block}; it must be at least 1, or 'auto'")
+    if device.type == "cpu":
+        check_block(run, model, federation.clients, block)
     plan_for(method.plan, model, Turn(0, run.rounds, federation.clients[0]))
     plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
     if method.adapt:

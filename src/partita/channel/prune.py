@@ -13,6 +13,7 @@ from torch import Tensor
 from partita.channel import ChannelError
 from partita.core.method import Context, Local, Method, MethodError, Transform, Update
 from partita.core.model import ATTENTION, layer_of
+from partita.core.options import PositiveShare
 from partita.core.rng import Key
 from partita.core.tree import Names, Slots, Tensors
 
@@ -21,7 +22,7 @@ ROWS, COLUMNS = "prune_rows", "prune_columns"  # by dimension, which heads of it
 SMALL = 1024  # numbers up to which a tensor travels whole: the headers would cost more than is saved
 
 
-def prune(by: Literal["magnitude", "heads"] = "magnitude", keep: float = 0.5) -> Method:
+def prune(by: Literal["magnitude", "heads"] = "magnitude", keep: PositiveShare = 0.5) -> Method:
     """`keep` is the fraction that travels: of each tensor's numbers, or of each layer's heads.
 
     By "heads", those of a layer go first that pay most attention to the chosen tokens, as safl has measured it.

@@ -15,7 +15,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from partita.core import tree
+from partita.core import memory, tree
 from partita.core.block import Block
 from partita.core.method import Context, Local, Unseen, Update
 from partita.core.model import Examples, Model
@@ -27,6 +27,7 @@ from partita.core.run import Run, Training
 from partita.core.stage import Deal, stage
 from partita.core.tree import Names, Slots, Tensors
 
+LARGE = 10**8  # examples in a client's round, from which their order is a matter of memory
 _OPTIMIZER = "optimizer."  # the prefix of the slots in which a client's memory holds its optimizer's state
 
 
@@ -152,7 +153,10 @@ def count_steps(count: int, training: Training, epochs: int | None, work: float 
     """A client's steps in one phase."""
     per_epoch = -(-count // training.batch_size)
     total = training.steps if training.steps is not None and epochs is None else (epochs or training.epochs) * per_epoch
-    return max(1, int(total * work))
+    steps = max(1, int(total * work))
+    if (numbers := steps * min(count, training.batch_size)) > LARGE:  # asking what is free takes longer than most calls
+        memory.require(16 * numbers, f"the order of examples in {steps:,} steps", "train fewer epochs or steps a round")
+    return steps
 
 
 def deal(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> Deal:

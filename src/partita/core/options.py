@@ -1,32 +1,108 @@
-"""Options checked against a signature: an unknown key, a wrong type or a missing value is named, with the remedy."""
+"""Options checked against a signature: an unknown key, a wrong type, a value out of range or a missing one is named."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import reprlib
 import types
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+MISSING = inspect.Parameter.empty
+WORD = 2**63  # a whole number is below it, and not below its negative: TOML, torch and numpy hold 64 bits
+SHOWN = 200  # characters of a value in a message
+MOST = 10**9  # a common upper bound: products of a few such numbers still fit a 32-bit float and a 64-bit integer
 
 
 class OptionError(ValueError):
-    """An option that is unknown, missing, or of the wrong type."""
+    """An option that is unknown, missing, of the wrong type, or out of its range."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, or of the length of a text: `low` and `high` belong to it, `above` and `below` do not.
+
+    Without an upper bound a number is still finite; `high=math.inf` allows infinity.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        lower = None if self.low is None else f"from {_figure(self.low)}"
+        lower = lower if self.above is None else f"above {_figure(self.above)}"
+        upper = None if self.high is None else f"to {_figure(self.high)}"
+        upper = upper if self.below is None else f"below {_figure(self.below)}"
+        if lower and upper:
+            joint = " " if self.above is None and self.below is None else " and up " if self.below is None else " and "
+            return f"{lower}{joint}{upper}"
+        return lower or (f"up {upper}" if self.high is not None else upper) or ""
+
+
+# The ranges that options share.
+Count = Annotated[int, Range(low=1, high=MOST)]
+Whole = Annotated[int, Range(low=0, high=MOST)]
+Positive = Annotated[float, Range(above=0, high=MOST)]
+NotNegative = Annotated[float, Range(low=0, high=MOST)]
+Share = Annotated[float, Range(low=0, high=1)]
+PartialShare = Annotated[float, Range(low=0, below=1)]
+PositiveShare = Annotated[float, Range(above=0, high=1)]
+Seed = Annotated[int, Range(low=0, high=10**18)]  # leaves room to count on from it
+Text = Annotated[str, Range(low=0)]  # may be empty; a plain str may not
+
+_DEFAULT = {int: Range(low=-WORD, below=WORD), float: Range(), str: Range(low=1)}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A parameter that a config can set; `default` is MISSING where it must."""
+
+    name: str
+    hint: Any
+    default: Any
+    meaning: str
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """' Did you mean ...?' or, where nothing is near, the list."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"it can be: {', '.join(known)}"
+    return f"did you mean {shown(close[0])}?" if close else f"it can be: {', '.join(map(shown_name, known))}"
 
 
 def pick(index: Mapping[str, str], name: str, what: str) -> Callable[..., Any]:
     """The function that an index lists under the name as "module:function", imported only now."""
     if name not in index:
-        raise OptionError(f"unknown {what} '{name}'; {nearest(name, index)}")
+        raise OptionError(f"unknown {what} {shown(name)}; {nearest(name, index)}")
     module, _, function = index[name].partition(":")
     found: Callable[..., Any] = getattr(import_module(module), function)
+    return found
+
+
+def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[str, Option]:
+    """The options of a function or dataclass by name, without those that come from elsewhere."""
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    found = {}
+    for name, each in inspect.signature(target).parameters.items():
+        if name not in set(given) and each.kind is not each.VAR_KEYWORD:
+            hint = hints.get(name, Any)
+            notes = [note for note in get_args(hint)[1:] if isinstance(note, str)] if _annotated(hint) else []
+            found[name] = Option(name, hint, each.default, " ".join(notes))
     return found
 
 
@@ -34,45 +110,60 @@ def bind(
     target: Callable[..., Any], options: Mapping[str, Any], where: str, given: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The options as arguments of a function or dataclass; `given` are those that come from elsewhere."""
-    parameters = {name: each for name, each in inspect.signature(target).parameters.items() if name not in set(given)}
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    open_names = [name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD]
+    known = options_of(target, given)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(target).parameters.values())
     for key, value in options.items():
-        if key not in open_names and not takes_any:
-            remedy = nearest(key, open_names) if open_names else "there are no options here"
-            raise OptionError(f"unknown key '{where}.{key}'; {remedy}")
-        if key in open_names and key in hints and not fits(value, hints[key]):
-            raise OptionError(f"{where}.{key} is {value!r}; it must be {describe(hints[key])}")
-    for name in open_names:
-        if name not in options and parameters[name].default is inspect.Parameter.empty:
-            raise OptionError(f"'{where}.{name}' is missing; it must be {describe(hints.get(name, Any))}")
+        name = f"{where}.{key}" if where else key
+        if key not in known and not takes_any:
+            remedy = nearest(key, known) if known else "there are no options here"
+            raise OptionError(f"unknown key {shown(name)}; {remedy}")
+        hint = known[key].hint if key in known else Any
+        if not fits(value, hint):
+            raise OptionError(f"{shown_name(name)} is {shown(value)}; it must be {describe(hint)}")
+    for name, option in known.items():
+        if name not in options and option.default is MISSING:
+            full = f"{where}.{name}" if where else name
+            raise OptionError(f"'{full}' is missing; it must be {describe(option.hint)}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 
 def fits(value: object, hint: Any) -> bool:
-    origin = get_origin(hint)
+    """Whether the value is of the type and in its range. NaN and texts of several lines never are, and infinity only
+    is where it is itself the upper bound.
+    """
     if hint is Any:
-        return True
+        return _plain(value)
+    kind, bounds = _bounded(hint)
+    origin = get_origin(kind)
     if origin in (Union, types.UnionType):
-        return any(fits(value, each) for each in get_args(hint))
+        return any(fits(value, each) for each in get_args(kind))
     if origin is Literal:
-        return any(value == each and type(value) is type(each) for each in get_args(hint))
+        return any(value == each and type(value) is type(each) for each in get_args(kind))
     if origin in (tuple, list):
-        return isinstance(value, tuple | list) and all(fits(each, get_args(hint)[0]) for each in value)
+        return isinstance(value, tuple | list) and all(fits(each, get_args(kind)[0]) for each in value)
     if origin in (dict, Mapping):
-        return isinstance(value, Mapping)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is None or hint is type(None):
+        key, each = get_args(kind)
+        return isinstance(value, Mapping) and all(fits(k, key) and fits(v, each) for k, v in value.items())
+    if kind in (int, float):
+        endless = bounds.high == math.inf and value == math.inf
+        return (
+            isinstance(value, int if kind is int else int | float) and (endless or _number(value)) and value in bounds
+        )
+    if kind is str:
+        return isinstance(value, str) and one_line(value) and len(value) in bounds
+    if kind is None or kind is type(None):
         return value is None
-    return isinstance(value, hint)
+    return isinstance(value, kind)
+
+
+def one_line(text: str) -> bool:
+    """Whether a text has no control characters, line breaks or halves of surrogate pairs."""
+    return text.isprintable() or not any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text)
 
 
 def describe(hint: Any) -> str:
-    plain = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "left out"}
+    plain = {int: "a whole number", float: "a number", bool: "true or false", type(None): "left out"}
+    hint, bounds = _bounded(hint)
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(each) for each in get_args(hint))
@@ -80,4 +171,68 @@ def describe(hint: Any) -> str:
         return " or ".join(f"'{each}'" if isinstance(each, str) else str(each) for each in get_args(hint))
     if origin in (tuple, list):
         return f"a list, each {describe(get_args(hint)[0])}"
-    return plain.get(hint, getattr(hint, "__name__", str(hint)))
+    if origin in (dict, Mapping):
+        return f"a table, each {describe(get_args(hint)[1])}"
+    if hint is Any:
+        return "a value that TOML can hold, of 64 bits if it is a number and of one line if it is a text"
+    if hint is str:
+        return "a text of one line" if 0 in bounds else "a text of one line that is not empty"
+    said = plain.get(hint, getattr(hint, "__name__", str(hint)))
+    return said if bounds in (None, _DEFAULT.get(hint)) else f"{said} {bounds}"
+
+
+def shown(value: object) -> str:
+    """A value for a message: on one line, and not too long."""
+    try:
+        text = _shorten.repr(value)
+    except ValueError:  # Python does not print integers of more than some thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def shown_name(name: str) -> str:
+    """A name for a message: without quotation marks, unless it needs them."""
+    return name if one_line(name) and len(name) <= SHOWN else shown(name)
+
+
+_shorten = reprlib.Repr()
+_shorten.maxstring = _shorten.maxother = _shorten.maxlong = SHOWN
+
+
+def _annotated(hint: Any) -> bool:
+    return get_origin(hint) is Annotated
+
+
+def _bounded(hint: Any) -> tuple[Any, Any]:
+    """The type, and its range where it has one."""
+    kind = get_args(hint)[0] if _annotated(hint) else hint
+    own = [note for note in get_args(hint)[1:] if isinstance(note, Range)] if _annotated(hint) else []
+    default = _DEFAULT.get(kind) if isinstance(kind, type) else None
+    return kind, own[-1] if own else default
+
+
+def _number(value: float) -> bool:
+    if isinstance(value, bool):
+        return False
+    return -WORD <= value < WORD if isinstance(value, int) else math.isfinite(value)
+
+
+def _plain(value: object, depth: int = 10) -> bool:
+    """What a table without a shape may hold: whatever it is, numbers are finite and texts are of one line."""
+    if not depth:
+        return False
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, int | float):
+        return _number(value)
+    if isinstance(value, str):
+        return one_line(value)
+    if isinstance(value, Mapping):
+        return all(_plain(each, depth - 1) for pair in value.items() for each in pair)
+    return all(_plain(each, depth - 1) for each in value) if isinstance(value, tuple | list) else True
+
+
+def _figure(bound: float) -> str:
+    if isinstance(bound, int):
+        return f"{bound:,}" if bound < MOST else f"{bound:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{bound:g}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from partita.data.errors import DataError
+from partita.data.errors import DataError, first_line
 
 REMEDY = "give a folder that holds a tokenizer's files, or an id of the Hub"
 
@@ -83,9 +83,8 @@ def encoder(path: str | None, limit: int, words: bool = False) -> Encoder:
     options = {"add_prefix_space": True} if words else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
-    except (OSError, ValueError, ImportError) as error:
-        said = str(error).strip().splitlines()[0].rstrip(". ")
-        raise DataError(f"cannot load the tokenizer '{path}': {said}; {REMEDY}") from error
+    except Exception as error:  # of many kinds, where one of its files is broken
+        raise DataError(f"cannot load the tokenizer '{path}': {first_line(error)}; {REMEDY}") from error
     # Where a folder lacks the vocabulary, transformers makes a tokenizer that knows no word.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise DataError(f"the tokenizer '{path}' has no words; {REMEDY}")

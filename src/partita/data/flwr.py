@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from partita.core.options import nearest
+from partita.core.options import Count, nearest
 from partita.core.rng import Key
 from partita.data.errors import DataError, need
 from partita.data.names import Numbered
@@ -18,7 +18,11 @@ ROW = "__row__"  # no column of a task is called this
 
 
 def flwr(
-    task: Task, key: Key, partitioner: str, clients: int | None = None, options: Mapping[str, Any] | None = None
+    task: Task,
+    key: Key,
+    partitioner: Annotated[str, "class of flwr-datasets"],
+    clients: Annotated[Count | None, "number of clients, where the class takes one"] = None,
+    options: Annotated[Mapping[str, Any] | None, "further arguments of the class"] = None,
 ) -> Partition:
     """Any partitioner of rows, by the name of its class; rows that it leaves out are nobody's.
 

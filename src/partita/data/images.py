@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from partita.core import memory
+from partita.core.options import MOST, Positive, Range
 from partita.core.rng import Key
 from partita.core.tree import Tensors
-from partita.data.errors import DataError, need
+from partita.data.errors import DataError, need, reading
 from partita.data.labels import one_label
-from partita.data.source import Part, read
-from partita.data.task import Table, Task
+from partita.data.source import Part, TestPart, read
+from partita.data.task import Side, Table, Task
 
 MODES = {1: "L", 3: "RGB"}
 
@@ -36,24 +39,22 @@ class Normalise:
 
 
 def images(
-    path: str | Path,
+    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
     key: Key,
-    image: str = "image",
-    label: str = "label",
-    size: int | None = None,
-    channels: int = 3,
-    mean: tuple[float, ...] = (0.5,),
-    std: tuple[float, ...] = (0.5,),
-    config: str | None = None,
-    test: float | str = 0.2,
+    image: Annotated[str, "column of the images"] = "image",
+    label: Annotated[str, "column of the classes"] = "label",
+    size: Annotated[Side | None, "pixels of a side to resize to"] = None,
+    channels: Annotated[Literal[1, 3], "1: grey, 3: colour"] = 3,
+    mean: Annotated[tuple[Annotated[float, Range(low=-MOST, high=MOST)], ...], "subtracted, for each channel"] = (0.5,),
+    std: Annotated[tuple[Positive, ...], "divided by, for each channel"] = (0.5,),
+    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
+    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
 ) -> Task:
     """Image classification. A client cuts its own validation part, so no other part than train and test is read.
 
     Images are squeezed to `size` by `size`; without it they must be square and alike. Mean and std of 0.5 put pixels
     in [-1, 1]; a pretrained model wants its own. Columns of text, whole numbers or classes become the task's columns.
     """
-    if channels not in MODES:
-        raise DataError(f"channels = {channels}, but images have 1 (grey) or 3 (colour)")
     for name, values in ("mean", mean), ("std", std):
         if len(values) not in (1, channels):
             raise DataError(f"{name} has {len(values)} values for {channels} channels; give 1 or {channels}")
@@ -91,13 +92,16 @@ def _pixels(part: Part, column: str, size: int | None, channels: int) -> Tensor:
     """Bytes, (row, channel, height, width)."""
     filled: NDArray[np.uint8] | None = None
     for place, picture in enumerate(_decoded(part, column)):
-        picture = picture.convert(MODES[channels])
-        if size is not None and picture.size != (size, size):
-            picture = picture.resize((size, size))
+        with reading(f"the image in {part.row(place)}", "replace or remove it"):
+            picture = picture.convert(MODES[channels])
+            if size is not None and picture.size != (size, size):
+                picture = picture.resize((size, size))
         if filled is None:
             if picture.width != picture.height:
                 raise DataError(f"images are {picture.width} by {picture.height}; set size to make them square")
-            filled = np.empty((len(part.data), channels, picture.height, picture.width), np.uint8)
+            shape = (len(part.data), channels, picture.height, picture.width)
+            memory.require(math.prod(shape), f"the images of {part.where}", "set data.size to make them smaller")
+            filled = np.empty(shape, np.uint8)
         if picture.size != filled.shape[:1:-1]:
             raise DataError(
                 f"the image in {part.row(place)} is {picture.width} by {picture.height}, the first is "
@@ -113,12 +117,11 @@ def _decoded(part: Part, column: str) -> Iterator[Any]:
     feature = part.data.features[column]
     for place, kept in enumerate(part.data.cast_column(column, need("datasets", "data").Image(decode=False))[column]):
         file = Path(kept["path"]) if kept and kept["path"] else None
-        named = f"the image in {part.row(place)}" + (f" ('{file}')" if file else "")
+        named = f"the image in {part.row(place)}" + (f" ({str(file)!r})" if file else "")
         if kept and kept["bytes"] is None and file and file.is_file():
             kept = {**kept, "bytes": file.read_bytes()}
         if not kept or kept["bytes"] == b"":
             raise DataError(f"{named} is empty; replace or remove it")
-        try:
-            yield feature.decode_example(kept)
-        except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"{named} cannot be read; replace or remove it") from error
+        with reading(named, "replace or remove it"):
+            picture = feature.decode_example(kept)
+        yield picture

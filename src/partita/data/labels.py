@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.core.options import nearest
+from partita.core.options import nearest, shown
 from partita.data.errors import DataError
 from partita.data.source import Part, Source
 
@@ -51,7 +51,7 @@ def label_lists(source: Source, column: str) -> tuple[tuple[str, ...], list[list
         for value in row:
             if value not in places:
                 raise DataError(
-                    f"{source.test.row(number)} has the label '{value}' in '{column}', which no train row has; "
+                    f"{source.test.row(number)} has the label {shown(value)} in '{column}', which no train row has; "
                     f"{nearest(str(value), classes)}"
                 )
     train, test = ([[places[value] for value in row] for row in rows] for rows in (train, test))

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from partita.core.options import Count, shown
 from partita.core.rng import Key
 from partita.data.encode import Encoder, encoder
 from partita.data.errors import DataError
 from partita.data.ragged import Ragged, ragged
-from partita.data.source import Part, read
+from partita.data.source import Part, TestPart, read
 from partita.data.task import Task
 
 
 def lm(
-    path: str | Path,
+    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
     key: Key,
-    text: str = "text",
-    tokenizer: str | None = None,
-    block: int = 128,
-    group: str | None = None,
-    config: str | None = None,
-    test: float | str = 0.2,
+    text: Annotated[str, "column of the texts"] = "text",
+    tokenizer: Annotated[str | None, "folder or id of the Hub; the model's own if left out"] = None,
+    block: Annotated[Count, "tokens in an example"] = 128,
+    group: Annotated[str | None, "column by whose values texts are joined, such as an author"] = None,
+    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
+    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
 ) -> Task:
     """Causal language modelling. The rows that share a value of the column `group` (without it: all rows) are joined in
     their order, with the tokenizer's end token after each, and cut into blocks of so many tokens.
@@ -59,7 +61,7 @@ def _blocks(part: Part, encode: Encoder, text: str, group: str | None) -> tuple[
         stream = list(chain.from_iterable(pieces))
         if len(stream) < 2:
             raise DataError(
-                f"'{name}' of column '{group}' in {part.where} has no two tokens to tell one from the other"
+                f"{shown(name)} of column '{group}' in {part.where} has no two tokens to tell one from the other"
             )
         for start in range(0, len(stream) - 1, encode.limit):
             # The target of the last token in a block is the first of the next block, so that each is told once.

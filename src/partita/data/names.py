@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
+from partita.core.options import shown
 from partita.data.errors import DataError
 
 
@@ -16,7 +17,7 @@ class Listed(Sequence[str]):
         self._positions = {name: position for position, name in enumerate(self._names)}
         if len(self._positions) < len(self._names):
             twice = next(name for position, name in enumerate(self._names) if self._positions[name] != position)
-            raise DataError(f"two clients are called '{twice}'; give each a name of its own")
+            raise DataError(f"two clients are called {shown(twice)}; give each a name of its own")
 
     def __len__(self) -> int:
         return len(self._names)

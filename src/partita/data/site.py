@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 
 from partita.core.options import nearest
@@ -11,7 +13,12 @@ from partita.data.names import Listed
 from partita.data.task import Partition, Task
 
 
-def site(task: Task, key: Key, sites: tuple[str, ...], client: str | None = None) -> Partition:
+def site(
+    task: Task,
+    key: Key,
+    sites: Annotated[tuple[str, ...], "names of all sites"],
+    client: Annotated[str | None, "the site whose data is here"] = None,
+) -> Partition:
     """All rows belong to one client, and those of the other sites are elsewhere; without a client, all of them are."""
     names = Listed(sites)
     if not sites:

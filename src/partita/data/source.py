@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partita.core.options import nearest
+from partita.core.options import Range, nearest
 from partita.core.rng import Key
-from partita.data.errors import DataError, need
+from partita.data.errors import DataError, first_line, need, reading
 
 TABLES = ("parquet", "csv", "json", "jsonl")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -27,6 +27,7 @@ REMEDY = (
 )
 
 Opener = Callable[[], Any]  # gives a datasets.Dataset
+TestPart = Annotated[float, Range(above=0, below=1)] | str
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,8 @@ class Part:
                 raise DataError(f"{self.where} has no column '{column}'; {nearest(column, self.data.column_names)}")
 
     def values(self, column: str) -> list[Any]:
-        values: list[Any] = self.data[column][:]
+        with reading(f"column '{column}' of {self.where}"):
+            values: list[Any] = self.data[column][:]
         return values
 
     def texts(self, column: str) -> list[str]:
@@ -104,8 +106,9 @@ def read(path: str | Path, key: Key, config: str | None = None, test: float | st
 
 
 def _whole(parts: Mapping[str, Opener], name: str, path: str | Path) -> Part:
-    data = parts[name]()
     where = f"the {name} part of '{path}'"
+    with reading(where):
+        data = parts[name]()
     if not len(data):
         raise DataError(f"{where} is empty; give it some rows")
     return Part(data, where, np.arange(len(data)))
@@ -133,7 +136,8 @@ def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:
         return {"train": lambda: _table(place)}
     datasets = need("datasets", "data")
     if (place / "dataset_dict.json").is_file():
-        return _openers(datasets.load_from_disk(place))
+        with reading(f"the data set in '{path}'"):
+            return _openers(datasets.load_from_disk(place))
     if (place / "state.json").is_file():
         return {"train": lambda: datasets.load_from_disk(place)}
     found = _tables_in(place) or _tables_in(place / "data") or _images_in(place)
@@ -154,7 +158,7 @@ def _from_hub(name: str, config: str | None) -> dict[str, Opener]:
     except ConnectionError as error:
         raise DataError(f"there is no folder '{name}', and the Hub cannot be reached; give a local folder") from error
     except (OSError, ValueError) as error:
-        said = str(error).strip().splitlines()[0]
+        said = first_line(error)
         raise DataError(f"there is no folder '{name}', and the Hub says: {said}; {REMEDY}") from error
     return _openers(found)
 
@@ -180,19 +184,14 @@ def _table(file: Path) -> Any:
     """Straight from the file: the library's own readers would leave a copy of every data set in the user's cache."""
     datasets, kind = need("datasets", "data"), file.suffix.lstrip(".")
     if kind not in TABLES:
-        raise DataError(f"'{file}' is none of {', '.join(TABLES)}; {REMEDY}")
-    try:
+        raise DataError(f"{str(file)!r} is none of {', '.join(TABLES)}; {REMEDY}")
+    with reading(f"the {kind} file {str(file)!r}"):
         if kind == "parquet":
             return datasets.Dataset(need("pyarrow.parquet", "data").read_table(file))
         if kind == "csv":
             csv = need("pyarrow.csv", "data")
             return datasets.Dataset(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
         return datasets.Dataset.from_list(_records(file))
-    except DataError:
-        raise
-    except (OSError, ValueError, TypeError) as error:  # those of pyarrow are among them
-        said = str(error).strip().splitlines()[0]
-        raise DataError(f"'{file}' cannot be read as {kind}: {said}; mend or replace it") from error
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
@@ -206,10 +205,10 @@ def _records(file: Path) -> list[dict[str, Any]]:
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except json.JSONDecodeError as error:
-                raise DataError(f"line {number} of '{file}' is not JSON: {error}; mend or remove it") from error
+                raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}; mend or remove it") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"row {number} of '{file}' is no object with named columns; write it as {{...}}")
+            raise DataError(f"row {number} of {str(file)!r} is no object with named columns; write it as {{...}}")
     return rows
 
 
@@ -227,13 +226,13 @@ def _album(folder: Path, classes: list[str]) -> Any:
     pairs: list[tuple[str, str]] = []
     for each in _folders(folder):
         if each.name not in classes:
-            raise DataError(f"'{each}' holds a class that train has not; {nearest(each.name, classes)}")
+            raise DataError(f"{str(each)!r} holds a class that train has not; {nearest(each.name, classes)}")
         for file in sorted(file for file in each.iterdir() if not file.name.startswith(".")):
             if not _is_picture(file):
-                raise DataError(f"'{file}' is no image ({', '.join(PICTURES)}); keep other files elsewhere")
+                raise DataError(f"{str(file)!r} is no image ({', '.join(PICTURES)}); keep other files elsewhere")
             pairs.append((str(file), each.name))
     if loose := sorted(file for file in folder.iterdir() if _is_picture(file)):
-        raise DataError(f"'{loose[0]}' is in no folder of a class; move it into one")
+        raise DataError(f"{str(loose[0])!r} is in no folder of a class; move it into one")
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=classes))
     columns = {"image": [file for file, _ in pairs], "label": [label for _, label in pairs]}
     return datasets.Dataset.from_dict(columns, features=features)

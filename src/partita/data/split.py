@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partita.core.options import bind, nearest, pick
+from partita.core.options import Count, PartialShare, Positive, bind, nearest, pick, shown
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.names import Listed, Numbered
 from partita.data.task import Cut, Federation, Ints, Partition, Task, grouped
 
 ATTEMPTS = 50
+
+Clients = Annotated[Count, "number of clients"]
+Smallest = Annotated[Count, "fewest examples of a client"]
+Concentration = Annotated[Positive, "concentration of the Dirichlet distribution; smaller is more skewed"]
+Column = Annotated[str, "column by whose values rows are dealt"]
 
 SPLITS = {
     "iid": "partita.data.split:iid",
@@ -33,11 +38,11 @@ SPLITS = {
 def split(
     task: Task,
     kind: str,
-    clients: int | None = None,
+    clients: Count | None = None,
     *,
     key: Key,
-    validation: float = 0.1,
-    test: float = 0.2,
+    validation: Annotated[PartialShare, "share of a client's rows for its validation part"] = 0.1,
+    test: Annotated[PartialShare, "share of a client's rows for its test part"] = 0.2,
     **options: Any,
 ) -> Federation:
     """Deal the train rows to clients, and let each cut its own validation and test part."""
@@ -49,7 +54,7 @@ def split(
     return Federation(task, partition.clients, cut)
 
 
-def iid(task: Task, clients: int, key: Key) -> Partition:
+def iid(task: Task, clients: Clients, key: Key) -> Partition:
     """Shuffled and dealt evenly: sizes differ by one at most."""
     count = _enough(task, clients)
     owner = np.empty(count, np.int64)
@@ -57,23 +62,24 @@ def iid(task: Task, clients: int, key: Key) -> Partition:
     return grouped(owner, Numbered(clients))
 
 
-def dirichlet(task: Task, clients: int, key: Key, alpha: float, smallest: int = 10) -> Partition:
+def dirichlet(task: Task, clients: Clients, key: Key, alpha: Concentration, smallest: Smallest = 10) -> Partition:
     """Label skew: the rows of each class are shared out in proportions drawn from a symmetric Dirichlet."""
     _enough(task, clients, smallest)
     return _proportions(task.labels(), clients, key, alpha, smallest)
 
 
-def quantity(task: Task, clients: int, key: Key, alpha: float, smallest: int = 10) -> Partition:
+def quantity(task: Task, clients: Clients, key: Key, alpha: Concentration, smallest: Smallest = 10) -> Partition:
     """Size skew: all rows alike are shared out in proportions drawn from a symmetric Dirichlet."""
     count = _enough(task, clients, smallest)
     return _proportions(np.zeros(count, np.int64), clients, key, alpha, smallest)
 
 
-def pathological(task: Task, clients: int, key: Key, classes_per_client: int) -> Partition:
+def pathological(
+    task: Task, clients: Clients, key: Key, classes_per_client: Annotated[Count, "classes of each client"]
+) -> Partition:
     """Label skew: each client has exactly so many classes, and those who share a class share it evenly."""
     count = _enough(task, clients)
     found, codes = np.unique(task.labels(), return_inverse=True)
-    _whole("classes_per_client", classes_per_client)
     if classes_per_client > len(found):
         raise DataError(
             f"classes_per_client = {classes_per_client}, but the train rows of {task.name} have {len(found)} classes; "
@@ -96,14 +102,15 @@ def pathological(task: Task, clients: int, key: Key, classes_per_client: int) ->
     return grouped(owner, Numbered(clients))
 
 
-def by_column(task: Task, key: Key, column: str, per_value: int = 1) -> Partition:
+def by_column(
+    task: Task, key: Key, column: Column, per_value: Annotated[Count, "clients for each value"] = 1
+) -> Partition:
     """A natural split: one client, or several alike, for each value of a column, called after it."""
-    _whole("per_value", per_value)
     values, codes, sizes = np.unique(_column(task, column), return_inverse=True, return_counts=True)
     if sizes.min() < per_value:
         few = int(sizes.argmin())
         raise DataError(
-            f"per_value = {per_value}, but '{values[few]}' of column '{column}' has {sizes[few]} examples; "
+            f"per_value = {per_value}, but {shown(str(values[few]))} of column '{column}' has {sizes[few]} examples; "
             f"use at most {sizes[few]}"
         )
     shuffled = _draws(key).permutation(len(codes))
@@ -114,10 +121,9 @@ def by_column(task: Task, key: Key, column: str, per_value: int = 1) -> Partitio
     return grouped(owner, Listed(_names([str(value) for value in values], per_value)))
 
 
-def groups(task: Task, clients: int, key: Key, column: str) -> Partition:
+def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
     """The values of a column, such as patients, are dealt whole and evenly to so many clients."""
     values, codes = np.unique(_column(task, column), return_inverse=True)
-    _whole("clients", clients)
     if len(values) < clients:
         raise DataError(
             f"{clients} clients are to share the values of '{column}', of which there are {len(values)}; use fewer"
@@ -135,8 +141,6 @@ def _column(task: Task, column: str) -> NDArray[Any]:
 
 
 def _proportions(groups: Ints, clients: int, key: Key, alpha: float, smallest: int) -> Partition:
-    if not 0 < alpha <= 1e9:
-        raise DataError(f"alpha = {alpha} is no concentration; give a number above 0 and up to 1e9")
     members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
     owner, best, poorest = np.empty_like(groups), -1, ""
     for attempt in range(ATTEMPTS):
@@ -209,19 +213,12 @@ def _names(values: list[str], per_value: int) -> list[str]:
 
 def _enough(task: Task, clients: int, smallest: int = 1) -> int:
     """The number of rows to deal, if there are enough of them."""
-    _whole("clients", clients)
-    _whole("smallest", smallest)
     if clients * smallest > len(task.train):
         raise DataError(
             f"{clients} clients of at least {smallest} examples need {clients * smallest}, but {task.name} has "
             f"{len(task.train)}; use at most {len(task.train) // smallest} clients"
         )
     return len(task.train)
-
-
-def _whole(name: str, value: int) -> None:
-    if value < 1:
-        raise DataError(f"{name} = {value} is no count; give a whole number from 1 up")
 
 
 def _draws(key: Key) -> np.random.Generator:

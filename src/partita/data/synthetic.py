@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from typing import Annotated
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from partita.core import memory
+from partita.core.options import Count, NotNegative
 from partita.core.rng import Key
-from partita.data.errors import DataError
-from partita.data.task import Table, Task
+from partita.data.task import Side, Table, Task
 
 
 def synthetic(
     key: Key,
-    examples: int = 2_000,
-    test_examples: int = 500,
-    classes: int = 10,
-    size: int = 8,
-    channels: int = 1,
-    domains: int = 1,
-    noise: float = 1.0,
-    shift: float = 1.0,
+    examples: Annotated[Count, "training examples of all clients"] = 2_000,
+    test_examples: Annotated[Count, "examples of the central test set"] = 500,
+    classes: Annotated[Count, "classes"] = 10,
+    size: Annotated[Side, "pixels of a side"] = 8,
+    channels: Annotated[Count, "channels of an image"] = 1,
+    domains: Annotated[Count, "domains, each with a shift of its own; the column `domain` says which"] = 1,
+    noise: Annotated[NotNegative, "standard deviation of an example around its class"] = 1.0,
+    shift: Annotated[NotNegative, "standard deviation of the domains' shifts"] = 1.0,
 ) -> Task:
     """An image is its class's prototype, plus `shift` times its domain's, plus `noise` times its own Gaussian draw."""
-    counts = {"examples": examples, "test_examples": test_examples, "classes": classes, "size": size}
-    for name, count in {**counts, "channels": channels, "domains": domains}.items():
-        if count < 1:
-            raise DataError(f"{name} = {count} of the synthetic task is no count; give a whole number from 1 up")
     shape = (channels, size, size)
+    images = (examples + test_examples + classes + domains) * math.prod(shape)
+    remedy = "lower data.examples, data.test_examples, data.classes, data.domains, data.channels or data.size"
+    # Each number is 4 bytes, and is held twice while the prototypes are added; a name takes some hundred bytes.
+    memory.require(
+        8 * images + 500 * (classes + domains) + 100 * (examples + test_examples), "the synthetic data", remedy
+    )
     prototypes = torch.randn(classes, *shape, generator=(key / "classes").generator())
     # One domain has nothing to differ from.
     styles = torch.randn(domains, *shape, generator=(key / "domains").generator()) * (shift if domains > 1 else 0.0)

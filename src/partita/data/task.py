@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import floor
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from partita.core.model import Batch, ClientData, Examples
+from partita.core.options import Range
 from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.data.errors import DataError
@@ -21,6 +22,7 @@ from partita.data.names import Listed
 from partita.data.ragged import Ragged
 
 Ints = NDArray[np.int64]
+Side = Annotated[int, Range(low=1, high=2**16)]  # of an image, in pixels
 Parts = tuple[Tensor, Tensor, Tensor]  # the rows of a client's train, validation and test part
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+from partita.core.options import Count
 from partita.core.rng import Key
 from partita.data.encode import encoder
 from partita.data.labels import is_list, many_labels, one_label
 from partita.data.ragged import ragged
-from partita.data.source import read
+from partita.data.source import TestPart, read
 from partita.data.task import Task
 
 
 def text(
-    path: str | Path,
+    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
     key: Key,
-    text: str = "text",
-    label: str = "label",
-    tokenizer: str | None = None,
-    max_length: int = 256,
-    config: str | None = None,
-    test: float | str = 0.2,
+    text: Annotated[str, "column of the texts"] = "text",
+    label: Annotated[str, "column of the classes, or of lists of classes"] = "label",
+    tokenizer: Annotated[str | None, "folder or id of the Hub; the model's own if left out"] = None,
+    max_length: Annotated[Count, "tokens to which a text is cut"] = 256,
+    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
+    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
 ) -> Task:
     """Text classification; where the label column holds lists, a text may have any number of classes.
 

@@ -5,29 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from partita.core.model import IGNORED
+from partita.core.options import Count, shown
 from partita.core.rng import Key
 from partita.data.encode import Encoder, encoder
 from partita.data.errors import DataError
 from partita.data.labels import label_lists
 from partita.data.ragged import Ragged, ragged
-from partita.data.source import Part, read
+from partita.data.source import Part, TestPart, read
 from partita.data.task import Task
 
 TAG = re.compile(r"O|[BI]-.+")
 
 
 def tokens(
-    path: str | Path,
+    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
     key: Key,
-    tokens: str = "tokens",
-    tags: str = "tags",
-    tokenizer: str | None = None,
-    max_length: int = 256,
-    truncate: bool = False,
-    config: str | None = None,
-    test: float | str = 0.2,
+    tokens: Annotated[str, "column of the words"] = "tokens",
+    tags: Annotated[str, "column of their BIO tags"] = "tags",
+    tokenizer: Annotated[str | None, "folder or id of the Hub; the model's own if left out"] = None,
+    max_length: Annotated[Count, "most tokens of a sentence"] = 256,
+    truncate: Annotated[bool, "cut longer sentences instead of refusing them"] = False,
+    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
+    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
 ) -> Task:
     """Token classification: columns of words and of their BIO tags (O, B-type, I-type).
 
@@ -67,14 +69,19 @@ def _words(part: Part, tokens: str, tags: str) -> list[list[str]]:
 def _check_tags(part: Part, classes: Sequence[str], sentences: list[list[str]], tagged: list[list[int]]) -> None:
     for name in classes:
         if not TAG.fullmatch(name):
-            raise DataError(f"'{name}' is no tag of an entity; use O, B-type and I-type, as in B-Chemical")
+            raise DataError(
+                f"{shown(name)} is no tag of an entity; use O, B-type and I-type, as in B-Chemical, in {part.where}"
+            )
     for place, (words, numbers) in enumerate(zip(sentences, tagged, strict=True)):
         if len(words) != len(numbers):
             raise DataError(f"{part.row(place)} has {len(words)} words, but {len(numbers)} tags; give each word one")
         before = "O"
         for tag in (classes[number] for number in numbers):
             if tag.startswith("I-") and before[2:] != tag[2:]:
-                raise DataError(f"{part.row(place)} has '{tag}' after '{before}'; an entity begins with 'B-{tag[2:]}'")
+                begin = shown(f"B-{tag[2:]}")
+                raise DataError(
+                    f"{part.row(place)} has {shown(tag)} after {shown(before)}; an entity begins with {begin}"
+                )
             before = tag
 
 

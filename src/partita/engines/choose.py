@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from partita.core import memory
 from partita.core.graphs import CudaRecorder, Graphs
 from partita.core.learn import ClientState, learn, visit
 from partita.core.model import Model, Population
+from partita.core.plan import Turn, plan_for
 from partita.core.rounds import ask, begin
 from partita.core.run import Run, RunError
 
@@ -45,11 +48,22 @@ def choose_block(
 
 def _operations(run: Run, model: Model, population: Population) -> float:
     """Of one step, by a look at one example: a backward pass costs as much as two forward."""
-    examples = next(each for client in population.clients if len(each := population[client].train))
+    examples = next((each for client in population.clients if len(each := population[client].train)), None)
+    if examples is None:
+        raise RunError("no client has examples to train on here; with split.kind = 'site', name one in split.client")
     batch = examples.take(torch.zeros(1, dtype=torch.long))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(model.initial, batch.inputs)
     return 3.0 * run.training.batch_size * counter.get_total_flops()
+
+
+def check_block(run: Run, model: Model, clients: Sequence[str], block: int) -> None:
+    """Refuse a block that does not fit into memory: each client has weights, gradients and up to two moments."""
+    together = min(block, run.cohort_size(len(clients)))
+    trained = plan_for(run.method.plan, model, Turn(0, run.rounds, clients[0])).train
+    numbers = sum(model.initial[name].numel() for name in trained)
+    words = f"training {together} clients side by side" if together > 1 else "training one client"
+    memory.require(16 * numbers * together, words, "lower engine.block, or choose a smaller model")
 
 
 def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.device) -> Graphs | None:

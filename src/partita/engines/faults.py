@@ -47,16 +47,21 @@ def read_trace(path: Path) -> dict[tuple[int, str], float]:
     trace: dict[tuple[int, str], float] = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            for line, row in enumerate(csv.DictReader(file), start=2):
+            rows = csv.DictReader(file)
+            if lacking := [name for name in ("round", "client", "work") if name not in (rows.fieldnames or ())]:
+                raise TraceError(f"{path} has no column '{lacking[0]}'; its first line must be 'round,client,work'")
+            for line, row in enumerate(rows, start=2):
                 try:
-                    round, client, work = int(row["round"]), row["client"], float(row["work"])
-                except (KeyError, TypeError, ValueError) as error:
+                    round, client, work = int(row["round"]), row["client"].strip(), float(row["work"])
+                except (AttributeError, TypeError, ValueError) as error:
                     raise TraceError(f"{path}, line {line}: needs round, client, work, as in '3,c7,0.5'") from error
                 if not 0 <= work <= 1:
                     raise TraceError(f"{path}, line {line}: work is {work}; it is a share, from 0 (drops out) to 1")
                 trace[round, client] = work
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+    except csv.Error as error:
+        raise TraceError(f"cannot read the trace {path}: {error}") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"cannot read the trace {path}: it is not text in UTF-8") from error
     return trace

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from partita.core.method import Method, compose
-from partita.core.options import OptionError, bind, pick
+from partita.core.options import OptionError, bind, pick, shown_name
 
 INDEX = {
     "fedavg": "partita.methods.fedavg:fedavg",
@@ -80,13 +80,17 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """A method by name; "a+b" composes two, and each option goes to the part that takes it."""
     options = options or {}
     parts = {part: pick(INDEX, part, "method") for part in name.split("+")}
+    if len(parts) < name.count("+") + 1:
+        raise OptionError(f"'{name}' names a method twice; name each once")
     if len(parts) == 1:
         return _make(parts[name], options)
     for key in options:
         takers = [part for part, function in parts.items() if key in signature(function).parameters]
         if len(takers) != 1:
             problem = f"is taken by both {' and '.join(takers)}" if takers else "is taken by none of its parts"
-            raise OptionError(f"method.{key} {problem} in '{name}'; compose them in Python with partita.compose")
+            raise OptionError(
+                f"{shown_name(f'method.{key}')} {problem} in '{name}'; compose them in Python with partita.compose"
+            )
     shares = [{key: options[key] for key in signature(part).parameters if key in options} for part in parts.values()]
     return compose(*(_make(part, share) for part, share in zip(parts.values(), shares, strict=True)))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from partita.core.method import Method
+from partita.core.options import Count, Text
 from partita.methods.promptfl import share_global
 
 
-def coop(text: int = 16, phrase: str = "") -> Method:
+def coop(text: Count = 16, phrase: Text = "") -> Method:
     """`text` is the context's length in tokens; a phrase, such as "a photo of a", is what it says at first."""
     return Method(
         "coop",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from partita.core.method import Aggregate, Method, MethodError, Rule, Server
 from partita.core.model import Model
+from partita.core.options import NotNegative, PartialShare
 from partita.core.tree import Slots, scale, zeros_like
 
 
@@ -24,7 +25,7 @@ class Momentum(Rule):
         return replace(server, state={"velocity": {**old, **new}})
 
 
-def fedavgm(lr: float = 1.0, beta: float = 0.9) -> Method:
+def fedavgm(lr: NotNegative = 1.0, beta: PartialShare = 0.9) -> Method:
     if not 0 <= beta < 1:
         raise MethodError(f"method.beta is {beta}; momentum is from 0 up to, not including, 1")
     return Method("fedavgm", server=Momentum(lr, beta))

@@ -6,11 +6,12 @@ from typing import Literal
 
 from partita.core.method import Method, MethodError
 from partita.core.model import Model
+from partita.core.options import Whole
 from partita.core.plan import Phase, Plan, Turn, share
 
 
 def fedbabu(
-    fixed: tuple[str, ...] = ("head",), finetune: int = 5, tune: Literal["all", "head", "body"] = "all"
+    fixed: tuple[str, ...] = ("head",), finetune: Whole = 5, tune: Literal["all", "head", "body"] = "all"
 ) -> Method:
     """`finetune` are the epochs in which a client fits `tune` to its own data before it is tested."""
     if tune == "head" and not fixed:

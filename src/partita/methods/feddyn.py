@@ -10,6 +10,7 @@ from torch import Tensor
 
 from partita.core.method import Aggregate, Context, Local, Method, MethodError, Rule, Server, Update
 from partita.core.model import Batch, Model, Output
+from partita.core.options import Positive
 from partita.core.tree import Mean, Slots, Tensors, add, scale, subtract, zeros_like
 from partita.methods.fedprox import Proximal
 
@@ -57,7 +58,7 @@ class Untilted(Rule):
         return replace(super().apply(server, replace(aggregate, delta=delta)), state={"tilt": tilt})
 
 
-def feddyn(alpha: float = 0.01) -> Method:
+def feddyn(alpha: Positive = 0.01) -> Method:
     if alpha <= 0:
         raise MethodError(f"method.alpha is {alpha}; it must be above 0, since the server divides by it")
     return Method("feddyn", local=(Proximal(alpha), Tilted(alpha)), server=Untilted(alpha))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from partita.core.method import Method, MethodError
 from partita.core.model import Model
+from partita.core.options import Count, Positive, Seed, Share, Whole
 from partita.core.plan import Plan, Turn, share, share_everything
 from partita.core.rng import Key
 from partita.core.tree import Names
@@ -15,13 +16,13 @@ Frozen = Literal["kernel", "value", "mlp", "random"]
 
 
 def fedfrozen(
-    warmup: int | float | Literal["auto"] = 0.3,
+    warmup: Whole | Share | Literal["auto"] = 0.3,
     scope: Literal["rest", "value"] = "rest",
     freeze: Frozen = "kernel",
-    draw: int = 0,
-    threshold: float = 17.0,
-    patience: int = 3,
-    latest: float = 1.0,
+    draw: Seed = 0,
+    threshold: Positive = 17.0,
+    patience: Count = 3,
+    latest: Share = 1.0,
 ) -> Method:
     """Warm-up in rounds (an integer), as a fraction of the rounds (a float; 1.0 never freezes), or "auto".
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from partita.core.method import Aggregate, Method, MethodError, Rule, Server
 from partita.core.model import Model
+from partita.core.options import NotNegative, PartialShare, Positive, Share
 from partita.core.tree import Slots, zeros_like
 
 Square = Callable[[Tensor, Tensor], Tensor]  # (second moment, squared delta) -> second moment
@@ -44,21 +45,25 @@ class Adaptive(Rule):
 
 
 def fedadam(
-    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 0.001, debias: bool = True
+    lr: NotNegative = 0.01,
+    beta1: PartialShare = 0.9,
+    beta2: PartialShare = 0.99,
+    tau: Positive = 0.001,
+    debias: bool = True,
 ) -> Method:
     _check(tau, beta1, beta2)
     rule = Adaptive(lr, beta1, tau, lambda old, new: beta2 * old + (1 - beta2) * new, beta2 if debias else None)
     return Method("fedadam", server=rule)
 
 
-def fedyogi(lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 0.001) -> Method:
+def fedyogi(lr: NotNegative = 0.01, beta1: PartialShare = 0.9, beta2: Share = 0.99, tau: Positive = 0.001) -> Method:
     """Adam whose second moment shrinks no faster than it grows."""
     _check(tau, beta1, beta2)
     rule = Adaptive(lr, beta1, tau, lambda old, new: old - (1 - beta2) * new * torch.sign(old - new))
     return Method("fedyogi", server=rule)
 
 
-def fedadagrad(lr: float = 0.01, beta1: float = 0.0, tau: float = 0.001) -> Method:
+def fedadagrad(lr: NotNegative = 0.01, beta1: PartialShare = 0.0, tau: Positive = 0.001) -> Method:
     _check(tau, beta1)
     return Method("fedadagrad", server=Adaptive(lr, beta1, tau, torch.add))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from partita.core.method import Method, MethodError
+from partita.core.options import Count, Positive, PositiveShare, Text
 from partita.methods.promptfl import share_global
 
 
 def fedotp(
-    text: int = 16, mass: float = 0.8, smoothing: float = 0.1, iterations: int = 100, phrase: str = ""
+    text: Count = 16, mass: PositiveShare = 0.8, smoothing: Positive = 0.1, iterations: Count = 100, phrase: Text = ""
 ) -> Method:
     """`mass` is how much of an image the texts of a class take in all; `smoothing` the weight of the entropy."""
     if not 0 < mass <= 1 or smoothing <= 0 or iterations < 1:

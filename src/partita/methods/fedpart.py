@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from partita.core.method import Method, MethodError
 from partita.core.model import Model, before_layers, layers_of
+from partita.core.options import Count, Whole
 from partita.core.plan import Plan, Turn, share, share_everything
 from partita.core.tree import Names
 
 
-def fedpart(full: int = 5, each: int = 2) -> Method:
+def fedpart(full: Whole = 5, each: Count = 2) -> Method:
     """A cycle is `full` rounds of everything, then `each` rounds for every group of parameters."""
     if full < 0 or each < 1:
         raise MethodError(f"method.full is {full} and method.each {each}; give 0 or more, and 1 or more, rounds")

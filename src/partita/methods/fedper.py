@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from partita.core.method import Method
 from partita.core.model import Model
+from partita.core.options import Whole
 from partita.core.plan import Phase, Plan, Turn, share
 
 
-def fedper(personal: tuple[str, ...] = ("head",), finetune: int = 1) -> Method:
+def fedper(personal: tuple[str, ...] = ("head",), finetune: Whole = 1) -> Method:
     """`personal` are the tags that stay; `finetune` the epochs a client trains its copy before it is tested."""
 
     def plan(model: Model, turn: Turn) -> Plan:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from partita.core.method import Context, Local, Method, MethodError
 from partita.core.model import Batch, Output
+from partita.core.options import Count, NotNegative, Positive, Text
 from partita.core.tree import Tensors
 from partita.methods.promptfl import share_global
 
@@ -30,7 +31,9 @@ class TowardsWritten(Local):
         return self.mu * functional.softplus((far - near) / self.temperature).mean()
 
 
-def fedpgp(text: int = 16, rank: int = 4, mu: float = 1.0, temperature: float = 0.5, phrase: str = "") -> Method:
+def fedpgp(
+    text: Count = 16, rank: Count = 4, mu: NotNegative = 1.0, temperature: Positive = 0.5, phrase: Text = ""
+) -> Method:
     """`mu` is the weight of the contrastive loss; with 0, the texts it would need are not read."""
     if mu < 0 or temperature <= 0:
         raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from partita.core.method import Context, Local, Method, MethodError
 from partita.core.model import Batch, Output
+from partita.core.options import NotNegative
 from partita.core.tree import Tensors
 
 
@@ -24,7 +25,7 @@ class Proximal(Local):
         return 0.5 * self.mu * torch.stack(squares).sum() if squares else None
 
 
-def fedprox(mu: float = 0.01) -> Method:
+def fedprox(mu: NotNegative = 0.01) -> Method:
     if mu < 0:
         raise MethodError(f"method.mu is {mu}; the proximal weight cannot be negative")
     return Method("fedprox", local=(Proximal(mu),))

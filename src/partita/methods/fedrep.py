@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from partita.core.method import Method
 from partita.core.model import Model
+from partita.core.options import Count, Whole
 from partita.core.plan import Phase, Plan, Turn
 
 
 def fedrep(
-    personal: tuple[str, ...] = ("head",), head_epochs: int = 10, body_epochs: int | None = 1, finetune: int = 10
+    personal: tuple[str, ...] = ("head",), head_epochs: Count = 10, body_epochs: Count | None = 1, finetune: Whole = 10
 ) -> Method:
     """`finetune` are the epochs in which a client refits its head before it is tested; None: as the run says."""
 

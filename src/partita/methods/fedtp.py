@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from partita.core.memory import require
 from partita.core.method import Aggregate, Method, MethodError, Rule, Server, Update
 from partita.core.model import Model
+from partita.core.options import Count, NotNegative, Seed, Whole
 from partita.core.rng import Key
 from partita.core.tree import Mean, Names, Slots, Tensors, add, scale
 
@@ -29,6 +31,8 @@ class Hypernetwork(Rule):
 
     def init(self, model: Model) -> Slots:
         made, key = sorted(model.names("query", "key", "value")), Key(self.draw) / "fedtp"
+        numbers = self.hidden * (self.embedding + self.hidden + sum(model.initial[name].numel() for name in made))
+        require(4 * numbers, "the hypernetwork of fedtp", "lower method.hidden or method.embedding")
         sizes = {"in": (self.hidden, self.embedding), "out": (self.hidden, self.hidden)}
         trunk = {f"{part}.bias": torch.zeros(self.hidden) for part in sizes}
         for part, size in sizes.items():
@@ -91,7 +95,7 @@ def _features(trunk: Tensors, embedding: Tensor) -> Tensor:
     return functional.linear(inner, trunk["out.weight"], trunk["out.bias"])
 
 
-def fedtp(lr: float = 0.05, embedding: int = 8, hidden: int = 32, draw: int = 0) -> Method:
+def fedtp(lr: NotNegative = 0.05, embedding: Count = 8, hidden: Whole = 32, draw: Seed = 0) -> Method:
     if embedding < 1 or hidden < 0:
         raise MethodError(f"method.embedding is {embedding} and method.hidden {hidden}; give 1 or more, and 0 or more")
     return Method("fedtp", server=Hypernetwork(lr, embedding, hidden, draw))

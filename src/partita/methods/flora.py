@@ -10,6 +10,7 @@ from torch import Tensor
 
 from partita.core.method import Aggregate, Method, Rule, Server, Update, average
 from partita.core.model import Model
+from partita.core.options import Count, Positive, Seed
 from partita.core.plan import Plan, Turn, share
 from partita.core.rng import Key
 from partita.core.tree import Names, Slots, Tensors, add
@@ -19,7 +20,11 @@ A, B, W = ".lora_A.weight", ".lora_B.weight", ".weight"  # (rank, in), (out, ran
 
 
 def flora(
-    rank: int = 8, alpha: float = 16.0, roles: tuple[str, ...] = ("query", "value"), head: bool = True, draw: int = 0
+    rank: Count = 8,
+    alpha: Positive = 16.0,
+    roles: tuple[str, ...] = ("query", "value"),
+    head: bool = True,
+    draw: Seed = 0,
 ) -> Method:
     """As lora, but each round starts with new factors: B is zero, and A is drawn by `draw`."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from partita.core.method import Method, MethodError
 from partita.core.model import Model, before_layers, layers_of
+from partita.core.options import PositiveShare, Whole
 from partita.core.plan import NONE, Plan, Turn, share
 
 
-def layer_skipping(layers: float | tuple[int, ...] = 0.3, embeddings: bool = False) -> Method:
+def layer_skipping(layers: PositiveShare | tuple[Whole, ...] = 0.3, embeddings: bool = False) -> Method:
     """`layers` are the numbers of those that train, or a fraction: so many of the topmost ones, at least one."""
 
     def plan(model: Model, turn: Turn) -> Plan:

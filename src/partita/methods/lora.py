@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from partita.core.method import Method
 from partita.core.model import Model
+from partita.core.options import Count, Positive
 from partita.core.plan import Plan, Turn, share
 from partita.core.tree import Names
 
 
-def lora(rank: int = 8, alpha: float = 16.0, roles: tuple[str, ...] = ("query", "value"), head: bool = True) -> Method:
+def lora(
+    rank: Count = 8, alpha: Positive = 16.0, roles: tuple[str, ...] = ("query", "value"), head: bool = True
+) -> Method:
     """Factors beside the linear layers of the roles, scaled by alpha / rank; A and B are averaged each by itself.
 
     `head` has the task's head train whole beside them; one that is tied to the embeddings never does.

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from partita.core.method import Context, Local, Method, MethodError
 from partita.core.model import Batch, Output
+from partita.core.options import NotNegative, Positive
 from partita.core.tree import Slots, Tensors, select
 
 
@@ -42,7 +43,7 @@ def _features(ctx: Context, out: Output) -> Tensor:
     return out.features
 
 
-def moon(mu: float = 1.0, temperature: float = 0.5) -> Method:
+def moon(mu: NotNegative = 1.0, temperature: Positive = 0.5) -> Method:
     if mu < 0 or temperature <= 0:
         raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")
     return Method("moon", local=(Contrastive(mu, temperature),))

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Literal
 
 from partita.core.method import Method, MethodError
+from partita.core.options import Count, NotNegative, Text, Whole
 from partita.methods.promptfl import share_global
 
 
 def pfeddc(
-    text: int = 16,
-    vision: int = 8,
-    depth: int = 1,
+    text: Whole = 16,
+    vision: Whole = 8,
+    depth: Count = 1,
     fusion: Literal["local_queries", "global_queries", "both", "mean", "none"] = "local_queries",
-    output: float = 1.0,
+    output: NotNegative = 1.0,
     local: bool = True,
-    phrase: str = "",
+    phrase: Text = "",
     view: Literal["nothing", "grey"] = "nothing",
 ) -> Method:
     """So many prompts of text and of vision, of either owner; with 0, that tower has none.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from partita.core.method import Method
 from partita.core.model import Model
+from partita.core.options import Count, Text
 from partita.core.plan import Plan, Turn, share
 from partita.core.tree import Names
 
 
-def promptfl(text: int = 16, phrase: str = "") -> Method:
+def promptfl(text: Count = 16, phrase: Text = "") -> Method:
     """`text` is the context's length in tokens; a phrase, such as "a photo of a", is what it says at first."""
     return Method(
         "promptfl",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from partita.core.method import Aggregate, Method, MethodError, Release, Rule, Server, Update, average
 from partita.core.model import Model, layers_of
+from partita.core.options import Count, NotNegative, Positive, PositiveShare
 from partita.core.plan import NONE, Plan, Turn, share
 from partita.core.tree import Names
 from partita.methods.selectors import (
@@ -28,17 +29,17 @@ Select = Literal["attention", "gradient", "random", "static", "round-robin"]
 
 
 def safl(
-    k: int | float = 0.33,
+    k: Count | PositiveShare = 0.33,
     select: Select = "attention",
     tokens: str = "auto",
-    probe: int | float = 32,
-    every: int = 1,
-    capacity: dict[str, float] | None = None,
-    depth: dict[str, int] | None = None,
+    probe: Count | PositiveShare = 32,
+    every: Count = 1,
+    capacity: dict[str, Count | PositiveShare] | None = None,
+    depth: dict[str, Count] | None = None,
     embeddings: bool = False,
     over: Literal["senders", "cohort"] = "senders",
-    noise: float = 0.0,
-    clip: float = 1.0,
+    noise: NotNegative = 0.0,
+    clip: Positive = 1.0,
 ) -> Method:
     """`k` layers a client, as a number or a fraction; `capacity` says otherwise for single clients.
 

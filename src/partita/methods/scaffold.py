@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from partita.core.method import Aggregate, Context, Local, Method, Rule, Server, Update
 from partita.core.model import Model
+from partita.core.options import NotNegative
 from partita.core.tree import Mean, Names, Slots, Tensors, add, scale, select, subtract, zeros_like
 
 PLAIN_SGD = frozenset({"sgd"})
@@ -59,5 +60,5 @@ class CommonControl(Rule):
         return replace(server, state={"control": add(server.state["control"], aggregate.slots["control"])})
 
 
-def scaffold(lr: float = 1.0) -> Method:
+def scaffold(lr: NotNegative = 1.0) -> Method:
     return Method("scaffold", local=(Corrected(),), server=CommonControl(lr))

@@ -6,16 +6,14 @@ With `training.precision = "bfloat16"` the frozen layers are computed in the mod
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partita.core import tree
+from partita.core import memory, tree
 from partita.core.model import Batch, Examples, Model, Output
 from partita.core.tree import Tensors
 from partita.models import STATES, ModelError
@@ -27,19 +25,14 @@ from partita.models.shallow import standing_in
 
 SEEN = "attention_mask"
 CHUNK = 32  # rows computed together, and always the same ones: a resumed run then remembers the same bits
-GIB = 2**30
 
 
 def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[Cached, ...]]:
     """The model from the first layer that trains on, and the examples as that takes them."""
     above, lower, takes = _cut(model)
     cached = tuple(_cached(table, lower, takes) for table in tables)
-    wanted, free = sum(each.states.nbytes for each in cached), _free_memory()
-    if wanted > free:
-        raise ModelError(
-            f"engine.cache_frozen would remember {wanted / GIB:.1f} GiB, but {free / GIB:.1f} GiB of memory are free; "
-            "set it to false, or use fewer or shorter examples"
-        )
+    wanted = sum(each.states.nbytes for each in cached)
+    memory.require(wanted, "engine.cache_frozen", "set it to false, or use fewer or shorter examples")
     return above, cached
 
 
@@ -191,12 +184,3 @@ def _nothing_to_cache(model: Adapted, names: Sequence[str], where: str) -> str:
         remedy = "name what is there in model.frozen, for instance ['embedding', 'layer.0'], or set it to false"
     shown = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"engine.cache_frozen: {shown} of {model.name} may train {where}; {remedy}"
-
-
-def _free_memory() -> int:
-    """Bytes that can be had without swapping; where the system does not say, all that the machine has."""
-    said = Path("/proc/meminfo")
-    if said.exists():
-        sizes = dict(line.split(":") for line in said.read_text().splitlines())
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

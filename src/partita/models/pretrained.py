@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from transformers import (
@@ -45,12 +45,12 @@ def pretrained(
     task: Task,
     key: Key,
     *,
-    path: str,
-    prompt: str | None = None,
-    fresh_head: bool = False,
-    frozen: tuple[str, ...] = (),
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    checkpointing: bool = False,
+    path: Annotated[str, "folder that save_pretrained has written, or id of the Hugging Face Hub"],
+    prompt: Annotated[str | None, "for a CLIP: text of a class, with {} for its name; there is then no head"] = None,
+    fresh_head: Annotated[bool, "draw a new head even where the checkpoint has one that fits"] = False,
+    frozen: Annotated[tuple[str, ...], "tags or names of parameters that never train nor travel"] = (),
+    dtype: Annotated[Literal["float32", "bfloat16"], "type to compute in, and to hold frozen weights in"] = "float32",
+    checkpointing: Annotated[bool, "recompute activations in the backward pass, to save memory"] = False,
 ) -> Adapted:
     """A model from a folder or the Hub; its head is kept if it has as many classes as the task.
 

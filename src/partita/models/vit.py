@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from transformers import ViTConfig, ViTForImageClassification
 
+from partita.core import memory
+from partita.core.options import Count, Range
 from partita.core.rng import Key
 from partita.models import ImageTask, ModelError
 from partita.models.adapter import Adapted, adapt
@@ -14,25 +18,26 @@ def vit(
     task: ImageTask,
     key: Key,
     *,
-    layers: int = 2,
-    width: int = 64,
-    heads: int = 4,
-    mlp_ratio: int = 2,
-    patch: int = 2,
-    frozen: tuple[str, ...] = (),
+    layers: Annotated[int, Range(low=1, high=1000), "layers"] = 2,
+    width: Annotated[int, Range(low=1, high=10**6), "size of a token's vector"] = 64,
+    heads: Annotated[Count, "attention heads of a layer; they divide the width"] = 4,
+    mlp_ratio: Annotated[int, Range(low=1, high=1000), "width of the MLP, as a multiple of the width"] = 2,
+    patch: Annotated[Count, "pixels of a patch's side; it divides the images' side"] = 2,
+    frozen: Annotated[tuple[str, ...], "tags or names of parameters that never train nor travel"] = (),
 ) -> Adapted:
     """A Vision Transformer from scratch. `frozen` gives tags or names of what never trains nor travels."""
     check_has_images(task)
-    numbers = {"layers": layers, "width": width, "heads": heads, "mlp_ratio": mlp_ratio, "patch": patch}
-    for option, number in numbers.items():
-        if number < 1:
-            raise ModelError(f"{option} is {number}; it must be at least 1")
     if width % heads:
         fit = -(-width // heads) * heads
         raise ModelError(f"width {width} is not divisible by {heads} heads; use a width of {fit}")
     if task.size % patch:
         fits = ", ".join(str(side) for side in range(1, task.size + 1) if task.size % side == 0)
         raise ModelError(f"images of size {task.size} do not divide into patches of {patch}; use a patch of {fits}")
+    tokens = (task.size // patch) ** 2 + 1
+    numbers = layers * width * (4 * width + 2 * width * mlp_ratio + mlp_ratio + 9)
+    numbers += width * (tokens + task.channels * patch**2 + len(task.classes))
+    remedy = "lower model.layers, model.width or model.mlp_ratio"
+    memory.require(4 * numbers, f"a vit of {layers} layers of width {width}", remedy)
     config = ViTConfig(
         hidden_size=width,
         num_hidden_layers=layers,

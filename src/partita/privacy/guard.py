@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from partita.core.method import Release
 from partita.core.model import Model
+from partita.core.options import Count, NotNegative, Positive, Range
 from partita.core.plan import Turn, plan_for
 from partita.core.private import PrivacyError, Private
 from partita.core.rounds import begin
@@ -24,18 +25,23 @@ ANYONE = "any client"  # in whose name the bill of client-level privacy is kept:
 class Terms:
     """What is asked for: a budget, for which the noise is found, or the noise itself; both: the noise is checked."""
 
-    unit: Literal["example", "client"] = "example"
-    epsilon: float | None = None
-    noise: float | None = None  # in multiples of the clip
-    delta: float | None = None
-    clip: float = 1.0
-    sampling: Literal["poisson", "shuffle"] = "poisson"
-    norms: Literal["auto", "direct", "ghost"] = "auto"
-    chunk: int | None = None
-    accountant: Literal["auto", "pld", "rdp"] = "auto"
-    repeatable: bool = (
-        False  # draw noise by the seed, for research: anyone can recompute it, so epsilon is a simulation
-    )
+    unit: Annotated[Literal["example", "client"], "whose presence is hidden"] = "example"
+    epsilon: Annotated[Positive | None, "budget, for which the noise is found"] = None
+    noise: Annotated[NotNegative | None, "standard deviation of the noise, in multiples of the clip"] = None
+    delta: Annotated[
+        Annotated[float, Range(above=0, below=1)] | None,
+        "delta of the guarantee; well below one in the number of examples or clients",
+    ] = None
+    clip: Annotated[
+        float, Range(above=0, high=math.inf), "largest norm of one example's gradient, or of one client's update"
+    ] = 1.0
+    sampling: Annotated[Literal["poisson", "shuffle"], "`poisson` draws each example on its own"] = "poisson"
+    norms: Annotated[Literal["auto", "direct", "ghost"], "how the norms of gradients are computed"] = "auto"
+    chunk: Annotated[Count | None, "examples whose gradients are held at once"] = None
+    accountant: Annotated[Literal["auto", "pld", "rdp"], "how epsilon is computed"] = "auto"
+    repeatable: Annotated[
+        bool, "draw noise by the seed, for research: anyone can recompute it, so epsilon is a simulation"
+    ] = False
 
     def __post_init__(self) -> None:
         if self.epsilon is None and self.noise is None:

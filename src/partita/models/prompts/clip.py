@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,10 +39,10 @@ def clip(
     task: Task,
     key: Key,
     *,
-    path: str | None = None,
-    shape: Literal["tiny", "b16"] | None = None,
-    template: str = "a photo of a {}.",
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    path: Annotated[str | None, "folder or id of the Hub, with its tokenizer"] = None,
+    shape: Annotated[Literal["tiny", "b16"] | None, "random towers of this shape, instead of a path"] = None,
+    template: Annotated[str, "text of a class, with {} for its name"] = "a photo of a {}.",
+    dtype: Annotated[Literal["float32", "bfloat16", "float64"], "type of the towers"] = "float32",
 ) -> Towers:
     """A frozen pair of towers from a folder or the Hub, with its tokenizer; a method adds what it learns.
 

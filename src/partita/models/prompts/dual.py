@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from partita.core import tree
+from partita.core import memory, tree
 from partita.core.model import Model, Output
 from partita.core.options import nearest
 from partita.core.rng import Key
@@ -117,6 +117,7 @@ def prompted(
 
 def drawn(key: Key, *shape: int, spread: float | None = SPREAD) -> Tensor:
     """Normal numbers; without a spread, such that a vector keeps its length on the way through."""
+    memory.require(4 * math.prod(shape), f"prompts of the shape {shape}", "lower method.text or method.vision")
     spread = shape[-1] ** -0.5 if spread is None else spread
     return spread * torch.randn(shape, generator=key.generator())
 

@@ -1,0 +1,130 @@
+"""Whatever a config says, the outcome is an experiment or an error of one line, never a traceback or a hang."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from fuzzing import SCHEMA, TINY, Raw, configs, experiments, refusal, strange
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from partita import experiment
+from partita.compare import expand
+from partita.config import load, parse
+from partita.core import memory
+from partita.core.options import shown
+from partita.play import start
+
+MANY = 400  # examples of a slow test, which draws other ones each time
+LIMIT = 2**28  # bytes that an experiment may ask for here
+FUZZ = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], print_blob=True)
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little memory, so that a size that is let through can do no harm; and what a build changes outside stays."""
+    monkeypatch.setattr(memory, "available", lambda: LIMIT)
+    monkeypatch.setattr(experiment, "half_takes", lambda: 1.0)  # it warns of slow bfloat16, which is no fault
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+
+
+def resolve(raw: Raw) -> None:
+    config = parse(copy.deepcopy(raw))
+    assert parse(tomllib.loads(config.to_toml())) == config, "a resolved config resolves to itself"
+
+
+def slow(count: int) -> Any:
+    return pytest.param(count, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("count", [120, slow(5000)])
+def test_any_config_is_taken_or_refused_in_a_line(count: int) -> None:
+    @given(configs())
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    def check(raw: Raw) -> None:
+        refusal(lambda: resolve(raw))
+
+    check()
+
+
+@pytest.mark.parametrize("count", [25, slow(1500)])
+def test_any_experiment_is_built_or_refused(count: int, small_machine: None) -> None:
+    @given(experiments())
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    def check(raw: Raw) -> None:
+        refusal(lambda: experiment.build(parse(raw)))
+
+    check()
+
+
+@pytest.mark.parametrize("count", [6, slow(400)])
+def test_any_tiny_run_ends(count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @given(experiments(small=True))
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    def check(raw: Raw) -> None:
+        refusal(lambda: list(start(parse(raw), tmp_path_factory.mktemp("run"))))
+
+    check()
+
+
+PIECES = ["method", "training", "lr", "mu", "name", "fedavg", "fedprox", "seed", ".", "=", "+", "(", ")", ",", "[", "]"]
+PIECES += [
+    "{",
+    "}",
+    " ",
+    "\n",
+    "\0",
+    "\udcff",
+    "'",
+    '"',
+    "nan",
+    "inf",
+    "1e999",
+    "9" * 30,
+    "0x" + "f" * 5000,
+    "[" * 3000,
+]
+
+
+def texts() -> st.SearchStrategy[str]:
+    pieces = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=8)
+    return pieces.map("".join)
+
+
+@pytest.mark.parametrize("count", [100, slow(3000)])
+def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
+    """What follows --set."""
+    file = tmp_path / "config.toml"
+    file.write_text(tomli_w.dumps(TINY))
+    named = st.sampled_from(
+        [f"{table}.{key}".lstrip(".") for table in SCHEMA if " " not in table for key in SCHEMA[table]]
+    )
+
+    @given(st.lists(texts() | st.builds("{}={}".format, named, texts() | strange().map(shown)), min_size=1, max_size=3))
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    def check(changes: list[str]) -> None:
+        refusal(lambda: load(file, changes))
+
+    check()
+
+
+@pytest.mark.parametrize("count", [60, slow(2000)])
+def test_any_methods_are_expanded_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
+    """What follows --methods."""
+    file = tmp_path / "config.toml"
+    file.write_text(tomli_w.dumps(TINY))
+    specs = st.sampled_from(
+        ["fedavg", "fedprox(mu=0.1)", "fedprox(mu=-1)", "lora(rank=4, training.lr=0.1)", "x(", "()"]
+    )
+
+    @given(st.lists(specs | texts(), max_size=3).map(",".join), st.sampled_from([1, 2, 0, -1, 10**12]))
+    @settings(FUZZ, max_examples=count, derandomize=count < MANY)
+    def check(methods: str, seeds: int) -> None:
+        refusal(lambda: expand(file, (), methods, seeds, tmp_path / "out"))
+
+    check()
