@@ -63,6 +63,8 @@ class FederationConfig:
     trace: str | None = None
     minimum: int = 1
     tolerate: bool = False
+    max_norm: float | None = None  # longer updates are scaled down to it
+    max_examples: int = 10_000_000  # that a client of unknown size may claim
     preloaded: bool = False
 
 

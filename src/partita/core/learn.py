@@ -233,7 +233,7 @@ class _Played:
     order: list[int]  # of clients, as (client,) in the losses
     losses: list[Tensor]  # for each step
     largest: Tensor
-    squares: Tensor | None  # (client, name)
+    squares: Tensor | None  # (client, name), or (client, 1) of all names together
 
 
 def _fetch(played: Sequence[_Played], clients: int) -> tuple[list[list[float]], bool]:
@@ -255,7 +255,9 @@ def _tell_squares(played: _Played, deltas: Sequence[Mapping[str, Tensor]]) -> No
         for place, row in zip(played.order, played.squares.tolist(), strict=True):
             delta = deltas[place]
             assert isinstance(delta, Laid)
-            delta.squares = dict(zip(delta, row, strict=True))
+            delta.square = math.fsum(row)
+            if len(row) == len(delta):
+                delta.squares = dict(zip(delta, row, strict=True))
 
 
 def _draw(run: Run, each: Visit, phase: int) -> Draw:
@@ -306,7 +308,8 @@ def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState
         for slot, part in learned.optimizer.items():
             memory[_OPTIMIZER + slot] = {**memory.get(_OPTIMIZER + slot, {}), **part}
     mean = math.fsum(losses) / len(losses) if losses else None
-    update = Update(client, learned.delta, slots, float(len(visit.examples)), learned.steps, mean, visit.told)
+    size = float(len(visit.examples))
+    update = Update(client, learned.delta, slots, size, learned.steps, mean, visit.told, visit.job.round)
     for index, transform in enumerate(run.method.channel):
         update = transform.encode(update, visit.key / "channel" / index)
     kept = {name: learned.params[name] if name in learned.params else ctx.anchor[name] for name in sorted(plan.keep)}

@@ -16,6 +16,7 @@ class Known(dict[str, Tensor]):
     """Tensors of which more is known than a message can claim: only code makes them."""
 
     finite = False  # whether all numbers are known to be
+    squares: dict[str, float] | None = None  # of the norms, where they are known
 
 
 class Laid(Mapping[str, Tensor]):
@@ -24,7 +25,8 @@ class Laid(Mapping[str, Tensor]):
     def __init__(self, row: Tensor, form: Form) -> None:
         self.row, self.form = row, form
         self.finite = False  # as above
-        self.squares: dict[str, float] | None = None  # of the norms, where they are known
+        self.squares: dict[str, float] | None = None  # as above
+        self.square: float | None = None  # their sum, which may be known without them
 
     def __getitem__(self, name: str) -> Tensor:
         shape, stride, start = self.form.places[name]
