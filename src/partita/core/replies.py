@@ -22,7 +22,7 @@ from partita.core.learn import Job, count_steps, shaped, turn_of
 from partita.core.method import Context, Local, Server, Update
 from partita.core.model import Model, layers_of
 from partita.core.plan import Plan
-from partita.core.rows import Form, Known, Laid, known, shapes
+from partita.core.rows import Form, Known, Laid, shapes
 from partita.core.run import Run
 from partita.core.tree import Names, Slots, Tensors
 
@@ -241,8 +241,9 @@ class Inspector:
             )
 
     def _measured(self, update: Update) -> Checked:
-        delta, names = known(update.delta, finite=True), frozenset(update.delta)
-        norm, limit = self._norm(delta), self.limits.norm(names)
+        delta = update.delta if isinstance(update.delta, Known | Laid) else Known(update.delta)
+        norm, limit = _norm(delta), self.limits.norm(frozenset(delta))
+        delta.finite = True
         if norm > limit:
             raise Refused(
                 f"sent an update of norm {norm:.3g}; more than {limit:.3g} ({MOST_OF_INITIAL:g} times the initial "
@@ -250,8 +251,8 @@ class Inspector:
             )
         for slot, part in update.slots.items():
             # A slot is as large as a gradient, that is as an update over the learning rate.
-            if self._norm(part) > limit / min(1.0, self.run.training.lr):
-                raise Refused(f"sent the slot '{slot}' of norm {self._norm(part):.3g}, which is implausible")
+            if (size := _norm(part)) > limit / min(1.0, self.run.training.lr):
+                raise Refused(f"sent the slot '{slot}' of norm {size:.3g}, which is implausible")
         if self.limits.hides:
             return Checked(replace(update, delta=delta), None, False)
         if self.run.max_norm is None or norm <= self.run.max_norm:
@@ -260,17 +261,20 @@ class Inspector:
         slots: Slots = {slot: tree.scale(part, factor) for slot, part in update.slots.items()}
         return Checked(replace(update, delta=tree.scale(delta, factor), slots=slots), norm, True)
 
-    def _norm(self, part: Mapping[str, Tensor]) -> float:
-        if isinstance(part, Laid) and part.square is not None:
+
+def _norm(part: Mapping[str, Tensor]) -> float:
+    if isinstance(part, Laid):
+        if part.finite and part.square is not None:
             return math.sqrt(part.square)
-        squares = tree.squares(part)
-        total = math.fsum(squares.values())
-        if not math.isfinite(total):
-            wrong = next(name for name, square in squares.items() if not math.isfinite(square))
-            raise Refused(f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip")
-        if isinstance(part, Known | Laid):
-            part.squares = squares  # drift asks for them again
-        return math.sqrt(total)
+        part.squares = None  # some client of its block is not finite, so each row is looked at by itself
+    squares = tree.squares(part)
+    total = math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else math.nan
+    if not math.isfinite(total):
+        wrong = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
+        raise Refused(f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip")
+    if isinstance(part, Known | Laid):
+        part.squares = squares  # drift asks for them again
+    return math.sqrt(total)
 
 
 def _readable(update: Update) -> Update:
