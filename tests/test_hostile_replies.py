@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import Clients, Script, last, play, run_of, small
+from helpers import SMALL_TASK, SMALL_VIT, Clients, Script, last, play, run_of, small
 from hostile import CASES, WHEN, WHO, Case, Hostile
 
+from partita.alarms import alarms_of_round
+from partita.config import parse
 from partita.core import tree
 from partita.core.learn import ClientFault, ClientState, Job
 from partita.core.method import Aggregate, Method, Rule, Server, Update
-from partita.core.model import Model
+from partita.core.model import Examples, Model
 from partita.core.private import Private
 from partita.core.replies import MOST_OF_INITIAL
-from partita.core.rounds import Lost, Round, rounds
+from partita.core.rounds import Lost, Round, begin, rounds
 from partita.core.run import Run, RunError
 from partita.core.store import Memory
 from partita.core.tree import Slots, Tensors
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults
+from partita.experiment import build as build_experiment
 from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
+from partita.play import play as play_rows
+from partita.play import prepare
 from partita.privacy.client import protect_clients
+from partita.report import page, read
 from partita.tiny import Tiny
 
 SIZES = {"a": 5, "b": 6, "c": 7}
@@ -291,3 +299,73 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
     assert tree.equal(played[1].server.state["memory"], played[0].server.state["memory"])
     with pytest.raises(RunError, match=rf"round 1 would have made '{named}' of the server not finite; lower training"):
         list(rounds(replace(run, tolerate=False), MODEL, Script(answer)))
+
+
+# ---- what is recorded
+
+
+def norms_of(**norms: float) -> Round:
+    return replace(play(run_of(fedavg(), 1), MODEL, THREE)[0], norms=norms)
+
+
+def test_an_update_far_beyond_the_median_raises_an_alarm_that_names_its_client() -> None:
+    [alarm] = alarms_of_round(norms_of(a=1.0, b=10.1, c=0.5, d=1.0))
+    assert (alarm.kind, alarm.round) == ("outlying update", 0)
+    assert "the update of b (10.1) is more than 10 times as long as the round's median of 1;" in alarm.text
+    for quiet in ({"a": 1.0, "b": 9.9, "c": 1.0}, {"a": 1.0, "b": 50.0}, {"a": 0.0, "b": 0.0, "c": 1.0}, {}):
+        assert alarms_of_round(norms_of(**quiet)) == []
+
+
+@dataclass
+class Loud:
+    """An engine whose client c1 sends its update many times as long, and in round 1 a second time."""
+
+    engine: Embedded
+
+    def clients(self) -> Sequence[str]:
+        return self.engine.clients()
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        for reply in self.engine.train(jobs):
+            assert isinstance(reply, Update)
+            if reply.client == "c1":
+                reply = replace(reply, delta=tree.scale(reply.delta, 30.0))
+            yield reply
+            if reply.client == "c1" and reply.round == 1:
+                yield reply
+
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs, on)
+
+
+@pytest.mark.parametrize("drift", [True, False])
+def test_rows_and_the_report_tell_of_it(drift: bool, tmp_path: Path) -> None:
+    raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
+    raw |= {"rounds": 2, "method": {"name": "fedavg"}, "evaluate": {"drift": drift}}
+    config = parse({**raw, "federation": {"tolerate": True, "max_norm": 1.0}})
+    experiment, folder = build_experiment(config), tmp_path / "run"
+    prepare(experiment, folder)
+    store = Memory()
+    engine = Loud(Embedded(experiment.run, experiment.model, experiment.federation, store=store))
+    rows = list(play_rows(experiment, folder, engine, store, begin(experiment.run, experiment.model), 0))
+    assert all(row["alarms"].keys() == {"outlying update"} for row in rows)
+    assert all(row["bounded"].keys() == {"c1"} for row in rows)
+    assert [list(row.get("refused", {})) for row in rows] == [[], ["c1"]]
+    assert not any("skipped" in row or row["lost"] for row in rows)
+    text = page([read(folder)], tmp_path / "page.html").read_text()
+    assert "outlying update in round 1 to 2: the update of c1 (" in text
+
+
+def test_a_skipped_round_is_recorded_with_its_alarm() -> None:
+    each = replace(norms_of(), skipped="only 0 of 2 clients answered")
+    [alarm] = alarms_of_round(each)
+    assert alarm.kind == "skipped round"
+    assert alarm.text == "only 0 of 2 clients answered; the server stayed as it was"
+
+
+def test_a_config_registers_the_size_of_every_client() -> None:
+    experiment = build_experiment(parse({**tomllib.loads(SMALL_VIT + SMALL_TASK), "method": {"name": "fedavg"}}))
+    assert experiment.run.examples is not None
+    sizes = {client: len(experiment.federation[client].train) for client in experiment.federation.clients}
+    assert dict(experiment.run.examples) == sizes
+    assert all(sizes.values())

@@ -230,10 +230,10 @@ class _Round:
                 reply, weight = self.inspector.weigh(reply)
                 self.up.append(weight)
                 checked = self.inspector.check(reply, plan)
-            except Refused as fault:
+            except Refused as refusal:
                 if not self.run.tolerate:
-                    raise ClientFault(reply.client, str(fault)) from fault
-                self._lose(Lost(reply.client, str(fault), refused=True))
+                    raise ClientFault(reply.client, str(refusal)) from refusal
+                self._lose(Lost(reply.client, str(refusal), refused=True))
                 continue
             self._note(checked, plan)
             yield checked.update
