@@ -68,12 +68,12 @@ def every(change: Callable[[Tensor], object]) -> Change:
 
 
 def first(change: Callable[[Tensor], object]) -> Change:
-    """One tensor of the delta."""
+    """One tensor of the delta, of those that are not quantised."""
 
     def changed(u: Update) -> list[object] | None:
         if not u.delta:
             return None
-        name = min(u.delta)
+        name = min(u.delta, key=lambda name: (not u.delta[name].is_floating_point(), name))
         return [replace(u, delta={**u.delta, name: change(u.delta[name])})]
 
     return changed

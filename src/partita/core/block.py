@@ -20,7 +20,7 @@ from partita.core.model import Batch
 from partita.core.optim import clip
 from partita.core.plan import Phase
 from partita.core.private import Draw, Loss, Private, clipped_sum, gaussian
-from partita.core.rows import form_of
+from partita.core.rows import Known, form_of
 from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
 
@@ -116,7 +116,12 @@ class Block:
             squares = torch.stack(norms, 1).square()
             return form.each(rows), tree.largest({"": rows}), squares
         delta = tree.subtract(live, anchor)
-        return self._apart(delta), tree.largest(delta), None
+        if not self.many or self.run.drift:
+            return self._apart(delta), tree.largest(delta), None
+        # Drift would look at each client and name by itself; the server needs one norm a client.
+        norms = [torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=torch.float64) for value in delta.values()]
+        squares = torch.stack(norms).square().sum(0).unsqueeze(1)
+        return [Known(each) for each in self._apart(delta)], tree.largest(delta), squares
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
         """The optimizer's for each client, who took so many of the block's steps."""

@@ -22,7 +22,7 @@ from partita.core.model import Examples, Model
 from partita.core.plan import NONE, Phase, Plan, Turn, plan_for
 from partita.core.private import Draw, Private
 from partita.core.rng import Key
-from partita.core.rows import Laid, known
+from partita.core.rows import Known, Laid, known
 from partita.core.run import Run, Training
 from partita.core.stage import Deal, stage
 from partita.core.tree import Names, Slots, Tensors
@@ -254,7 +254,7 @@ def _tell_squares(played: _Played, deltas: Sequence[Mapping[str, Tensor]]) -> No
     if played.squares is not None:
         for place, row in zip(played.order, played.squares.tolist(), strict=True):
             delta = deltas[place]
-            assert isinstance(delta, Laid)
+            assert isinstance(delta, Known | Laid)
             delta.square = math.fsum(row)
             if len(row) == len(delta):
                 delta.squares = dict(zip(delta, row, strict=True))

@@ -103,6 +103,7 @@ class Inspector:
     def __init__(self, limits: Limits, server: Server, number: int, ask: Callable[[str], Job]) -> None:
         self.limits, self.params, self.number, self.ask = limits, server.params, number, ask
         self.run = limits.run
+        self.forms = {name: (value.shape, _kind(value)) for name, value in server.params.items()}
         self.fits: dict[tuple[Form, Names, torch.dtype, torch.device], Mapping[str, int]] = {}  # with the steps
         self.honest: dict[tuple[Plan, Names], Mapping[str, Names] | None] = {}
         self.first: Names | None = None  # the names of the round's first reply
@@ -209,15 +210,17 @@ class Inspector:
             if self.fits.get(alike) is taken:
                 return  # as that of a client before
         most = self.limits.steps(plan, self.limits.examples(update.client))
-        row = part.row if isinstance(part, Laid) else None
-        for name, shape in zip(part, shapes(part), strict=True):
+        kinds = [(part.row.dtype, part.row.device)] * len(part) if isinstance(part, Laid) else map(_kind, part.values())
+        for name, shape, kind in zip(part, shapes(part), kinds, strict=True):
             if name not in plan.up:
                 self._refuse_name(name)
-            value, own = part[name] if row is None else row, self.params[name]
-            if shape != own.shape:
-                raise Refused(f"sent '{name}' of shape {tuple(shape)}, not {tuple(own.shape)}")
-            if value.dtype != own.dtype or value.device != own.device:
-                raise Refused(f"sent '{name}' as {value.dtype} on {value.device}, not {own.dtype} on {own.device}")
+            if (shape, kind) != self.forms[name]:
+                own = self.params[name]
+                raise Refused(
+                    f"sent '{name}' of shape {tuple(shape)}, not {tuple(own.shape)}"
+                    if shape != own.shape
+                    else f"sent '{name}' as {kind[0]} on {kind[1]}, not {own.dtype} on {own.device}"
+                )
             steps = taken.get(name)
             if type(steps) is not int or not 1 <= steps <= most[name]:
                 raise Refused(
@@ -263,10 +266,11 @@ class Inspector:
 
 
 def _norm(part: Mapping[str, Tensor]) -> float:
-    if isinstance(part, Laid):
+    if isinstance(part, Known | Laid):
         if part.finite and part.square is not None:
             return math.sqrt(part.square)
-        part.squares = None  # some client of its block is not finite, so each row is looked at by itself
+        if not part.finite:
+            part.squares = None  # some client of its block is not finite, so each is looked at by itself
     squares = tree.squares(part)
     total = math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else math.nan
     if not math.isfinite(total):
@@ -275,6 +279,10 @@ def _norm(part: Mapping[str, Tensor]) -> float:
     if isinstance(part, Known | Laid):
         part.squares = squares  # drift asks for them again
     return math.sqrt(total)
+
+
+def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:
+    return value.dtype, value.device
 
 
 def _readable(update: Update) -> Update:

@@ -17,6 +17,7 @@ class Known(dict[str, Tensor]):
 
     finite = False  # whether all numbers are known to be
     squares: dict[str, float] | None = None  # of the norms, where they are known
+    square: float | None = None  # their sum, which may be known without them
 
 
 class Laid(Mapping[str, Tensor]):
@@ -25,8 +26,8 @@ class Laid(Mapping[str, Tensor]):
     def __init__(self, row: Tensor, form: Form) -> None:
         self.row, self.form = row, form
         self.finite = False  # as above
-        self.squares: dict[str, float] | None = None  # as above
-        self.square: float | None = None  # their sum, which may be known without them
+        self.squares: dict[str, float] | None = None
+        self.square: float | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         shape, stride, start = self.form.places[name]
