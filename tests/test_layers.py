@@ -23,7 +23,8 @@ CORE = [
     ["core.block"],
     ["core.graphs"],
     ["core.learn"],
-    ["core.rounds", "core.checkpoint", "core.store"],
+    ["core.replies", "core.checkpoint", "core.store"],
+    ["core.rounds"],
     ["core.__init__"],
 ]
 

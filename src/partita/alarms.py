@@ -1,10 +1,13 @@
-"""Signs that clients' own choice of layers has lost its point, from what the server sees of each round."""
+"""Signs of trouble, from what the server sees of each round: choices of layers that have lost their point, updates far
+beyond the others, and rounds that did not count.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from partita.core.model import Model, layer_of, number_of
@@ -13,7 +16,9 @@ from partita.core.tree import Names
 
 SHORT, LONG = 3, 8  # rounds in a row that a sign must last: scores and senders, and layers that nobody chose
 FLAT = 0.05  # scores of layers that differ by less than this part of the largest tell nothing
-FEW = 3  # clients below whom a layer with one sender is no surprise
+FEW = 3  # clients below whom a layer with one sender is no surprise, nor an update longer than the others
+OUTLYING = 10.0  # times the round's median norm, from which an update is absurd; honest clients differ by less
+NAMED = 5  # clients that an alarm names
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Alarm:
-    kind: Literal["attention collapse", "layer starvation", "aggregation mismatch"]
+    kind: Literal["attention collapse", "layer starvation", "aggregation mismatch", "outlying update", "skipped round"]
     round: int
     text: str
 
@@ -43,6 +48,33 @@ def sight(each: Round, model: Model) -> Sight:
         for client, told in each.told.items()
     }
     return Sight(each.number, sent, {client: found for client, found in scores.items() if found})
+
+
+def alarms_of_round(each: Round) -> list[Alarm]:
+    """Those that one round raises by itself, whatever the method."""
+    found = (_outlying(each), _skipped(each))
+    return [alarm for alarm in found if alarm]
+
+
+def _outlying(each: Round) -> Alarm | None:
+    usual = median(each.norms.values()) if len(each.norms) >= FEW else 0.0
+    far = {client: norm for client, norm in each.norms.items() if norm > OUTLYING * usual > 0}
+    if not far:
+        return None
+    longest = sorted(far, key=lambda client: -far[client])
+    shown = ", ".join(f"{client} ({far[client]:.3g})" for client in longest[:NAMED])
+    shown += f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
+    text = (
+        f"the update of {shown} is more than {OUTLYING:g} times as long as the round's median of {usual:.3g}; look at "
+        "the client's data, or bound all updates with federation.max_norm"
+    )
+    return Alarm("outlying update", each.number, text)
+
+
+def _skipped(each: Round) -> Alarm | None:
+    if each.skipped is None:
+        return None
+    return Alarm("skipped round", each.number, f"{each.skipped}; the server stayed as it was")
 
 
 def alarms(window: Sequence[Sight], layers: Sequence[str]) -> list[Alarm]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,9 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         minimum=federate.minimum,
         tolerate=federate.tolerate,
         preloaded=federate.preloaded,
+        max_norm=federate.max_norm,
+        max_examples=federate.max_examples,
+        examples=_Sizes(federation),
         drift=config.evaluate.drift,
         secret=_secret(config, secret),
     )
@@ -97,6 +101,26 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     if method.adapt:
         method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
     return Experiment(config, run, model, federation, faults, device, block, measure_for(task), guard, graphs)
+
+
+class _Sizes(Mapping[str, int]):
+    """Training examples by client, counted when somebody asks: of a large population few are ever asked for. 0 where
+    the examples are elsewhere.
+    """
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation, self.found = federation, dict[str, int]()
+
+    def __getitem__(self, client: str) -> int:
+        if client not in self.found:
+            self.found[client] = len(self.federation[client].train)
+        return self.found[client]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.federation.clients)
+
+    def __len__(self) -> int:
+        return len(self.federation.clients)
 
 
 def _warn_of_half(times: float) -> None:

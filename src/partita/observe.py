@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from partita import record
-from partita.alarms import LONG, Sight, alarms, sight
+from partita.alarms import LONG, Sight, alarms, alarms_of_round, sight
 from partita.core.learn import Job
 from partita.core.method import Local, Server
 from partita.core.model import Model, layer_of, layers_of, role_of
@@ -36,6 +36,7 @@ def observe(
         **_happened(experiment, each, seconds),
         **measure(experiment, engine, each),
         **_spending(experiment, each, signal),
+        **_distrusted(each),
         **_choices(experiment, each, sights),
     }
     return withhold(row, experiment.guard.terms.unit) if experiment.guard else row
@@ -113,6 +114,17 @@ def _spending(experiment: Experiment, each: Round, signal: Mapping[str, float]) 
     return {"privacy": {"epsilon": spent if finite else None, "delta": guard.terms.delta, "signal": dict(signal)}}
 
 
+def _distrusted(each: Round) -> Row:
+    """What the server did not take as it came; most rounds have nothing of it."""
+    found: Row = {
+        "refused": {lost.client: lost.reason for lost in each.refused},
+        "bounded": {client: each.norms[client] for client in sorted(each.bounded)},
+        "skipped": each.skipped is not None,
+        "alarms": {alarm.kind: alarm.text for alarm in alarms_of_round(each)},
+    }
+    return {key: value for key, value in found.items() if value}
+
+
 def _choices(experiment: Experiment, each: Round, sights: deque[Sight]) -> Row:
     """Where clients choose their layers: which, by what scores, and the signs that this has lost its point."""
     if all(type(rule).narrow is Local.narrow for rule in experiment.run.method.local):
@@ -122,7 +134,10 @@ def _choices(experiment: Experiment, each: Round, sights: deque[Sight]) -> Row:
     return {
         "chosen": {client: sorted(layers) for client, layers in now.sent.items()},
         "scores": {client: dict(scores) for client, scores in now.scores.items()},
-        "alarms": {alarm.kind: alarm.text for alarm in alarms(list(sights), layers_of(experiment.model))},
+        "alarms": {
+            alarm.kind: alarm.text
+            for alarm in (*alarms(list(sights), layers_of(experiment.model)), *alarms_of_round(each))
+        },
     }
 
 

@@ -20,7 +20,7 @@ from partita.core.model import Batch
 from partita.core.optim import clip
 from partita.core.plan import Phase
 from partita.core.private import Draw, Loss, Private, add_noise, clipped_sum, gaussian
-from partita.core.rows import form_of
+from partita.core.rows import Known, form_of
 from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
 
@@ -100,8 +100,8 @@ class Block:
 
     def moved(self) -> tuple[Sequence[Mapping[str, Tensor]], Tensor, Tensor | None]:
         """How far each client came from its anchor, of what goes up; the largest number of all, one that is not finite
-        if any is not; and in rows (client, name) the squares of norms, where drift will ask for them. Taken for the
-        whole block at once, and nothing waits for it yet.
+        if any is not; and in rows the squares of norms, (client, name) where drift will ask for them and otherwise
+        (client, 1). Taken for the whole block at once, and nothing waits for it yet.
         """
         live = {name: self.live[name] for name in self.names if name in self.plan.up}
         if not live:
@@ -111,14 +111,17 @@ class Block:
         if self.many and alike and self.device.type in IN_ROWS:
             form = form_of(tuple(live), tuple(anchor[name].shape for name in live))
             rows = form.lay(list(live.values())).sub_(form.lay([anchor[name].unsqueeze(0) for name in live]))
-            squares = None
-            if self.run.drift:
-                tables = form.apart(rows).values()
-                norms = [torch.linalg.vector_norm(table, dim=1, dtype=torch.float64) for table in tables]
-                squares = torch.stack(norms, 1).square()
+            tables = form.apart(rows).values() if self.run.drift else [rows]
+            norms = [torch.linalg.vector_norm(table, dim=1, dtype=torch.float64) for table in tables]
+            squares = torch.stack(norms, 1).square()
             return form.each(rows), tree.largest({"": rows}), squares
         delta = tree.subtract(live, anchor)
-        return self._apart(delta), tree.largest(delta), None
+        if not self.many or self.run.drift:
+            return self._apart(delta), tree.largest(delta), None
+        # Drift would look at each client and name by itself; the server needs one norm a client.
+        norms = [torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=torch.float64) for value in delta.values()]
+        squares = torch.stack(norms).square().sum(0).unsqueeze(1)
+        return [Known(each) for each in self._apart(delta)], tree.largest(delta), squares
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
         """The optimizer's for each client, who took so many of the block's steps."""

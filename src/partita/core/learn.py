@@ -22,7 +22,7 @@ from partita.core.model import Examples, Model
 from partita.core.plan import NONE, Phase, Plan, Turn, plan_for
 from partita.core.private import Draw, Private
 from partita.core.rng import Key
-from partita.core.rows import Laid, known
+from partita.core.rows import Known, Laid, known
 from partita.core.run import Run, Training
 from partita.core.stage import Deal, stage
 from partita.core.tree import Names, Slots, Tensors
@@ -237,7 +237,7 @@ class _Played:
     order: list[int]  # of clients, as (client,) in the losses
     losses: list[Tensor]  # for each step
     largest: Tensor
-    squares: Tensor | None  # (client, name)
+    squares: Tensor | None  # (client, name), or (client, 1) of all names together
 
 
 def _fetch(played: Sequence[_Played], clients: int) -> tuple[list[list[float]], bool]:
@@ -258,8 +258,10 @@ def _tell_squares(played: _Played, deltas: Sequence[Mapping[str, Tensor]]) -> No
     if played.squares is not None:
         for place, row in zip(played.order, played.squares.tolist(), strict=True):
             delta = deltas[place]
-            assert isinstance(delta, Laid)
-            delta.squares = dict(zip(delta, row, strict=True))
+            assert isinstance(delta, Known | Laid)
+            delta.square = math.fsum(row)
+            if len(row) == len(delta):
+                delta.squares = dict(zip(delta, row, strict=True))
 
 
 def _draw(run: Run, each: Visit, phase: int) -> Draw:
@@ -310,7 +312,8 @@ def reply(run: Run, visit: Visit, learned: Learned) -> tuple[Update, ClientState
         for slot, part in learned.optimizer.items():
             memory[_OPTIMIZER + slot] = {**memory.get(_OPTIMIZER + slot, {}), **part}
     mean = math.fsum(losses) / len(losses) if losses else None
-    update = Update(client, learned.delta, slots, float(len(visit.examples)), learned.steps, mean, visit.told)
+    size = float(len(visit.examples))
+    update = Update(client, learned.delta, slots, size, learned.steps, mean, visit.told, visit.job.round)
     for index, transform in enumerate(run.method.channel):
         update = transform.encode(update, visit.key / "channel" / index)
     kept = {name: learned.params[name] if name in learned.params else ctx.anchor[name] for name in sorted(plan.keep)}

@@ -76,6 +76,7 @@ class Update:
     steps: Mapping[str, int]
     loss: float | None  # the task's mean training loss; None where nothing trained
     told: Mapping[str, float] = field(default_factory=dict)  # small numbers that its rules tell the server
+    round: int | None = None  # that it answers; None: the engine does not say
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ class Unseen:
 
 class Transform:
     """What happens to an update on the wire. Several are encoded in order and undone in reverse."""
+
+    hides = False  # it protects whole clients: what one of them sent is not recorded, and all must send the same names
 
     def encode(self, update: Update, key: Key) -> Update:
         """At the client, before sending."""

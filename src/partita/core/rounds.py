@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from partita.core import wire
@@ -19,9 +19,12 @@ from partita.core.ledger import Ledger
 from partita.core.method import MethodError, Server, Update
 from partita.core.model import Examples, Model
 from partita.core.plan import Plan, Turn, plan_for
-from partita.core.rows import Form, Laid, shapes
+from partita.core.replies import Checked, Inspector, Limits, Refused
 from partita.core.run import Run, RunError
-from partita.core.tree import Names, finite, select, within
+from partita.core.tree import Names, Tensors, finite, select, within
+
+LONGEST = 500  # characters of a reason, which may come from a client
+UNKNOWN = "unknown"  # whose reply does not say who sent it
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Lost:
     client: str
     reason: str
     empty: bool = False  # it holds nothing of what it was sent any more
+    refused: bool = False  # it did answer, and the server refused the answer
 
 
 class Engine(Protocol):
@@ -66,6 +70,10 @@ class Round:
     drift: Measures
     sent: Mapping[str, Names]  # by client, what came up
     told: Mapping[str, Mapping[str, float]]  # by client, the numbers its rules told
+    refused: tuple[Lost, ...] = ()  # replies beside the one that was asked for: a second one, or one for another round
+    norms: Mapping[str, float] = field(default_factory=dict)  # by client, of its delta; not under client-level privacy
+    bounded: Names = frozenset()  # whose update was longer than federation.max_norm
+    skipped: str | None = None  # why the server stayed as it was
 
 
 def begin(run: Run, model: Model) -> Server:
@@ -80,8 +88,9 @@ def begin(run: Run, model: Model) -> Server:
 def rounds(run: Run, model: Model, engine: Engine, server: Server | None = None, start: int = 0) -> Iterator[Round]:
     """Rounds `start` to the last. To go on after a stop, give the server after the last finished round."""
     server = server or begin(run, model)
+    limits = Limits(run, model)
     for number in range(start, run.rounds):
-        result = _Round(run, model, server, number).play(engine)
+        result = _Round(limits, server, number).play(engine)
         server = result.server
         yield result
 
@@ -106,61 +115,91 @@ def _ask(run: Run, model: Model, server: Server, number: int, client: str) -> tu
 class _Round:
     """The tallies of one round, filled while updates stream past."""
 
-    def __init__(self, run: Run, model: Model, server: Server, number: int) -> None:
-        self.run, self.model, self.server, self.number = run, model, server, number
-        self.shapes = {name: value.shape for name, value in server.params.items()}
+    def __init__(self, limits: Limits, server: Server, number: int) -> None:
+        self.run, self.model, self.server, self.number = limits.run, limits.model, server, number
+        self.inspector = Inspector(limits, server, number, self._job)
+        self.drift = Drift(self.model)
         self.up: list[Mapping[str, int]] = []  # what each message weighs
         self.down: list[Mapping[str, int]] = []
         self.plain: dict[Names, Mapping[str, int]] = {}  # by names, what the server's own parameters weigh alone
+        self.cohort: Sequence[str] = ()
         self.plans: dict[str, Plan] = {}
         self.overwritten: list[tuple[str, Names]] = []
         self.received: list[tuple[str, Names]] = []
-        self.fits: dict[tuple[Form, Names], Mapping[str, int]] = {}  # with the steps
         self.lost: list[Lost] = []
+        self.refused: list[Lost] = []
         self.losses: list[tuple[float, float]] = []
         self.sent: dict[str, Names] = {}
         self.told: dict[str, Mapping[str, float]] = {}
+        self.norms: dict[str, float] = {}
+        self.bounded: set[str] = set()
 
     def play(self, engine: Engine) -> Round:
         method, clients = self.run.method, engine.clients()
         key = self.run.key / "round" / self.number
-        cohort = self.run.draw_cohort(self.number, clients)
+        self.cohort = cohort = self.run.draw_cohort(self.number, clients)
         if self.run.minimum > len(cohort):
             raise RunError(
                 f"federation.minimum is {self.run.minimum}, but only {len(cohort)} clients are asked a round"
             )
-        drift = Drift(self.model)
         updates = self._receive(engine.train(self._ask(client) for client in cohort))
-        watched = drift.watch(updates) if self.run.drift else updates
+        watched = self.drift.watch(updates) if self.run.drift else updates
         aggregate = method.server.reduce(self.server, watched, len(clients))
         if aggregate.cohort != len(self.received):
             raise MethodError(
                 f"{method.name}: {type(method.server).__name__} says it reduced {aggregate.cohort} updates, but there "
                 f"were {len(self.received)}; it must take each once and count them"
             )
-        if len(self.received) < self.run.minimum:
-            reasons = "; ".join(f"{lost.client}: {lost.reason}" for lost in self.lost[:3])
-            raise RunError(
-                f"only {len(self.received)} of {len(cohort)} clients answered in round {self.number} and "
-                f"federation.minimum is {self.run.minimum} ({reasons}); lower it, or ask more clients a round",
-            )
+        if few := self._too_few():
+            return self._result(self.server, few)
         for index, transform in reversed(list(enumerate(method.channel))):
             aggregate = transform.decode(aggregate, key / "channel" / index)
         server = method.server.apply(self.server, aggregate)
+        if spoilt := _not_finite(self.server, server):
+            reason = f"round {self.number} would have made '{spoilt}' of the server not finite"
+            if not self.run.tolerate:
+                raise RunError(f"{reason}; lower training.lr, or method.lr where there is one")
+            return self._result(self.server, reason)
+        return self._result(server)
+
+    def _too_few(self) -> str | None:
+        """Why the round cannot count. That clients stayed away is an error; refused replies may be an attack, and with
+        `tolerate` an attacker must not be able to end the run.
+        """
+        count, refused = len(self.received), sum(lost.refused for lost in self.lost)
+        if count >= self.run.minimum:
+            return None
+        reasons = "; ".join(f"{lost.client}: {lost.reason}" for lost in self.lost[:3])
+        short = (
+            f"only {count} of {len(self.cohort)} clients answered in round {self.number} and federation.minimum is "
+            f"{self.run.minimum} ({reasons})"
+        )
+        if not self.run.tolerate or count + refused < self.run.minimum:
+            raise RunError(f"{short}; lower it, or ask more clients a round")
+        return short
+
+    def _result(self, server: Server, skipped: str | None = None) -> Round:
         moved = frozenset(name for name, value in server.params.items() if value is not self.server.params[name])
         ledger = self.server.ledger.acknowledge(self.received).forget(self.overwritten).changed(moved, self.number + 1)
         weight = sum(weight for weight, _ in self.losses)
         return Round(
             self.number,
             replace(server, ledger=ledger),
-            tuple(cohort),
+            tuple(self.cohort),
             tuple(self.lost),
             Traffic(wire.total(self.up), wire.total(self.down)),
             sum(weight * loss for weight, loss in self.losses) / weight if weight else None,
-            drift.measures(),
+            self.drift.measures(),
             self.sent,
             self.told,
+            tuple(self.refused),
+            self.norms,
+            frozenset(self.bounded),
+            skipped,
         )
+
+    def _job(self, client: str) -> Job:
+        return ask(self.run, self.model, self.server, self.number, client)[0]
 
     def _ask(self, client: str) -> Job:
         job, self.plans[client], own = _ask(self.run, self.model, self.server, self.number, client)
@@ -180,66 +219,79 @@ class _Round:
 
     def _receive(self, replies: Iterable[Update | Lost]) -> Iterator[Update]:
         for reply in replies:
-            if reply.client not in self.plans:
-                raise ClientFault(reply.client, f"answered in round {self.number} without being asked, or twice")
+            if fault := self._stray(reply):
+                self._drop(reply, fault)
+                continue
             plan = self.plans.pop(reply.client)
             if isinstance(reply, Lost):
-                self.lost.append(reply)
-                if reply.empty:
-                    self.overwritten.append((reply.client, self.model.every()))
+                self._lose(reply)
                 continue
-            self.up.append(wire.count({"delta": reply.delta, **reply.slots}))
-            reply, fault = self._open(reply)
-            if fault := fault or self._fault(reply, plan):
+            try:
+                reply, weight = self.inspector.weigh(reply)
+                self.up.append(weight)
+                checked = self.inspector.check(reply, plan)
+            except Refused as refusal:
                 if not self.run.tolerate:
-                    raise ClientFault(reply.client, fault)
-                self.lost.append(Lost(reply.client, fault))
+                    raise ClientFault(reply.client, str(refusal)) from refusal
+                self._lose(Lost(reply.client, str(refusal), refused=True))
                 continue
-            self.received.append((reply.client, plan.down))
-            self.sent[reply.client] = frozenset(reply.delta)
-            if reply.told:
-                self.told[reply.client] = reply.told
-            if reply.loss is not None:
-                self.losses.append((reply.weight, reply.loss))
-            yield reply
+            self._note(checked, plan)
+            yield checked.update
+        dropped = {lost.client: lost.reason for lost in self.refused}
+        for client in self.plans:  # their only replies were for another round, or there were none
+            self._lose(Lost(client, dropped.get(client, "gave no answer"), refused=client in dropped))
 
-    def _open(self, update: Update) -> tuple[Update, str | None]:
-        """What came over the wire as it was before; with the fault where that cannot be."""
-        try:
-            for transform in reversed(self.run.method.channel):
-                update = transform.open(update)
-        except (ValueError, RuntimeError) as error:  # torch's own complaint of a shape or type is a RuntimeError
-            return update, f"sent what cannot be opened: {error}"
-        return update, None
+    def _stray(self, reply: object) -> str | None:
+        """Why this is not the one reply that a client was asked for."""
+        if not isinstance(reply, Update | Lost) or not isinstance(reply.client, str):
+            return f"sent what is no update of a named client, but {type(reply).__name__}"
+        if reply.client not in self.plans:
+            return f"answered in round {self.number} without being asked, or twice"
+        if isinstance(reply, Lost) or reply.round is None or (type(reply.round) is int and reply.round == self.number):
+            return None
+        return f"answered for round {str(reply.round)[:20]} in round {self.number}"
 
-    def _fault(self, update: Update, plan: Plan) -> str | None:
-        """Fewer names than the plan sends up are fine, others are not; nor are odd shapes or numbers."""
-        if not 0 <= update.weight < math.inf:
-            return f"sent the weight {update.weight}; it must be a number from 0 up"
-        if update.loss is not None and not math.isfinite(update.loss):
-            return f"sent the loss {update.loss}; lower training.lr, set training.clip, or look at the client's data"
-        for what, number in update.told.items():
-            if not math.isfinite(number):
-                return f"told {number} for '{what}'; it must be a finite number"
-        for part in (update.delta, *update.slots.values()):
-            if fault := self._misfit(part, plan.up, update.steps):
-                return fault
-            if not finite(part):
-                wrong = next(name for name, value in part.items() if not finite({name: value}))
-                return f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip"
-        return None
+    def _drop(self, reply: object, fault: str) -> None:
+        named = isinstance(reply, Update | Lost) and isinstance(reply.client, str)
+        # A guess by the order of answers must not cost another client its turn, so it only names who ends the run.
+        client = reply.client if named else next(iter(self.plans), UNKNOWN)  # type: ignore[attr-defined]
+        if not self.run.tolerate:
+            raise ClientFault(client, fault)
+        self.refused.append(Lost(client[:LONGEST] if named else UNKNOWN, fault, refused=True))
 
-    def _misfit(self, part: Mapping[str, Tensor], up: Names, taken: Mapping[str, int]) -> str | None:
-        if isinstance(part, Laid) and self.fits.get((part.form, up)) is taken:
-            return None  # as that of a client before
-        for name, shape in zip(part, shapes(part), strict=True):
-            if name not in up:
-                return f"sent '{name}', which its plan does not send up in round {self.number}"
-            if shape != self.shapes[name]:
-                return f"sent '{name}' of shape {tuple(shape)}, not {tuple(self.shapes[name])}"
-            steps = taken.get(name)
-            if not isinstance(steps, int) or steps < 1:
-                return f"sent '{name}' after {steps} steps; it must be a whole number from 1 up"
-        if isinstance(part, Laid):
-            self.fits[part.form, up] = taken
-        return None
+    def _lose(self, lost: Lost) -> None:
+        self.lost.append(replace(lost, reason=str(lost.reason)[:LONGEST]))
+        if lost.empty:
+            self.overwritten.append((lost.client, self.model.every()))
+
+    def _note(self, checked: Checked, plan: Plan) -> None:
+        update = checked.update
+        self.received.append((update.client, plan.down))
+        self.sent[update.client] = frozenset(update.delta)
+        if update.told:
+            self.told[update.client] = update.told
+        if update.loss is not None:
+            self.losses.append((update.weight, update.loss))
+        if checked.norm is not None:
+            self.norms[update.client] = checked.norm
+        if checked.bounded:
+            self.bounded.add(update.client)
+
+
+def _not_finite(before: Server, after: Server) -> str | None:
+    """The name of a parameter or of server state that the round moved to a value that is not finite."""
+    moved = _moved(before.params, after.params)
+    for slot, part in after.state.items():
+        moved |= {f"{slot}/{name}": value for name, value in _moved(before.state.get(slot, {}), part).items()}
+    alike: dict[tuple[torch.device, torch.dtype], Tensors] = {}
+    for name, value in moved.items():
+        if value.is_floating_point() and value.numel():
+            alike.setdefault((value.device, value.dtype), {})[name] = value
+    for part in alike.values():  # all of one kind in one look, since on a GPU every look waits for it
+        if not finite(part):
+            return next(name for name, value in part.items() if not finite({name: value}))
+    return None
+
+
+def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensors:
+    return {name: value for name, value in after.items() if value is not before.get(name)}

@@ -16,6 +16,8 @@ class Known(dict[str, Tensor]):
     """Tensors of which more is known than a message can claim: only code makes them."""
 
     finite = False  # whether all numbers are known to be
+    squares: dict[str, float] | None = None  # of the norms, where they are known
+    square: float | None = None  # their sum, which may be known without them
 
 
 class Laid(Mapping[str, Tensor]):
@@ -24,7 +26,8 @@ class Laid(Mapping[str, Tensor]):
     def __init__(self, row: Tensor, form: Form) -> None:
         self.row, self.form = row, form
         self.finite = False  # as above
-        self.squares: dict[str, float] | None = None  # of the norms, where they are known
+        self.squares: dict[str, float] | None = None
+        self.square: float | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         shape, stride, start = self.form.places[name]

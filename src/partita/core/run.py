@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,12 +51,24 @@ class Run:
     tolerate: bool = False  # a client's fault (a loss or an update that is no use) is recorded and does not end the run
     preloaded: bool = False  # clients hold the initial model before the first round
     drift: bool = True  # measure drift each round
+    max_norm: float | None = None  # of an update; longer ones are scaled down to it
+    max_examples: int = 10_000_000  # that a client may claim where their number is not registered
+    examples: Mapping[str, int] | None = None  # registered, by client; 0: not known; None: there is no register
     secret: Key | None = None  # what clients draw by where nobody else may know it; None: by the run's key, as all do
     hidden_cohorts: bool = False  # draw cohorts by the secret: what privacy gains from sampling needs that nobody knows
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise RunError(f"rounds is {self.rounds}; it must be at least 1")
+        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
+            raise RunError(f"federation.max_norm is {self.max_norm}; it must be a number above 0, or left out")
+        if self.max_examples < 1:
+            raise RunError(f"federation.max_examples is {self.max_examples}; it must be at least 1")
+        if self.max_norm is not None and any(transform.hides for transform in self.method.channel):
+            raise RunError(
+                "federation.max_norm and client-level privacy are both set; there privacy.clip bounds every update, so "
+                "leave federation.max_norm out"
+            )
         self.method.check_optimizer(self.training.optimizer.name)
         if self.method.privacy and self.training.clip is not None:
             raise RunError(

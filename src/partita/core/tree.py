@@ -91,7 +91,7 @@ def finite(tree: Mapping[str, Tensor]) -> bool:
 
 def squares(tree: Mapping[str, Tensor]) -> dict[str, float]:
     """The square of each tensor's norm, in float64."""
-    if isinstance(tree, Laid) and tree.squares is not None:
+    if isinstance(tree, Known | Laid) and tree.squares is not None:
         return tree.squares
     if not tree:
         return {}

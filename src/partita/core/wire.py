@@ -19,7 +19,7 @@ Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by paramete
 ENVELOPE = ""  # the name under which a message's own header is counted
 
 # In the order in which safetensors lays tensors out.
-_TYPES = {
+TYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -86,7 +86,7 @@ def _count(
         for name, kind, shape in zip(*tensors, strict=True):
             weight = shape.numel() * kind.itemsize
             sizes[name] = sizes.get(name, 0) + weight
-            entries.append((f"{slot}/{name}", _TYPES[kind], tuple(shape), weight))
+            entries.append((f"{slot}/{name}", TYPES[kind], tuple(shape), weight))
     return MappingProxyType({ENVELOPE: _envelope(entries), **sizes} if entries else {})
 
 
@@ -94,7 +94,7 @@ def _envelope(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> int:
     """The header that safetensors writes: its length in 8 bytes, then JSON padded to a multiple of 8."""
     start, header = 0, {}
     # By type, then by name: offsets, and so the digits in the header, depend on the order.
-    order = list(_TYPES.values())
+    order = list(TYPES.values())
     for key, kind, shape, weight in sorted(entries, key=lambda entry: (order.index(entry[1]), entry[0])):
         header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, start + weight]}
         start += weight

@@ -19,6 +19,7 @@ from partita.core.tree import Mean, Names, Slots, Tensors
 class ClippedUpdates(Transform):
     """An update's delta and slots together are at most `clip` long; noise is in multiples of that, on the sum."""
 
+    hides = True
     clip: float
     noise: float
     cohort: int

@@ -39,6 +39,7 @@ def page(
         _comparison(records, compare(records, target, metric)),
         _figures(records, metric_of(records, metric).name),
         _choice(records),
+        _alarms(records),
         _privacy(records),
         _lost(records),
         _plans(records),
@@ -209,7 +210,7 @@ def _figures(records: Sequence[Record], metric: str) -> str:
 
 
 def _choice(records: Sequence[Record]) -> str:
-    chose, alarms = choice.chose(records), list(choice.raised(records))
+    chose = choice.chose(records)
     if not chose:
         return ""
     steady = [(label, *choice.steadiness(runs)) for label, runs in chose.items()]
@@ -222,9 +223,12 @@ def _choice(records: Sequence[Record]) -> str:
         ),
         _table(("label", "overlap with the last choice", "overlap of two clients"), steady),
     ]
-    if alarms:
-        parts.append(f"<h3>Alarms</h3>\n{_notes(alarms)}")
     return f"<section>\n<h2>Choice of layers</h2>\n{''.join(parts)}</section>\n"
+
+
+def _alarms(records: Sequence[Record]) -> str:
+    lines = list(choice.raised(records))
+    return f"<section>\n<h2>Alarms</h2>\n{_notes(lines)}</section>\n" if lines else ""
 
 
 def _privacy(records: Sequence[Record]) -> str:

@@ -1,0 +1,303 @@
+"""Hostile replies as data: named changes of an honest reply, and an engine in which one client sends them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.core.learn import Job
+from partita.core.method import Update
+from partita.core.rounds import Lost
+from partita.core.store import Memory
+from partita.engines.embedded import Embedded
+
+WHO, WHEN = "b", 1  # the hostile client and its round
+Change = Callable[[Update], list[object] | None]  # the replies that arrive in place of the honest one; None: cannot be
+
+
+@dataclass(frozen=True)
+class Case:
+    """`refused` is what must happen; None where both are fine, such as for a reply in the name of another."""
+
+    name: str
+    change: Change
+    refused: bool | None = True
+
+
+class Hostile:
+    """An engine with one hostile client in one round. The client's own state stays as if it had been away."""
+
+    def __init__(self, engine: Embedded, case: Case) -> None:
+        self.engine, self.case = engine, case
+        self.possible = True
+
+    def clients(self) -> Sequence[str]:
+        return self.engine.clients()
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Any]:
+        for job in jobs:
+            if (job.client, job.round) != (WHO, WHEN):
+                yield from self.engine.train([job])
+                continue
+            store = Memory()
+            assert isinstance(self.engine.store, Memory)
+            store.states = dict(self.engine.store.states)
+            self.engine.store, kept = store, self.engine.store
+            [honest] = self.engine.train([job])
+            self.engine.store = kept
+            assert isinstance(honest, Update)
+            sent = self.case.change(honest)
+            self.possible = sent is not None
+            yield from [honest] if sent is None else sent
+
+    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
+        raise NotImplementedError
+
+
+# ---- ways to change one part of a reply
+
+
+def every(change: Callable[[Tensor], object]) -> Change:
+    """All tensors of the delta."""
+    return lambda u: [replace(u, delta={name: change(each) for name, each in u.delta.items()})] if u.delta else None
+
+
+def first(change: Callable[[Tensor], object]) -> Change:
+    """One tensor of the delta, of those that are not quantised."""
+
+    def changed(u: Update) -> list[object] | None:
+        if not u.delta:
+            return None
+        name = min(u.delta, key=lambda name: (not u.delta[name].is_floating_point(), name))
+        return [replace(u, delta={**u.delta, name: change(u.delta[name])})]
+
+    return changed
+
+
+def put(**fields: object) -> Change:
+    return lambda u: [replace(u, **fields)]  # type: ignore[arg-type]
+
+
+def in_slots(change: Callable[[dict[str, Tensor]], object]) -> Change:
+    """Every slot that the honest reply has."""
+    return lambda u: [replace(u, slots={slot: change(dict(p)) for slot, p in u.slots.items()})] if u.slots else None
+
+
+def in_values(change: Callable[[Tensor], object]) -> Change:
+    return in_slots(lambda part: {name: change(value) for name, value in part.items()})
+
+
+def steps_of(value: object) -> Change:
+    return lambda u: [replace(u, steps=dict.fromkeys(u.steps, value))] if u.delta else None
+
+
+def filled(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda each: torch.full_like(each, value) if each.is_floating_point() else each
+
+
+def spiked(value: float) -> Callable[[Tensor], Tensor]:
+    """One number among the honest ones."""
+
+    def change(each: Tensor) -> Tensor:
+        spoilt = each.clone()
+        spoilt.view(-1)[0] = value if each.is_floating_point() else 0
+        return spoilt
+
+    return change
+
+
+class Trap(Mapping[Any, Any]):
+    """A mapping that fails when one of its methods is called."""
+
+    def __init__(self, inner: Mapping[Any, Any], fails: str) -> None:
+        self.inner, self.fails = inner, fails
+
+    def _spring(self, method: str) -> None:
+        if method == self.fails:
+            raise KeyError(f"no {method} today")
+
+    def __getitem__(self, key: Any) -> Any:
+        self._spring("getitem")
+        return self.inner[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._spring("iter")
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        self._spring("len")
+        return len(self.inner)
+
+
+class Shifty(Mapping[str, Tensor]):
+    """A mapping whose tensors are honest at the first look and not a number from the second on."""
+
+    def __init__(self, inner: Mapping[str, Tensor]) -> None:
+        self.inner, self.seen = inner, set[str]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.inner[name]
+        if name in self.seen:
+            return value * math.nan
+        self.seen.add(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+KINDS = {
+    "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
+    "bool": torch.bool, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
+    "complex64": torch.complex64,
+}  # fmt: skip
+ODD: dict[str, object] = {
+    "None": None, "text": "5", "list": [1.0], "True": True, "complex": 1j, "10^400": 10**400, "tensor": torch.ones(()),
+    "dict": {"a": 1},
+}  # fmt: skip
+HUGE = {"3e38": 3e38, "-3e38": -3e38, "1e30": 1e30, "1e12": 1e12}
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+SHAPES: dict[str, Callable[[Tensor], object]] = {
+    "0-d": lambda each: each.sum(),
+    "empty": lambda each: each.new_zeros(0),
+    "flat and longer": lambda each: each.new_zeros(each.numel() + 1),
+    "one more dimension": lambda each: each.unsqueeze(0),
+    "sparse": lambda each: each.to_sparse(),
+    "meta": lambda each: each.to("meta"),
+    "with a gradient": lambda each: each.float().requires_grad_(),
+    "None": lambda each: None,
+    "a number": lambda each: 1.0,
+    "a list": lambda each: each.tolist(),
+}
+
+
+def _tensors() -> Iterator[Case]:
+    for name, kind in KINDS.items():
+        # Cast from zero: what int8 means under a quantising channel is decided there.
+        yield Case(f"delta as {name}", every(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
+        yield Case(f"one of delta as {name}", first(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
+    for name, change in SHAPES.items():
+        yield Case(f"delta {name}", every(change))
+        yield Case(f"one of delta {name}", first(change))
+    for name, value in NOT_FINITE.items():
+        yield Case(f"delta of {name}", every(filled(value)))
+        yield Case(f"one number of delta {name}", first(spiked(value)))
+    for name, value in HUGE.items():
+        yield Case(f"delta of {name}", every(filled(value)))
+        yield Case(f"one number of delta {name}", first(spiked(value)))
+    yield Case("delta of subnormal numbers", every(filled(1e-40)), refused=False)
+    yield Case("delta of zeros", every(filled(0.0)), refused=False)
+    yield Case("delta a hundredfold", every(lambda each: each * 100 if each.is_floating_point() else each), False)
+    yield Case("delta in a strided view", every(lambda each: torch.stack([each, each], -1)[..., 0]), refused=False)
+
+
+def _names() -> Iterator[Case]:
+    def with_name(name: object) -> Change:
+        return lambda u: [replace(u, delta={**u.delta, name: torch.zeros(2)}, steps={**u.steps, name: 1})]  # type: ignore[dict-item]
+
+    def personal(u: Update) -> list[object] | None:
+        kept = u.steps.keys() - u.delta.keys()
+        return [replace(u, delta={**u.delta, min(kept): torch.zeros(3, 4)})] if kept else None
+
+    def missing(u: Update) -> list[object] | None:
+        return [replace(u, delta={name: u.delta[name] for name in sorted(u.delta)[1:]})] if u.delta else None
+
+    yield Case("an unknown name", with_name("nowhere"))
+    yield Case("an empty name", with_name(""))
+    yield Case("a name that is no text", with_name(7))
+    yield Case("a name of markup", with_name("<script>alert(1)</script>" * 100))
+    yield Case("a personal name", personal)
+    yield Case("a name missing", missing, refused=None)
+    yield Case("no names", lambda u: [replace(u, delta={}, slots={})] if u.delta else None, refused=None)
+
+
+def _slots() -> Iterator[Case]:
+    def beside(slot: object, value: object = None) -> Change:
+        return lambda u: [replace(u, slots={**u.slots, slot: u.delta if value is None else value})]  # type: ignore[dict-item]
+
+    for slot in ("unknown", "delta", "params", "personal", "", 7):
+        yield Case(f"a slot called {slot!r}", beside(slot))
+    yield Case("an empty slot that is unknown", beside("unknown", {}))
+    yield Case("a slot that is a list", beside("unknown", [1.0]))
+    yield Case("half a slot", in_slots(lambda part: dict(sorted(part.items())[: len(part) // 2])))
+    yield Case("an empty slot", in_slots(lambda part: {}))
+    yield Case("a slot with a name more", in_slots(lambda part: {**part, "nowhere": torch.zeros(2)}), refused=None)
+    yield Case("a slot that is None", in_slots(lambda part: None))
+    yield Case("no slots", lambda u: [replace(u, slots={})] if u.slots else None)
+    for name, kind in KINDS.items():
+        yield Case(f"slots as {name}", in_values(lambda each, kind=kind: torch.zeros_like(each).to(kind)), None)  # type: ignore[misc]
+    for name, change in SHAPES.items():
+        yield Case(f"slots {name}", in_values(change), refused=None)
+    for name, value in {**NOT_FINITE, **HUGE}.items():
+        yield Case(f"slots of {name}", in_values(filled(value)), refused=None)
+
+
+def _numbers() -> Iterator[Case]:
+    weights = {"0": 0.0, "-1": -1.0, "1e12": 1e12, "1e308": 1e308, "its size and 1": 7.0, **NOT_FINITE, **ODD}
+    for name, value in weights.items():
+        yield Case(f"weight {name}", put(weight=value))
+    yield Case("weight of subnormal size", put(weight=5e-324), refused=False)
+    steps = {"0": 0, "-1": -1, "10^15": 10**15, "3": 3, "1.5": 1.5, **NOT_FINITE, **ODD}  # 6 examples: 2 steps
+    for name, value in steps.items():
+        yield Case(f"steps of {name}", steps_of(value))
+        yield Case(f"steps {name}", lambda u, value=value: [replace(u, steps=value)] if u.delta else None)  # type: ignore[misc]
+    yield Case("no steps", lambda u: [replace(u, steps={})] if u.delta else None)
+    losses = {"-1e308": -1e308, "1e308": 1e308, **NOT_FINITE, **ODD}
+    for name, value in losses.items():
+        yield Case(f"loss {name}", put(loss=value), refused=name != "None")
+    told: dict[str, object] = {
+        **{f"of {name}": {"attention/layer.0": value} for name, value in {**NOT_FINITE, **ODD, "1e308": 1e308}.items()},
+        **{name: value for name, value in ODD.items() if name != "dict"},
+        "a layer that is not there": {"attention/layer.zero": 1.0},
+        "a layer in other digits": {"attention/layer.٣": 1.0},
+        "markup": {"<script>alert(1)</script>": 1.0},
+        "a line break": {"attention/layer.0\n": 1.0},
+        "a long text": {"a" * 10_000: 1.0},
+        "many": {f"attention/{number}": 1.0 for number in range(5000)},
+        "a number": {7: 1.0},
+    }
+    for name, value in told.items():
+        yield Case(f"told {name}", put(told=value))
+
+
+def _whole() -> Iterator[Case]:
+    for field in ("delta", "slots", "steps", "told"):
+        for name in ("None", "text", "list", "10^400", "tensor"):
+            if field != "told":
+                yield Case(f"{field} is {name}", put(**{field: ODD[name]}))
+        for fails in ("getitem", "iter", "len"):
+            yield Case(
+                f"{field} fails at {fails}",
+                lambda u, field=field, fails=fails: [
+                    replace(u, **{field: Trap(getattr(u, field) or {"attention/layer.0": 1.0}, fails)})  # type: ignore[misc]
+                ],
+                refused=None if fails == "len" else True,
+            )
+    yield Case("delta changes while it is read", lambda u: [replace(u, delta=Shifty(u.delta))], refused=None)
+    for name, value in {**ODD, "no text": "", "a stranger": "mallory", "the next": "c", "the last": "a"}.items():
+        yield Case(f"client is {name}", put(client=value), refused=None if name.startswith("the ") else True)
+    for name, value in {"text": "hello", "None": None, "dict": {}, "number": 5, "error": ValueError("boom")}.items():
+        yield Case(f"no update but {name}", lambda u, value=value: [value])  # type: ignore[misc]
+    yield Case("the same reply twice", lambda u: [u, u], refused=False)
+    yield Case("two replies", lambda u: [u, replace(u, weight=1.0)], refused=False)
+    yield Case("a reply and junk", lambda u: [u, None, "x"], refused=False)
+    yield Case("a reply and a stranger's", lambda u: [u, replace(u, client="mallory")], refused=False)
+    yield Case("a reply and a loss", lambda u: [u, Lost(u.client, "asleep")], refused=False)
+    yield Case("a loss and a reply", lambda u: [Lost(u.client, "asleep"), u])
+    yield Case("the loss of a stranger", lambda u: [u, Lost("mallory", "asleep")], refused=False)
+    yield Case("no reply", lambda u: [])
+    if "round" in Update.__dataclass_fields__:
+        for name, value in {"0": 0, "2": 2, "99": 99, "-1": -1, "1.0": 1.0, **ODD}.items():
+            yield Case(f"round {name}", put(round=value), refused=name != "None")
+        yield Case("an old reply and the true one", lambda u: [replace(u, round=0), u], refused=False)  # type: ignore[call-arg]
+
+
+CASES: tuple[Case, ...] = (*_tensors(), *_names(), *_slots(), *_numbers(), *_whole())
