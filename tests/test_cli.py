@@ -218,7 +218,7 @@ def _at_work(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
 def test_a_comparison_that_is_killed_leaves_no_process(config: Path, tmp_path: Path) -> None:
     words = ["compare", "-c", str(config), "--methods", "fedavg", "--seeds", "2", "--jobs", "2", "--out"]
-    words += [str(tmp_path / "out"), "--set", "rounds=3000"]
+    words += [str(tmp_path / "out"), "--set", "rounds=500"]
     with subprocess.Popen([sys.executable, "-m", "partita", *words], stderr=subprocess.DEVNULL) as parent:
         while not list((tmp_path / "out").glob("*/seed-1/rows.jsonl")):
             time.sleep(0.1)
