@@ -57,8 +57,10 @@ patch = 2
 SETTINGS = {
     "scaffold, disk": 'method.name = "scaffold"\nengine.state = "disk"',
     "fedper": 'method.name = "fedper"',
-    "safl, privacy": 'method.name = "safl"\nmethod.noise = 1.0\nmethod.probe = 0.2\n'
-    'privacy = { noise = 2.0, accountant = "rdp", repeatable = true }',
+    "safl, privacy": """
+method = { name = "safl", noise = 1.0, probe = 0.2 }
+privacy = { noise = 2.0, accountant = "rdp", repeatable = true }
+""",
     "fedfrozen, automatic": 'method.name = "fedfrozen"\nmethod.warmup = "auto"',
     "feddyn": 'method.name = "feddyn"',
     "fedfrozen+moon": 'method.name = "fedfrozen+moon"\nmethod.warmup = 20',

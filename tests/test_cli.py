@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -196,6 +198,37 @@ def test_compare_over_methods_and_seeds(jobs: int, partita: Shell, config: Path,
     for words, first in (([], "fedavg"), (["--against", "fedprox(mu=0.5)"], "fedprox(mu=0.5)")):
         assert json.loads(partita(*told, *words)[1])["lines"][0]["label"] == first
     assert "did you mean 'fedavg'?" in partita(*told, "--against", "fedavgg")[2]
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _at_work(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
+def test_a_comparison_that_is_killed_leaves_no_process(config: Path, tmp_path: Path) -> None:
+    words = ["compare", "-c", str(config), "--methods", "fedavg", "--seeds", "2", "--jobs", "2", "--out"]
+    words += [str(tmp_path / "out"), "--set", "rounds=500"]
+    with subprocess.Popen([sys.executable, "-m", "partita", *words], stderr=subprocess.DEVNULL) as parent:
+        while not list((tmp_path / "out").glob("*/seed-1/rows.jsonl")):
+            time.sleep(0.1)
+        children = _children(parent.pid)
+        parent.kill()
+    assert len(children) >= 2
+    until = time.monotonic() + 5
+    while any(map(_at_work, children)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(_at_work, children))
 
 
 def test_methods_and_cards(partita: Shell) -> None:

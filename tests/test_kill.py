@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -77,6 +80,26 @@ def test_twenty_kills_change_nothing(method: str, state: str, tmp_path: Path) ->
     ends = [checkpoint.load(sealed(tmp_path / name / record.CHECKPOINTS)[-1])[1] for name in ("whole", "killed")]
     assert tree.equal(ends[0].params, ends[1].params)
     assert ends[0].ledger == ends[1].ledger
+
+
+def test_a_fork_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
+    hear, tell = os.pipe()
+    if (parent := os.fork()) == 0:
+        with record.lock(tmp_path):
+            if (child := os.fork()) == 0:
+                time.sleep(60)
+            os.write(tell, str(child).encode())
+            time.sleep(60)
+    child = int(os.read(hear, 20))
+    try:
+        with pytest.raises(record.RecordError, match="in use by another process"), record.lock(tmp_path):
+            pass
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        with record.lock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.slow

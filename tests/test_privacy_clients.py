@@ -155,6 +155,10 @@ def test_every_client_pays_for_every_round() -> None:
     assert isinstance(some.run.method.server, OverCohort)
     some.charge(0, ["c1", "c2"], {})
     assert some.spent() == some.ahead(1).epsilon() < some.planned
+    before = some.spent()
+    some.charge(1, ["c1", "c2"], {}, population=2)  # the others were away, so these two were certain to be drawn
+    assert before is not None
+    assert (some.spent() or 0) - before > some.ahead(2).epsilon() - before
     with pytest.raises(PrivacyError, match=r"privacy\.accountant = 'rdp'"):
         protect(run_of(fedavg(), cohort=2), small(), sizes, Terms("client", noise=8.0, accountant="pld"))
 

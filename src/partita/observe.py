@@ -94,6 +94,7 @@ def _happened(experiment: Experiment, each: Round, seconds: float) -> Row:
         "seconds": round(seconds, 4),
         "lr": experiment.run.rate(each.number),
         "cohort": list(each.cohort),
+        "population": each.population,
         "lost": {lost.client: lost.reason for lost in each.lost},
         "train_loss": each.loss,
         "bytes": {"up": sum(each.traffic.up.values()), "down": sum(each.traffic.down.values())},
@@ -108,7 +109,7 @@ def _spending(experiment: Experiment, each: Round, signal: Mapping[str, float]) 
     guard = experiment.guard
     if guard is None:
         return {}
-    guard.charge(each.number, each.cohort, signal)
+    guard.charge(each.number, each.cohort, signal, each.population)
     spent = guard.spent()
     finite = spent is not None and math.isfinite(spent)
     return {"privacy": {"epsilon": spent if finite else None, "delta": guard.terms.delta, "signal": dict(signal)}}

@@ -125,7 +125,7 @@ def _recall_spending(experiment: Experiment, guard: Guard, folder: Path) -> None
             f"privacy.noise = {noise:g}"
         )
     for row in record.read_rows(folder):
-        guard.charge(row["round"], row["cohort"], row["privacy"]["signal"])
+        guard.charge(row["round"], row["cohort"], row["privacy"]["signal"], row["population"])
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -154,6 +154,19 @@ def environment(device: torch.device, **chosen: object) -> dict[str, str]:
     }
 
 
+_held: set[BinaryIO] = set()  # the locks of this process
+
+
+def _let_go() -> None:
+    """A fork shares the locks of its parent, and would hold them after the parent was killed."""
+    for handle in _held:
+        handle.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """One process a run folder; the lock goes with the process, however it ends."""
@@ -168,4 +181,8 @@ def lock(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RecordError(f"{folder} is in use by another process; wait for it or choose another folder") from None
-        yield
+        _held.add(handle)
+        try:
+            yield
+        finally:
+            _held.discard(handle)

@@ -74,6 +74,7 @@ class Round:
     norms: Mapping[str, float] = field(default_factory=dict)  # by client, of its delta; not under client-level privacy
     bounded: Names = frozenset()  # whose update was longer than federation.max_norm
     skipped: str | None = None  # why the server stayed as it was
+    population: int = 0  # clients that were there, of whom the cohort was drawn
 
 
 def begin(run: Run, model: Model) -> Server:
@@ -123,6 +124,7 @@ class _Round:
         self.down: list[Mapping[str, int]] = []
         self.plain: dict[Names, Mapping[str, int]] = {}  # by names, what the server's own parameters weigh alone
         self.cohort: Sequence[str] = ()
+        self.population = 0
         self.plans: dict[str, Plan] = {}
         self.overwritten: list[tuple[str, Names]] = []
         self.received: list[tuple[str, Names]] = []
@@ -138,6 +140,7 @@ class _Round:
         method, clients = self.run.method, engine.clients()
         key = self.run.key / "round" / self.number
         self.cohort = cohort = self.run.draw_cohort(self.number, clients)
+        self.population = len(clients)
         if self.run.minimum > len(cohort):
             raise RunError(
                 f"federation.minimum is {self.run.minimum}, but only {len(cohort)} clients are asked a round"
@@ -196,6 +199,7 @@ class _Round:
             self.norms,
             frozenset(self.bounded),
             skipped,
+            self.population,
         )
 
     def _job(self, client: str) -> Job:

@@ -43,6 +43,10 @@ ROW: Mapping[str, Quantity] = {
         "why a client was lost: data that no model can read shows by its fault; under client-level privacy the reason "
         "is replaced, and who was lost is named",
     ),
+    "refused": Quantity("named", "withheld", "replies that nobody asked for, and why they were refused"),
+    "bounded": Quantity("noised", "withheld", "whose update was longer than federation.max_norm, and how long it was"),
+    "skipped": Quantity("named", "named", "that a round did not count: it follows from the faults of clients"),
+    "population": Quantity("public", "named", "how many clients were there in a round"),
     "train_loss": Quantity("withheld", "withheld", "computed from raw examples"),
     "bytes": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
     "up": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
@@ -65,7 +69,7 @@ ROW: Mapping[str, Quantity] = {
         "charged", "public", "a choice by data is a release; a choice by chance or by turns looks at none"
     ),
     "scores": Quantity("charged", "withheld", "noised scores of layers are a release of their own"),
-    "alarms": Quantity("noised", "public", "computed from layer choices and their scores"),
+    "alarms": Quantity("noised", "withheld", "computed from layer choices, norms and reasons why clients were lost"),
 }
 
 BESIDE: Mapping[str, Quantity] = {

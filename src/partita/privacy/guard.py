@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -67,9 +67,15 @@ class Guard:
     planned: float | None  # None where a client's size is not known
     account: Account = field(repr=False, compare=False)
 
-    def charge(self, number: int, cohort: Iterable[str], signal: Mapping[str, float]) -> None:
-        """Everyone who was asked pays for a whole round, also who was lost: an answer may have been seen."""
-        _charge(self.account, self.run, self.model, self.sizes, number, cohort, signal)
+    def charge(
+        self, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int | None = None
+    ) -> None:
+        """Everyone who was asked pays for a whole round, also who was lost: an answer may have been seen.
+
+        `population` is the number of clients that were there to be drawn: where some were away, the others were
+        drawn with a higher probability. All of them unless given.
+        """
+        self._charge(self.account, number, cohort, signal, population or len(self.sizes))
 
     def spent(self) -> float | None:
         """So far. None where a client's number of examples is not known here."""
@@ -89,8 +95,20 @@ class Guard:
         signal = self.run.method.server.signal(begin(self.run, self.model))
         for number in range(rounds):
             cohort = self.run.draw_cohort(number, list(self.sizes))
-            _charge(account, self.run, self.model, self.sizes, number, cohort, signal)
+            self._charge(account, number, cohort, signal, len(self.sizes))
         return account
+
+    def _charge(
+        self, account: Account, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int
+    ) -> None:
+        run = self.run
+        if account.of_clients:
+            transform: Any = run.method.channel[0]
+            account.charge(ANYONE, [Release(TRAINING, transform.noise, len(cohort) / population)])
+            return
+        for client in cohort:
+            plan = plan_for(run.method.plan, self.model, Turn(number, run.rounds, client, signal))
+            account.charge(client, releases_of(run, plan, self.sizes.get(client, 0)))
 
     def about(self) -> dict[str, Any]:
         """For the record."""
@@ -147,24 +165,6 @@ def protect(run: Run, model: Model, sizes: Mapping[str, int], terms: Terms) -> G
         )
     resolved = replace(terms, noise=noise, delta=delta)
     return Guard(under(noise), model, resolved, sizes, planned, Account(delta, by, of_clients))
-
-
-def _charge(
-    account: Account,
-    run: Run,
-    model: Model,
-    sizes: Mapping[str, int],
-    number: int,
-    cohort: Iterable[str],
-    signal: Mapping[str, float],
-) -> None:
-    if account.of_clients:
-        transform: Any = run.method.channel[0]
-        account.charge(ANYONE, [Release(TRAINING, transform.noise, transform.cohort / len(sizes))])
-        return
-    for client in cohort:
-        plan = plan_for(run.method.plan, model, Turn(number, run.rounds, client, signal))
-        account.charge(client, releases_of(run, plan, sizes.get(client, 0)))
 
 
 def _delta(terms: Terms, units: int) -> float:
