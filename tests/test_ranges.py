@@ -173,7 +173,7 @@ def test_values_are_shown_on_one_short_line() -> None:
     [
         "checkpoint.every=0",
         "evaluate.every=0",
-        "evaluate.personal=0",
+        "evaluate.personal=-1",
         "evaluate.clients=0",
         "evaluate.clients=-1",
         "engine.threads=-1",
