@@ -35,7 +35,8 @@ ROW: Mapping[str, Quantity] = {
     "cohort": Quantity(
         "public",
         "named",
-        "who was asked in a round: a client-level epsilon that counts on chance holds for those who do not know it",
+        "who was asked in a round: a client-level epsilon that counts on chance holds for those who do not know it, so "
+        "keep the rows private",
     ),
     "lost": Quantity(
         "named",
