@@ -19,7 +19,7 @@ from torch import Tensor
 from partita.conformance import states_of
 from partita.core.learn import ClientState, Job, Learned, kind, learn, visit
 from partita.core.method import Context, Local, Method
-from partita.core.model import Model, Selection
+from partita.core.model import Model
 from partita.core.optim import SGD
 from partita.core.plan import NONE, Phase, Plan, Turn, share
 from partita.core.private import Private
