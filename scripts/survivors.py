@@ -1,0 +1,32 @@
+"""Mutants that survive, and why. Lines are named by what they say, because their numbers change."""
+
+from __future__ import annotations
+
+from mutants import Spot
+
+# No test could notice: the mutant computes the same wherever it can be reached.
+EQUIVALENT: dict[Spot, str] = {
+    (
+        "methods/fedfrozen.py",
+        "for shape in sorted(shapes, key=tuple):",
+        "sorted(...) without key=tuple",
+    ): "a torch.Size is a tuple and sorts as one",
+    (
+        "methods/fedprox.py",
+        "held = sorted(ctx.plan.train & ctx.plan.down)",
+        "ctx.plan.train & ctx.plan.down -> ctx.plan.down",
+    ): "what came down and does not train is still at its anchor, so its square is zero",
+    (
+        "methods/scaffold.py",
+        "delta.add(update.delta, 1.0)",
+        "1.0 -> 2.0",
+    ): "a mean with equal weights, whatever they are",
+    (
+        "methods/fedtp.py",
+        "total = sum(pulled.weight.values()) or 1.0",
+        "1.0 -> 2.0",
+    ): "only where all weights are zero, and then zero is divided by it",
+}
+
+# A test could notice, and none does yet.
+UNCOVERED: dict[Spot, str] = {}
