@@ -39,7 +39,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/rounds.py": (*ROUNDS, "tests/test_faults.py"),
     "core/rows.py": ("tests/test_rows.py", "tests/test_laws.py"),
     "core/run.py": ("tests/test_learn.py", "tests/test_rounds.py", "tests/test_privacy.py"),
-    "core/stage.py": (*LEARNING[:2], "tests/test_privacy.py", "tests/test_text.py"),
+    "core/stage.py": (*LEARNING[:2], "tests/test_privacy.py"),
     "core/store.py": ROUNDS[:2],
     "core/tree.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_learn.py", "tests/test_rows.py"),
     "core/wire.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_checkpoint.py"),

@@ -19,14 +19,14 @@ from torch import Tensor
 from partita.conformance import states_of
 from partita.core.learn import ClientState, Job, Learned, kind, learn, visit
 from partita.core.method import Context, Local, Method
-from partita.core.model import Model
+from partita.core.model import IGNORED, Batch, Model
 from partita.core.optim import SGD
 from partita.core.plan import NONE, Phase, Plan, Turn, share
 from partita.core.private import Private
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.run import Run
-from partita.core.stage import Deal, stage
+from partita.core.stage import Deal, collate, stage
 from partita.core.tree import Names, Slots, Tensors
 from partita.data.split import split
 from partita.data.task import Federation, Table, Task
@@ -196,3 +196,40 @@ def test_a_block_is_staged_row_by_row() -> None:
                 wanted = part.take(indices)
                 assert torch.equal(batch.inputs["x"][rank][: len(indices)], wanted.inputs["x"])
                 assert torch.equal(batch.targets[rank][: len(indices)], wanted.targets)
+
+
+def test_rows_of_different_lengths_are_padded_with_what_does_not_count() -> None:
+    """Inputs with zeros, targets with IGNORED; a short batch with its first example, which the mask leaves out."""
+    long = Batch({"tokens": torch.tensor([[1, 2, 3], [4, 5, 6]])}, torch.tensor([[7, 8, 9], [1, 2, 3]]))
+    short = Batch({"tokens": torch.tensor([[7, 8]])}, torch.tensor([[5, 6]]))
+    for place, order in ((1, [long, short]), (0, [short, long])):
+        joined = collate(order)
+        assert joined.inputs["tokens"][place].tolist() == [[7, 8, 0], [7, 8, 0]]
+        assert joined.targets[place].tolist() == [[5, 6, IGNORED], [5, 6, IGNORED]]
+        assert torch.equal(joined.inputs["tokens"][1 - place], long.inputs["tokens"])
+        assert torch.equal(joined.targets[1 - place], long.targets)
+        assert joined.mask is not None
+        assert joined.mask[place].tolist() == [1, 0]
+        assert joined.mask[1 - place].tolist() == [1, 1]
+    assert collate([long, long]).mask is None
+    counted = collate([replace(long, mask=torch.tensor([0.0, 1.0])), long])
+    assert counted.mask is not None
+    assert counted.mask.tolist() == [[0, 1], [1, 1]]
+
+
+def test_a_step_without_any_example_is_one_that_does_not_count() -> None:
+    """Of one table, of tables apart, and of one client."""
+    parts = [FEDERATION[client].train for client in ("c0", "c1")]
+    apart = [replace(part, table=replace(part.table)) for part in parts]  # type: ignore[type-var, attr-defined]
+    deals = [Deal(torch.arange(2), (0, 2)), Deal(torch.arange(1), (0, 1))]
+    for examples in (parts, apart):
+        nothing, something = stage(examples, deals, torch.device("cpu"))
+        assert nothing.mask is not None
+        assert nothing.mask.tolist() == [[0], [0]]
+        assert nothing.inputs["x"].shape == (2, 1, 4, 4)
+        assert something.mask is not None
+        assert something.mask.tolist() == [[1, 1], [1, 0]]
+    nothing, something = stage(parts[:1], deals[:1], torch.device("cpu"))
+    assert nothing.mask is not None
+    assert (nothing.mask.tolist(), something.mask) == ([0], None)
+    assert torch.equal(something.targets, parts[0].take(torch.arange(2)).targets)
