@@ -101,6 +101,8 @@ def _computing(node: ast.AST) -> Iterator[ast.AST]:
         parts = [node.body]
     elif isinstance(node, ast.keyword) and node.arg in WITHOUT_EFFECT:
         return
+    elif isinstance(node, ast.Assign) and all(isinstance(to, ast.Name) and to.id.isupper() for to in node.targets):
+        return  # a named constant is a choice
     yield node
     for part in parts:
         yield from _computing(part)
@@ -125,7 +127,7 @@ def _changes(node: ast.AST, scope: Mapping[str, object]) -> Iterator[Change]:
 
 def _negated(test: ast.expr) -> Iterator[Change]:
     """Comparisons, `not` and parts of `and` and `or` have mutants of their own."""
-    if not isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+    if not isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.Constant):
         yield test, ast.UnaryOp(ast.Not(), test)
 
 

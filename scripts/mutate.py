@@ -19,7 +19,7 @@ from coverage_by_test import Trace, tests_for
 from kept import keep, key_of, recall
 from mutants import Mutant, Spot, mutants
 from mutation_tests import known, tests_of
-from survivors import EQUIVALENT, UNCOVERED
+from survivors import ANY, EQUIVALENT, UNCOVERED
 from trials import PACKAGE, ROOT, Outcome, Trial, module_of, outcomes, preload
 
 
@@ -45,20 +45,20 @@ class Verdict:
     whole: bool = True
 
     def survivors(self) -> list[Mutant]:
-        return [each for each in self.passed if each.spot not in self.equivalent and each.spot not in self.uncovered]
+        """Those without a reason."""
+        return [each for each in self.passed if not explained(each, {**self.equivalent, **self.uncovered})]
 
     def rows(self) -> list[Row]:
-        made, passed, survived = (
-            Counter(each.file for each in some) for some in (self.tried, self.passed, self.survivors())
-        )
-        excused = Counter(each.file for each in self.passed if each.spot in self.equivalent)
+        excused = [each for each in self.passed if explained(each, self.equivalent)]
+        parts = (self.tried, self.passed, self.survivors(), excused)
+        made, passed, survived, equal = (Counter(each.file for each in part) for part in parts)
         return [
             Row(
                 file,
                 made[file],
                 made[file] - passed[file],
-                excused[file],
-                passed[file] - excused[file] - survived[file],
+                equal[file],
+                passed[file] - equal[file] - survived[file],
                 survived[file],
             )
             for file in self.files
@@ -77,12 +77,21 @@ class Verdict:
             for row in self.rows():
                 if row.mutants and not row.killed:
                     found.append(f"{row.file}: not one of its mutants was killed; is it tested at all?")
-        alive, tried = ({each.spot for each in some} for some in (self.passed, self.tried))
+        alive, tried = ({spot for each in some for spot in spots(each)} for some in (self.passed, self.tried))
         for spot in (*self.equivalent, *self.uncovered):
             file, text, change = spot
             if spot not in alive and (spot in tried or (self.whole and file in self.files)):
                 found.append(f"{file}: survivors.py explains {change}   in: {text}   but no such mutant survives")
         return found
+
+
+def spots(mutant: Mutant) -> tuple[Spot, Spot]:
+    """What a reason may name: the mutant, or whatever is changed in its line."""
+    return mutant.spot, (mutant.file, mutant.text, ANY)
+
+
+def explained(mutant: Mutant, reasons: Mapping[Spot, str]) -> bool:
+    return any(spot in reasons for spot in spots(mutant))
 
 
 def describe(mutant: Mutant) -> str:

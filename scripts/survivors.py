@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutants import Spot
 
+ANY = "*"  # in the place of a change: whatever is changed in that line, if it survives
+
 # No test could notice: the mutant computes the same wherever it can be reached.
 EQUIVALENT: dict[Spot, str] = {
     (

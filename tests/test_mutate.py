@@ -78,6 +78,7 @@ def test_what_is_changed(source: str, expected: set[str]) -> None:
         "x = zip(a, b, strict=True)",
         "x = a.to(b, non_blocking=True)",
         "x = f(**more)",
+        "LARGE = 2 * 3",
     ],
 )
 def test_what_is_left_alone(source: str) -> None:
@@ -121,7 +122,7 @@ def test_a_mutant_computes_what_its_change_says() -> None:
 
 
 def test_a_mutant_knows_the_lines_of_its_statement() -> None:
-    source = "X = 1 + a\ndef f(a):\n    if (a <\n        b):\n        return (a\n            - b)\n    return -a"
+    source = "x = 1 + a\ndef f(a):\n    if (a <\n        b):\n        return (a\n            - b)\n    return -a"
     lines = {mutant.change: mutant.lines for mutant in mutate.mutants("m", source, {})}
     assert lines["1 + a -> a"] is None, "it runs when the file is imported"
     assert lines["a < b -> a >= b"] == range(3, 5), "without the body"
@@ -166,6 +167,13 @@ def test_a_survivor_with_a_reason_is_not() -> None:
     assert verdict.rows()[0] == mutate.Row("fake.py", mutants=2, killed=1, equivalent=0, uncovered=1, survived=0)
 
 
+def test_one_reason_serves_for_a_line() -> None:
+    line = {("fake.py", "x = a - b", mutate.ANY): "it is never looked at"}
+    assert verdict_of([ONE], line).problems() == []
+    assert verdict_of([ONE], line).rows()[0].equivalent == 1
+    assert "but no such mutant survives" in verdict_of([], line).problems()[0]
+
+
 def test_a_reason_without_a_survivor_is_reported() -> None:
     [problem] = verdict_of([], WHY).problems()
     assert "survivors.py explains a - b -> a + b" in problem
@@ -186,7 +194,7 @@ def test_every_reason_is_of_a_mutant_that_there_is() -> None:
     assert len(listed) == len(mutate.EQUIVALENT) + len(mutate.UNCOVERED), "one reason is enough"
     for file in sorted({file for file, _, _ in listed}):
         source = (trials.PACKAGE / file).read_text(encoding="utf-8")
-        there = {mutant.spot for mutant in mutate.mutants(file, source, {})}
+        there = {spot for mutant in mutate.mutants(file, source, {}) for spot in mutate.spots(mutant)}
         assert {spot for spot in listed if spot[0] == file} <= there
 
 
