@@ -162,15 +162,15 @@ def trace(files: Sequence[str], jobs: int) -> dict[str, dict[str, Trace]]:
     return {file: {name: one for test in held[file] for name, one in found[test].items()} for file in files}
 
 
-def outlast(tried: Sequence[Mutant], traces: Mapping[str, Mapping[str, Trace]], jobs: int) -> list[Mutant]:
+def outlast(tried: Sequence[Mutant], traces: Mapping[str, Trace], jobs: int) -> list[Mutant]:
     """The survivors. Those that pass a few tests are put to the others; what no test runs survives at once."""
-    chosen = {mutant: tests_for(mutant, traces[mutant.file]) for mutant in tried}
+    chosen = {mutant: tests_for(mutant, traces) for mutant in tried}
     left = list(tried)
     for stage, what in enumerate(("mutants", "those left")):
         trials = []
         for mutant in left:
             if tests := chosen[mutant][stage]:
-                limit = 20 + 5 * sum(traces[mutant.file][test].seconds for test in tests)
+                limit = 20 + 5 * sum(traces[test].seconds for test in tests)
                 trials.append(Trial(tuple(tests), mutant.file, mutant.source, limit, mutant))
         killed = {trial.mutant for trial, passed in judge(trials, jobs, what) if not passed}
         left = [mutant for mutant in left if mutant not in killed]
@@ -225,7 +225,12 @@ def main() -> None:
         made += mutants(file, (PACKAGE / file).read_text(encoding="utf-8"), scope)
     tried = choose(made, asked.like, asked.sample, asked.seed)
     files = [file for file in files if not asked.like or any(mutant.file == file for mutant in tried)]
-    passed = outlast(tried, trace(files, asked.jobs), asked.jobs)
+    traces = trace(files, asked.jobs)
+    passed: list[Mutant] = []
+    for file in files:
+        left = outlast([mutant for mutant in tried if mutant.file == file], traces[file], asked.jobs)
+        print(f"{file}: {len(left)} left", *map(describe, left), sep="\n  ", file=sys.stderr, flush=True)
+        passed += left
     whole = len(tried) == len(made)
     verdict = Verdict(files, tried, passed, EQUIVALENT, UNCOVERED, whole)
     if asked.markdown:

@@ -27,6 +27,14 @@ from mutants import Mutant
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "partita"
 
+# What tests import and what takes long to: loaded once, before the processes part. The package brings its own needs.
+HEAVY = (
+    *("hypothesis", "pytest", "torch", "opacus", "scipy.stats", "dp_accounting.pld", "dp_accounting.rdp"),
+    "sympy",  # torch would load it in the first vmap, which takes half a second
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("bert", "llama", "vit")),
+    *("partita.conformance", "partita.play", "partita.models.adapter", "partita.models.pretrained"),
+)
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -61,9 +69,7 @@ def preload() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, str(ROOT / "src"))
-    for name in ("hypothesis", "pytest", "torch", "sympy", "scipy.stats", "scipy.optimize", "transformers"):
-        importlib.import_module(name)  # sympy: torch would load it in the first vmap, which takes half a second
-    for name in ("partita.conformance", "partita.play", "dp_accounting.pld", "dp_accounting.rdp"):
+    for name in HEAVY:
         importlib.import_module(name)
     import torch
 
