@@ -9,6 +9,16 @@ ANY = "*"  # in the place of a change: whatever is changed in that line, if it s
 # No test could notice: the mutant computes the same wherever it can be reached.
 EQUIVALENT: dict[Spot, str] = {
     (
+        "core/private.py",
+        "shares = (private.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
+        "0.0 -> 1.0",
+    ): "the gradients of examples that are left out are zero as well",
+    (
+        "core/private.py",
+        "whole = slope.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, number)",
+        "0.0 -> 1.0",
+    ): "the shares of examples that are left out are zero as well",
+    (
         "methods/fedfrozen.py",
         "for shape in sorted(shapes, key=tuple):",
         "sorted(...) without key=tuple",

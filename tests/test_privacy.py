@@ -449,3 +449,33 @@ def test_an_infinite_gradient_is_left_out_like_one_that_is_no_number(wrong: floa
     for mask in (None, torch.ones(4)):
         found, _ = clipped_sum(product, live, {"x": x}, torch.zeros(4), mask, terms)
         assert distance(found, wanted) < 1e-6
+
+
+def test_a_chunk_bounds_how_many_gradients_are_held_at_once() -> None:
+    """A loss is traced once for each chunk, and with it come as many gradients as the chunk has examples."""
+    calls = 0
+
+    def counted(live: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        return product(live, inputs, targets)
+
+    live, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
+    for chunk, wanted in ((None, 1), (5, 1), (4, 2), (2, 3), (1, 5)):
+        calls = 0
+        clipped_sum(counted, live, {"x": x}, torch.zeros(5), None, Private(clip=0.5, noise=0.0, chunk=chunk))
+        assert calls == wanted, chunk
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_noise_has_the_type_of_what_it_is_added_to(kind: torch.dtype) -> None:
+    assert gaussian({"w": torch.zeros(3, dtype=kind)}, Key(0), 1.0)["w"].dtype == kind
+
+
+def test_a_mask_goes_with_its_chunk() -> None:
+    live, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
+    mask = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
+    terms = Private(clip=0.5, noise=0.0)
+    wanted, _ = clipped_sum(product, live, {"x": x[mask.bool()]}, torch.zeros(3), None, terms)
+    found, _ = clipped_sum(product, live, {"x": x}, torch.zeros(5), mask, replace(terms, chunk=2))
+    assert distance(found, wanted) < 1e-6
