@@ -34,7 +34,7 @@ types: $(READY)  ## mypy
 wheel: $(READY)  ## build the wheel, install it elsewhere, and use it from there
 	$(PY) scripts/check_wheel.py
 
-mutate: $(READY)  ## break every method's formula in every way known, and see that a test fails
+mutate: $(READY)  ## break core, privacy and methods in every way known, and see that a test fails; takes long
 	$(PY) scripts/mutate.py --jobs $(WORKERS)
 
 bench: $(READY)  ## the speed benchmarks
@@ -45,7 +45,7 @@ format: $(READY)  ## format, and mend what the linter can
 	$(VENV)/bin/ruff check --fix .
 
 clean:  ## remove caches and build leftovers; keeps .venv and runs
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutate
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without --no-compile pip compiles tens of thousands of files, few of which are ever imported: it doubles the time.

@@ -1,47 +1,51 @@
-"""Run the tests that hold a method's file, each time with another source in its place, in processes side by side."""
+"""Run tests with another source in the place of one file, in processes side by side."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import multiprocessing
 import os
+import resource
+import signal
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import CodeType
 
+from coverage_by_test import Recorder, Trace
 from mutants import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
-METHODS = ROOT / "src" / "partita" / "methods"
+PACKAGE = ROOT / "src" / "partita"
 
-# Every method is held by tests/methods/test_<file>.py and by its line of the conformance test; some by more than that.
-CONFORMANCE = "tests/test_conformance.py::test_every_method_and_supported_composition_conforms"
-LAWS = ("tests/test_theorems.py", "tests/test_reductions.py")
-MORE_TESTS: dict[str, tuple[str, ...]] = {
-    "centralized": LAWS,
-    "fedavg": LAWS,
-    "fedfrozen": (*LAWS, "tests/methods/test_disagreement.py"),
-    "fedprox": LAWS,
-    "local_only": LAWS,
-}
+# What tests import and what takes long to: loaded once, before the processes part. The package brings its own needs.
+HEAVY = (
+    *("hypothesis", "pytest", "torch", "opacus", "scipy.stats", "dp_accounting.pld", "dp_accounting.rdp"),
+    "sympy",  # torch would load it in the first vmap, which takes half a second
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("bert", "llama", "vit")),
+    *("partita.conformance", "partita.play", "partita.models.adapter", "partita.models.pretrained"),
+)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of the tests of a file, with this as its source."""
+    """One run of tests. `source` stands in the place of the file's own; without a file nothing is replaced."""
 
-    file: str
-    source: str
     tests: tuple[str, ...]
-    limit: float = float("inf")  # seconds
+    file: str = ""  # below src/partita, such as core/learn.py
+    source: str = ""
+    limit: float = float("inf")  # seconds of computing; it may wait for ten times as long
     mutant: Mutant | None = None
+    traced: tuple[str, ...] = ()  # the files of which it is recorded which test runs which lines
 
 
 @dataclass(frozen=True)
@@ -50,28 +54,31 @@ class Outcome:
     passed: bool
     seconds: float
     said: str
+    traces: Mapping[str, Trace] = field(default_factory=dict)  # by test
 
 
-def tests_of(file: str) -> tuple[str, ...]:
-    from partita.methods import INDEX
-
-    own = f"tests/methods/test_{file}.py"
-    names = [name for name, place in INDEX.items() if place.startswith(f"partita.methods.{file}:")]
-    conform = [f"{CONFORMANCE}[{name}]" for name in names]
-    return (*([own] if (ROOT / own).exists() else []), *MORE_TESTS.get(file, ()), *conform)
+def module_of(file: str) -> str:
+    return "partita." + file.removesuffix(".py").replace("/", ".")
 
 
 def preload() -> None:
-    """Import once what every trial needs. Nothing may compute here: torch's autograd does not survive a fork."""
+    """Import once what every trial needs. Nothing may compute here: torch's autograd does not survive a fork.
+
+    The package itself is imported by each trial: whatever imports a mutant must be imported after it.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.path.insert(0, str(ROOT / "src"))
+    for name in HEAVY:
+        importlib.import_module(name)
     import torch
 
-    import partita.conformance  # noqa: F401
-
-    importlib.import_module("sympy")  # torch would load it in the first vmap, which takes half a second
     torch.set_num_threads(1)
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "partita"]:
+        del sys.modules[name]
 
 
 def attempt(trial: Trial, folder: Path) -> None:
@@ -83,26 +90,44 @@ def attempt(trial: Trial, folder: Path) -> None:
     os.dup2(log, 2)
     # Failing examples of a mutant must not be kept for the real thing.
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
-    install(trial.file, trial.source)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no test here needs one, and each takes time to load
+    if trial.limit < float("inf"):
+        # Of computing, since a machine that others use too may take any time.
+        used = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used + trial.limit) + 1, resource.RLIM_INFINITY))
+    forget()
+    if trial.file:
+        install(trial.file, trial.source)
+    recorder = Recorder({str(PACKAGE / file): file for file in trial.traced})
     plain = ("-x", "-q", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}")
-    sys.exit(pytest.main([*plain, *trial.tests]))
+    status = pytest.main([*plain, *trial.tests], plugins=[recorder] if trial.traced else [])
+    (folder / "traces").write_text(json.dumps(recorder.found()))
+    sys.exit(status)
+
+
+class _Planted(SourceFileLoader):
+    def __init__(self, name: str, path: Path, source: str) -> None:
+        super().__init__(name, str(path))
+        self.source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = compile(self.source, self.path, "exec")
+        return code
+
+
+class _Finder:
+    def __init__(self, loader: _Planted) -> None:
+        self.loader = loader
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != self.loader.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.loader.path, loader=self.loader)
 
 
 def install(file: str, source: str) -> None:
-    """Let `partita.methods.<file>` be this source, for all who import it from now on."""
-    import partita.methods as package
-
-    for name in [name for name in sys.modules if name.startswith("partita.methods.")]:
-        delattr(package, name.removeprefix("partita.methods."))
-        del sys.modules[name]
-    path = METHODS / f"{file}.py"
-    spec = importlib.util.spec_from_file_location(f"partita.methods.{file}", path)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    setattr(package, file, module)
-    exec(compile(source, path, "exec"), module.__dict__)
+    """Let the file's module be this source, for all who import it from now on."""
+    sys.meta_path.insert(0, _Finder(_Planted(module_of(file), PACKAGE / file, source)))  # type: ignore[arg-type]
 
 
 def outcomes(trials: Sequence[Trial], jobs: int) -> Iterator[Outcome]:
@@ -122,13 +147,18 @@ def outcomes(trials: Sequence[Trial], jobs: int) -> Iterator[Outcome]:
             wait(running, timeout=0.5)
             for sentinel, (process, trial, since, folder) in list(running.items()):
                 seconds = time.monotonic() - since
-                if process.exitcode is None and seconds < trial.limit:
+                if process.exitcode is None and seconds < 10 * trial.limit:
                     continue
-                stopped = process.exitcode is None
+                stopped = process.exitcode in (None, -signal.SIGXCPU)
                 process.kill()
                 process.join()
                 del running[sentinel]
                 said = (folder / "log").read_text(errors="replace")
                 if not stopped and (process.exitcode or 0) < 0:
-                    sys.exit(f"{said}\nthe tests of {trial.file} died by signal {-(process.exitcode or 0)}")
-                yield Outcome(trial, process.exitcode == 0, seconds, said)
+                    what = trial.file or " ".join(trial.tests)
+                    sys.exit(f"{said}\nthe tests of {what} died by signal {-(process.exitcode or 0)}")
+                traces = folder / "traces"
+                found = json.loads(traces.read_text()) if traces.exists() else {}
+                yield Outcome(
+                    trial, process.exitcode == 0, seconds, said, {test: Trace(*found[test]) for test in found}
+                )

@@ -27,6 +27,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedprox import fedprox
 from partita.methods.moon import Contrastive
 from partita.methods.scaffold import scaffold
+from partita.privacy.ledger import releases_of
 from partita.tiny import Tiny, TinyExamples, TinyPopulation, Wide, WidePopulation
 
 NOISY = Private(clip=0.5, noise=0.8)
@@ -383,3 +384,104 @@ def test_terms_that_cannot_be_are_refused(wrong: dict[str, float], said: str) ->
 def test_two_kinds_of_clipping_are_refused() -> None:
     with pytest.raises(RunError, match=r"leave training\.clip out"):
         run_of(private(fedavg()), clip=1.0)
+
+
+# ---- what is drawn is what is charged
+
+
+def drawn_rate(count: int, batch: int, draws: int) -> float:
+    """The share of examples that take part in a step, through `sample`."""
+    training = Training(lr=1.0, batch_size=batch, steps=-(-draws // count))
+    taken = sample(count, training, None, Key(1) / count)
+    return len(taken.order) / (len(taken) * count)
+
+
+@pytest.mark.parametrize(("count", "batch", "draws"), [(80, 64, 200_000), (10, 9, 100_000), (2000, 800, 1_000_000)])
+def test_the_sampling_rate_is_the_batch_over_the_examples(count: int, batch: int, draws: int) -> None:
+    """To half a percent, which is at least four standard deviations of the mean of so many draws."""
+    rate = batch / count
+    assert 4 * ((1 - rate) / (rate * draws)) ** 0.5 < 0.005
+    assert drawn_rate(count, batch, draws) == pytest.approx(rate, rel=0.005)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 7, 60])
+def test_the_rate_and_the_steps_that_are_charged_are_those_that_are_drawn(size: int) -> None:
+    """Of clients that are smaller and larger than a batch of four; through a visit, as a round has it."""
+    run = run_of(private(fedavg()), steps=-(-40_000 // size))
+    each = one_visit(run, size=size)
+    [charged] = releases_of(run, each.plan, size)
+    [dealt] = each.deals
+    assert len(dealt) == charged.count
+    assert charged.share == min(1.0, 4 / size)
+    assert len(dealt.order) / (len(dealt) * size) == pytest.approx(charged.share, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [3, 4, 12])
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a block"])
+def test_a_sum_is_divided_by_the_batch_that_is_expected(size: int, together: bool) -> None:
+    """Not by the one that was drawn, whose size would need noise too; a client smaller than a batch expects all it has.
+
+    The noise is divided by the same number: a larger divisor would be a smaller step, a smaller one a larger step.
+    """
+    run = run_of(private(fedavg(), Private(clip=0.5, noise=0.0)), lr=1.0, steps=1)
+    each = one_visit(run, size=size)
+    learned, *_ = learn(run, [each, one_visit(run, size=9)] if together else [each])
+    batch = each.examples.take(each.deals[0].order)
+    model = small()
+    total = micro_batches(model, model.initial, batch, 0.5)
+    expected = min(4, size)
+    wanted = {name: -value / expected for name, value in total.items()}
+    assert distance(learned.delta, wanted) < 1e-6
+    assert distance(wanted, {name: torch.zeros_like(value) for name, value in wanted.items()}) > 1e-2
+    assert size <= 4 or len(batch.targets) != expected, "or the batch as drawn would do as well"
+
+
+# ---- gradients that are infinite and yet numbers
+
+
+def product(live: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Its gradient is the input."""
+    loss = functional.linear(inputs["x"], live["w"]).sum()
+    return loss, loss
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_an_infinite_gradient_is_left_out_like_one_that_is_no_number(wrong: float, chunk: int | None) -> None:
+    live, x = {"w": torch.ones(1, 3)}, torch.arange(12.0).reshape(4, 3)
+    terms = Private(clip=0.5, noise=0.0, chunk=chunk)
+    wanted, _ = clipped_sum(product, live, {"x": x[[0, 1, 3]]}, torch.zeros(3), None, terms)
+    x[2, 1] = wrong
+    for mask in (None, torch.ones(4)):
+        found, _ = clipped_sum(product, live, {"x": x}, torch.zeros(4), mask, terms)
+        assert distance(found, wanted) < 1e-6
+
+
+def test_a_chunk_bounds_how_many_gradients_are_held_at_once() -> None:
+    """A loss is traced once for each chunk, and with it come as many gradients as the chunk has examples."""
+    calls = 0
+
+    def counted(live: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        return product(live, inputs, targets)
+
+    live, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
+    for chunk, wanted in ((None, 1), (5, 1), (4, 2), (2, 3), (1, 5)):
+        calls = 0
+        clipped_sum(counted, live, {"x": x}, torch.zeros(5), None, Private(clip=0.5, noise=0.0, chunk=chunk))
+        assert calls == wanted, chunk
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_noise_has_the_type_of_what_it_is_added_to(kind: torch.dtype) -> None:
+    assert gaussian({"w": torch.zeros(3, dtype=kind)}, Key(0), 1.0)["w"].dtype == kind
+
+
+def test_a_mask_goes_with_its_chunk() -> None:
+    live, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
+    mask = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
+    terms = Private(clip=0.5, noise=0.0)
+    wanted, _ = clipped_sum(product, live, {"x": x[mask.bool()]}, torch.zeros(3), None, terms)
+    found, _ = clipped_sum(product, live, {"x": x}, torch.zeros(5), mask, replace(terms, chunk=2))
+    assert distance(found, wanted) < 1e-6

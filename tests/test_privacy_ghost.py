@@ -201,3 +201,60 @@ def mixed(live: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
 def test_clients_have_no_examples_to_read_norms_of() -> None:
     with pytest.raises(ValueError, match=r"privacy\.norms is about a client's examples"):
         Terms("client", noise=1.0, norms="ghost")
+
+
+class Sums(Model):
+    """A linear layer whose outputs are added up, so that an example's gradient is the sum of its tokens."""
+
+    name = "sums"
+
+    def __init__(self) -> None:
+        self.initial = {"w": torch.ones(1, 12)}
+        self.tags = {"w": frozenset({"head"})}
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return Output(functional.linear(inputs["x"], params["w"]).sum(1))
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return out.logits.squeeze(1)
+
+
+class Numbers:
+    """Two tokens an example, of which one number is infinite."""
+
+    clients = ("a",)
+
+    def __init__(self, places: list[int], wrong: int | None = None, fill: float = 0.0) -> None:
+        self.x = torch.arange(6.0 * 2 * 12).reshape(6, 2, 12).sub(70).div(50)[places]
+        if wrong is not None:
+            self.x[wrong] = fill
+            self.x[wrong, 0, 3] = float("inf")
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def take(self, indices: Tensor) -> Batch:
+        return Batch({"x": self.x[indices]}, torch.zeros(len(indices)))
+
+    def __getitem__(self, client: str) -> ClientData:
+        return ClientData(self, self, self)
+
+
+@pytest.mark.parametrize("norms", ["ghost", "direct", "auto"])
+@pytest.mark.parametrize("place", [0, 4], ids=["among those that are checked", "after them"])
+@pytest.mark.parametrize("fill", [0.0, 1.0], ids=["not a number", "infinite"])
+def test_an_infinite_gradient_is_left_out_either_way(
+    fill: float, place: int, norms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is that of the other examples. Read off layers, the norm is infinite times what the other token holds."""
+    monkeypatch.setattr(block, "LARGE", 0)
+    private = Private(0.5, 0.0, sampling="shuffle", norms=norms)  # type: ignore[arg-type]
+    run = run_of(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
+    order = (run.key / "round" / 0 / "client" / "a" / "batches" / 0 / 0).permutation(6)
+    wrong = int(order[place])
+    others = [each for each in range(6) if each != wrong]
+    broken = last(play(run, Sums(), Numbers(list(range(6)), wrong, fill)))["w"] - 1
+    left = Numbers(others).take(torch.arange(5))
+    total, _ = clipped_sum(one_of(Sums(), {}), Sums().initial, left.inputs, left.targets, None, private)
+    assert torch.allclose(broken, -total["w"] / 6, atol=1e-6)
+    assert float(broken.abs().max()) > 0.01

@@ -1,0 +1,81 @@
+"""Which files are mutated, and which tests hold them."""
+
+from __future__ import annotations
+
+from trials import PACKAGE, ROOT
+
+CONFORMANCE = "tests/test_conformance.py::test_every_method_and_supported_composition_conforms"
+LAWS = ("tests/test_theorems.py", "tests/test_reductions.py")
+
+# Files that no test on a CPU can hold, or that compute nothing that a run relies on.
+LEFT_OUT = {
+    "core/graphs.py": "it records and replays programs of a GPU; a CPU never runs most of it",
+    "core/__init__.py": "nothing in it",
+    "privacy/__init__.py": "nothing in it",
+    "methods/__init__.py": "an index, which tests/test_options.py and the conformance tests hold",
+}
+
+LEARNING = ("tests/test_learn.py", "tests/test_unequal_clients.py", "tests/test_reductions.py")
+ROUNDS = ("tests/test_rounds.py", "tests/test_checkpoint.py", "tests/test_laws.py")
+PRIVATE = ("tests/test_privacy.py", "tests/test_privacy_ghost.py")
+COST = ("tests/test_privacy_budget.py", "tests/test_privacy_clients.py")
+
+# What a core or privacy file is held by: of these tests, those that run its lines.
+HELD_BY: dict[str, tuple[str, ...]] = {
+    "core/block.py": (*LEARNING, *PRIVATE, "tests/test_rows.py"),
+    "core/checkpoint.py": ROUNDS[:2],
+    "core/drift.py": ("tests/test_drift.py", "tests/test_rows.py"),
+    "core/files.py": ROUNDS[:2],
+    "core/ghost.py": PRIVATE,
+    "core/learn.py": (*LEARNING, "tests/test_privacy.py", "tests/test_rows.py"),
+    "core/ledger.py": ROUNDS,
+    "core/method.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_learn.py", "tests/test_privacy.py"),
+    "core/model.py": ("tests/test_laws.py", "tests/test_learn.py", "tests/test_profile.py", "tests/test_rounds.py"),
+    "core/optim.py": ("tests/test_optim.py", "tests/test_learn.py"),
+    "core/options.py": ("tests/test_options.py", "tests/test_config.py"),
+    "core/plan.py": ("tests/test_laws.py", "tests/test_learn.py", "tests/test_rounds.py"),
+    "core/private.py": PRIVATE,
+    "core/rng.py": ("tests/test_laws.py", "tests/test_learn.py", "tests/test_privacy.py", "tests/test_rounds.py"),
+    "core/rounds.py": (*ROUNDS, "tests/test_faults.py"),
+    "core/rows.py": ("tests/test_rows.py", "tests/test_laws.py"),
+    "core/run.py": ("tests/test_learn.py", "tests/test_rounds.py", "tests/test_privacy.py"),
+    "core/stage.py": (*LEARNING[:2], "tests/test_privacy.py"),
+    "core/store.py": ROUNDS[:2],
+    "core/tree.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_learn.py", "tests/test_rows.py"),
+    "core/wire.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_checkpoint.py"),
+    "privacy/accountant.py": COST,
+    "privacy/attacks.py": ("tests/test_audit.py",),
+    "privacy/audit.py": ("tests/test_audit.py",),
+    "privacy/budget.py": COST[:1],
+    "privacy/client.py": COST[::-1],
+    "privacy/guard.py": COST,
+    "privacy/ledger.py": (*COST, "tests/test_privacy.py"),
+}
+
+# Every method is held by tests/methods/test_<file>.py and by its line of the conformance test; some by more than that.
+MORE_TESTS: dict[str, tuple[str, ...]] = {
+    "methods/centralized.py": LAWS,
+    "methods/fedavg.py": LAWS,
+    "methods/fedfrozen.py": (*LAWS, "tests/methods/test_disagreement.py"),
+    "methods/fedprox.py": LAWS,
+    "methods/local_only.py": LAWS,
+}
+
+
+def known() -> list[str]:
+    """The files that are mutated."""
+    found = [f"{part}/{path.name}" for part in ("core", "methods", "privacy") for path in (PACKAGE / part).glob("*.py")]
+    return sorted(set(found) - LEFT_OUT.keys())
+
+
+def tests_of(file: str) -> tuple[str, ...]:
+    """Files of tests, and single tests."""
+    from partita.methods import INDEX
+
+    part, _, name = file.partition("/")
+    if part != "methods":
+        return HELD_BY.get(file, ())
+    own = f"tests/methods/test_{name}"
+    place = f"partita.methods.{name.removesuffix('.py')}:"
+    conform = [f"{CONFORMANCE}[{each}]" for each, where in INDEX.items() if where.startswith(place)]
+    return (*([own] if (ROOT / own).exists() else []), *MORE_TESTS.get(file, ()), *conform)

@@ -1,0 +1,44 @@
+"""Mutants that survive, and why. Lines are named by what they say, because their numbers change."""
+
+from __future__ import annotations
+
+from mutants import Spot
+
+ANY = "*"  # in the place of a change: whatever is changed in that line, if it survives
+
+# No test could notice: the mutant computes the same wherever it can be reached.
+EQUIVALENT: dict[Spot, str] = {
+    (
+        "core/private.py",
+        "shares = (private.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
+        "0.0 -> 1.0",
+    ): "the gradients of examples that are left out are zero as well",
+    (
+        "core/private.py",
+        "whole = slope.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, number)",
+        "0.0 -> 1.0",
+    ): "the shares of examples that are left out are zero as well",
+    (
+        "methods/fedfrozen.py",
+        "for shape in sorted(shapes, key=tuple):",
+        "sorted(...) without key=tuple",
+    ): "a torch.Size is a tuple and sorts as one",
+    (
+        "methods/fedprox.py",
+        "held = sorted(ctx.plan.train & ctx.plan.down)",
+        "ctx.plan.train & ctx.plan.down -> ctx.plan.down",
+    ): "what came down and does not train is still at its anchor, so its square is zero",
+    (
+        "methods/scaffold.py",
+        "delta.add(update.delta, 1.0)",
+        "1.0 -> 2.0",
+    ): "a mean with equal weights, whatever they are",
+    (
+        "methods/fedtp.py",
+        "total = sum(pulled.weight.values()) or 1.0",
+        "1.0 -> 2.0",
+    ): "only where all weights are zero, and then zero is divided by it",
+}
+
+# A test could notice, and none does yet.
+UNCOVERED: dict[Spot, str] = {}

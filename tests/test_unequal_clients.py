@@ -1,0 +1,235 @@
+"""Blocks against single clients on federations of a split, whose clients differ in size.
+
+The rows of such a federation lie in one table, so a block takes the batches of all its clients with one call. Clients
+of different sizes give batches of different sizes, masks, and clients that finish early: what belongs to one client
+must never end up with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import OPTIMIZERS, distance, run_of, small
+from torch import Tensor
+
+from partita.conformance import states_of
+from partita.core.learn import ClientState, Job, Learned, kind, learn, visit
+from partita.core.method import Context, Local, Method
+from partita.core.model import IGNORED, Batch, Model
+from partita.core.optim import SGD
+from partita.core.plan import NONE, Phase, Plan, Turn, share
+from partita.core.private import Private
+from partita.core.rng import Key
+from partita.core.rounds import rounds
+from partita.core.run import Run
+from partita.core.stage import Deal, collate, stage
+from partita.core.tree import Names, Slots, Tensors
+from partita.data.split import split
+from partita.data.task import Federation, Table, Task
+from partita.engines.embedded import Embedded
+from partita.engines.faults import Faults
+from partita.methods import build
+from partita.methods.local_only import local_only
+from partita.tiny import Wide
+
+HEAD = frozenset({"head.weight"})
+NOISY = Private(clip=0.5, noise=0.8)
+
+
+BATCH = 6
+
+
+def skewed(seed: int) -> Federation:
+    """In float64, so that a block and a single client agree to many digits."""
+    x = torch.randn(120, 4, 4, generator=Key(11).generator(), dtype=torch.float64)
+    y = (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long()
+    table = Table({"x": x}, y)
+    task = Task("clouds", table, table, classes=("a", "b", "c"))
+    return split(task, "dirichlet", 6, key=Key(seed), alpha=0.5, smallest=2, validation=0.0, test=0.0)
+
+
+def unequal(federation: Federation) -> bool:
+    """Some clients have less than a batch, others several, and clients are not in the order of their sizes."""
+    sizes = [len(federation[client].train) for client in federation.clients]
+    steps = {-(-size // BATCH) for size in sizes}
+    descending = any(sizes == sorted(sizes, reverse=way) for way in (True, False))
+    return min(sizes) < BATCH and len({*sizes}) > 4 and len(steps) > 3 and not descending
+
+
+FEDERATION = next(each for each in map(skewed, range(1000)) if unequal(each))
+
+
+def setting(method: Method, count: int, *more: Any, **options: Any) -> Run:
+    return run_of(method, count, *more, batch_size=BATCH, **options)
+
+
+def ended(run: Run, block: int, federation: Federation = FEDERATION, **engine: Any) -> dict[str, Tensors]:
+    """All that there is after the last round: the server's parameters and slots, and what each client keeps."""
+    model = Wide(small())
+    made = Embedded(run, model, federation, block=block, **engine)
+    *_, final = rounds(run, model, made)
+    slots = {f"{slot}/{name}": value for slot, part in final.server.state.items() for name, value in part.items()}
+    return {"server": {**final.server.params, **slots}, **states_of(run, made)}
+
+
+def differences(one: Mapping[str, Tensors], two: Mapping[str, Tensors]) -> dict[str, float]:
+    assert one.keys() == two.keys()
+    return {owner: distance(one[owner], two[owner]) for owner in one if one[owner]}
+
+
+def check_blocks(run: Run, blocks: Sequence[int] = (4,), **engine: Any) -> None:
+    single = ended(run, 1, **engine)
+    for block in blocks:
+        found = differences(single, ended(run, block, **engine))
+        assert max(found.values()) < 1e-9, (block, found)
+
+
+@pytest.mark.parametrize(
+    "name", ["fedavg", "fedprox", "scaffold", "feddyn", "fednova", "moon", "fedper", "fedrep", "fedfrozen", "fedadam"]
+)
+def test_methods_train_in_blocks_as_alone(name: str) -> None:
+    options = {"head_epochs": 2} if name == "fedrep" else {"warmup": 1} if name == "fedfrozen" else {}
+    method = build(name, options)
+    optimizer = SGD(momentum=0.9) if method.takes("sgd with momentum") else SGD()
+    check_blocks(setting(method, 2, optimizer))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_carried_optimizers_train_in_blocks_as_alone(kind: str) -> None:
+    """With ages that differ, since one client misses a round and another one is late."""
+    faults = Faults(trace={(0, "c1"): 0.0, (1, "c4"): 0.5})
+    check_blocks(setting(local_only(), 3, OPTIMIZERS[kind], epochs=2), faults=faults)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedprox"])
+def test_private_clients_train_in_blocks_as_alone(name: str) -> None:
+    """Poisson batches: every step has another size for every client, and some are empty."""
+    check_blocks(setting(replace(build(name), privacy=NOISY), 2, lr=0.1))
+
+
+def test_private_clients_with_an_optimizer_of_ages_train_in_blocks_as_alone() -> None:
+    check_blocks(setting(replace(local_only(), privacy=NOISY), 2, OPTIMIZERS["adamw"]))
+
+
+@dataclass(frozen=True)
+class Inertia(Local):
+    """A penalty, a correction and a memory, all of which differ between clients."""
+
+    slots: Names = frozenset({"way"})
+
+    def penalty(self, out: Any, params: Tensors, batch: Any, ctx: Context) -> Tensor:
+        return sum(((params[name] - ctx.anchor[name]) ** 2).sum() for name in sorted(ctx.plan.down & ctx.plan.train))  # type: ignore[return-value]
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        way = ctx.memory.get("way", {})
+        return {name: grad - way[name] if name in way else grad for name, grad in grads.items()}
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        way = {"way": {name: params[name] - ctx.anchor[name] for name in steps}}
+        return way, way
+
+
+def by_client(model: Model, turn: Turn) -> Plan:
+    """Odd clients keep the head, and the third trains nothing else."""
+    keep = HEAD if int(turn.client[1:]) % 2 else NONE
+    train = HEAD if turn.client == "c2" else model.every()
+    return share(train, down=model.every() - keep, keep=keep)
+
+
+def test_clients_with_different_plans_and_memories_train_in_blocks_as_alone() -> None:
+    run = setting(Method("inertia", by_client, (Inertia(),)), 3, SGD(momentum=0.9))
+    check_blocks(run, blocks=(2, 6), faults=Faults(trace={(0, "c3"): 0.0}))
+
+
+def in_two_phases(model: Model, turn: Turn) -> Plan:
+    return Plan((Phase(HEAD, epochs=2), Phase(model.every())), up=model.every(), down=model.every())
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_phases_that_share_names_train_in_blocks_as_alone(kind: str) -> None:
+    check_blocks(setting(replace(build("fedavg"), plan=in_two_phases, carry_optimizer=True), 2, OPTIMIZERS[kind]))
+
+
+@pytest.mark.parametrize("private", [None, NOISY], ids=["open", "private"])
+def test_each_client_of_a_block_learns_from_its_own_rows(private: Private | None) -> None:
+    """One by one, and in any order: parameters, losses, steps and deltas."""
+    run, model = setting(replace(build("fedavg"), privacy=private), 1, epochs=2), Wide(small())
+    visits = [
+        visit(run, model, Job(0, client, dict(model.initial), NONE), ClientState(), FEDERATION[client].train)
+        for client in FEDERATION.clients
+    ]
+    assert len({kind(run, each) for each in visits}) == 1, "they fit one block"
+    alone = [learn(run, [each])[0] for each in visits]
+    assert len({tuple(map(len, each.deals)) for each in visits}) > 3
+    for order in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 5, 0]):
+        for place, found in zip(order, learn(run, [visits[place] for place in order]), strict=True):
+            same(alone[place], found)
+    apart = [distance(alone[0].params, other.params) for other in alone[1:]]
+    assert min(apart) > 1e-3, "clients differ by much more than the tolerance"
+
+
+def same(one: Learned, two: Learned) -> None:
+    assert one.steps == two.steps
+    assert distance(one.params, two.params) < 1e-10
+    assert distance(one.delta, two.delta) < 1e-10
+    torch.testing.assert_close(one.losses, two.losses, rtol=1e-10, atol=1e-10)
+
+
+def test_a_block_is_staged_row_by_row() -> None:
+    """Of one table with one call, and of tables apart: what each client takes by itself, and a mask for the rest."""
+    sizes = {"c0": (4, 4, 1), "c3": (2, 3), "c1": (3, 0), "c5": (1,)}
+    parts = [FEDERATION[client].train for client in sizes]
+    deals = [Deal((Key(7) / client).permutation(sum(own)), own) for client, own in sizes.items()]
+    deals = [replace(each, order=each.order % len(part)) for each, part in zip(deals, parts, strict=True)]
+    apart = [replace(part, table=replace(part.table)) for part in parts]  # type: ignore[type-var, attr-defined]
+    for examples in (parts, apart):
+        for step, batch in enumerate(stage(examples, deals, torch.device("cpu"))):
+            here = [(part, list(deal)[step]) for part, deal in zip(parts, deals, strict=True) if step < len(deal)]
+            assert len(batch.targets) == len(here)
+            for rank, (part, indices) in enumerate(here):
+                mask = batch.targets.new_ones(len(batch.targets[rank])) if batch.mask is None else batch.mask[rank]
+                assert mask.tolist() == [1] * len(indices) + [0] * (len(mask) - len(indices))
+                wanted = part.take(indices)
+                assert torch.equal(batch.inputs["x"][rank][: len(indices)], wanted.inputs["x"])
+                assert torch.equal(batch.targets[rank][: len(indices)], wanted.targets)
+
+
+def test_rows_of_different_lengths_are_padded_with_what_does_not_count() -> None:
+    """Inputs with zeros, targets with IGNORED; a short batch with its first example, which the mask leaves out."""
+    long = Batch({"tokens": torch.tensor([[1, 2, 3], [4, 5, 6]])}, torch.tensor([[7, 8, 9], [1, 2, 3]]))
+    short = Batch({"tokens": torch.tensor([[7, 8]])}, torch.tensor([[5, 6]]))
+    for place, order in ((1, [long, short]), (0, [short, long])):
+        joined = collate(order)
+        assert joined.inputs["tokens"][place].tolist() == [[7, 8, 0], [7, 8, 0]]
+        assert joined.targets[place].tolist() == [[5, 6, IGNORED], [5, 6, IGNORED]]
+        assert torch.equal(joined.inputs["tokens"][1 - place], long.inputs["tokens"])
+        assert torch.equal(joined.targets[1 - place], long.targets)
+        assert joined.mask is not None
+        assert joined.mask[place].tolist() == [1, 0]
+        assert joined.mask[1 - place].tolist() == [1, 1]
+    assert collate([long, long]).mask is None
+    counted = collate([replace(long, mask=torch.tensor([0.0, 1.0])), long])
+    assert counted.mask is not None
+    assert counted.mask.tolist() == [[0, 1], [1, 1]]
+
+
+def test_a_step_without_any_example_is_one_that_does_not_count() -> None:
+    """Of one table, of tables apart, and of one client."""
+    parts = [FEDERATION[client].train for client in ("c0", "c1")]
+    apart = [replace(part, table=replace(part.table)) for part in parts]  # type: ignore[type-var, attr-defined]
+    deals = [Deal(torch.arange(2), (0, 2)), Deal(torch.arange(1), (0, 1))]
+    for examples in (parts, apart):
+        nothing, something = stage(examples, deals, torch.device("cpu"))
+        assert nothing.mask is not None
+        assert nothing.mask.tolist() == [[0], [0]]
+        assert nothing.inputs["x"].shape == (2, 1, 4, 4)
+        assert something.mask is not None
+        assert something.mask.tolist() == [[1, 1], [1, 0]]
+    nothing, something = stage(parts[:1], deals[:1], torch.device("cpu"))
+    assert nothing.mask is not None
+    assert (nothing.mask.tolist(), something.mask) == ([0], None)
+    assert torch.equal(something.targets, parts[0].take(torch.arange(2)).targets)
