@@ -474,8 +474,11 @@ def test_a_chunk_bounds_how_many_gradients_are_held_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_noise_has_the_type_of_what_it_is_added_to(kind: torch.dtype) -> None:
-    assert gaussian({"w": torch.zeros(3, dtype=kind)}, Key(0), 1.0)["w"].dtype == kind
+def test_what_is_released_has_the_type_of_the_sum(kind: torch.dtype) -> None:
+    total = {"w": torch.zeros(3, dtype=kind)}
+    noise = gaussian(total, Key(0), 1.0)["w"]
+    assert noise.dtype == torch.float64
+    assert add_noise(total["w"], noise, 1.0).dtype == kind
 
 
 def test_a_mask_goes_with_its_chunk() -> None:
