@@ -87,7 +87,7 @@ class FederationConfig:
     dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
     straggle: Annotated[Share, "probability that a client completes only a part of its round"] = 0.0
     trace: Annotated[str | None, "CSV file with the columns round, client, work, in place of the two above"] = None
-    minimum: Annotated[Count, "answers that a round needs; with fewer, the run stops"] = 1
+    minimum: Annotated[Whole, "answers that a round needs; with fewer, the run stops"] = 1
     tolerate: Annotated[bool, "record a client's fault and go on, instead of stopping the run"] = False
     preloaded: Annotated[bool, "clients hold the initial model before the first round"] = False
 
