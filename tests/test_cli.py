@@ -267,7 +267,7 @@ BAD = {
     ),
     "too large a cohort": (["federation.cohort=9"], "federation.cohort is 9, but there are 5 clients"),
     "a learning rate that blows up": (
-        ["training.lr=1e30", "training.optimizer=sgd", "method={name='fedavg'}"],
+        ["training.lr=1e9", "training.optimizer=sgd", "method={name='fedavg'}"],
         "lower training.lr, set training.clip, or look at the client's data",
     ),
     "a trace that is not there": (["federation.trace=none.csv"], "cannot read the trace none.csv"),

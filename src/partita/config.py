@@ -89,7 +89,7 @@ class FederationConfig:
     dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
     straggle: Annotated[Share, "probability that a client completes only a part of its round"] = 0.0
     trace: Annotated[str | None, "CSV file with the columns round, client, work, in place of the two above"] = None
-    minimum: Annotated[Count, "answers that a round needs; with fewer, the run stops"] = 1
+    minimum: Annotated[Whole, "answers that a round needs; with fewer, the run stops"] = 1
     tolerate: Annotated[bool, "record a client's fault and go on, instead of stopping the run"] = False
     max_norm: Annotated[Positive | None, "longer updates are scaled down to this norm"] = None
     max_examples: Annotated[Count, "training examples that a client of unknown size may claim"] = 10_000_000
