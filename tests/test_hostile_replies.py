@@ -159,7 +159,7 @@ def test_a_hostile_reply_neither_stops_nor_steers_the_run(name: str, case: Case)
 def test_no_hostile_reply_stops_any_federation(name: str) -> None:
     found = Counter(try_out(name, case) for case in CASES)
     assert found["refused"] > 100
-    assert found["accepted"] >= 15
+    assert found["accepted"] >= 10
 
 
 # ---- size
