@@ -258,6 +258,18 @@ def test_a_round_with_too_few_usable_replies_is_skipped_and_the_run_goes_on() ->
         list(rounds(replace(run, tolerate=False), MODEL, Script(answer)))
 
 
+NOT_EVEN_A_REPLY = ("no update but text", "client is a stranger", "client is list", "round 0", "delta is None")
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if each.name in NOT_EVEN_A_REPLY], ids=lambda case: case.name)
+def test_one_client_can_make_a_round_that_needs_it_not_count_but_not_end_the_run(case: Case) -> None:
+    at = setting("fedavg")
+    played = at.play(case, minimum=3)
+    assert played
+    assert [each.skipped is not None for each in played] == [True, False]
+    assert tree.equal(last(played[:1]), at.server.params)
+
+
 def test_clients_that_stay_away_are_an_error_as_ever() -> None:
     run = run_of(fedavg(), 1, minimum=2, tolerate=True)
     with pytest.raises(RunError, match=r"only 0 of 2 clients answered"):
