@@ -159,7 +159,7 @@ def test_a_hostile_reply_neither_stops_nor_steers_the_run(name: str, case: Case)
 def test_no_hostile_reply_stops_any_federation(name: str) -> None:
     found = Counter(try_out(name, case) for case in CASES)
     assert found["refused"] > 100
-    assert found["accepted"] >= 15
+    assert found["accepted"] >= 10
 
 
 # ---- size
@@ -256,6 +256,18 @@ def test_a_round_with_too_few_usable_replies_is_skipped_and_the_run_goes_on() ->
     assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
     with pytest.raises(ClientFault):
         list(rounds(replace(run, tolerate=False), MODEL, Script(answer)))
+
+
+NOT_EVEN_A_REPLY = ("no update but text", "client is a stranger", "client is list", "round 0", "delta is None")
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if each.name in NOT_EVEN_A_REPLY], ids=lambda case: case.name)
+def test_one_client_can_make_a_round_that_needs_it_not_count_but_not_end_the_run(case: Case) -> None:
+    at = setting("fedavg")
+    played = at.play(case, minimum=3)
+    assert played
+    assert [each.skipped is not None for each in played] == [True, False]
+    assert tree.equal(last(played[:1]), at.server.params)
 
 
 def test_clients_that_stay_away_are_an_error_as_ever() -> None:

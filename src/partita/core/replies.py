@@ -115,7 +115,7 @@ class Inspector:
         except Refused:
             raise
         except Exception as error:  # a mapping that is evaluated when it is read can fail in any way
-            raise Refused(f"sent a reply that cannot be read: {_short(error)}") from error
+            raise Refused(f"sent a reply that cannot be read: {short(error)}") from error
         return update, wire.count({"delta": update.delta, **update.slots})
 
     def check(self, update: Update, plan: Plan) -> Checked:
@@ -126,9 +126,9 @@ class Inspector:
             for transform in reversed(self.run.method.channel):
                 update = transform.open(update)
         except Exception as error:  # transforms meet tensors of any shape and type here
-            raise Refused(f"sent what cannot be opened: {_short(error)}") from error
+            raise Refused(f"sent what cannot be opened: {short(error)}") from error
         for slot in update.slots.keys() - self.limits.slots:
-            raise Refused(f"sent the slot {_short(slot)}, which {self.run.method.name} does not have")
+            raise Refused(f"sent the slot {short(slot)}, which {self.run.method.name} does not have")
         for part in (update.delta, *update.slots.values()):
             self._check_fit(part, plan, update)
         self._check_names(frozenset(update.delta), plan)
@@ -139,12 +139,12 @@ class Inspector:
         most = self.limits.examples(update.client)
         if weight is None or not 0 < weight <= most:
             raise Refused(
-                f"sent the weight {_short(update.weight)}; it is the number of training examples, above 0 and here at "
+                f"sent the weight {short(update.weight)}; it is the number of training examples, above 0 and here at "
                 f"most {most}"
             )
         if update.loss is not None and (loss is None or abs(loss) > LARGEST_NUMBER):
             raise Refused(
-                f"sent the loss {_short(update.loss)}, which is not a number within {LARGEST_NUMBER:g}; lower "
+                f"sent the loss {short(update.loss)}, which is not a number within {LARGEST_NUMBER:g}; lower "
                 "training.lr, set training.clip, or look at the client's data"
             )
         if update.told:
@@ -157,12 +157,12 @@ class Inspector:
         for what, value in told.items():
             layer = what.partition("/")[2] if isinstance(what, str) else ""
             if not isinstance(what, str) or not _PLAIN.fullmatch(what):
-                raise Refused(f"told a score called {_short(what)}; it must be a short plain text")
+                raise Refused(f"told a score called {short(what)}; it must be a short plain text")
             if layer.startswith("layer.") and layer not in self.limits.layers:
-                raise Refused(f"told a score of {_short(layer)}, which {self.limits.model.name} does not have")
+                raise Refused(f"told a score of {short(layer)}, which {self.limits.model.name} does not have")
             number = _number(value)
             if number is None or abs(number) > LARGEST_NUMBER:
-                raise Refused(f"told {_short(value)} for '{what}'; it must be a number within {LARGEST_NUMBER:g}")
+                raise Refused(f"told {short(value)} for '{what}'; it must be a number within {LARGEST_NUMBER:g}")
 
     def _check_slots(self, update: Update, plan: Plan) -> None:
         """Before transforms, which may use slots up. A slot is sent for all names that an honest client sends it for,
@@ -224,13 +224,13 @@ class Inspector:
             steps = taken.get(name)
             if type(steps) is not int or not 1 <= steps <= most[name]:
                 raise Refused(
-                    f"sent '{name}' after {_short(steps)} steps; it must be a whole number from 1 to {most[name]}"
+                    f"sent '{name}' after {short(steps)} steps; it must be a whole number from 1 to {most[name]}"
                 )
         if isinstance(part, Laid):
             self.fits[alike] = taken
 
     def _refuse_name(self, name: object) -> None:
-        raise Refused(f"sent {_short(name)}, which its plan does not send up in round {self.number}")
+        raise Refused(f"sent {short(name)}, which its plan does not send up in round {self.number}")
 
     def _check_names(self, names: Names, plan: Plan) -> None:
         """Under client-level privacy all send the same, or names alone would tell who took part."""
@@ -287,7 +287,7 @@ def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:
 
 def _readable(update: Update) -> Update:
     delta, steps, told = (_mapping(getattr(update, field), field) for field in ("delta", "steps", "told"))
-    slots = {slot: _tensors(part, f"slot {_short(slot)}") for slot, part in _mapping(update.slots, "slots").items()}
+    slots = {slot: _tensors(part, f"slot {short(slot)}") for slot, part in _mapping(update.slots, "slots").items()}
     delta = _tensors(delta, "delta")
     if all(new is getattr(update, field) for field, new in (("delta", delta), ("steps", steps), ("told", told))):
         return update if not slots else replace(update, slots=slots)
@@ -309,10 +309,10 @@ def _tensors(value: object, what: str) -> Tensors:
         return part  # type: ignore[return-value]  # only the engine of this process makes these
     for name, each in part.items():
         if type(name) is not str or type(each) is not Tensor:
-            raise Refused(f"sent {_short(name)} in its {what} as {type(each).__name__}; it must be a tensor by name")
+            raise Refused(f"sent {short(name)} in its {what} as {type(each).__name__}; it must be a tensor by name")
         if each.layout is not torch.strided or each.is_meta or each.requires_grad or each.dtype not in wire.TYPES:
             raise Refused(
-                f"sent {_short(name)} in its {what} as {each.dtype}, {each.layout} on {each.device}; it must be a "
+                f"sent {short(name)} in its {what} as {each.dtype}, {each.layout} on {each.device}; it must be a "
                 "dense tensor of numbers without a gradient"
             )
     return part  # type: ignore[return-value]
@@ -333,7 +333,7 @@ def _count(names: Names | None) -> str:
     return "none" if names is None else f"{len(names)} names"
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """For messages and rows, whatever a client sent."""
     try:
         text = f"{type(value).__name__}: {value}" if isinstance(value, Exception) else repr(value)

@@ -19,7 +19,7 @@ from partita.core.ledger import Ledger
 from partita.core.method import MethodError, Server, Update
 from partita.core.model import Examples, Model
 from partita.core.plan import Plan, Turn, plan_for
-from partita.core.replies import Checked, Inspector, Limits, Refused
+from partita.core.replies import Checked, Inspector, Limits, Refused, short
 from partita.core.run import Run, RunError
 from partita.core.tree import Names, Tensors, finite, select, within
 
@@ -242,8 +242,9 @@ class _Round:
             self._note(checked, plan)
             yield checked.update
         dropped = {lost.client: lost.reason for lost in self.refused}
-        for client in self.plans:  # their only replies were for another round, or there were none
-            self._lose(Lost(client, dropped.get(client, "gave no answer"), refused=client in dropped))
+        for client in self.plans:
+            # Any of the dropped replies may have been theirs, under another name or under none.
+            self._lose(Lost(client, dropped.get(client, "gave no answer"), refused=bool(dropped)))
 
     def _stray(self, reply: object) -> str | None:
         """Why this is not the one reply that a client was asked for."""
@@ -253,7 +254,7 @@ class _Round:
             return f"answered in round {self.number} without being asked, or twice"
         if isinstance(reply, Lost) or reply.round is None or (type(reply.round) is int and reply.round == self.number):
             return None
-        return f"answered for round {str(reply.round)[:20]} in round {self.number}"
+        return f"answered for round {short(reply.round)} in round {self.number}"
 
     def _drop(self, reply: object, fault: str) -> None:
         named = isinstance(reply, Update | Lost) and isinstance(reply.client, str)
