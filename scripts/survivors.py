@@ -14,6 +14,12 @@ EQUIVALENT: dict[Spot, str] = {
         "left is right or not isinstance(left, Mapping) -> not isinstance(left, Mapping)",
     ): "a dict has the very same values as itself; asking that first only saves time",
     (
+        "core/ghost.py",
+        "slopes = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
+        "allow_unused=True)",
+        "torch.autograd.grad(...) without retain_graph=True",
+    ): "where a slope is found an error follows, and where none is found no part of the graph was walked",
+    (
         "core/stage.py",
         "first = examples[0]",
         "0 -> 1",
