@@ -19,24 +19,31 @@ LEARNING = ("tests/test_learn.py", "tests/test_unequal_clients.py", "tests/test_
 ROUNDS = ("tests/test_rounds.py", "tests/test_checkpoint.py", "tests/test_laws.py")
 PRIVATE = ("tests/test_privacy.py", "tests/test_privacy_ghost.py")
 LIES = ("tests/test_audit_lies.py",)
+DETAILS = ("tests/test_details.py",)
 COST = ("tests/test_privacy_budget.py", "tests/test_privacy_clients.py")
 
 # What a core or privacy file is held by: of these tests, those that run its lines.
 HELD_BY: dict[str, tuple[str, ...]] = {
     "core/block.py": (*LEARNING, *PRIVATE, "tests/test_rows.py"),
     "core/chacha.py": ("tests/test_chacha.py", "tests/test_noise_attack.py"),
-    "core/checkpoint.py": (*ROUNDS[:2], "tests/test_damage.py"),
+    "core/checkpoint.py": (*DETAILS, *ROUNDS[:2], "tests/test_damage.py"),
     "core/drift.py": ("tests/test_drift.py", "tests/test_rows.py"),
-    "core/files.py": (*ROUNDS[:2], "tests/test_damage.py", "tests/test_strangers.py"),
+    "core/files.py": (*DETAILS, *ROUNDS[:2], "tests/test_damage.py", "tests/test_strangers.py"),
     "core/ghost.py": PRIVATE,
     "core/learn.py": (*LEARNING, "tests/test_privacy.py", "tests/test_rows.py"),
-    "core/ledger.py": ROUNDS,
+    "core/ledger.py": (*DETAILS, *ROUNDS),
     "core/memory.py": ("tests/test_ranges.py",),
-    "core/method.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_learn.py", "tests/test_privacy.py"),
+    "core/method.py": (
+        *DETAILS,
+        "tests/test_laws.py",
+        "tests/test_rounds.py",
+        "tests/test_learn.py",
+        "tests/test_privacy.py",
+    ),
     "core/model.py": ("tests/test_laws.py", "tests/test_learn.py", "tests/test_profile.py", "tests/test_rounds.py"),
-    "core/optim.py": ("tests/test_optim.py", "tests/test_learn.py"),
+    "core/optim.py": ("tests/test_optim.py", "tests/test_graphs.py", "tests/test_learn.py"),
     "core/options.py": ("tests/test_options.py", "tests/test_config.py", "tests/test_ranges.py"),
-    "core/plan.py": ("tests/test_laws.py", "tests/test_learn.py", "tests/test_rounds.py"),
+    "core/plan.py": (*DETAILS, "tests/test_laws.py", "tests/test_learn.py", "tests/test_rounds.py"),
     "core/private.py": (*PRIVATE, "tests/test_chacha.py"),
     "core/replies.py": ("tests/test_rounds.py", "tests/test_hostile_replies.py"),
     "core/rng.py": (
@@ -46,14 +53,14 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/test_privacy.py",
         "tests/test_rounds.py",
     ),
-    "core/rounds.py": (*ROUNDS, "tests/test_faults.py"),
-    "core/rows.py": ("tests/test_rows.py", "tests/test_laws.py"),
+    "core/rounds.py": (*DETAILS, *ROUNDS, "tests/test_faults.py"),
+    "core/rows.py": (*DETAILS, "tests/test_rows.py", "tests/test_laws.py"),
     "core/run.py": ("tests/test_learn.py", "tests/test_rounds.py", "tests/test_privacy.py"),
     "core/stage.py": (*LEARNING[:2], "tests/test_privacy.py"),
-    "core/store.py": ROUNDS[:2],
+    "core/store.py": (*DETAILS, *ROUNDS[:2]),
     "core/text.py": ("tests/test_strangers.py", "tests/test_flower_site_attacks.py"),
     "core/tree.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_learn.py", "tests/test_rows.py"),
-    "core/wire.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_checkpoint.py"),
+    "core/wire.py": ("tests/test_rows.py", "tests/test_laws.py", "tests/test_rounds.py", "tests/test_checkpoint.py"),
     "privacy/accountant.py": COST,
     "privacy/attacks.py": ("tests/test_audit.py",),
     "privacy/audit.py": ("tests/test_audit.py",),
@@ -61,7 +68,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "privacy/client.py": COST[::-1],
     "privacy/disclosure.py": ("tests/test_disclosure.py",),
     "privacy/evidence.py": LIES,
-    "privacy/guard.py": COST,
+    "privacy/guard.py": (*DETAILS, *COST),
     "privacy/ledger.py": (*COST, "tests/test_privacy.py"),
     "privacy/mechanism.py": LIES,
     "privacy/mechanism_choice.py": LIES,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from partita.core import tree
 from partita.core.block import LiftError
-from partita.core.learn import ClientFault, ClientState, Job, deal, learn, reply, visit
+from partita.core.learn import ClientFault, ClientState, Job, deal, kind, learn, reply, visit
 from partita.core.method import Choice, Context, Local, Method, MethodError
 from partita.core.model import Examples, Model, Output
 from partita.core.optim import SGD, AdamW, Schedule
@@ -615,3 +615,65 @@ def test_a_visit_starts_from_what_was_sent_what_is_kept_and_what_was_loaded() ->
     expected = {**model.initial, **job.params, **own}
     assert tree.equal(each.ctx.anchor, expected)
     assert begin(run, model).params.keys() == model.every()
+
+
+# ---- what a mutation check found untested
+
+
+def test_rules_see_the_plan_as_it_was_narrowed() -> None:
+    model = small()
+    each = visit(run_of(Method("m", local=(Only(HEAD),))), model, job_of(model), ClientState(), ALONE["c"].train)
+    assert each.plan.train == each.ctx.plan.train == HEAD
+
+
+def test_a_name_without_an_age_is_not_one_year_old() -> None:
+    """A carried optimizer may know some names only. Clients whose ages differ must not share a block."""
+    model, run = small(), run_of(local_only(), optimizer=AdamW())
+    names = sorted(model.every())
+
+    def aged(ages: Mapping[str, int]) -> Any:
+        state = ClientState(memory={"optimizer.age": {name: torch.tensor(age) for name, age in ages.items()}})
+        return kind(run, visit(run, model, job_of(model), state, ALONE["c"].train))
+
+    some, every = dict.fromkeys(names[1:], 1), dict.fromkeys(names, 1)
+    assert aged(some) != aged(every)
+    assert aged(some) == aged({**some, names[0]: 0})
+    assert aged(every) == aged(dict(reversed(every.items())))
+
+
+class Spare(Tiny):
+    """A parameter that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__(width=4, layers=1)
+        self.initial = {**self.initial, "spare": torch.ones(3)}
+        self.tags = {**self.tags, "spare": frozenset({"head"})}
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_parameter_that_the_loss_does_not_depend_on_stays(block: int) -> None:
+    model = Spare()
+    params = last(play(run_of(fedavg(), 2, OPTIMIZERS["momentum"]), model, PAIR, block=block))
+    assert torch.equal(params["spare"], torch.ones(3))
+    assert distance(params, model.initial) > 1e-2
+
+
+@dataclass(frozen=True)
+class Halved(Local):
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        return {name: grad / 2 for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("others", [(Local(), Halved()), (Halved(), Local())], ids=["first", "second"])
+def test_one_rule_with_a_correction_is_enough_to_correct(others: tuple[Local, ...]) -> None:
+    alone, among, plain = (
+        last(play(run_of(Method("m", local=local), 2), small(), PAIR)) for local in ((Halved(),), others, ())
+    )
+    assert tree.equal(alone, among)
+    assert distance(alone, plain) > 1e-3
+
+
+def test_mixed_precision_is_not_blamed_for_what_blocks_cannot_do() -> None:
+    run = run_of(fedavg(), 1, precision="bfloat16")
+    with pytest.raises(LiftError, match=r"over clients: .*; set engine\.block = 1"):
+        play(run, Branching(width=4, layers=1), PAIR, block=2)

@@ -488,3 +488,16 @@ def test_a_mask_goes_with_its_chunk() -> None:
     wanted, _ = clipped_sum(product, live, {"x": x[mask.bool()]}, torch.zeros(3), None, terms)
     found, _ = clipped_sum(product, live, {"x": x}, torch.zeros(5), mask, replace(terms, chunk=2))
     assert distance(found, wanted) < 1e-6
+
+
+class Branching(Tiny):
+    """Takes another way for other data, which nothing can lift over examples."""
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        out = super().__call__(params, inputs)
+        return out if out.logits.sum() > 0 else Output(-out.logits)
+
+
+def test_full_precision_is_not_blamed_for_what_a_model_cannot_do() -> None:
+    with pytest.raises(LiftError, match="use another model, or no privacy"):
+        play(run_of(private(fedavg())), Branching(width=4, layers=1), Clients(a=8))

@@ -258,3 +258,26 @@ def test_an_infinite_gradient_is_left_out_either_way(
     total, _ = clipped_sum(one_of(Sums(), {}), Sums().initial, left.inputs, left.targets, None, private)
     assert torch.allclose(broken, -total["w"] / 6, atol=1e-6)
     assert float(broken.abs().max()) > 0.01
+
+
+def test_norms_are_read_off_by_themselves_where_gradients_of_a_batch_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the batch times the parameters that counts: at most six examples here, and at least one in most steps."""
+    size = sum(value.numel() for value in model_of("Bert").initial.values())
+    direct, ghost = ended("direct"), ended("ghost")
+    monkeypatch.setattr(block, "LARGE", 6 * size)
+    assert distance(direct, ended("auto")) == 0
+    monkeypatch.setattr(block, "LARGE", size)
+    assert distance(direct, ended("auto")) > 0
+    monkeypatch.setattr(block, "LARGE", size - 1)
+    assert distance(ghost, ended("auto")) == 0
+
+
+def test_a_parameter_that_no_loss_depends_on_has_no_gradient() -> None:
+    live = {"w": torch.ones(2, 3), "spare": torch.ones(4)}
+    x = torch.arange(12.0).reshape(4, 3)
+    total, _, norms = ghost_sum(
+        lambda live: functional.linear(x, live["w"]).sum(1), live, None, 4, Private(clip=1e3, noise=0.0)
+    )
+    assert torch.equal(total["spare"], torch.zeros(4))
+    assert torch.allclose(total["w"], x.sum(0).expand(2, 3))
+    assert torch.allclose(norms, x.norm(dim=1) * 2**0.5)

@@ -190,6 +190,7 @@ def test_a_block_is_staged_row_by_row() -> None:
         for step, batch in enumerate(stage(examples, deals, torch.device("cpu"))):
             here = [(part, list(deal)[step]) for part, deal in zip(parts, deals, strict=True) if step < len(deal)]
             assert len(batch.targets) == len(here)
+            assert (batch.mask is None) == (len({len(indices) for _, indices in here}) == 1), "no mask for nothing"
             for rank, (part, indices) in enumerate(here):
                 mask = batch.targets.new_ones(len(batch.targets[rank])) if batch.mask is None else batch.mask[rank]
                 assert mask.tolist() == [1] * len(indices) + [0] * (len(mask) - len(indices))

@@ -1,0 +1,151 @@
+"""Small promises of core and privacy that a mutation check found untested. Each test fails for one mutant at least."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import Script, run_of, small
+
+from partita.core.files import write
+from partita.core.learn import ClientFault, ClientState, Job
+from partita.core.method import Method, Rule, Update, compose
+from partita.core.plan import NONE, Phase, Plan, PlanError, Turn, plan_for
+from partita.core.rounds import rounds
+from partita.core.rows import Known
+from partita.core.store import Disk, Memory
+from partita.methods.fedavg import fedavg
+from partita.privacy.guard import Terms, protect
+
+MODEL = small()
+HEAD = frozenset({"head.weight"})
+
+
+# ---- plans
+
+
+def test_a_kept_name_that_the_model_does_not_have_is_refused() -> None:
+    train = HEAD | {"nowhere"}
+    plan = Plan((Phase(train),), up=HEAD, down=HEAD, keep=frozenset({"nowhere"}))
+    with pytest.raises(PlanError, match=r"^nowhere: these names are in the plan but not in tiny attention"):
+        plan_for(lambda model, turn: plan, MODEL, Turn(0, 1, "a"))
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "n0:"), (3, "n0, n1, n2:"), (5, "n0, n1, n2 and 2 more:")])
+def test_at_most_three_names_are_shown(count: int, said: str) -> None:
+    wrong = frozenset(f"n{number}" for number in range(count))
+    with pytest.raises(PlanError, match=f"^{said} these names are kept by the client and also sent down"):
+        Plan((Phase(HEAD),), up=HEAD, down=HEAD | wrong, keep=wrong)
+
+
+# ---- methods
+
+
+class Other(Rule): ...
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_composition_has_what_either_part_has(swapped: bool) -> None:
+    one = Method("one", carry_optimizer=True, clients=frozenset({"a"}), server=Other())
+    two = Method("two", pool=True, clients=frozenset({"b"}))
+    both = compose(two, one) if swapped else compose(one, two)
+    assert both.carry_optimizer
+    assert both.pool
+    assert both.clients == {"a", "b"}
+    assert isinstance(both.server, Other)
+    neither = compose(Method("one"), Method("two"))
+    assert (neither.carry_optimizer, neither.pool, neither.clients) == (False, False, NONE)
+
+
+# ---- rounds
+
+
+def answer(job: Job, size: float = 1.0) -> Update:
+    delta = {name: torch.full_like(value, size) for name, value in MODEL.initial.items()}
+    return Update(job.client, delta, {}, 1.0, dict.fromkeys(delta, 1), None)
+
+
+def test_a_version_is_the_number_of_rounds_completed() -> None:
+    for each in rounds(run_of(fedavg(), 3), MODEL, Script(answer)):
+        assert set(each.server.ledger.versions.values()) == {each.number + 1}
+
+
+def test_an_update_without_weight_is_taken_and_changes_nothing() -> None:
+    def weigh(job: Job) -> Update:
+        return replace(answer(job, 5.0), weight=0.0) if job.client == "a" else answer(job)
+
+    [played] = rounds(run_of(fedavg(), 1), MODEL, Script(weigh))
+    assert played.lost == ()
+    for name, value in MODEL.initial.items():
+        assert torch.equal(played.server.params[name], value + 1.0)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_told_must_be_finite(number: float) -> None:
+    run = run_of(fedavg(), 1)
+    [played] = rounds(run, MODEL, Script(lambda job: replace(answer(job), told={"ratio": 0.5})))
+    assert played.lost == ()
+    with pytest.raises(ClientFault, match="'ratio'"):
+        next(rounds(run, MODEL, Script(lambda job: replace(answer(job), told={"ratio": number}))))
+
+
+def test_nothing_is_known_to_be_finite_unless_it_was_looked_at() -> None:
+    assert not Known({"w": torch.ones(1)}).finite
+
+
+# ---- files and states
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux to count open files")
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    write(tmp_path / "first", b"first")
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(5):
+        write(tmp_path / str(number), b"data")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def state(number: float) -> ClientState:
+    return ClientState({"w": torch.tensor([number])})
+
+
+def test_states_that_no_checkpoint_needs_are_dropped(tmp_path: Path) -> None:
+    """The last two checkpoints stay usable: what the older one needs is the newest state before it."""
+    disk = Disk(tmp_path)
+    for number in range(6):
+        disk.save("a", number, state(number))
+        disk.commit(number + 1)
+    assert sorted(int(path.name[:6]) for path in tmp_path.rglob("*.safetensors")) == [3, 4, 5]
+    for done in (5, 6):
+        assert torch.equal(disk.load("a", done).personal["w"], torch.tensor([done - 1.0]))
+
+
+def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    memory = Memory(disk)
+    memory.save("a", 0, state(0.0))
+    memory.commit(1)
+    [written] = tmp_path.rglob("*.safetensors")
+    written.unlink()
+    memory.save("b", 1, state(1.0))
+    memory.commit(2)
+    assert disk.known() == ["b"]
+
+
+# ---- privacy of clients
+
+
+def test_clients_cost_the_same_whether_or_not_their_examples_are_counted() -> None:
+    """The unit is a client, so the number of its examples has no say."""
+    terms = Terms(unit="client", noise=4.0, accountant="rdp")
+    known, unknown = (
+        protect(run_of(fedavg(), 2, cohort=2), MODEL, sizes, terms)
+        for sizes in ({"a": 4, "b": 5, "c": 6}, {"a": 0, "b": 5, "c": 0})
+    )
+    assert known.planned == unknown.planned is not None
+    for guard in (known, unknown):
+        guard.charge(0, ["a", "b"], {})
+    assert known.spent() == unknown.spent() is not None
