@@ -25,11 +25,6 @@ EQUIVALENT: dict[Spot, str] = {
         "round < self.warmup -> round <= self.warmup",
     ): "where the rise ends every schedule has the factor 1",
     (
-        "core/options.py",
-        "if hint is None or hint is type(None):",
-        "hint is None or hint is type(None) -> hint is None",
-    ): "None is what isinstance finds to be of that type",
-    (
         "core/store.py",
         'self.folder, self.device = folder, device or torch.device("cpu")',
         "device or torch.device('cpu') -> device",

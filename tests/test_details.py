@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from helpers import Script, run_of, small
 
 from partita.core.files import write
-from partita.core.learn import ClientFault, ClientState, Job
+from partita.core.learn import ClientState, Job
 from partita.core.method import Method, Rule, Update, compose
 from partita.core.plan import NONE, Phase, Plan, PlanError, Turn, plan_for
 from partita.core.rounds import rounds
@@ -71,25 +70,6 @@ def answer(job: Job, size: float = 1.0) -> Update:
 def test_a_version_is_the_number_of_rounds_completed() -> None:
     for each in rounds(run_of(fedavg(), 3), MODEL, Script(answer)):
         assert set(each.server.ledger.versions.values()) == {each.number + 1}
-
-
-def test_an_update_without_weight_is_taken_and_changes_nothing() -> None:
-    def weigh(job: Job) -> Update:
-        return replace(answer(job, 5.0), weight=0.0) if job.client == "a" else answer(job)
-
-    [played] = rounds(run_of(fedavg(), 1), MODEL, Script(weigh))
-    assert played.lost == ()
-    for name, value in MODEL.initial.items():
-        assert torch.equal(played.server.params[name], value + 1.0)
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_number_that_is_told_must_be_finite(number: float) -> None:
-    run = run_of(fedavg(), 1)
-    [played] = rounds(run, MODEL, Script(lambda job: replace(answer(job), told={"ratio": 0.5})))
-    assert played.lost == ()
-    with pytest.raises(ClientFault, match="'ratio'"):
-        next(rounds(run, MODEL, Script(lambda job: replace(answer(job), told={"ratio": number}))))
 
 
 def test_nothing_is_known_to_be_finite_unless_it_was_looked_at() -> None:
