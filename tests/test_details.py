@@ -34,7 +34,7 @@ def test_a_kept_name_that_the_model_does_not_have_is_refused() -> None:
         plan_for(lambda model, turn: plan, MODEL, Turn(0, 1, "a"))
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, "n0:"), (3, "n0, n1, n2:"), (5, "n0, n1, n2 and 2 more:")])
+@pytest.mark.parametrize(("count", "said"), [(1, "n0:"), (3, "n0, n1, n2:"), (4, "n0, n1, n2 and 1 more:")])
 def test_at_most_three_names_are_shown(count: int, said: str) -> None:
     wrong = frozenset(f"n{number}" for number in range(count))
     with pytest.raises(PlanError, match=f"^{said} these names are kept by the client and also sent down"):
@@ -81,6 +81,12 @@ def test_an_update_without_weight_is_taken_and_changes_nothing() -> None:
     assert played.lost == ()
     for name, value in MODEL.initial.items():
         assert torch.equal(played.server.params[name], value + 1.0)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
+    with pytest.raises(ClientFault, match=f"weight {weight}"):
+        next(rounds(run_of(fedavg(), 1), MODEL, Script(lambda job: replace(answer(job), weight=weight))))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
