@@ -127,7 +127,7 @@ class _Finder:
 
 def install(file: str, source: str) -> None:
     """Let the file's module be this source, for all who import it from now on."""
-    sys.meta_path.insert(0, _Finder(_Planted(module_of(file), PACKAGE / file, source)))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder(_Planted(module_of(file), PACKAGE / file, source)))
 
 
 def outcomes(trials: Sequence[Trial], jobs: int) -> Iterator[Outcome]:
