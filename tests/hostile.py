@@ -46,7 +46,7 @@ class Hostile:
                 continue
             store = Memory()
             assert isinstance(self.engine.store, Memory)
-            store.states = dict(self.engine.store.states)
+            store.held = dict(self.engine.store.held)
             self.engine.store, kept = store, self.engine.store
             [honest] = self.engine.train([job])
             self.engine.store = kept

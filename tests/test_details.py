@@ -33,7 +33,7 @@ def test_a_kept_name_that_the_model_does_not_have_is_refused() -> None:
         plan_for(lambda model, turn: plan, MODEL, Turn(0, 1, "a"))
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, "n0:"), (3, "n0, n1, n2:"), (5, "n0, n1, n2 and 2 more:")])
+@pytest.mark.parametrize(("count", "said"), [(1, "n0:"), (3, "n0, n1, n2:"), (4, "n0, n1, n2 and 1 more:")])
 def test_at_most_three_names_are_shown(count: int, said: str) -> None:
     wrong = frozenset(f"n{number}" for number in range(count))
     with pytest.raises(PlanError, match=f"^{said} these names are kept by the client and also sent down"):

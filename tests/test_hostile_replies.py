@@ -68,7 +68,7 @@ class Setting:
 
     def engine(self, faults: Faults | None = None) -> Embedded:
         store = Memory()
-        store.states = dict(self.states)
+        store.held = dict(self.states)
         return Embedded(self.run, self.model, THREE, store=store, faults=faults)
 
     def play(self, case: Case, **settings: object) -> list[Round] | None:
@@ -91,7 +91,7 @@ def setting(name: str) -> Setting:
     engine = Embedded(run, model, THREE)
     server = next(rounds(run, model, engine)).server
     assert isinstance(engine.store, Memory)
-    start = Setting(run, model, server, engine.store.states, {})
+    start = Setting(run, model, server, engine.store.held, {})
     away = rounds(run, model, start.engine(Faults(trace={(WHEN, WHO): 0.0})), server, WHEN)
     return replace(start, without=last(list(away)))
 

@@ -24,10 +24,11 @@ from partita.core.private import PrivacyError, Private
 from partita.methods import build as method_of
 from partita.methods.fedavg import fedavg
 from partita.play import resume, start
+from partita.privacy import budget
 from partita.privacy.accountant import INTERVAL, ORDERS, epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
 from partita.privacy.guard import Guard, Terms, protect
-from partita.privacy.ledger import TRAINING, Account, find_noise, releases_of
+from partita.privacy.ledger import TRAINING, Account, find_noise, releases_of, round_up
 
 STEPS = Release(TRAINING, noise=1.2, share=0.2, count=30)
 CHOICE = Release("layers", noise=4.0, share=1.0, count=3)
@@ -278,3 +279,125 @@ def test_the_table_is_checked() -> None:
     with pytest.raises(OptionError, match=r"'privacy\.epsilom'; did you mean 'epsilon'"):
         parse({**CONFIG, "privacy": {"epsilom": 2.0}})
     assert parse({"method": {"name": "fedavg"}}).privacy is None
+
+
+# ---- what a mutation check found untested
+
+
+def test_one_release_without_noise_costs_everything_whatever_the_others_have() -> None:
+    assert epsilon({STEPS: 1, Release(TRAINING, 0.0, 0.1): 1}, 1e-5, "rdp") == math.inf
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "target"),
+    [(0.01, 10, 3.0), (0.0001, 1, 1e-3), (0.5, 400, 1.0)],
+    ids=["below the clip", "where epsilon falls to zero", "far above the clip"],
+)
+def test_the_least_noise_is_found_wherever_it_lies(share: float, count: int, target: float) -> None:
+    account = Account(1e-5, "rdp")
+    account.charge("a", [Release(TRAINING, 1.0, share, count)])
+    noise = find_noise(account, target)
+    assert account.with_noise(noise).epsilon() <= target < account.with_noise(0.99 * noise).epsilon()
+
+
+@pytest.mark.parametrize(
+    ("noise", "rounded"),
+    [(1.2341, 1.235), (123.41, 123.5), (0.012341, 0.01235), (1.234, 1.234), (0.5, 0.5), (10.0, 10.0), (9.9991, 10.0)],
+)
+def test_a_noise_is_rounded_up_to_four_digits(noise: float, rounded: float) -> None:
+    assert round_up(noise) == rounded
+
+
+def test_a_client_is_billed_for_its_steps_and_its_share() -> None:
+    [bill] = Client(examples=100, batch=30, rounds=6, epochs=2).bill(5, 1e-6).bills.values()
+    assert bill == {Release(TRAINING, 1.0, 0.3): 2 * 4 * 5}
+    account = Client(examples=10, batch=30, rounds=6).bill(6, 1e-6)
+    assert account.bills == {"client": {Release(TRAINING, 1.0, 1.0): 6}}
+    assert account.delta == 1e-6
+
+
+@pytest.fixture
+def plain_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epsilon is steps times share over noise, and so the noise for an epsilon is known in closed form."""
+
+    def cost(account: Account) -> float:
+        return max(sum(r.share * n / r.noise for r, n in bill.items()) for bill in account.bills.values())
+
+    monkeypatch.setattr(Account, "epsilon", cost)
+    monkeypatch.setattr(budget, "find_noise", lambda account, target: cost(account.with_noise(1.0)) / target)
+
+
+@pytest.mark.usefixtures("plain_costs")
+def test_a_forecast_of_one_client_says_what_other_choices_would_change() -> None:
+    client = Client(examples=100, batch=10, rounds=6)  # ten steps a round, each with a tenth of the examples
+    found = forecast_client(client, None, 2.0, None)
+    assert found.after == {2: 1.0, 3: 1.5, 5: 2.5, 6: 3.0}
+    assert (found.unit, found.noise, found.epsilon, found.delta) == ("example", 2.0, 3.0, 1e-5)
+    assert found.instead == pytest.approx(
+        {"twice the rounds": 4.0, "half the batch": 2.0, "twice the examples": 2.0, "half the epsilon": 4.0}
+    )
+    assert found.to_text().splitlines() == [
+        "noise 2 times the clip: epsilon 3 at delta 1e-05, by example",
+        "",
+        *["rounds  epsilon", "     2  1", "     3  1.5", "     5  2.5", "     6  3"],
+        "",
+        "for the same epsilon, the noise would be",
+        "         4  with twice the rounds",
+        "         2  with half the batch",
+        "         2  with twice the examples",
+        "         4  with half the epsilon",
+    ]
+    assert forecast_client(client, 1.5, None, None).noise == 4.0
+    large = Client(examples=10**6, batch=10, rounds=1)
+    assert forecast_client(large, None, 2.0, None).delta == pytest.approx(1e-7)
+    assert forecast_client(large, None, 2.0, 1e-3).delta == 1e-3
+
+
+@pytest.mark.usefixtures("plain_costs")
+def test_the_other_choices_of_a_forecast_are_twice_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share times steps stays the same with half the batch, so the bills themselves are looked at."""
+    seen = []
+    monkeypatch.setattr(budget, "find_noise", lambda account, target: seen.append((account, target)) or 1.0)
+    forecast_client(Client(examples=100, batch=10, rounds=6), None, 2.0, None)
+    bills = [dict(account.bills["client"]) for account, _ in seen]
+    assert bills == [
+        {Release(TRAINING, 1.0, 0.1): 120},
+        {Release(TRAINING, 1.0, 0.05): 120},
+        {Release(TRAINING, 1.0, 0.05): 120},
+        {Release(TRAINING, 1.0, 0.1): 60},
+    ]
+    assert [target for _, target in seen] == [3.0, 3.0, 3.0, 1.5]
+    seen.clear()
+    guard = guarded(Terms(noise=20.0), count=3, batch_size=4, steps=2)
+    forecast_run(guard)
+    assert [max(sum(bill.values()) for bill in account.bills.values()) for account, _ in seen] == [12, 6, 6]
+    half, whole = ({release.share for release in account.bills["b"]} for account, _ in seen[1:])
+    assert (half, whole) == ({2 / 40}, {4 / 40})
+    seen.clear()
+    forecast_run(guarded(Terms(noise=20.0), count=1, batch_size=1, steps=2))
+    assert {release.share for release in seen[1][0].bills["b"]} == {1 / 40}, "a batch of one cannot be halved"
+    seen.clear()
+    of_clients = forecast_run(guarded(Terms(unit="client", noise=20.0, accountant="rdp"), count=2, cohort=2))
+    assert list(of_clients.instead) == ["twice the rounds", "half the epsilon"]
+
+
+@pytest.mark.usefixtures("plain_costs")
+def test_without_noise_no_other_noise_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Account, "epsilon", lambda account: math.inf)
+    found = forecast_client(Client(examples=100, batch=10, rounds=6), None, 0.0, None)
+    assert (found.epsilon, found.instead) == (math.inf, {})
+    assert "for the same epsilon" not in found.to_text()
+
+
+def test_what_is_charged_beside_training() -> None:
+    """Only a rule that looks releases anything, and only as it says it does."""
+    plan = fedavg().plan(small(), Turn(0, 3, "a"))
+    quiet = replace(fedavg(), local=(Quiet(),))
+    assert releases_of(run_of(quiet), plan, 10) == []
+    assert releases_of(run_of(replace(fedavg(), local=(Choosing(),))), plan, 10) == [Choosing.release]
+    private = replace(fedavg(), local=(Choosing(),), privacy=Private(1.0, 2.0))
+    assert releases_of(run_of(private), plan, 0) == [Choosing.release], "of no examples nothing is trained"
+
+
+class Quiet(Local):
+    release = Release("layers", noise=4.0, share=1.0)

@@ -12,7 +12,7 @@ from helpers import Clients, distance, last, play, run_of, small
 
 from partita.conformance import check_method
 from partita.core import tree
-from partita.core.method import Aggregate, Local, Method, MethodError, Server, Transform, Update
+from partita.core.method import Aggregate, Local, Method, MethodError, Rule, Server, Transform, Update
 from partita.core.model import Model
 from partita.core.plan import Plan, Turn, share
 from partita.core.private import PrivacyError, add_noise, gaussian
@@ -170,3 +170,33 @@ def test_a_budget_for_clients_is_met() -> None:
     assert 0.99 < guard.planned <= 1.0
     moved: Tensors = last(play(guard.run, small(), Clients(**params_of(*[8] * 20))))
     assert distance(moved, small().initial) > 0
+
+
+# ---- what a mutation check found untested
+
+
+def test_slots_are_noised_like_the_delta_and_apart_from_it() -> None:
+    zeros = {"w": torch.zeros(40_000)}
+    guarded = ClippedUpdates(clip=0.5, noise=3.0, cohort=4)
+    found = guarded.decode(Aggregate(zeros, {"one": zeros, "two": zeros}, 4), Key(1))
+    parts = [found.delta, found.slots["one"], found.slots["two"]]
+    for part in parts:
+        assert float(part["w"].std()) == pytest.approx(3.0 * 0.5 / 4, rel=0.03)
+    for place, part in enumerate(parts):
+        for other in parts[place + 1 :]:
+            assert abs(float((part["w"] * other["w"]).mean())) < 0.05 * (3.0 * 0.5 / 4) ** 2
+    assert guarded.decode(Aggregate(zeros, {}, 4), Key(1)).slots == {}
+
+
+def test_slots_are_summed_over_the_cohort_like_the_delta() -> None:
+    """Whoever answers: two of four here. All count alike, whatever weight they claim."""
+
+    def sized(client: str, size: float) -> Update:
+        part = {"w": torch.full((2,), size)}
+        return Update(client, part, {"way": {"w": 10 * part["w"]}}, 100 * size, {"w": 1}, None)
+
+    rule = OverCohort(Rule(), 4)
+    found = rule.reduce(Server({}), [sized("a", 1.0), sized("b", 3.0)], 9)
+    assert torch.allclose(found.delta["w"], torch.full((2,), 1.0))
+    assert torch.allclose(found.slots["way"]["w"], torch.full((2,), 10.0))
+    assert found.cohort == 2

@@ -17,9 +17,10 @@ from partita.core.run import Run
 from partita.core.tree import Slots, Tensors
 from partita.privacy.client import ClippedUpdates, OverCohort
 from partita.privacy.evidence import Check, chance_of_either
-from partita.privacy.mechanism import LOUD, OVER, Stream, check_noise, stream_of
+from partita.privacy.mechanism import OVER, Stream, check_noise, stream_of
 
 ROUNDS = 3  # that are replayed
+LOUD = 10.0  # how much more than the clip clients send: more could be refused as implausible before it is measured
 
 
 @dataclass
@@ -119,8 +120,7 @@ def _check_clip(run: Run, model: Model, engine: Engine, server: Server, transfor
 
 
 def _first_cohort(run: Run, engine: Engine) -> list[str]:
-    clients = engine.clients()
-    return (run.key / "round" / 0 / "cohort").sample(clients, run.cohort_size(len(clients)))
+    return run.draw_cohort(0, engine.clients())
 
 
 def _check_cohorts(cohorts: Sequence[Sequence[str]], population: int, charged: int) -> list[Check]:

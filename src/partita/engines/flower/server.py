@@ -143,7 +143,7 @@ class Flower:
         client, reason = expected.ticket.client, plain(f"its answer is of no use: {error}")
         if not self.run.tolerate:
             raise ClientFault(client, reason) from error
-        return Lost(client, reason)
+        return Lost(client, reason, refused=True)
 
     def _open(self, expected: Expected, reply: Message | str) -> RecordDict | Lost:
         client = expected.ticket.client
