@@ -250,7 +250,7 @@ class Inspector:
         if norm > limit:
             raise Refused(
                 f"sent an update of norm {norm:.3g}; more than {limit:.3g} ({MOST_OF_INITIAL:g} times the initial "
-                "model's) is implausible"
+                "model's) is implausible; lower training.lr, set training.clip, or look at the client's data"
             )
         for slot, part in update.slots.items():
             # A slot is as large as a gradient, that is as an update over the learning rate.
