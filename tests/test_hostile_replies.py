@@ -139,17 +139,15 @@ def _floats(part: Mapping[str, torch.Tensor]) -> bool:
 # ---- the whole list
 
 
-def _shared_out() -> list[tuple[str, Case]]:
-    """Every case once, in turn over the federations; those about slots where there are slots."""
+def _some() -> Iterator[Any]:
+    """Every other case, in turn over the federations; those about slots where there are slots."""
     others = [name for name in FEDERATIONS if name != "zero-shot"]
-    return [
-        ("scaffold" if "slot" in case.name else others[place % len(others)], case) for place, case in enumerate(CASES)
-    ]
+    for place, case in enumerate(CASES[::2]):
+        name = "scaffold" if "slot" in case.name else others[place % len(others)]
+        yield pytest.param(name, case, id=f"{name}: {case.name}")
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [pytest.param(name, case, id=f"{name}: {case.name}") for name, case in _shared_out()]
-)
+@pytest.mark.parametrize(("name", "case"), list(_some()))
 def test_a_hostile_reply_neither_stops_nor_steers_the_run(name: str, case: Case) -> None:
     try_out(name, case)
 
