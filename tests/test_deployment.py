@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from helpers import SMALL_TASK, last
+from helpers import SMALL_TASK, distance, last
 
 from partita import experiment, flower_app, models, play, record
 from partita.config import load
@@ -148,7 +148,9 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
     built = experiment.build(load(tmp_path / "experiment.toml"))
     away = Faults(trace={(0, "c1"): 0.0, (1, "c1"): 0.0})
     played = list(rounds(built.run, built.model, Embedded(built.run, built.model, built.federation, faults=away)))
-    assert tree.digest(last(played)) == result["digest"]
+    _, there = checkpoint.load(sealed(tmp_path / "run" / "checkpoints")[-1])
+    # Two clients are drawn in another order from two than from three, and so is their sum.
+    assert distance(last(played), there.params) < 1e-6
     wait_until("all processes have ended", lambda: all(gone(group) for group in groups))
 
 
