@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import runpy
 import types
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-from fuzzing import TINY, ranges_of
+from fuzzing import TINY, outside, ranges_of
 
 from partita.config import ConfigError, load, overlay, parse, schema
 from partita.core import memory
@@ -166,6 +167,40 @@ def test_values_are_shown_on_one_short_line() -> None:
     assert not one_line("a\rb")
     assert describe(types.NoneType) == "left out"
     assert ranges_of(Union[Count, None]) == [Range(low=1, high=10**9)]  # noqa: UP007
+
+
+def sample_of(hint: Any) -> Any:
+    """A value that fits a required option."""
+    if found := ranges_of(hint):
+        return found[0].low or 1
+    return ["a"] if "tuple" in str(hint) else "a"
+
+
+def with_value(heading: str, name: str, value: Any) -> dict[str, Any]:
+    """A config whose table of this heading sets the option, and what else it must."""
+    table, _, kind = heading.partition(" ")
+    needed = {each.name: sample_of(each.hint) for each in SCHEMA[heading].values() if each.default is MISSING}
+    given = {**needed, **({"noise": 1.0} if table == "privacy" else {}), name: value}
+    if not table:
+        return {**TINY, **given}
+    return {**TINY, table: {**given, **({"kind" if table == "split" else "name": kind} if kind else {})}}
+
+
+@pytest.mark.parametrize("heading", SCHEMA)
+def test_every_option_is_refused_by_name_beyond_its_bounds(heading: str) -> None:
+    for name, option in SCHEMA[heading].items():
+        numbers = [*outside(option.hint), math.nan, -math.inf, 2**63] if len(ranges_of(option.hint)) == 1 else []
+        texts = ["a\nb", "a\0b", *([] if Range(low=0) in ranges_of(option.hint) else [""])]
+        for value in numbers if bare_texts(option.hint) == 0 else texts:
+            with pytest.raises(
+                OptionError, match=re.escape(f"{heading.partition(' ')[0]}.{name}".lstrip(".") + " is ")
+            ):
+                parse(with_value(heading, name, value))
+
+
+def bare_texts(hint: Any) -> int:
+    """How many times a type says str."""
+    return (hint is str) + sum(bare_texts(each) for each in get_args(hint) if not isinstance(each, str | Range))
 
 
 @pytest.mark.parametrize(
