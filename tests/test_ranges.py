@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-from fuzzing import TINY, outside, ranges_of
+from fuzzing import TINY, outside, ranges_of, refusal
 
 from partita.config import ConfigError, load, overlay, parse, schema
 from partita.core import memory
@@ -298,6 +298,24 @@ def test_the_reference_is_up_to_date() -> None:
     script = Path(__file__).parent.parent / "scripts" / "write_reference.py"
     written = runpy.run_path(str(script))
     assert written["PAGE"].read_text(encoding="utf-8") == written["reference"](), f"run: python scripts/{script.name}"
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "clients", "options"),
+    [
+        ("IidPartitioner", 10**9, {}),
+        ("DirichletPartitioner", 3, {"alpha": "x"}),
+        ("DirichletPartitioner", 3, {"alpha": -1}),
+        ("DirichletPartitioner", 3, {"alpha": [1]}),
+        ("DirichletPartitioner", 3, {"alpha": 1.0, "seed": -1}),
+        ("PathologicalPartitioner", 3, {"num_classes_per_partition": 10**6}),
+        ("IidPartitioner", 3, {"num_partitions": "x"}),
+    ],
+)
+def test_what_a_partitioner_refuses_is_one_line(partitioner: str, clients: int, options: dict[str, Any]) -> None:
+    pytest.importorskip("flwr_datasets")
+    asked = {"kind": "flwr", "partitioner": partitioner, "clients": clients, "options": options}
+    assert refusal(lambda: build(parse({**TINY, "split": asked}))) is not None
 
 
 def test_a_method_named_twice_is_refused() -> None:
