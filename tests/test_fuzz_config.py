@@ -42,7 +42,7 @@ def slow(count: int) -> Any:
     return pytest.param(count, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("count", [120, slow(5000)])
+@pytest.mark.parametrize("count", [300, slow(5000)])
 def test_any_config_is_taken_or_refused_in_a_line(count: int) -> None:
     @given(configs())
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
@@ -52,7 +52,7 @@ def test_any_config_is_taken_or_refused_in_a_line(count: int) -> None:
     check()
 
 
-@pytest.mark.parametrize("count", [25, slow(1500)])
+@pytest.mark.parametrize("count", [60, slow(1500)])
 def test_any_experiment_is_built_or_refused(count: int, small_machine: None) -> None:
     @given(experiments())
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
@@ -62,7 +62,7 @@ def test_any_experiment_is_built_or_refused(count: int, small_machine: None) -> 
     check()
 
 
-@pytest.mark.parametrize("count", [6, slow(400)])
+@pytest.mark.parametrize("count", [10, slow(400)])
 def test_any_tiny_run_ends(count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory) -> None:
     @given(experiments(small=True))
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
@@ -96,7 +96,7 @@ def texts() -> st.SearchStrategy[str]:
     return pieces.map("".join)
 
 
-@pytest.mark.parametrize("count", [100, slow(3000)])
+@pytest.mark.parametrize("count", [200, slow(3000)])
 def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
     """What follows --set."""
     file = tmp_path / "config.toml"
@@ -113,7 +113,7 @@ def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) ->
     check()
 
 
-@pytest.mark.parametrize("count", [60, slow(2000)])
+@pytest.mark.parametrize("count", [150, slow(2000)])
 def test_any_methods_are_expanded_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
     """What follows --methods."""
     file = tmp_path / "config.toml"

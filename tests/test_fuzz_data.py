@@ -167,7 +167,7 @@ def test_a_file_of_nothing_is_refused_by_name(
     assert attempt(name, data, tmp_path, tokenizer) is not None
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_file_is_read_or_refused_by_name(
     count: int, valid: dict[str, bytes], tokenizer: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import runpy
 import types
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-from fuzzing import TINY, ranges_of
+from fuzzing import TINY, outside, ranges_of, refusal
 
 from partita.config import ConfigError, load, overlay, parse, schema
 from partita.core import memory
@@ -168,6 +169,40 @@ def test_values_are_shown_on_one_short_line() -> None:
     assert ranges_of(Union[Count, None]) == [Range(low=1, high=10**9)]  # noqa: UP007
 
 
+def sample_of(hint: Any) -> Any:
+    """A value that fits a required option."""
+    if found := ranges_of(hint):
+        return found[0].low or 1
+    return ["a"] if "tuple" in str(hint) else "a"
+
+
+def with_value(heading: str, name: str, value: Any) -> dict[str, Any]:
+    """A config whose table of this heading sets the option, and what else it must."""
+    table, _, kind = heading.partition(" ")
+    needed = {each.name: sample_of(each.hint) for each in SCHEMA[heading].values() if each.default is MISSING}
+    given = {**needed, **({"noise": 1.0} if table == "privacy" else {}), name: value}
+    if not table:
+        return {**TINY, **given}
+    return {**TINY, table: {**given, **({"kind" if table == "split" else "name": kind} if kind else {})}}
+
+
+@pytest.mark.parametrize("heading", SCHEMA)
+def test_every_option_is_refused_by_name_beyond_its_bounds(heading: str) -> None:
+    for name, option in SCHEMA[heading].items():
+        numbers = [*outside(option.hint), math.nan, -math.inf, 2**63] if len(ranges_of(option.hint)) == 1 else []
+        texts = ["a\nb", "a\0b", *([] if Range(low=0) in ranges_of(option.hint) else [""])]
+        for value in numbers if bare_texts(option.hint) == 0 else texts:
+            with pytest.raises(
+                OptionError, match=re.escape(f"{heading.partition(' ')[0]}.{name}".lstrip(".") + " is ")
+            ):
+                parse(with_value(heading, name, value))
+
+
+def bare_texts(hint: Any) -> int:
+    """How many times a type says str."""
+    return (hint is str) + sum(bare_texts(each) for each in get_args(hint) if not isinstance(each, str | Range))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -263,6 +298,24 @@ def test_the_reference_is_up_to_date() -> None:
     script = Path(__file__).parent.parent / "scripts" / "write_reference.py"
     written = runpy.run_path(str(script))
     assert written["PAGE"].read_text(encoding="utf-8") == written["reference"](), f"run: python scripts/{script.name}"
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "clients", "options"),
+    [
+        ("IidPartitioner", 10**9, {}),
+        ("DirichletPartitioner", 3, {"alpha": "x"}),
+        ("DirichletPartitioner", 3, {"alpha": -1}),
+        ("DirichletPartitioner", 3, {"alpha": [1]}),
+        ("DirichletPartitioner", 3, {"alpha": 1.0, "seed": -1}),
+        ("PathologicalPartitioner", 3, {"num_classes_per_partition": 10**6}),
+        ("IidPartitioner", 3, {"num_partitions": "x"}),
+    ],
+)
+def test_what_a_partitioner_refuses_is_one_line(partitioner: str, clients: int, options: dict[str, Any]) -> None:
+    pytest.importorskip("flwr_datasets")
+    asked = {"kind": "flwr", "partitioner": partitioner, "clients": clients, "options": options}
+    assert refusal(lambda: build(parse({**TINY, "split": asked}))) is not None
 
 
 def test_a_method_named_twice_is_refused() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from partita.core.options import Count, nearest
 from partita.core.rng import Key
-from partita.data.errors import DataError, need
+from partita.data.errors import DataError, first_line, need
 from partita.data.names import Numbered
 from partita.data.task import Partition, Task, grouped
 
@@ -34,15 +34,26 @@ def flwr(
         raise DataError(f"flwr-datasets has no partitioner '{partitioner}' of rows; {nearest(partitioner, kinds)}")
     kind = getattr(module, partitioner)
     columns = {**task.columns, "label": task.labels(), ROW: np.arange(len(task.train))}
-    dealer = kind(**_arguments(kind, clients, key, columns, dict(options or {})))
-    dealer.dataset = datasets.Dataset.from_dict(columns)
+    arguments = _arguments(kind, clients, key, columns, dict(options or {}))
+    try:
+        return _dealt(task, kind(**arguments), datasets.Dataset.from_dict(columns))
+    except DataError:
+        raise
+    except Exception as error:  # each partitioner refuses what it does not like in its own way
+        raise DataError(f"{partitioner} cannot deal: {first_line(error)}; change split.clients or options") from error
+
+
+def _dealt(task: Task, dealer: Any, dataset: Any) -> Partition:
+    dealer.dataset = dataset
+    if (count := dealer.num_partitions) > len(task.train):
+        raise DataError(f"{count} clients are to share {len(task.train)} examples; use fewer")
     owner = np.full(len(task.train), -1, np.int64)
-    for position in range(dealer.num_partitions):
+    for position in range(count):
         rows = np.array(dealer.load_partition(position)[ROW][:], np.int64)
         if (owner[rows] >= 0).any():
-            raise DataError(f"{partitioner} gives a row to two clients; use one that deals each row once")
+            raise DataError(f"{type(dealer).__name__} gives a row to two clients; use one that deals each row once")
         owner[rows] = position
-    return grouped(owner, Numbered(dealer.num_partitions))
+    return grouped(owner, Numbered(count))
 
 
 def _arguments(
