@@ -26,6 +26,7 @@ from mutants import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "partita"
+MEMORY = 8 * 2**30  # bytes that a mutant may take: some ask for all there is
 
 # What tests import and what takes long to: loaded once, before the processes part. The package brings its own needs.
 HEAVY = (
@@ -95,6 +96,7 @@ def attempt(trial: Trial, folder: Path) -> None:
         # Of computing, since a machine that others use too may take any time.
         used = time.process_time()
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + trial.limit) + 1, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
     forget()
     if trial.file:
         install(trial.file, trial.source)

@@ -18,8 +18,9 @@ from scipy.stats import norm
 
 from partita.config import parse
 from partita.core.method import Local, Method, Release
+from partita.core.model import Model
 from partita.core.options import OptionError
-from partita.core.plan import Turn
+from partita.core.plan import Phase, Plan, Turn
 from partita.core.private import PrivacyError, Private
 from partita.methods import build as method_of
 from partita.methods.fedavg import fedavg
@@ -284,10 +285,6 @@ def test_the_table_is_checked() -> None:
 # ---- what a mutation check found untested
 
 
-def test_one_release_without_noise_costs_everything_whatever_the_others_have() -> None:
-    assert epsilon({STEPS: 1, Release(TRAINING, 0.0, 0.1): 1}, 1e-5, "rdp") == math.inf
-
-
 @pytest.mark.parametrize(
     ("share", "count", "target"),
     [(0.01, 10, 3.0), (0.0001, 1, 1e-3), (0.5, 400, 1.0)],
@@ -377,6 +374,9 @@ def test_the_other_choices_of_a_forecast_are_twice_and_half(monkeypatch: pytest.
     forecast_run(guarded(Terms(noise=20.0), count=1, batch_size=1, steps=2))
     assert {release.share for release in seen[1][0].bills["b"]} == {1 / 40}, "a batch of one cannot be halved"
     seen.clear()
+    forecast_client(Client(examples=12, batch=1, rounds=1), None, 2.0, None)
+    assert dict(seen[1][0].bills["client"]) == {Release(TRAINING, 1.0, 1 / 12): 12}
+    seen.clear()
     of_clients = forecast_run(guarded(Terms(unit="client", noise=20.0, accountant="rdp"), count=2, cohort=2))
     assert list(of_clients.instead) == ["twice the rounds", "half the epsilon"]
 
@@ -401,3 +401,26 @@ def test_what_is_charged_beside_training() -> None:
 
 class Quiet(Local):
     release = Release("layers", noise=4.0, share=1.0)
+
+
+@pytest.mark.usefixtures("plain_costs")
+def test_a_plan_knows_of_twice_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains one epoch for every round of the run, so that twice the rounds cost four times as much."""
+    seen = []
+    monkeypatch.setattr(budget, "find_noise", lambda account, target: seen.append(account) or 1.0)
+
+    def plan(model: Model, turn: Turn) -> Plan:
+        return Plan((Phase(model.every(), epochs=turn.rounds),), up=model.every(), down=model.every())
+
+    run = run_of(Method("growing", plan), 3, batch_size=40)
+    forecast_run(protect(run, small(), {"b": 40}, Terms(noise=20.0)))
+    assert [sum(account.bills["b"].values()) for account in seen] == [36, 18, 9]
+
+
+def test_a_guard_says_what_it_resolved() -> None:
+    found = guarded(Terms(epsilon=2.0, accountant="rdp"), count=1)
+    assert found.run.method.privacy is not None
+    assert found.terms.noise == found.about()["noise"] == found.run.method.privacy.noise
+    assert (found.about()["sampling"], found.about()["delta"]) == ("poisson", 1e-5)
+    of_clients = guarded(Terms(unit="client", noise=3.0, accountant="rdp"), count=1, cohort=2)
+    assert (of_clients.about()["sampling"], of_clients.about()["unit"]) == ("cohort", "client")
