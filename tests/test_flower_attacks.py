@@ -230,7 +230,7 @@ ATTACKS: dict[str, Attack] = {
     "a slot of its own": Attack(rewritten(slots={"mine": {"head.weight": torch.zeros(3, 4)}}), "sent the slot 'mine'"),
     "parameters for a slot": Attack(rewritten(slots={"params": {"head.weight": torch.zeros(3, 4)}}), "slot 'params'"),
     "a slot of another shape": Attack(
-        rewritten(slots={"control": {"head.weight": torch.zeros(2)}}), "of shape (2,), not", "scaffold", kept=True
+        rewritten(slots={"control": {"head.weight": torch.zeros(2)}}), "the slot 'control'", "scaffold", kept=True
     ),
     "a slot of whole numbers": Attack(
         rewritten(slots={"control": {"head.weight": torch.zeros(3, 4).long()}}), "as torch.int64, not", "scaffold"
