@@ -135,7 +135,7 @@ EQUIVALENT: dict[Spot, str] = {
 UNCOVERED: dict[Spot, str] = {
     (
         "privacy/guard.py",
-        "account.charge(client, releases_of(run, plan, sizes.get(client, 0)))",
+        "account.charge(client, releases_of(run, plan, self.sizes.get(client, 0)))",
         "0 -> 1",
     ): "nobody outside the population is asked",
     (
