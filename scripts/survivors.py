@@ -134,6 +134,11 @@ EQUIVALENT: dict[Spot, str] = {
 # A test could notice, and none does yet.
 UNCOVERED: dict[Spot, str] = {
     (
+        "privacy/ledger.py",
+        "noise = round_up(noise * 1.0002)",
+        ANY,
+    ): "for a search that ends just above the target even after rounding up; no test has one",
+    (
         "privacy/guard.py",
         "account.charge(client, releases_of(run, plan, self.sizes.get(client, 0)))",
         "0 -> 1",

@@ -287,8 +287,8 @@ def test_the_table_is_checked() -> None:
 
 @pytest.mark.parametrize(
     ("share", "count", "target"),
-    [(0.01, 10, 3.0), (0.0001, 1, 1e-3), (0.5, 400, 1.0)],
-    ids=["below the clip", "where epsilon falls to zero", "far above the clip"],
+    [(0.01, 10, 3.0), (0.001, 1, 8.0), (0.0001, 1, 1e-3), (0.5, 400, 1.0)],
+    ids=["below the clip", "far below it", "where epsilon falls to zero", "far above the clip"],
 )
 def test_the_least_noise_is_found_wherever_it_lies(share: float, count: int, target: float) -> None:
     account = Account(1e-5, "rdp")
