@@ -141,7 +141,7 @@ def rewritten(**changes: Any) -> Tamper:
     """The update with other fields; a function is given the old value."""
 
     def tamper(message: Message, reply: Message) -> Message:
-        update = messages.to_update(reply.content, "c1", 10**9)
+        update = messages.to_update(reply.content, messages.to_ticket(reply.content), 10**9)
         new = {name: change(getattr(update, name)) if callable(change) else change for name, change in changes.items()}
         content = messages.stamped(messages.of_update(replace(update, **new)), message.content)
         return Message(content, reply_to=message)

@@ -324,7 +324,7 @@ def test_image_errors(tmp_path: Path, options: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        ({"images": pictures(2, (4, 6))}, {"images": pictures(2)}, "images are 6 by 4; set size"),
+        ({"images": pictures(2, (4, 6))}, {"images": pictures(2)}, "is 6 by 4; set size"),
         (
             {"images": pictures(1) + pictures(1, (3, 3))},
             {"images": pictures(2)},

@@ -48,6 +48,7 @@ from partita.core.rng import Key
 from partita.core.rounds import Lost, ask, begin, rounds
 from partita.core.run import Run, RunError
 from partita.core.store import Disk
+from partita.data.errors import DataError
 from partita.engines.embedded import Embedded
 from partita.engines.faults import Faults
 from partita.methods import INDEX, build
@@ -308,8 +309,8 @@ def test_a_client_that_lost_its_disk_says_so_and_is_sent_everything(how: str, tm
     assert tree.equal(last(played), last(list(rounds(run, model, away))))
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError])
-def test_of_an_error_that_partita_did_not_write_only_the_kind_leaves_the_site(
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, DataError])
+def test_of_an_error_that_may_quote_data_only_the_kind_leaves_the_site(
     kind: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Leaky(Clients):

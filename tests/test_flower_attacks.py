@@ -174,12 +174,12 @@ ATTACKS: dict[str, Attack] = {
     "steps of many names": Attack(numbers(steps={f"n{i}": 1 for i in range(MANY)}), "sent steps of 'n0'"),
     "a list as steps": Attack(numbers(steps={"head.weight": [1, 2]}), "after [1, 2] steps"),
     "no steps at all": Attack(numbers(steps={"head.weight": 0}), "after 0 steps"),
-    "many numbers told": Attack(numbers(told={f"n{i}": 1.0 for i in range(MANY)}), f"told {MANY} numbers"),
-    "a number told": Attack(numbers(told={"a": 1.0}), "told 1 numbers, and fedavg tells at most 0"),
-    "a layer told of that is not there": Attack(numbers(told={"a/layer.9": 1.0}), "told a number of", "safl"),
-    "a layer told of that is no number": Attack(numbers(told={"a/layer.x": 1.0}), "told a number of", "safl"),
-    "an odd name told": Attack(numbers(told={ODD: 1.0}), "told a number of", "safl"),
-    "a name of 1 MB told": Attack(numbers(told={LONG: 1.0}), "told a number of", "safl"),
+    "many numbers told": Attack(numbers(told={f"n{i}": 1.0 for i in range(MANY)}), f"told {MANY} scores"),
+    "a number told": Attack(numbers(told={"a": 1.0}), "told 1 scores; clients of fedavg tell at most 0"),
+    "a layer told of that is not there": Attack(numbers(told={"a/layer.9": 1.0}), "told a score of", "safl"),
+    "a layer told of that is no number": Attack(numbers(told={"a/layer.x": 1.0}), "told a score of", "safl"),
+    "an odd name told": Attack(numbers(told={ODD: 1.0}), "told a score called", "safl"),
+    "a name of 1 MB told": Attack(numbers(told={LONG: 1.0}), "told a score called", "safl"),
     "1e308 told": Attack(numbers(told={"attention/layer.0": 1e308}), "told 1e+308", "safl"),
     "nan told": Attack(numbers(told={"attention/layer.0": float("nan")}), "told nan", "safl"),
     "two blobs": Attack(two_blobs, "are not one safetensors blob"),
@@ -207,7 +207,7 @@ ATTACKS: dict[str, Attack] = {
     "a type that torch lacks": Attack(packed(entry("F8_E8M0", (48,))), NO_USE),
     "complex numbers": Attack(packed(entry("C64", (6,))), NO_USE),
     "no name": Attack(
-        packed({"": {"dtype": "F32", "shape": (12,), "data_offsets": (0, 48)}}), "sent '', which its plan does not"
+        packed({"": {"dtype": "F32", "shape": (12,), "data_offsets": (0, 48)}}), "sent the slot ''"
     ),
     "steps of no name": Attack(numbers(steps={"": 1}), "sent steps of ''"),
     "a record of no name": Attack(records(**{"": ConfigRecord()}), "it has a record ''"),
@@ -216,11 +216,11 @@ ATTACKS: dict[str, Attack] = {
     "a name of its own": Attack(extra("mine"), "sent 'mine', which its plan does not send up in round 0"),
     "an odd name": Attack(extra(ODD), r"sent '\x1b[2J"),
     "a name of 1 MB": Attack(extra(LONG), "bytes of tensors"),
-    "a name that its plan keeps": Attack(extra("head.weight"), "sent 'head.weight', which its plan", "fedper"),
+    "a name that its plan keeps": Attack(extra("head.weight"), "sent 'head.weight', which", "fedper", kept=True),
     "another shape": Attack(delta(lambda value: value.T.contiguous()), "of shape (4, 3), not (3, 4)"),
     "a scalar": Attack(delta(lambda value: value[0, 0].clone()), "of shape (), not (3, 4)"),
     **{
-        f"as {kind}": Attack(delta(lambda value, kind=kind: value.to(kind)), f"as {kind}, not torch.float32")
+        f"as {kind}": Attack(delta(lambda value, kind=kind: value.to(kind)), f"as {kind} on cpu, not torch.float32")
         for kind in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
     },
     **{
@@ -233,14 +233,17 @@ ATTACKS: dict[str, Attack] = {
         rewritten(slots={"control": {"head.weight": torch.zeros(2)}}), "the slot 'control'", "scaffold", kept=True
     ),
     "a slot of whole numbers": Attack(
-        rewritten(slots={"control": {"head.weight": torch.zeros(3, 4).long()}}), "as torch.int64, not", "scaffold"
+        rewritten(slots={"control": {"head.weight": torch.zeros(3, 4).long()}}),
+        "the slot 'control' for 1 names",
+        "scaffold",
+        kept=True,
     ),
     "64 bits where 8 travel": Attack(
-        delta(lambda value: value.double(), "embed.weight"), "as torch.float64, not", "quantise"
+        delta(lambda value: value.double(), "embed.weight"), "as torch.float64 on cpu, not", "quantise"
     ),
-    "scales of whole numbers": Attack(scales(lambda value: value.to(torch.int8)), "as torch.int8, not", "quantise"),
-    "scales of true and false": Attack(scales(lambda value: value.bool()), "as torch.bool, not", "quantise"),
-    "scales of 64 bits": Attack(scales(lambda value: value.double()), "as torch.float64, not", "quantise"),
+    "scales of whole numbers": Attack(scales(lambda value: value.to(torch.int8)), "as torch.int8 on cpu", "quantise"),
+    "scales of true and false": Attack(scales(lambda value: value.bool()), "as torch.bool on cpu, not", "quantise"),
+    "scales of 64 bits": Attack(scales(lambda value: value.double()), "as torch.float64 on cpu, not", "quantise"),
     "scales of another shape": Attack(scales(lambda value: value[:1, None]), "what cannot be opened", "quantise"),
     "no scales": Attack(rewritten(slots={}), "what cannot be opened", "quantise"),
     "a slot beside the scales": Attack(
@@ -382,7 +385,7 @@ def test_the_limit_is_that_of_the_round(tmp_path: Path) -> None:
     kept: list[Update] = []
 
     def note(message: Message, reply: Message) -> Message:
-        kept.append(messages.to_update(reply.content, "c1", 10**9))
+        kept.append(messages.to_update(reply.content, messages.to_ticket(reply.content), 10**9))
         return reply
 
     tampered(grid, 11, note, when=0)

@@ -173,7 +173,7 @@ def test_nothing_but_what_the_plan_sends_up_leaves_a_site(name: str, tmp_path: P
     for forged in (order(run), order(run, change=lambda job: replace(job, stale=frozenset())), order(run, void=0)):
         answer = answer_of(site_at(tmp_path, run), forged)
         if "refusal" not in answer:
-            update = messages.to_update(answer, "c1", 10**9)
+            update = messages.to_update(answer, messages.Ticket(0, "c1", ""), 10**9)
             assert update.delta.keys() <= plan.up
             assert all(part.keys() <= plan.up for part in update.slots.values())
             assert update.steps.keys() <= plan.train
@@ -231,7 +231,7 @@ def other_model(job: Job) -> Job:
 
 
 def deltas(answer: RecordDict) -> tree.Tensors:
-    return dict(messages.to_update(answer, "c1", 10**9).delta)
+    return dict(messages.to_update(answer, messages.Ticket(0, "c1", ""), 10**9).delta)
 
 
 AGAIN: dict[str, dict[str, Any]] = {

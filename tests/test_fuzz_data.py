@@ -186,7 +186,7 @@ def test_broken_tags_are_refused_by_row(tags: Any, tokenizer: str, tmp_path: Pat
     assert attempt("tokens.jsonl", data, tmp_path, tokenizer) is not None
 
 
-@pytest.mark.parametrize("size", [(10**5, 10**5), (2**31 - 1, 2**31 - 1), (0, 0), (2**32 - 1, 1)])
+@pytest.mark.parametrize("size", [(10**5, 10**5), (2**31 - 1, 2**31 - 1), (0, 0), (2**32 - 1, 1), (4, 40_000)])
 def test_an_image_whose_header_lies_is_refused(size: tuple[int, int], tokenizer: str, tmp_path: Path) -> None:
     assert attempt("1.png", png(*size), tmp_path, tokenizer) is not None
 

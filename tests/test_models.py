@@ -50,6 +50,7 @@ from transformers import (
 )
 
 from partita.core import tree
+from partita.core.memory import SizeError
 from partita.core.model import TagError
 from partita.core.rng import Key
 from partita.core.tree import Tensors
@@ -418,6 +419,13 @@ def test_a_faulty_folder_is_named_with_a_remedy(fault: str, message: str, tmp_pa
     with pytest.raises(ModelError, match=message) as caught:
         pretrained(task, KEY, path=str(tmp_path))
     assert "type" in fault or str(tmp_path) in str(caught.value)
+
+
+def test_a_config_that_promises_more_than_fits_into_memory_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
+    small().save_pretrained(small().initial, tmp_path)
+    edit_config(tmp_path, intermediate_size=10**12)
+    with pytest.raises(SizeError, match=r"the model of '.*' in float32 would take .* TB, but .* are free; choose a sm"):
+        pretrained(TASK, KEY, path=str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,8 @@ class Inspector:
             alike = part.form, plan.up, part.row.dtype, part.row.device
             if self.fits.get(alike) is taken:
                 return  # as that of a client before
+        if stray := taken.keys() - self.forms.keys():
+            raise Refused(f"sent steps of {short(min(stray, key=str))}, which {self.limits.model.name} does not have")
         most = self.limits.steps(plan, self.limits.examples(update.client))
         kinds = [(part.row.dtype, part.row.device)] * len(part) if isinstance(part, Laid) else map(_kind, part.values())
         for name, shape, kind in zip(part, shapes(part), kinds, strict=True):

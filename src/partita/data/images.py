@@ -91,20 +91,20 @@ def _check(part: Part, image: str, label: str) -> None:
 def _pixels(part: Part, column: str, size: int | None, channels: int) -> Tensor:
     """Bytes, (row, channel, height, width)."""
     filled: NDArray[np.uint8] | None = None
-    for place, picture in enumerate(_decoded(part, column)):
-        with reading(f"the image in {part.row(place)}", "replace or remove it"):
+    for place, (named, picture) in enumerate(_decoded(part, column)):
+        with reading(named, "replace or remove it"):
             picture = picture.convert(MODES[channels])
             if size is not None and picture.size != (size, size):
                 picture = picture.resize((size, size))
         if filled is None:
             if picture.width != picture.height:
-                raise DataError(f"images are {picture.width} by {picture.height}; set size to make them square")
+                raise DataError(f"{named} is {picture.width} by {picture.height}; set size to make images square")
             shape = (len(part.data), channels, picture.height, picture.width)
             memory.require(math.prod(shape), f"the images of {part.where}", "set data.size to make them smaller")
             filled = np.empty(shape, np.uint8)
         if picture.size != filled.shape[:1:-1]:
             raise DataError(
-                f"the image in {part.row(place)} is {picture.width} by {picture.height}, the first is "
+                f"{named} is {picture.width} by {picture.height}, the first is "
                 f"{filled.shape[3]} by {filled.shape[2]}; set size to make them alike"
             )
         filled[place] = np.asarray(picture).reshape(*filled.shape[2:], channels).transpose(2, 0, 1)
@@ -112,8 +112,8 @@ def _pixels(part: Part, column: str, size: int | None, channels: int) -> Tensor:
     return torch.from_numpy(filled)
 
 
-def _decoded(part: Part, column: str) -> Iterator[Any]:
-    """One by one, so that a broken image can be named."""
+def _decoded(part: Part, column: str) -> Iterator[tuple[str, Any]]:
+    """What to call each image in an error, and the image."""
     feature = part.data.features[column]
     for place, kept in enumerate(part.data.cast_column(column, need("datasets", "data").Image(decode=False))[column]):
         file = Path(kept["path"]) if kept and kept["path"] else None
@@ -124,4 +124,4 @@ def _decoded(part: Part, column: str) -> Iterator[Any]:
             raise DataError(f"{named} is empty; replace or remove it")
         with reading(named, "replace or remove it"):
             picture = feature.decode_example(kept)
-        yield picture
+        yield named, picture

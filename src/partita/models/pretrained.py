@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from partita.core import memory
 from partita.core.rng import Key
 from partita.core.tree import Tensors
 from partita.models import ImageTask, Kind, ModelError, Task
@@ -173,6 +174,8 @@ def _check_tokens(path: str, config: Any, task: Task) -> None:
 
 def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fresh_head: bool) -> PreTrainedModel:
     load: Callable[..., Any] = kind.from_pretrained
+    with drawing_from(key):
+        _check_size(path, config, kind)
     with quiet(), drawing_from(key):
         try:
             module, report = load(
@@ -202,6 +205,14 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
             else:
                 own[name].zero_()
     return module
+
+
+def _check_size(path: str, config: Any, kind: Any) -> None:
+    """A module on the meta device has shapes and no values, so it can be counted before memory is taken."""
+    with quiet(), torch.device("meta"):
+        module = kind.from_config(config, trust_remote_code=False)
+    wanted = sum(each.numel() * torch.float32.itemsize for each in module.parameters())
+    memory.require(wanted, f"the model of '{path}' in float32", "choose a smaller one, or a machine with more memory")
 
 
 def _in_body(module: PreTrainedModel, name: str) -> bool:

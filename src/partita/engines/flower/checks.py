@@ -10,8 +10,8 @@ from torch import Tensor
 
 from partita.core import tree
 from partita.core.learn import ClientFault, Job
-from partita.core.method import Local, Update
-from partita.core.model import Model, layers_of
+from partita.core.method import Update
+from partita.core.model import Model
 from partita.core.plan import Plan, Turn, plan_for
 from partita.core.rounds import ask, begin
 from partita.core.run import Run
@@ -20,7 +20,6 @@ from partita.engines.flower.messages import MessageError, Order, Ticket, plain, 
 from partita.evaluate import Measure
 
 LARGEST = 1e100  # of a number in a message: squares and sums of such numbers stay finite
-HEAVIEST = 1e12  # training examples of a client
 ENTRY = 256  # bytes of a tensor's entry in a header, beside its name
 SHARES = frozenset({"accuracy", "macro_f1", "micro_f1", "auroc", "precision", "recall", "f1"})  # from 0 to 1
 
@@ -30,10 +29,9 @@ SHARES = frozenset({"accuracy", "macro_f1", "micro_f1", "auroc", "precision", "r
 
 @dataclass(frozen=True)
 class Expected:
-    """What an honest answer to one job can hold."""
+    """What can be said of an answer before its tensors are read. `core/replies.py` checks the update itself."""
 
     ticket: Ticket
-    plan: Plan
     limit: int  # bytes of tensors
 
     def check(self, ticket: Ticket) -> None:
@@ -52,58 +50,7 @@ def expect(run: Run, model: Model, job: Job, session: str) -> Expected:
     copies, entries = 1 + len(own) + len(run.method.channel), 1 + len(own) + 4 * len(run.method.channel)
     values = sum(model.initial[name].numel() * model.initial[name].element_size() for name in plan.up)
     headers = sum(len(name.encode()) + ENTRY for name in plan.up)
-    return Expected(Ticket(job.round, job.client, session), plan, copies * values + entries * headers)
-
-
-def check_update(update: Update, expected: Expected, run: Run, model: Model) -> None:
-    """What must not reach the rounds: strange names, odd types, absurd numbers, and what cannot be opened.
-
-    The rounds look at shapes, steps and values themselves.
-    """
-    for part in (update.delta, *update.slots.values()):
-        if (strange := stray(part, expected.plan.up)) is not None:
-            raise MessageError(
-                f"sent '{plain(strange)}', which its plan does not send up in round {expected.ticket.round}"
-            )
-    own = {slot for rule in run.method.local for slot in rule.slots}
-    opened = _opened(update, run)
-    if (strange := stray(opened.slots, own)) is not None:
-        raise MessageError(f"sent the slot '{plain(strange)}', which {run.method.name} does not send")
-    for part in (opened.delta, *opened.slots.values()):
-        for name, value in part.items():
-            if value.dtype != (kind := model.initial[name].dtype):
-                raise MessageError(f"sent '{name}' as {value.dtype}, not {kind}")
-    if (strange := stray(update.steps, expected.plan.train)) is not None:
-        raise MessageError(f"sent steps of '{plain(strange)}', which its plan does not train")
-    if not 0 <= update.weight <= HEAVIEST:
-        raise MessageError(f"sent the weight {update.weight}; it must be a number from 0 to {HEAVIEST:g}")
-    if update.loss is not None and not abs(update.loss) <= LARGEST:
-        raise MessageError(f"sent the loss {update.loss}; it must be a finite number up to {LARGEST:g}")
-    _check_told(update.told, run, model)
-
-
-def _opened(update: Update, run: Run) -> Update:
-    """As the rounds will open it: only then its types can be seen."""
-    try:
-        for transform in reversed(run.method.channel):
-            update = transform.open(update)
-    except Exception as error:  # tensors made up by somebody else make a transform fail in any way it can
-        raise MessageError(f"sent what cannot be opened ({plain(error)})") from error
-    return update
-
-
-def _check_told(told: Mapping[str, float], run: Run, model: Model) -> None:
-    tells = any(type(rule).narrow is not Local.narrow for rule in run.method.local)
-    layers = layers_of(model)
-    most = max(100, 2 * len(layers)) if tells else 0
-    if len(told) > most:
-        raise MessageError(f"told {len(told)} numbers, and {run.method.name} tells at most {most}")
-    for name, value in told.items():
-        layer = name.partition("/")[2]
-        if name != plain(name) or (layer.startswith("layer.") and layer not in layers):
-            raise MessageError(f"told a number of '{plain(name)}', which is none of {model.name}")
-        if not abs(value) <= LARGEST:
-            raise MessageError(f"told {value} for '{name}'; it must be a finite number up to {LARGEST:g}")
+    return Expected(Ticket(job.round, job.client, session), copies * values + entries * headers)
 
 
 def check_scores(scores: Mapping[str, float], measure: Measure) -> None:

@@ -156,12 +156,13 @@ def _job(site: Site, order: Order, plan: Plan, held: Tensors) -> Job | Refusal:
 
 
 def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:
-    """Of an error that partita did not write only the kind leaves the site: its words might quote data."""
+    """Only the kind of an error leaves the site where its text might quote data."""
     try:
         content = work()
     except Exception as error:
         reason = error.reason if isinstance(error, ClientFault) else str(error)
-        if not type(error).__module__.startswith("partita."):
+        origin = type(error).__module__
+        if origin.startswith("partita.data.") or not origin.startswith("partita."):
             logging.getLogger(__name__).exception("this message could not be answered")
             reason = f"failed with {type(error).__name__}; the log of its SuperNode says more"
         content = messages.of_refusal(Refusal(reason, fault=True))

@@ -116,15 +116,15 @@ def of_update(update: Update) -> RecordDict:
     )
 
 
-def to_update(content: RecordDict, client: str, limit: int) -> Update:
-    """`limit` is the most bytes that an honest answer can have."""
+def to_update(content: RecordDict, ticket: Ticket, limit: int) -> Update:
+    """The answer to the ticket's job. `limit` is the most bytes that an honest one can have."""
     only(content, ("ticket", "numbers", "steps", "told", "tensors"))
     numbers = _record(content, "numbers", MetricRecord)
     steps: Any = dict(_record(content, "steps", MetricRecord))  # the rounds look whether they are whole numbers
     slots = _slots(content, limit)
     loss = _entry(numbers, "loss", float) if "loss" in numbers else None
     weight, told = _entry(numbers, "weight", float), _numbers(content, "told")
-    return Update(client, slots.pop("delta", {}), slots, weight, steps, loss, told)
+    return Update(ticket.client, slots.pop("delta", {}), slots, weight, steps, loss, told, round=ticket.round)
 
 
 def of_scores(scores: Mapping[str, float]) -> RecordDict:

@@ -20,7 +20,7 @@ from partita.core.model import Examples, Model
 from partita.core.rounds import Lost
 from partita.core.run import Run, RunError
 from partita.engines.flower import messages
-from partita.engines.flower.checks import Expected, check_scores, check_update, expect
+from partita.engines.flower.checks import Expected, check_scores, expect
 from partita.engines.flower.messages import MessageError, plain
 from partita.engines.flower.names import Names
 from partita.engines.flower.post import Post
@@ -126,16 +126,15 @@ class Flower:
         return scores
 
     def _update(self, expected: Expected, reply: Message | str) -> Update | Lost:
-        client = expected.ticket.client
         try:
             opened = self._open(expected, reply)
             if isinstance(opened, Lost):
                 return opened
-            update = messages.to_update(opened, client, expected.limit)
-            check_update(update, expected, self.run, self.model)
+            update = messages.to_update(opened, expected.ticket, expected.limit)
         except MessageError as error:
             return self._useless(expected, error)
-        self.answered[client] = expected.ticket.round
+        # As in one process, a site keeps what it learned even if the rounds refuse its update.
+        self.answered[update.client] = expected.ticket.round
         slots = {slot: tree.to(part, self.device) for slot, part in update.slots.items()}
         return replace(update, delta=tree.to(update.delta, self.device), slots=slots)
 
