@@ -49,8 +49,9 @@ def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, Tensors]:
+    """Sorted by name: safetensors has an order that differs from call to call, and sums would depend on it."""
     slots: dict[str, Tensors] = {}
-    for key, value in safetensors.torch.load(data).items():
+    for key, value in sorted(safetensors.torch.load(data).items()):
         slot, _, name = key.partition("/")
         slots.setdefault(slot, {})[name] = value
     return slots

@@ -191,7 +191,7 @@ def _slots(content: RecordDict, limit: int | None = None) -> dict[str, Tensors]:
         wire.count(slots)
     except Exception as error:  # bytes made up by somebody else make safetensors and torch fail in any way they can
         raise MessageError(f"its tensors cannot be read ({plain(error)}); were they cut short on the way?") from error
-    return {slot: tree.select(part, part) for slot, part in slots.items()}  # the file has an order of its own
+    return slots
 
 
 def _numbers(content: RecordDict, name: str) -> dict[str, float]:

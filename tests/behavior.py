@@ -1,0 +1,168 @@
+"""Record what runs compute, to the bit, and compare it after a change that must not change it.
+
+    python tests/behavior.py write before.json
+    python tests/behavior.py compare before.json
+
+Digests depend on the machine and its libraries, so they are compared on one machine and not committed. They cover final
+tensors, clients' states, losses, drift and bytes: for every method and composition on the toy federation, one client at
+a time, in blocks of four and over packed messages; for some methods over Flower's messages; and for a run folder of
+each kind. Names of fields do not count, only values in their order, so that a field can be renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import albums
+import torch
+from flwr.supercore.task_identity import TaskIdentity
+from grids import flower, wired
+from helpers import SMALL_TASK, SMALL_VIT, Clients, run_of, small
+from test_conformance import BRIEF
+from test_examples import EXAMPLES, encoder, notes
+
+from partita import play, record
+from partita.config import load
+from partita.conformance import states_of
+from partita.core import checkpoint, tree
+from partita.core.files import sealed
+from partita.core.optim import SGD, AdamW
+from partita.core.rounds import Round, rounds
+from partita.engines.embedded import Embedded
+from partita.engines.faults import Faults
+from partita.methods import COMPOSITIONS, INDEX, build
+
+FOUR = Clients(c0=3, c1=9, c2=12, c3=6)
+ENGINES: dict[str, dict[str, Any]] = {"one by one": {}, "blocks of 4": {"block": 4}, "wire": {"wire": True}}
+OVER_FLOWER = ("fedavg", "fedfrozen", "scaffold", "fedper", "safl", "quantise", "prune", "moon")
+TIMES = ("seconds", "time", "started")
+RUNS: dict[str, list[str]] = {
+    "fedavg": [],
+    "personal": ["method.name=fedper"],
+    "frozen": ["method.name=fedfrozen", "method.warmup=1"],
+    "private": ["privacy.epsilon=50.0", "privacy.clip=1.0", "privacy.repeatable=true"],
+    "private clients": [
+        "privacy.unit=client",
+        "privacy.noise=1.0",
+        "privacy.clip=1.0",
+        "privacy.repeatable=true",
+        "federation.cohort=0.9",
+    ],
+}
+
+
+def digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def values(found: Any) -> Any:
+    """Values in their order, without the names of fields; what the clock says is left out."""
+    if isinstance(found, dict):
+        return [values(part) for name, part in found.items() if not any(word in name for word in TIMES)]
+    if isinstance(found, list | tuple):
+        return [values(part) for part in found]
+    return found
+
+
+def of_rounds(played: list[Round]) -> str:
+    told = [
+        (
+            each.cohort,
+            [lost.client for lost in each.lost],
+            sorted(each.traffic.up.items()),
+            sorted(each.traffic.down.items()),
+            each.loss,
+            repr(values(vars(each.drift) if hasattr(each.drift, "__dict__") else each.drift)),
+            [(client, sorted(names)) for client, names in each.sent.items()],
+            [(client, dict(numbers)) for client, numbers in each.told.items()],
+            dict(each.norms),
+            each.skipped,
+        )
+        for each in played
+    ]
+    return digest(tree.digest(played[-1].server.params), told)
+
+
+def of_methods() -> Iterator[tuple[str, str]]:
+    for name in (*INDEX, *COMPOSITIONS):
+        method = build(name, BRIEF.get(name.partition("+")[0], {}))
+        model, population = (albums.small(), albums.FOUR) if method.extend else (small(), FOUR)
+        optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
+        run = run_of(method, 4, optimizer, 0.02)
+        model = method.extend(model, run.key / "model") if method.extend else model
+        if method.pool:
+            population = _pooled(population)
+        faults = Faults() if method.pool else Faults(straggle=0.3)
+        for kind, options in ENGINES.items():
+            engine = Embedded(run, model, population, faults=faults, **options)
+            played = list(rounds(run, model, engine))
+            states = {client: tree.digest(part) for client, part in states_of(run, engine).items()}
+            yield f"{name}, {kind}", digest(of_rounds(played), states)
+
+
+def _pooled(population: Any) -> Any:
+    class Pooled:
+        clients = population.clients[-1:]
+
+        def __getitem__(self, client: str) -> Any:
+            return population[client]
+
+    return Pooled()
+
+
+def of_flower() -> Iterator[tuple[str, str]]:
+    for name in ("_task_id", "_run_id", "_node_id"):
+        setattr(TaskIdentity, name, 1)
+    for name in OVER_FLOWER:
+        run, model = run_of(build(name, {"k": 1} if name == "safl" else {}), 3), small()
+        with tempfile.TemporaryDirectory() as folder:
+            grid = wired(run, model, FOUR, Path(folder))
+            played = list(rounds(run, model, flower(run, model, grid, FOUR.clients, deadline=60.0)))
+        yield f"{name}, flower", of_rounds(played)
+
+
+def of_folders() -> Iterator[tuple[str, str]]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "small.toml").write_text(f'rounds = 3\n[method]\nname = "fedavg"\n{SMALL_VIT}{SMALL_TASK}')
+        torch.manual_seed(0)
+        paths = [f"data.path={notes(folder / 'notes')}", f"model.path={encoder(folder / 'model')}"]
+        configs = {kind: load(folder / "small.toml", changes) for kind, changes in RUNS.items()}
+        configs["tokens"] = load(EXAMPLES / "clinical.toml", [*paths, "rounds=2", "method.k=2"])
+        for kind, config in configs.items():
+            yield f"run folder: {kind}", _of_folder(config, folder / kind)
+
+
+def _of_folder(config: Any, folder: Path) -> str:
+    rows = [values(row) for row in play.start(config, folder)]
+    _, server = checkpoint.load(sealed(folder / record.CHECKPOINTS)[-1])
+    plan = values(json.loads((folder / record.PLAN).read_text()))
+    return digest(tree.digest(server.params), json.dumps(rows), json.dumps(plan))
+
+
+def main() -> None:
+    if len(sys.argv) != 3 or sys.argv[1] not in ("write", "compare"):
+        sys.exit(__doc__)
+    torch.set_num_threads(1)
+    file, found = Path(sys.argv[2]), {}
+    for part in (of_methods(), of_flower(), of_folders()):
+        for name, value in part:
+            found[name] = value
+    if sys.argv[1] == "write":
+        file.write_text(json.dumps(found, indent=1))
+        print(f"{len(found)} digests written to {file}")
+        return
+    before = json.loads(file.read_text())
+    wrong = [name for name in before.keys() | found.keys() if before.get(name) != found.get(name)]
+    print(f"{len(found) - len(wrong)} of {len(before)} digests are equal", *sorted(wrong), sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
