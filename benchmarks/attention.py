@@ -17,9 +17,9 @@ import torch
 from environment import environment, now
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from partita.core.model import Batch
+from partita.core.data import Batch
 from partita.core.rng import Key
-from partita.engines.choose import use_kernels
+from partita.engines.autotune import use_kernels
 from partita.models.adapter import Adapted, adapt
 from partita.models.pretrained import drawing_from
 

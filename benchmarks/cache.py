@@ -17,10 +17,10 @@ import torch
 from environment import environment, now
 
 from partita import AdamW, Embedded, Key, Model, Run, Training, data, methods, models, rounds
-from partita.core.model import Population
-from partita.core.tree import Tensors
-from partita.engines.choose import use_kernels
-from partita.models.cache import cache_frozen
+from partita.core.data import Population
+from partita.core.tensors import Tensors
+from partita.engines.autotune import use_kernels
+from partita.models.frozen_cache import cache_frozen
 
 CLIENTS, EXAMPLES, BATCH, ROUNDS = 4, 256, 32, 5
 LAYERS, WIDTH, PIXELS, PATCH = 6, 192, 32, 8

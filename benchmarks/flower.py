@@ -25,13 +25,14 @@ from environment import environment
 from torch import Tensor
 from torch.nn import functional
 
-from partita import flower_app, models, play, record
-from partita.config import load
+from partita import models
 from partita.core.model import Model, Output
 from partita.core.rng import Key
-from partita.core.tree import Tensors
-from partita.engines.choose import use_kernels
-from partita.engines.flower.loopback import Loopback, loopback
+from partita.core.tensors import Tensors
+from partita.engines.autotune import use_kernels
+from partita.engines.flower.local_deployment import Loopback, loopback
+from partita.experiment import flower_app, run_folder, runner
+from partita.experiment.config import load
 from partita.models import ImageTask
 
 ROUNDS = 4  # the first also asks for names and the last also evaluates: those between are measured
@@ -154,12 +155,12 @@ def measure(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder, gate = Path(name), Gate()
         app = write_app(folder, clients, f'{{name = "payload", megabytes = {megabytes}}}', OWN_MODEL)
-        here = list(play.start(load(folder / "experiment.toml"), folder / "here"))
+        here = list(runner.start(load(folder / "experiment.toml"), folder / "here"))
         names = [f"c{number}" for number in range(clients)]
-        with loopback(names, folder / "logs", ["partita.flower_app", "flower"], gate=gate) as federation:
+        with loopback(names, folder / "logs", ["partita.experiment.flower_app", "flower"], gate=gate) as federation:
             passed, peaks = watch(federation, app, folder / "there", gate, look)
-        there = [json.loads(line) for line in (folder / "there" / record.ROWS).read_text().splitlines()]
-        ends = [record.finished(folder / side) for side in ("here", "there")]
+        there = [json.loads(line) for line in (folder / "there" / run_folder.ROWS).read_text().splitlines()]
+        ends = [run_folder.finished(folder / side) for side in ("here", "there")]
     if not ends[0] or not ends[1] or ends[0]["digest"] != ends[1]["digest"]:
         raise SystemExit(f"{megabytes} MB: the engines do not end with the same tensors; the comparison is void")
     between = range(1, ROUNDS - 1)
@@ -199,7 +200,7 @@ def watch(federation: Loopback, app: Path, folder: Path, gate: Gate, look: bool)
     running.start()
     passed: list[int] = []
     peaks: dict[str, int] = {}
-    rows = folder / record.ROWS
+    rows = folder / run_folder.ROWS
     while running.is_alive():
         done = rows.read_bytes().count(b"\n") if rows.exists() else 0
         passed += [gate.passed] * (done - len(passed))
@@ -272,7 +273,7 @@ def parts(warm: bool) -> dict[str, Any]:
         os.environ["NOTES"] = str(folder / "notes")
         with loopback(["c0"], folder / "logs", flower_app.modules(app) if warm else None) as federation:
             federation.run(app, settings(folder / "there"))
-        rows = [json.loads(line) for line in (folder / "there" / record.ROWS).read_text().splitlines()]
+        rows = [json.loads(line) for line in (folder / "there" / run_folder.ROWS).read_text().splitlines()]
         notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
     between = range(1, ROUNDS - 1)
     whole = statistics.mean(rows[number]["seconds"] for number in between)

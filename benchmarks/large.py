@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, rounds
-from partita.core.wire import ENVELOPE
+from partita.core.serialization import ENVELOPE
 from partita.data import Federation, Table, Task
-from partita.engines.choose import use_kernels
+from partita.engines.autotune import use_kernels
 from partita.models.adapter import Adapted, adapt
 
 WORDS, RANK = 32_000, 8

@@ -19,11 +19,11 @@ import torch
 from environment import environment, now
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models
-from partita.core import block, private
-from partita.core.private import Private
+from partita.core.dp_settings import Private
 from partita.core.rounds import begin, rounds
-from partita.core.tree import Tensors
-from partita.engines.choose import use_kernels
+from partita.core.tensors import Tensors
+from partita.engines.autotune import use_kernels
+from partita.training import phase_trainer
 
 CLIENTS, STEPS, BATCH = 4, 5, 32
 SIZES = {"small": (2, 64), "medium": (6, 384)}
@@ -46,7 +46,7 @@ def plain_sum(value: torch.Tensor, noise: torch.Tensor, std: float) -> torch.Ten
 
 
 def with_torch() -> AbstractContextManager[object]:
-    return patch.multiple(block, gaussian=seeded, add_noise=plain_sum)
+    return patch.multiple(phase_trainer, gaussian=seeded, add_noise=plain_sum)
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def measure(size: str, device: torch.device, repeats: int) -> list[dict[str, obj
 
     sides: dict[str, tuple[Callable[[], object], Callable[[], AbstractContextManager[object]]]] = {
         "noise, torch": (lambda: seeded(like, key, 1.0), nullcontext),
-        "noise, cipher": (lambda: private.gaussian(like, key, 1.0), nullcontext),
+        "noise, cipher": (lambda: phase_trainer.gaussian(like, key, 1.0), nullcontext),
     }
     for clients in (1, CLIENTS):
         sides[f"round without privacy, {clients} together"] = lambda c=clients: play(plain, c), nullcontext  # type: ignore[misc]

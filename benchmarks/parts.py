@@ -16,7 +16,7 @@ from environment import environment, now
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models
 from partita.core.rounds import begin, rounds
-from partita.engines.choose import use_kernels
+from partita.engines.autotune import use_kernels
 
 CLIENTS, STEPS, BATCH, LAYERS, WIDTH = 3, 3, 32, 6, 192
 ROUNDS = 10

@@ -18,8 +18,8 @@ from environment import environment
 from scipy import stats
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
-from partita.engines.choose import choose_graphs, use_kernels
-from partita.evaluate import score
+from partita.engines.autotune import choose_graphs, use_kernels
+from partita.evaluation import score
 
 CLIENTS, STEPS, BATCH, ROUNDS = 10, 5, 32, 20
 PRECISIONS = ("float32", "bfloat16")

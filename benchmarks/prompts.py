@@ -13,7 +13,7 @@ from environment import environment
 
 from partita import SGD, Embedded, Key, Run, Training, data, methods, rounds
 from partita.data import Federation, Table, Task
-from partita.engines.choose import use_kernels
+from partita.engines.autotune import use_kernels
 from partita.models.prompts.clip import clip
 
 GIB = 2**30

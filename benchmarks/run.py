@@ -23,12 +23,12 @@ from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
-from partita.core import tree
-from partita.core.learn import deal
-from partita.core.model import Examples
-from partita.core.tree import Tensors
+from partita.core import tensors
+from partita.core.batch_schedule import deal
+from partita.core.data import Examples
+from partita.core.tensors import Tensors
 from partita.data import Federation
-from partita.engines.choose import choose_graphs, use_kernels
+from partita.engines.autotune import choose_graphs, use_kernels
 
 Work = list[tuple[Examples, list[Tensor]]]
 Side = tuple[int, str, tuple[bool, bool] | None]  # block, precision, and whether it is recorded and compiled
@@ -151,7 +151,7 @@ def between(left: Tensors, right: Tensors, names: list[str]) -> float:
     """The distance of all these tensors together. Of single numbers it says little: where a gradient is nearly zero,
     AdamW makes a step of a rounding.
     """
-    return float(tree.norm(tree.subtract(tree.select(left, names), right)))
+    return float(tensors.norm(tensors.subtract(tensors.select(left, names), right)))
 
 
 def plain_vit(size: str, classes: int) -> ViTForImageClassification:

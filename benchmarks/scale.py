@@ -18,12 +18,12 @@ import torch
 from environment import environment
 
 from partita import AdamW, Embedded, Key, Run, Training, methods, rounds
-from partita.core.model import ClientData
+from partita.core.client_store import Disk
+from partita.core.data import ClientData
 from partita.core.rounds import Round
-from partita.core.store import Disk
-from partita.data.names import Numbered
-from partita.engines.choose import use_kernels
-from partita.tiny import Tiny, TinyExamples
+from partita.data.client_ids import Numbered
+from partita.engines.autotune import use_kernels
+from partita.testing.toy import Tiny, TinyExamples
 
 MEGABYTE = 1e6
 

@@ -21,9 +21,9 @@ from environment import environment
 from run import BATCH, CLIENTS, ON_CPU, SIZES, STEPS, bare_round, between, dealt, felt, plain_vit, timed
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
-from partita.core.tree import Tensors
-from partita.engines.choose import use_kernels
-from partita.engines.workers import Workers
+from partita.core.tensors import Tensors
+from partita.engines.autotune import use_kernels
+from partita.engines.multiprocess import Workers
 
 PROCESSES = 2
 SIDES = ("bare", "bare, 2 processes", "partita", "partita, 2 workers")

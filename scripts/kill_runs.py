@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from partita import record
-from partita.config import Config, load, parse
-from partita.play import resume, start
+from partita.experiment import run_folder
+from partita.experiment.config import Config, load, parse
+from partita.experiment.runner import resume, start
 
 # Rounds of some tens of milliseconds; clients come and go, and every second round has no checkpoint.
 BASE = """
@@ -85,8 +85,8 @@ def settings(text: str) -> Config:
 
 def go_on(config: Config, folder: Path, seen: Callable[[], object] = lambda: None) -> None:
     """Begin the run, or resume it; `seen` is called after each round."""
-    begun = (folder / record.CONFIG).exists()
-    for _ in resume(load(folder / record.CONFIG), folder) if begun else start(config, folder):
+    begun = (folder / run_folder.CONFIG).exists()
+    for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(config, folder):
         seen()
 
 
@@ -122,8 +122,8 @@ def kill_after(config: Config, folder: Path, seconds: float, wait: bool) -> bool
 
 def result(folder: Path) -> tuple[object, list[object]]:
     """The final digest and scores, and the rows but for their times."""
-    end = record.finished(folder) or {}
-    rows = [{**row, "seconds": 0} for row in record.read_rows(folder)]
+    end = run_folder.finished(folder) or {}
+    rows = [{**row, "seconds": 0} for row in run_folder.read_rows(folder)]
     return (end.get("digest"), json.dumps(end.get("test"))), list(rows)
 
 
@@ -135,13 +135,13 @@ def try_setting(config: Config, kills: int, seed: str, root: Path) -> Outcome:
     draws, done, early = random.Random(seed), 0, 0
     while done < kills:
         # A life is a share of the rounds still to come, so that the run is not over before the last kill.
-        left = 1 - record.count_rows(killed) / config.rounds
-        if record.finished(killed):
+        left = 1 - run_folder.count_rows(killed) / config.rounds
+        if run_folder.finished(killed):
             raise RuntimeError(f"the run ended after {done} kills; give it more rounds")
         wait = draws.random() < 0.8  # the others come while the run is built or prepared
         struck = kill_after(config, killed, draws.uniform(0.0, 2 * left / (kills - done + 2)) * length, wait)
         done += struck
-        early += struck and not record.saved_rounds(killed)
+        early += struck and not run_folder.saved_rounds(killed)
     go_on(config, killed)
     return Outcome(done, early, result(killed) == result(whole), time.perf_counter() - begun)
 

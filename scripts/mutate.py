@@ -201,7 +201,9 @@ def choose(made: Sequence[Mutant], like: str, sample: int | None, seed: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Break the code on purpose and see whether a test notices.")
-    parser.add_argument("--files", default="", help="as in core/learn.py,methods/scaffold.py; core for all in it")
+    parser.add_argument(
+        "--files", default="", help="as in training/local_training.py,methods/scaffold.py; core for all in it"
+    )
     parser.add_argument("--like", default="", help="only mutants of lines that hold this text")
     parser.add_argument("--sample", type=int, help="so many mutants of all, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")

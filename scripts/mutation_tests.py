@@ -7,11 +7,14 @@ from trials import PACKAGE, ROOT
 CONFORMANCE = "tests/test_conformance.py::test_every_method_and_supported_composition_conforms"
 LAWS = ("tests/test_theorems.py", "tests/test_reductions.py")
 
+MUTATED = ("core", "training", "methods", "privacy")
 # Files that no test on a CPU can hold, or that compute nothing that a run relies on.
 LEFT_OUT = {
-    "core/graphs.py": "it records and replays programs of a GPU; a CPU never runs most of it",
+    "training/cuda_graphs.py": "it records and replays programs of a GPU; a CPU never runs most of it",
     "core/__init__.py": "nothing in it",
     "privacy/__init__.py": "nothing in it",
+    "training/__init__.py": "nothing in it",
+    "methods/cards.py": "it reads the cards, which tests/test_cards.py holds",
     "methods/__init__.py": "an index, which tests/test_options.py and the conformance tests hold",
 }
 
@@ -24,14 +27,19 @@ COST = ("tests/test_privacy_budget.py", "tests/test_privacy_clients.py")
 
 # What a core or privacy file is held by: of these tests, those that run its lines.
 HELD_BY: dict[str, tuple[str, ...]] = {
-    "core/block.py": (*LEARNING, *PRIVATE, "tests/test_rows.py"),
+    "training/phase_trainer.py": (*LEARNING, *PRIVATE, "tests/test_rows.py"),
     "core/chacha.py": ("tests/test_chacha.py", "tests/test_noise_attack.py"),
     "core/checkpoint.py": (*DETAILS, *ROUNDS[:2], "tests/test_damage.py"),
     "core/drift.py": ("tests/test_drift.py", "tests/test_rows.py"),
-    "core/files.py": (*DETAILS, *ROUNDS[:2], "tests/test_damage.py", "tests/test_strangers.py"),
-    "core/ghost.py": PRIVATE,
-    "core/learn.py": (*LEARNING, "tests/test_privacy.py", "tests/test_rows.py"),
-    "core/ledger.py": (*DETAILS, *ROUNDS),
+    "core/atomic_files.py": (*DETAILS, *ROUNDS[:2], "tests/test_damage.py", "tests/test_strangers.py"),
+    "training/ghost_clipping.py": PRIVATE,
+    "training/local_training.py": (*LEARNING, "tests/test_privacy.py", "tests/test_rows.py"),
+    "core/client.py": (*LEARNING, "tests/test_privacy.py", "tests/test_rows.py"),
+    "core/batch_schedule.py": (*LEARNING, "tests/test_privacy.py", "tests/test_ranges.py"),
+    "core/data.py": ("tests/test_learn.py",),
+    "core/dp_settings.py": PRIVATE,
+    "core/noise.py": (*PRIVATE, "tests/test_chacha.py"),
+    "core/versions.py": (*DETAILS, *ROUNDS),
     "core/memory.py": ("tests/test_ranges.py",),
     "core/method.py": (
         *DETAILS,
@@ -44,8 +52,8 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/optim.py": ("tests/test_optim.py", "tests/test_graphs.py", "tests/test_learn.py"),
     "core/options.py": ("tests/test_options.py", "tests/test_config.py", "tests/test_ranges.py"),
     "core/plan.py": (*DETAILS, "tests/test_laws.py", "tests/test_learn.py", "tests/test_rounds.py"),
-    "core/private.py": (*PRIVATE, "tests/test_chacha.py"),
-    "core/replies.py": ("tests/test_rounds.py", "tests/test_hostile_replies.py"),
+    "training/dp_sgd.py": (*PRIVATE, "tests/test_chacha.py"),
+    "core/update_checks.py": ("tests/test_rounds.py", "tests/test_hostile_replies.py"),
     "core/rng.py": (
         "tests/test_chacha.py",
         "tests/test_laws.py",
@@ -54,22 +62,27 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/test_rounds.py",
     ),
     "core/rounds.py": (*DETAILS, *ROUNDS, "tests/test_faults.py"),
-    "core/rows.py": (*DETAILS, "tests/test_rows.py", "tests/test_laws.py"),
-    "core/run.py": ("tests/test_learn.py", "tests/test_rounds.py", "tests/test_privacy.py"),
-    "core/stage.py": (*LEARNING[:2], "tests/test_privacy.py"),
-    "core/store.py": (*DETAILS, *ROUNDS[:2]),
-    "core/text.py": ("tests/test_strangers.py", "tests/test_flower_site_attacks.py"),
-    "core/tree.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_learn.py", "tests/test_rows.py"),
-    "core/wire.py": ("tests/test_rows.py", "tests/test_laws.py", "tests/test_rounds.py", "tests/test_checkpoint.py"),
+    "core/packed.py": (*DETAILS, "tests/test_rows.py", "tests/test_laws.py"),
+    "core/settings.py": ("tests/test_learn.py", "tests/test_rounds.py", "tests/test_privacy.py"),
+    "training/batching.py": (*LEARNING[:2], "tests/test_privacy.py"),
+    "core/client_store.py": (*DETAILS, *ROUNDS[:2]),
+    "core/safe_text.py": ("tests/test_strangers.py", "tests/test_flower_site_attacks.py"),
+    "core/tensors.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_learn.py", "tests/test_rows.py"),
+    "core/serialization.py": (
+        "tests/test_rows.py",
+        "tests/test_laws.py",
+        "tests/test_rounds.py",
+        "tests/test_checkpoint.py",
+    ),
     "privacy/accountant.py": COST,
-    "privacy/attacks.py": ("tests/test_audit.py",),
-    "privacy/audit.py": ("tests/test_audit.py",),
+    "privacy/membership.py": ("tests/test_audit.py",),
+    "privacy/canaries.py": ("tests/test_audit.py",),
     "privacy/budget.py": COST[:1],
-    "privacy/client.py": COST[::-1],
+    "privacy/client_level.py": COST[::-1],
     "privacy/disclosure.py": ("tests/test_disclosure.py",),
     "privacy/evidence.py": LIES,
     "privacy/guard.py": (*DETAILS, *COST),
-    "privacy/ledger.py": (*COST, "tests/test_privacy.py"),
+    "privacy/spending.py": (*COST, "tests/test_privacy.py"),
     "privacy/mechanism.py": LIES,
     "privacy/mechanism_choice.py": LIES,
     "privacy/mechanism_clients.py": LIES,
@@ -88,7 +101,11 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
 
 def known() -> list[str]:
     """The files that are mutated."""
-    found = [f"{part}/{path.name}" for part in ("core", "methods", "privacy") for path in (PACKAGE / part).glob("*.py")]
+    found = [
+        f"{part}/{path.name}"
+        for part in ("core", "training", "methods", "privacy")
+        for path in (PACKAGE / part).glob("*.py")
+    ]
     return sorted(set(found) - LEFT_OUT.keys())
 
 

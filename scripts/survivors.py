@@ -9,12 +9,12 @@ ANY = "*"  # in the place of a change: whatever is changed in that line, if it s
 # No test could notice: the mutant computes the same wherever it can be reached.
 EQUIVALENT: dict[Spot, str] = {
     (
-        "core/block.py",
+        "training/phase_trainer.py",
         "if left is right or not isinstance(left, Mapping):",
         "left is right or not isinstance(left, Mapping) -> not isinstance(left, Mapping)",
     ): "a dict has the very same values as itself; asking that first only saves time",
     (
-        "core/ghost.py",
+        "training/ghost_clipping.py",
         "slopes = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
         "allow_unused=True)",
         "torch.autograd.grad(...) without retain_graph=True",
@@ -25,17 +25,17 @@ EQUIVALENT: dict[Spot, str] = {
         "round < self.warmup -> round <= self.warmup",
     ): "where the rise ends every schedule has the factor 1",
     (
-        "core/store.py",
+        "core/client_store.py",
         'self.folder, self.device = folder, device or torch.device("cpu")',
         "device or torch.device('cpu') -> device",
     ): "what is read from a file lies on the CPU anyway",
     (
-        "core/store.py",
+        "core/client_store.py",
         "self.commits = (0, 0)  # the rounds behind the last two checkpoints: both must stay usable",
         "0 -> 1",
     ): "before round 1 there is one state at most, and the newest is never dropped",
     (
-        "core/tree.py",
+        "core/tensors.py",
         "known = [name for name in tree if name in self.by_name and totals[name] > 0]",
         "name in self.by_name and totals[name] > 0 -> totals[name] > 0",
     ): "what is new is at its own value, and a step of its whole weight towards that changes nothing",
@@ -75,37 +75,37 @@ EQUIVALENT: dict[Spot, str] = {
         "1 -> 2",
     ): "of one unit or two a tenth is far above 1e-5",
     (
-        "privacy/ledger.py",
+        "privacy/spending.py",
         "for key in sorted(owners, key=lambda key: (-bounds[key], owners[key])):",
         ANY,
     ): "the order decides how many bills are counted exactly, and which of two of equal cost is named",
     (
-        "privacy/ledger.py",
+        "privacy/spending.py",
         "if cost > found[1]:",
         "cost > found[1] -> cost >= found[1]",
     ): "which of two clients of equal cost is named",
     (
-        "privacy/ledger.py",
+        "privacy/spending.py",
         "while excess(low) < 0:",
         "excess(low) < 0 -> excess(low) <= 0",
     ): "where the excess is zero the search is over, from whichever end",
     (
-        "privacy/ledger.py",
+        "privacy/spending.py",
         "low -= 1",
         "1 -> 2",
     ): "a longer step to where the search begins",
     (
-        "core/stage.py",
+        "training/batching.py",
         "first = examples[0]",
         "0 -> 1",
     ): "there are at least two, and all must have the table of whichever is looked at",
     (
-        "core/private.py",
+        "training/dp_sgd.py",
         "shares = (private.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
         "0.0 -> 1.0",
     ): "the gradients of examples that are left out are zero as well",
     (
-        "core/private.py",
+        "training/dp_sgd.py",
         "whole = slope.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, number)",
         "0.0 -> 1.0",
     ): "the shares of examples that are left out are zero as well",
@@ -134,7 +134,7 @@ EQUIVALENT: dict[Spot, str] = {
 # A test could notice, and none does yet.
 UNCOVERED: dict[Spot, str] = {
     (
-        "privacy/ledger.py",
+        "privacy/spending.py",
         "noise = round_up(noise * 1.0002)",
         ANY,
     ): "for a search that ends just above the target even after rounding up; no test has one",
@@ -149,12 +149,12 @@ UNCOVERED: dict[Spot, str] = {
         ANY,
     ): "a share to more digits than any cohort has",
     (
-        "privacy/ledger.py",
+        "privacy/spending.py",
         "while account.with_noise(noise).epsilon() > target:",
         "account.with_noise(noise).epsilon() > target -> account.with_noise(noise).epsilon() >= target",
     ): "a noise that costs the target to the last digit would be raised once more; no test has one",
     (
-        "core/block.py",
+        "training/phase_trainer.py",
         "norms = [torch.linalg.vector_norm(table, dim=1, dtype=torch.float64) for table in tables]",
         "torch.linalg.vector_norm(...) without dtype=torch.float64",
     ): "rounding: rows are small in tests, and their norms in float32 are as good",

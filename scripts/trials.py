@@ -33,7 +33,12 @@ HEAVY = (
     *("hypothesis", "pytest", "torch", "opacus", "scipy.stats", "dp_accounting.pld", "dp_accounting.rdp"),
     "sympy",  # torch would load it in the first vmap, which takes half a second
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("bert", "llama", "vit")),
-    *("partita.conformance", "partita.play", "partita.models.adapter", "partita.models.pretrained"),
+    *(
+        "partita.testing.conformance",
+        "partita.experiment.runner",
+        "partita.models.adapter",
+        "partita.models.pretrained",
+    ),
 )
 
 
@@ -42,7 +47,7 @@ class Trial:
     """One run of tests. `source` stands in the place of the file's own; without a file nothing is replaced."""
 
     tests: tuple[str, ...]
-    file: str = ""  # below src/partita, such as core/learn.py
+    file: str = ""  # below src/partita, such as training/local_training.py
     source: str = ""
     limit: float = float("inf")  # seconds of computing; it may wait for ten times as long
     mutant: Mutant | None = None

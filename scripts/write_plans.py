@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from partita.cards import path_of
-from partita.config import load
+from partita.experiment.config import load
+from partita.experiment.preview import plan_section, preview
 from partita.methods import INDEX
-from partita.preview import plan_section, preview
+from partita.methods.cards import path_of
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from partita import data, methods, models
-from partita.cards import card
-from partita.config import schema
 from partita.core.options import MISSING, Option, describe, pick
+from partita.experiment.config import schema
+from partita.methods.cards import card
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "config.md"

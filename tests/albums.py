@@ -9,16 +9,17 @@ import torch
 from helpers import run_of
 from torch import Tensor
 
+from partita.core.data import Batch, ClientData
 from partita.core.method import Method
-from partita.core.model import Batch, ClientData, Model
+from partita.core.model import Model
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.engines.embedded import Embedded
+from partita.engines.simulation import Embedded
 from partita.models.adapter import Adapted
 from partita.models.lora import LowRank
 from partita.models.prompts.clip import clip
-from partita.models.prompts.towers import Towers
+from partita.models.prompts.dual_encoder import Towers
 from partita.models.vit import vit
 
 

@@ -27,16 +27,16 @@ from helpers import SMALL_TASK, SMALL_VIT, Clients, run_of, small
 from test_conformance import BRIEF
 from test_examples import EXAMPLES, encoder, notes
 
-from partita import play, record
-from partita.config import load
-from partita.conformance import states_of
-from partita.core import checkpoint, tree
-from partita.core.files import sealed
+from partita.core import checkpoint, tensors
+from partita.core.atomic_files import sealed
 from partita.core.optim import SGD, AdamW
 from partita.core.rounds import Round, rounds
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
+from partita.engines.availability import Faults
+from partita.engines.simulation import Embedded
+from partita.experiment import run_folder, runner
+from partita.experiment.config import load
 from partita.methods import COMPOSITIONS, INDEX, build
+from partita.testing.conformance import states_of
 
 FOUR = Clients(c0=3, c1=9, c2=12, c3=6)
 ENGINES: dict[str, dict[str, Any]] = {"one by one": {}, "blocks of 4": {"block": 4}, "wire": {"wire": True}}
@@ -86,7 +86,7 @@ def of_rounds(played: list[Round]) -> str:
         )
         for each in played
     ]
-    return digest(tree.digest(played[-1].server.params), told)
+    return digest(tensors.digest(played[-1].server.params), told)
 
 
 def of_methods() -> Iterator[tuple[str, str]]:
@@ -102,7 +102,7 @@ def of_methods() -> Iterator[tuple[str, str]]:
         for kind, options in ENGINES.items():
             engine = Embedded(run, model, population, faults=faults, **options)
             played = list(rounds(run, model, engine))
-            states = {client: tree.digest(part) for client, part in states_of(run, engine).items()}
+            states = {client: tensors.digest(part) for client, part in states_of(run, engine).items()}
             yield f"{name}, {kind}", digest(of_rounds(played), states)
 
 
@@ -140,10 +140,10 @@ def of_folders() -> Iterator[tuple[str, str]]:
 
 
 def _of_folder(config: Any, folder: Path) -> str:
-    rows = [values(row) for row in play.start(config, folder)]
-    _, server = checkpoint.load(sealed(folder / record.CHECKPOINTS)[-1])
-    plan = values(json.loads((folder / record.PLAN).read_text()))
-    return digest(tree.digest(server.params), json.dumps(rows), json.dumps(plan))
+    rows = [values(row) for row in runner.start(config, folder)]
+    _, server = checkpoint.load(sealed(folder / run_folder.CHECKPOINTS)[-1])
+    plan = values(json.loads((folder / run_folder.PLAN).read_text()))
+    return digest(tensors.digest(server.params), json.dumps(rows), json.dumps(plan))
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from partita.config import schema
-from partita.core.learn import ClientFault
+from partita.core.client import ClientFault
 from partita.core.options import MISSING, Option, Range
+from partita.experiment.config import schema
 
 Raw = dict[str, Any]
 

@@ -17,13 +17,14 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 from helpers import Clients
 
-from partita.core.model import Model, Population
-from partita.core.run import Run
-from partita.engines.faults import Faults
+from partita.core.data import Population
+from partita.core.model import Model
+from partita.core.settings import Run
+from partita.engines.availability import Faults
 from partita.engines.flower import messages
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import Flower
-from partita.evaluate import ACCURACY
+from partita.evaluation import ACCURACY
 
 THREE = Clients(c0=2, c1=4, c2=3)
 CPU = torch.device("cpu")

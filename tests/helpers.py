@@ -10,17 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.config import Config, parse
-from partita.core.learn import Job, deal
+from partita.core.batch_schedule import deal
+from partita.core.client import Job
+from partita.core.data import ClientData, Examples
 from partita.core.method import Aggregate, Method, Rule, Server, Update
-from partita.core.model import ClientData, Examples, Model
+from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
 from partita.core.rounds import Lost, Round, rounds
-from partita.core.run import Run, Training
-from partita.core.tree import Slots, Tensors
-from partita.engines.embedded import Embedded
-from partita.tiny import Tiny, TinyExamples
+from partita.core.settings import Run, Training
+from partita.core.tensors import Slots, Tensors
+from partita.engines.simulation import Embedded
+from partita.experiment.config import Config, parse
+from partita.testing.toy import Tiny, TinyExamples
 
 # A table of a config: the smallest ViT for images of 4 x 4.
 SMALL_VIT = """

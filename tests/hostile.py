@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.core.learn import Job
+from partita.core.client import Job
+from partita.core.client_store import Memory
 from partita.core.method import Update
 from partita.core.rounds import Lost
-from partita.core.store import Memory
-from partita.engines.embedded import Embedded
+from partita.engines.simulation import Embedded
 
 WHO, WHEN = "b", 1  # the hostile client and its round
 Change = Callable[[Update], list[object] | None]  # the replies that arrive in place of the honest one; None: cannot be

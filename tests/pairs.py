@@ -30,7 +30,7 @@ from partita.core.rng import Key
 from partita.models.adapter import quiet
 from partita.models.pretrained import drawing_from
 from partita.models.prompts.clip import clip
-from partita.models.prompts.towers import Towers
+from partita.models.prompts.dual_encoder import Towers
 
 SIZE, PATCHES = 8, 4
 CLASSES = ("cat", "golden_eagle", "dog")

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from partita.core.model import Output
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.models import ImageTask
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 
 class Plain(Tiny):

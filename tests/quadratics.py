@@ -18,14 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from partita.core.data import Batch, ClientData
 from partita.core.method import Method
-from partita.core.model import Batch, ClientData, Model, Output
+from partita.core.model import Model, Output
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import Round, rounds
-from partita.core.run import Run, Training
-from partita.core.tree import Tensors
-from partita.engines.embedded import Embedded
+from partita.core.settings import Run, Training
+from partita.core.tensors import Tensors
+from partita.engines.simulation import Embedded
 
 X, Y = 3, 2  # the sizes of two blocks of coordinates
 LR = 0.3  # below 2 over the largest curvature, so every client is stable

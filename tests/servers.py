@@ -10,7 +10,7 @@ from torch import Tensor
 from partita.core.method import Aggregate, Rule, Server
 from partita.core.model import Model
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 
 
 class Two(Model):

@@ -10,12 +10,13 @@ import torch
 from helpers import Clients, play, run_of
 from torch import Tensor
 
-from partita.alarms import LONG, SHORT, Alarm, Sight, alarms, sight
-from partita.core.model import Batch, layers_of
-from partita.core.tree import Tensors
+from partita.core.data import Batch
+from partita.core.model import layers_of
+from partita.core.tensors import Tensors
+from partita.experiment.alarms import LONG, SHORT, Alarm, Sight, alarms, sight
 from partita.methods.fedavg import fedavg
 from partita.methods.safl import safl
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 FIVE = Clients(a=12, b=9, c=6, d=8, e=10)
 

@@ -17,16 +17,16 @@ import transformers
 from torch import Tensor
 from torch.func import functional_call
 
-from partita.conformance import check_method
-from partita.core.model import IGNORED, Batch, ClientData
+from partita.core.data import IGNORED, Batch, ClientData
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.methods.fedfrozen import fedfrozen
-from partita.models import Kind, ModelError, fused
+from partita.models import Kind, ModelError, split_qkv
 from partita.models.adapter import Adapted, adapt
 from partita.models.architectures import ARCHITECTURES, tags_of
-from partita.models.objectives import Objective, losses_for
+from partita.models.losses import Objective, losses_for
 from partita.models.pretrained import drawing_from
+from partita.testing.conformance import check_method
 
 CLASSES, WORDS, PAD, END, TOKENS, EXAMPLES, LAYERS = 3, 20, 1, 19, 6, 4, 2
 SIZES = {"hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 24}
@@ -212,7 +212,7 @@ BEFORE_ATTENTION = ("layernorm_before", "norm1", "ln_1", "input_layernorm", "lay
 
 def attentions(it: Case, params: Tensors) -> dict[str, tuple[Tensor, ...]]:
     """By tower, of each layer: (example, head, query, key)."""
-    plain_names = fused.join(it.model.module, params)
+    plain_names = split_qkv.join(it.model.module, params)
     with torch.no_grad():
         out = functional_call(
             it.plain, plain_names, kwargs={**inputs_of(it), **it.model.fixed, "output_attentions": True}

@@ -16,21 +16,22 @@ from scipy.stats import binom, norm
 from sklearn.metrics import roc_auc_score
 
 from partita import report
-from partita.audit import audit
-from partita.config import parse
-from partita.core import block
+from partita.core.dp_settings import PrivacyError
+from partita.core.noise import gaussian
 from partita.core.options import OptionError
-from partita.core.private import PrivacyError, gaussian
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.core.stage import collate
-from partita.engines.embedded import Embedded
+from partita.engines.simulation import Embedded
+from partita.experiment.audit import audit
+from partita.experiment.config import parse
+from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
-from partita.play import start
-from partita.privacy.attacks import best_guesses, bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
-from partita.privacy.audit import Eavesdropper, Planted, alignments, canary_losses, choose_canaries, gradients_of
+from partita.privacy.canaries import Eavesdropper, Planted, alignments, canary_losses, choose_canaries, gradients_of
 from partita.privacy.guard import Guard, Terms, protect
-from partita.tiny import Tiny
+from partita.privacy.membership import best_guesses, bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
+from partita.testing.toy import Tiny
+from partita.training import phase_trainer
+from partita.training.batching import collate
 
 DRAW = np.random.default_rng(0)
 
@@ -173,7 +174,7 @@ def test_the_lower_bound_does_not_exceed_the_claim(epsilon: float) -> None:
 
 def test_a_false_claim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that promises 0.5 and draws a thousandth of the noise; the attacker is told the claim, not the lie."""
-    monkeypatch.setattr(block, "gaussian", lambda like, key, std: gaussian(like, key, std / 1000))
+    monkeypatch.setattr(phase_trainer, "gaussian", lambda like, key, std: gaussian(like, key, std / 1000))
     _, bound, guard = attacked(Terms(epsilon=0.5, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None
@@ -261,7 +262,7 @@ def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None
 
 
 def test_the_commands_speak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from partita.cli import app
+    from partita.cli.main import app
 
     app(
         ["budget", "--noise", "20", "--examples", "100", "--batch", "10", "--rounds", "2", "--json"],
@@ -280,7 +281,7 @@ def test_the_commands_speak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         "claim": {"planned": 2.0},
         "bound": {"epsilon": 1.4, "right": 9, "guesses": 10},
     }
-    monkeypatch.setattr("partita.audit.audit", lambda folder, canaries, shadows: found)
+    monkeypatch.setattr("partita.experiment.audit.audit", lambda folder, canaries, shadows: found)
     assert app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False) == 0
     out = capsys.readouterr().out
     assert "yes  noise multiplier: 1.99, charged 2 (9 seen)" in out

@@ -15,32 +15,34 @@ from helpers import Clients, play, run_of, small
 from torch import Tensor
 from typer.testing import CliRunner
 
-from partita.config import parse
-from partita.core import block, learn
+from partita.core import client
+from partita.core.dp_settings import Private
 from partita.core.method import Release, Update
-from partita.core.private import Draw, Private
 from partita.core.rng import Key
 from partita.core.rounds import begin
-from partita.core.run import Run
-from partita.core.tree import Tensors
-from partita.engines.embedded import Embedded
+from partita.core.settings import Run
+from partita.core.tensors import Tensors
+from partita.engines.simulation import Embedded
+from partita.experiment.config import parse
+from partita.experiment.runner import start
 from partita.methods import build, selectors
 from partita.methods.fedavg import fedavg
 from partita.methods.selectors import Attention, Ranking
-from partita.play import start
-from partita.privacy import client as of_clients
+from partita.privacy import client_level as of_clients
 from partita.privacy import mechanism
-from partita.privacy.client import ClippedUpdates, protect_clients
+from partita.privacy.client_level import ClippedUpdates, protect_clients
 from partita.privacy.evidence import judge
 from partita.privacy.mechanism import check_examples
 from partita.privacy.mechanism_choice import check_choice
 from partita.privacy.mechanism_clients import check_clients
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
+from partita.training import local_training, phase_trainer
+from partita.training.dp_sgd import Draw
 
 Patch = pytest.MonkeyPatch
 Noise = Callable[[Tensors, Key, float], Tensors]
-gaussian: Noise = block.gaussian
-clipped_sum, ghost_sum, clip_update = block.clipped_sum, block.ghost_sum, ClippedUpdates._clipped
+gaussian: Noise = phase_trainer.gaussian
+clipped_sum, ghost_sum, clip_update = phase_trainer.clipped_sum, phase_trainer.ghost_sum, ClippedUpdates._clipped
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +77,7 @@ def test_shuffled_batches_that_are_charged_as_such_pass() -> None:
 
 
 def test_half_the_noise(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(block, "gaussian", lambda like, key, std: gaussian(like, key, std / 2))
+    monkeypatch.setattr(phase_trainer, "gaussian", lambda like, key, std: gaussian(like, key, std / 2))
     assert "noise multiplier" in failed()
 
 
@@ -86,7 +88,7 @@ def test_a_tensor_without_noise(monkeypatch: Patch) -> None:
         drawn = gaussian(like, key, std)
         return {**drawn, "layers.0.norm.weight": torch.zeros_like(drawn["layers.0.norm.weight"])}
 
-    monkeypatch.setattr(block, "gaussian", lie)
+    monkeypatch.setattr(phase_trainer, "gaussian", lie)
     assert "noise multiplier" in failed()
 
 
@@ -97,7 +99,7 @@ def test_noise_of_another_shape(monkeypatch: Patch) -> None:
         drawn = gaussian(like, key, 1.0)
         return {name: (torch.special.ndtr(value) - 0.5) * 12**0.5 * std for name, value in drawn.items()}
 
-    monkeypatch.setattr(block, "gaussian", lie)
+    monkeypatch.setattr(phase_trainer, "gaussian", lie)
     assert failed() == {"noise: distance from a normal distribution"}
 
 
@@ -111,8 +113,8 @@ class Stuck:
         return self.key
 
 
-def _drawing(path: Callable[[Run, learn.Visit, int], Any]) -> Callable[[Run, learn.Visit, int], Draw]:
-    honest = learn._draw
+def _drawing(path: Callable[[Run, client.Visit, int], Any]) -> Callable[[Run, client.Visit, int], Draw]:
+    honest = local_training._draw
     return lambda run, each, phase: replace(honest(run, each, phase), key=path(run, each, phase))
 
 
@@ -127,21 +129,21 @@ def _drawing(path: Callable[[Run, learn.Visit, int], Any]) -> Callable[[Run, lea
     ids=["steps", "rounds", "clients", "clients in a block"],
 )
 def test_noise_that_is_repeated(
-    monkeypatch: Patch, between: str, path: Callable[[Run, learn.Visit, int], Any], side_by_side: int
+    monkeypatch: Patch, between: str, path: Callable[[Run, client.Visit, int], Any], side_by_side: int
 ) -> None:
-    monkeypatch.setattr(learn, "_draw", _drawing(path))
+    monkeypatch.setattr(local_training, "_draw", _drawing(path))
     assert f"noise: largest correlation between {between}" in failed(side_by_side=side_by_side)
 
 
 def test_noise_that_is_the_same_for_all_tensors(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        block, "gaussian", lambda like, key, std: {n: gaussian({"": v}, key, std)[""] for n, v in like.items()}
+        phase_trainer, "gaussian", lambda like, key, std: {n: gaussian({"": v}, key, std)[""] for n, v in like.items()}
     )
     assert "noise: largest correlation between tensors" in failed()
 
 
 def test_a_clip_that_is_not_applied(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(block, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], Private(float("inf"), 0.0)))
+    monkeypatch.setattr(phase_trainer, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], Private(float("inf"), 0.0)))
     assert failed() == {"largest contribution of one example / clip"}
 
 
@@ -155,7 +157,7 @@ def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch:
         return {each["what"] for each in checks if not each["passed"]}
 
     assert not found()
-    monkeypatch.setattr(block, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], Private(float("inf"), 0.0)))
+    monkeypatch.setattr(phase_trainer, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], Private(float("inf"), 0.0)))
     assert found() == {"largest contribution of one example / clip"}
 
 
@@ -170,22 +172,22 @@ def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch:
         norm = torch.sqrt(sum((value**2).sum() for value in total.values()))  # type: ignore[call-overload]
         return {name: value * (0.5 / norm) for name, value in total.items()}, losses
 
-    monkeypatch.setattr(block, "clipped_sum", lie)
+    monkeypatch.setattr(phase_trainer, "clipped_sum", lie)
     found = [failed(seed) for seed in range(6)]
     assert sum(each == {"largest contribution of one example / clip"} for each in found) >= 2
 
 
 def test_shuffled_batches_that_are_charged_as_poisson_samples(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(learn, "sample", learn.deal)
+    monkeypatch.setattr(client, "sample", client.deal)
     found = failed()
     assert "variance of batch sizes / binomial" in found
     assert "examples in common between batches of two steps" in found
 
 
 def test_more_examples_than_were_charged(monkeypatch: Patch) -> None:
-    honest = learn.sample
+    honest = client.sample
     monkeypatch.setattr(
-        learn,
+        client,
         "sample",
         lambda count, training, *rest: honest(count, replace(training, batch_size=12), *rest),
     )
@@ -194,13 +196,13 @@ def test_more_examples_than_were_charged(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize(("between", "parts"), [("rounds", ("client",)), ("clients", ("round",))])
 def test_samples_that_are_repeated(monkeypatch: Patch, between: str, parts: tuple[str, ...]) -> None:
-    honest = learn._lay_out
+    honest = client._lay_out
 
-    def lie(run: Run, job: learn.Job, plan: Any, examples: Any, key: Key, *rest: Any) -> Any:
+    def lie(run: Run, job: client.Job, plan: Any, examples: Any, key: Key, *rest: Any) -> Any:
         key = run.key / (job.client if parts == ("client",) else job.round)
         return honest(run, job, plan, examples, key, *rest)
 
-    monkeypatch.setattr(learn, "_lay_out", lie)
+    monkeypatch.setattr(client, "_lay_out", lie)
     assert f"examples in common between batches of two {between}" in failed()
 
 
@@ -293,7 +295,7 @@ CONFIG = {
 def test_the_command_ends_with_an_error_if_the_claim_does_not_hold(
     tmp_path: Path, monkeypatch: Patch, unit: str
 ) -> None:
-    from partita.cli import app
+    from partita.cli.main import app
 
     folder = tmp_path / "run"
     list(start(parse({**CONFIG, "privacy": {"noise": 2.0, "accountant": "rdp", "unit": unit}}), folder))
@@ -301,7 +303,7 @@ def test_the_command_ends_with_an_error_if_the_claim_does_not_hold(
     assert honest.exit_code == 0, honest.output
     assert "yes  noise multiplier" in honest.output
     assert all(each["passed"] for each in json.loads((folder / "audit.json").read_text())["mechanism"])
-    for module in (block, of_clients):
+    for module in (phase_trainer, of_clients):
         monkeypatch.setattr(module, "gaussian", lambda like, key, std: gaussian(like, key, std / 2))
     lying = CliRunner().invoke(app, ["audit", str(folder)])
     assert lying.exit_code == 1

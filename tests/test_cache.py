@@ -12,22 +12,22 @@ from helpers import distance, last, play, run_of
 from test_architectures import CLASSES, WORDS, adapted, class_of, module_of, moved, noise, words
 from torch import Tensor
 
-from partita.config import parse
 from partita.core import memory
+from partita.core.data import ClientData, Examples
 from partita.core.memory import SizeError
-from partita.core.model import ClientData, Examples
 from partita.core.optim import AdamW
 from partita.core.rng import Key
 from partita.data.ragged import ragged
 from partita.data.task import Rows, Table
-from partita.experiment import build
+from partita.experiment.builder import build
+from partita.experiment.config import parse
+from partita.experiment.run_folder import RESULT
+from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
-from partita.models import ModelError, cache
+from partita.models import ModelError, frozen_cache
 from partita.models.adapter import Adapted, adapt
-from partita.models.cache import CHUNK, STATES, Cached, cache_frozen, frozen_depth
-from partita.play import start
-from partita.record import RESULT
-from partita.tiny import Tiny
+from partita.models.frozen_cache import CHUNK, STATES, Cached, cache_frozen, frozen_depth
+from partita.testing.toy import Tiny
 
 LOWEST = ("embedding", "layer.0")
 # In an encoder of texts, a norm of another role stands between the embeddings and the first layer.
@@ -125,7 +125,7 @@ def test_nothing_but_rounding_differs(case: str) -> None:
 def test_frozen_layers_are_run_once_for_each_example() -> None:
     model, table = model_of("vit-image"), rows_of("vit-image")
     above, (cached,) = cache_frozen(model, table)
-    lowest, highest = (calls(layer) for layer in cache._body(model).layers)
+    lowest, highest = (calls(layer) for layer in frozen_cache._body(model).layers)
     play(run_of(fedavg(), count=3), above, Clients(cached))
     assert sum(lowest) == ROWS
     assert sum(highest) == 3 * ROWS
@@ -297,7 +297,7 @@ def test_what_lies_below_is_not_looked_at_again(case: str) -> None:
     above, (cached,) = cache_frozen(model, table)
     batch = cached.take(torch.arange(ROWS))
     before = above(model.initial, batch.inputs).logits
-    body = cache._body(model)
+    body = frozen_cache._body(model)
     for part in (*body.embeds, body.layers[0]):
         for value in part.parameters():
             value.data.fill_(torch.nan)

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from partita.cards import HEADINGS, card, listing
 from partita.core.options import pick
+from partita.experiment.preview import plan_section
 from partita.methods import INDEX
-from partita.preview import plan_section
+from partita.methods.cards import HEADINGS, card, listing
 
 
 @pytest.mark.parametrize("name", INDEX)

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 from partita.core import chacha
-from partita.core.private import GRID_BITS, add_noise, gaussian
+from partita.core.noise import GRID_BITS, add_noise, gaussian
 from partita.core.rng import Key
 
 # RFC 8439, appendix A.1: the key stream of a zero key and nonce, blocks 0 and 1.

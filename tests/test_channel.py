@@ -14,22 +14,32 @@ from hypothesis import strategies as st
 from test_architectures import Few, adapted, made
 from torch import Tensor
 
-from partita.channel import ChannelError
-from partita.channel.prune import COLUMNS, MARKS, PLACES, ROWS, SHAPE, AttentiveHeads, CutHeads, LargestNumbers, prune
-from partita.channel.quantise import SCALE, EightBits, quantise
-from partita.conformance import check_method
-from partita.core import tree, wire
-from partita.core.learn import ClientFault, Job
+from partita.compression import ChannelError
+from partita.compression.prune import (
+    COLUMNS,
+    MARKS,
+    PLACES,
+    ROWS,
+    SHAPE,
+    AttentiveHeads,
+    CutHeads,
+    LargestNumbers,
+    prune,
+)
+from partita.compression.quantize import SCALE, EightBits, quantise
+from partita.core import serialization, tensors
+from partita.core.client import ClientFault, Job
 from partita.core.method import Context, Method, MethodError, Transform, Update, compose
 from partita.core.model import ATTENTION
 from partita.core.plan import Turn, plan_for, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import Round, rounds
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.safl import safl
-from partita.tiny import Tiny
+from partita.testing.conformance import check_method
+from partita.testing.toy import Tiny
 
 WIDE = Tiny(width=36, layers=2)  # its matrices have 1,296 numbers
 FOUR = Clients(a=5, b=6, c=7, d=8)
@@ -46,9 +56,9 @@ def update_of(delta: Tensors, **slots: Tensors) -> Update:
 def there_and_back(transform: Transform, update: Update, key: Key = Key(0)) -> tuple[Update, Update]:  # noqa: B008
     """Encoded and packed for real, and opened."""
     sent = transform.encode(update, key)
-    slots = wire.unpack(wire.pack({"delta": sent.delta, **sent.slots}))
-    assert sum(wire.count({"delta": sent.delta, **sent.slots}).values()) == len(
-        wire.pack({"delta": sent.delta, **sent.slots})
+    slots = serialization.unpack(serialization.pack({"delta": sent.delta, **sent.slots}))
+    assert sum(serialization.count({"delta": sent.delta, **sent.slots}).values()) == len(
+        serialization.pack({"delta": sent.delta, **sent.slots})
     )
     return sent, transform.open(replace(update, delta=slots.pop("delta"), slots=slots))
 
@@ -93,7 +103,7 @@ def test_small_tensors_and_the_slots_of_others_travel_whole() -> None:
     given = update_of({"bias": draw(0, 1024), "w": draw(1, 33, 32)}, drag={"w": draw(2, 33, 32)})
     sent, opened = there_and_back(LargestNumbers(0.1), given)
     assert torch.equal(sent.delta["bias"], given.delta["bias"])
-    assert tree.equal(sent.slots["drag"], given.slots["drag"])
+    assert tensors.equal(sent.slots["drag"], given.slots["drag"])
     assert opened.slots.keys() == {"drag"}
     assert len(sent.delta["w"]) == 106
 
@@ -111,7 +121,7 @@ def test_what_travels_is_never_more_than_the_whole_and_the_places_cost_at_most_a
 
 def test_keeping_all_is_fedavg_bit_for_bit() -> None:
     one, two = (play(run_of(method, 2, cohort=2), WIDE, FOUR) for method in (prune(keep=1.0), fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
     assert [each.traffic for each in one] == [each.traffic for each in two]
 
 
@@ -221,7 +231,7 @@ def test_whole_steps_and_zeros_arrive_exactly() -> None:
     grid = torch.arange(-127, 128, dtype=torch.float32).repeat(2, 1) * torch.tensor([[0.5], [4.0]])
     given = {"grid": grid, "still": torch.zeros(70), "few": draw(0, 64)}
     sent, opened = there_and_back(EightBits(), update_of(given))
-    assert tree.equal(opened.delta, given)
+    assert tensors.equal(opened.delta, given)
     assert sent.slots[SCALE].keys() == {"grid", "still"}, "64 numbers are too few for a scale to pay"
 
 

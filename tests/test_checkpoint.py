@@ -14,15 +14,15 @@ from helpers import Clients, ServerMomentum, files_in, last, play, run_of, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core import checkpoint, files, tree
-from partita.core.files import DamageError, DiskError
-from partita.core.learn import ClientState
-from partita.core.ledger import Ledger
+from partita.core import atomic_files, checkpoint, tensors
+from partita.core.atomic_files import DamageError, DiskError
+from partita.core.client import ClientState
+from partita.core.client_store import Disk, Memory
 from partita.core.method import Method, Server
 from partita.core.rounds import rounds
-from partita.core.store import Disk, Memory
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
+from partita.core.versions import Ledger
+from partita.engines.availability import Faults
+from partita.engines.simulation import Embedded
 from partita.methods.fedavg import fedavg
 from partita.methods.local_only import local_only
 
@@ -38,11 +38,11 @@ def server_of(value: float = 1.0) -> Server:
 
 
 def assert_same(one: Server, two: Server) -> None:
-    assert tree.digest(one.params) == tree.digest(two.params)
+    assert tensors.digest(one.params) == tensors.digest(two.params)
     assert list(one.params) == list(two.params)
     assert one.state.keys() == two.state.keys()
     assert all(list(one.state[slot]) == list(two.state[slot]) for slot in one.state)
-    assert all(tree.digest(one.state[slot]) == tree.digest(two.state[slot]) for slot in one.state)
+    assert all(tensors.digest(one.state[slot]) == tensors.digest(two.state[slot]) for slot in one.state)
     assert one.ledger == two.ledger
     assert list(one.ledger.versions) == list(two.ledger.versions)
 
@@ -82,7 +82,7 @@ def test_a_run_resumes_bit_for_bit_with_the_rules_state(tmp_path: Path, optimize
     assert_same(server, each.server)
     assert not torch.equal(server.state["velocity"]["head.weight"], torch.zeros(3, 4))
     rest = play(run, MODEL, FOUR, server=server, start=done, store=Disk(disk.folder))
-    assert tree.digest(last(rest)) == tree.digest(last(whole))
+    assert tensors.digest(last(rest)) == tensors.digest(last(whole))
     assert_same(rest[-1].server, whole[-1].server)
     assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
 
@@ -90,15 +90,15 @@ def test_a_run_resumes_bit_for_bit_with_the_rules_state(tmp_path: Path, optimize
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     for done in (1, 2, 3, 10, 11):
         checkpoint.save(tmp_path, done, server_of(done))
-    assert [files.number_of(path) for path in files.sealed(tmp_path)] == [10, 11]
-    assert files_in(tmp_path) == {path.name for path in files.sealed(tmp_path)}
+    assert [atomic_files.number_of(path) for path in atomic_files.sealed(tmp_path)] == [10, 11]
+    assert files_in(tmp_path) == {path.name for path in atomic_files.sealed(tmp_path)}
 
 
 def test_a_second_checkpoint_of_a_round_takes_the_place_of_the_first(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, server_of())
     for value in (2.0, 3.0, 3.0):
         path = checkpoint.save(tmp_path, 2, server_of(value))
-    assert [files.number_of(each) for each in files.sealed(tmp_path)] == [1, 2]
+    assert [atomic_files.number_of(each) for each in atomic_files.sealed(tmp_path)] == [1, 2]
     assert float(checkpoint.load(path)[1].params["w"][0, 0]) == 3.0
 
 
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path, kind: str
     ):
         checkpoint.load(newest)
     newest.unlink()
-    assert checkpoint.load(files.sealed(tmp_path)[-1])[0] == 1
+    assert checkpoint.load(atomic_files.sealed(tmp_path)[-1])[0] == 1
     assert older.exists()
 
 
@@ -157,7 +157,7 @@ def test_files_that_are_not_sealed_are_left_alone(tmp_path: Path) -> None:
     for done in range(4):
         checkpoint.save(tmp_path, done, server_of(done))
     assert {"notes.txt", "model.safetensors", ".000009-x.safetensors.12.part"} < files_in(tmp_path)
-    assert [files.number_of(path) for path in files.sealed(tmp_path)] == [2, 3]
+    assert [atomic_files.number_of(path) for path in atomic_files.sealed(tmp_path)] == [2, 3]
 
 
 def test_a_write_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_write_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: py
     sync, rename = posix.fsync, os.replace  # the real one: elsewhere tests do without
     monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), sync(handle))[1])
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), rename(*paths))[1])
-    files.write(tmp_path / "new" / "x", b"data")
+    atomic_files.write(tmp_path / "new" / "x", b"data")
     assert calls == ["sync", "rename", "sync"]
     assert (tmp_path / "new" / "x").read_bytes() == b"data"
 
@@ -206,9 +206,9 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.save("c", 3, state)
     back = disk.load("c", 4)
-    assert tree.digest(back.personal) == tree.digest(state.personal)
+    assert tensors.digest(back.personal) == tensors.digest(state.personal)
     assert back.memory.keys() == state.memory.keys()
-    assert all(tree.digest(back.memory[slot]) == tree.digest(state.memory[slot]) for slot in state.memory)
+    assert all(tensors.digest(back.memory[slot]) == tensors.digest(state.memory[slot]) for slot in state.memory)
 
 
 def test_a_rule_may_remember_what_the_client_keeps(tmp_path: Path) -> None:
@@ -216,8 +216,8 @@ def test_a_rule_may_remember_what_the_client_keeps(tmp_path: Path) -> None:
     value = {"w": torch.arange(3.0)}
     Disk(tmp_path).save("c", 0, ClientState(value, {"end": value}))
     back = Disk(tmp_path).load("c", 1)
-    assert tree.equal(back.personal, value)
-    assert tree.equal(back.memory["end"], value)
+    assert tensors.equal(back.personal, value)
+    assert tensors.equal(back.memory["end"], value)
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory over disk"])
@@ -302,7 +302,7 @@ def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
                 assert value_of(fresh.load(client, done)) == expected
     for client, visits in history.items():
         # Of what is older than the second last checkpoint, the last visit saw to it that at most one file is left.
-        written = [files.number_of(path) for path in files.sealed(folder / client)]
+        written = [atomic_files.number_of(path) for path in atomic_files.sealed(folder / client)]
         known = [done for done in commits if visits and done <= visits[-1]]
         if not in_memory and len(known) >= 2:
             assert len([number for number in written if number < known[-2]]) <= 1
@@ -320,13 +320,13 @@ def test_a_run_goes_back_to_the_older_checkpoint_when_the_newest_is_damaged(tmp_
             store.commit(each.number + 1)
             newest = checkpoint.save(tmp_path / "server", each.number + 1, each.server)
     newest.unlink()
-    done, server = checkpoint.load(files.sealed(tmp_path / "server")[-1])
+    done, server = checkpoint.load(atomic_files.sealed(tmp_path / "server")[-1])
     assert done == 4
     again = Disk(tmp_path / "clients")
     again.rewind(done)
     play(run, MODEL, FOUR, server=server, start=done, store=again, faults=faults)
     for client in FOUR.clients:
-        assert tree.digest(again.load(client, 6).personal) == tree.digest(reference.load(client, 6).personal)
+        assert tensors.digest(again.load(client, 6).personal) == tensors.digest(reference.load(client, 6).personal)
 
 
 def test_a_method_without_state_leaves_no_files(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from partita.config import parse
-from partita.core.run import RunError
-from partita.play import resume, start
+from partita.core.settings import RunError
+from partita.experiment.config import parse
+from partita.experiment.runner import resume, start
 from partita.report import page, read
-from partita.report.choice import layers_by_round, raised, shares, steadiness
+from partita.report.layer_selection import layers_by_round, raised, shares, steadiness
 
 CONFIG: dict[str, Any] = {
     "rounds": 4,

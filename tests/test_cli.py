@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from helpers import SMALL_VIT
 
-from partita import cli, experiment, record
-from partita.compare import expand
-from partita.core import files
-from partita.core.files import sealed
+from partita.cli import main
+from partita.core import atomic_files
+from partita.core.atomic_files import sealed
+from partita.experiment import builder, run_folder
+from partita.experiment.compare import expand
 from partita.methods import INDEX
 
 CONFIG = (
@@ -56,7 +57,7 @@ class Shell:
         """(exit code, standard output, standard error)."""
         self.monkeypatch.setattr(sys, "argv", ["partita", *map(str, words)])
         try:
-            cli.main()
+            main.main()
             code = 0
         except SystemExit as left:
             code = int(left.code or 0)
@@ -127,7 +128,7 @@ def test_plan_by_role_layer_and_name(partita: Shell, config: Path) -> None:
 def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
     times: float, told: str | None, partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiment, "half_takes", lambda: times)
+    monkeypatch.setattr(builder, "half_takes", lambda: times)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         words = (
@@ -153,7 +154,7 @@ def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
 def test_float32_asks_nothing_of_the_cpu(
     partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiment, "half_takes", lambda: pytest.fail("nobody asked"))
+    monkeypatch.setattr(builder, "half_takes", lambda: pytest.fail("nobody asked"))
     assert partita("run", "-c", config, "--set", "rounds=1", "--out", tmp_path / "run")[0] == 0
 
 
@@ -329,7 +330,7 @@ def test_a_full_disk_loses_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(one, other)
 
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(atomic_files.os, "replace", full)
     code, _, err = partita("run", "-c", config, "--out", folder)
     assert code == 1
     assert "No space left on device" in err
@@ -338,12 +339,12 @@ def test_a_full_disk_loses_nothing(
     assert len(sealed(folder / "checkpoints")) == 2
     assert not list(folder.rglob("*.part"))
     assert partita("resume", folder)[0] == 0
-    digests = [json.loads((path / record.RESULT).read_text())["digest"] for path in (whole, folder)]
+    digests = [json.loads((path / run_folder.RESULT).read_text())["digest"] for path in (whole, folder)]
     assert digests[0] == digests[1]
 
 
 def test_two_processes_cannot_share_a_run(partita: Shell, config: Path, tmp_path: Path) -> None:
-    with record.lock(tmp_path / "run"):
+    with run_folder.lock(tmp_path / "run"):
         code, _, err = partita("run", "-c", config, "--out", tmp_path / "run")
     assert code == 1
     assert "in use by another process" in err

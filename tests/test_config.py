@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from partita.config import load, overlay, parse
 from partita.core.optim import SGD, AdamW
+from partita.experiment.config import load, overlay, parse
 from partita.methods import COMPOSITIONS, INDEX
 
 EXAMPLES = sorted([*Path("examples").glob("*.toml"), *Path("studies").rglob("*.toml")])

@@ -14,7 +14,7 @@ import torch
 from helpers import Clients, ServerMomentum, small
 from torch import Tensor
 
-from partita.conformance import ConformanceError, Findings, check_method
+from partita.core.data import Batch, Examples
 from partita.core.method import (
     Aggregate,
     Choice,
@@ -28,14 +28,15 @@ from partita.core.method import (
     Update,
     compose,
 )
-from partita.core.model import Batch, Examples, Model, Output
+from partita.core.model import Model, Output
 from partita.core.optim import SGD
 from partita.core.plan import Plan, Turn, share, share_everything
 from partita.core.rng import Key
-from partita.core.tree import Names, Slots, Tensors
+from partita.core.tensors import Names, Slots, Tensors
 from partita.methods import COMPOSITIONS, INDEX, build
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
+from partita.testing.conformance import ConformanceError, Findings, check_method
 
 
 def check(method: Method, tolerance: float = 1e-5) -> Findings:

@@ -15,12 +15,12 @@ import pytest
 from helpers import SMALL_TASK, SMALL_VIT
 from test_cli import Shell
 
-from partita import record
-from partita.config import Config, load, parse
-from partita.core import files
-from partita.core.files import DamageError, DiskError, LinkError, sealed
+from partita.core import atomic_files
+from partita.core.atomic_files import DamageError, DiskError, LinkError, sealed
 from partita.core.rng import Key
-from partita.play import resume, start
+from partita.experiment import run_folder
+from partita.experiment.config import Config, load, parse
+from partita.experiment.runner import resume, start
 
 ROUNDS = 4
 
@@ -34,21 +34,21 @@ def settings(method: str = "fedper", seed: int = 0, rounds: int = ROUNDS) -> Con
 
 def play(config: Config, folder: Path) -> str:
     """From the beginning or from where it was stopped; the result's digest."""
-    begun = (folder / record.CONFIG).exists()
-    for _ in resume(load(folder / record.CONFIG), folder) if begun else start(config, folder):
+    begun = (folder / run_folder.CONFIG).exists()
+    for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(config, folder):
         pass
     return digest(folder)
 
 
 def digest(folder: Path) -> str:
-    found: str = json.loads((folder / record.RESULT).read_text())["digest"]
+    found: str = json.loads((folder / run_folder.RESULT).read_text())["digest"]
     return found
 
 
 def assert_same(folder: Path, whole: Path) -> None:
     """The tensors, and all that was recorded but for the time it took."""
     assert digest(folder) == digest(whole)
-    one, two = ([{**row, "seconds": 0} for row in record.read_rows(each)] for each in (folder, whole))
+    one, two = ([{**row, "seconds": 0} for row in run_folder.read_rows(each)] for each in (folder, whole))
     assert one == two
 
 
@@ -64,7 +64,7 @@ def half(config: Config, folder: Path) -> Path:
 def one_secret() -> Iterator[None]:
     """Private runs that can be compared draw by the same secret."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("partita.experiment.draw", lambda: Key(77))
+        patch.setattr("partita.experiment.builder.draw", lambda: Key(77))
         yield
 
 
@@ -186,10 +186,10 @@ def test_a_file_of_another_run_is_named(
 def test_a_missing_state_is_found_before_the_first_round(runs: dict[str, Path], tmp_path: Path) -> None:
     for client in ("c0", "c1", "c2"):
         folder = Path(shutil.copytree(runs["half"], tmp_path / client))
-        path = sealed(folder / record.CLIENTS / client)[-1]
+        path = sealed(folder / run_folder.CLIENTS / client)[-1]
         path.unlink()
         with pytest.raises(DamageError, match=f"{path.name} is missing: it is the state of client '{client}'"):
-            next(resume(load(folder / record.CONFIG), folder))
+            next(resume(load(folder / run_folder.CONFIG), folder))
 
 
 def test_a_state_that_no_checkpoint_names_is_not_read(
@@ -211,23 +211,23 @@ def test_a_run_killed_while_it_was_prepared_goes_on(runs: dict[str, Path], tmp_p
         for name in names[:count]:
             shutil.copy(runs["half"] / name, folder / name)
         assert play(settings(), folder) == digest(runs["whole"])
-        assert record.verify(folder)
+        assert run_folder.verify(folder)
 
 
 def test_without_its_config_a_folder_is_not_taken_for_a_new_one(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
-    (folder / record.CONFIG).unlink()
-    with pytest.raises(record.RecordError, match="already holds a run"):
+    (folder / run_folder.CONFIG).unlink()
+    with pytest.raises(run_folder.RecordError, match="already holds a run"):
         next(start(settings(), folder))
 
 
 def test_a_checksum_outside_the_folder_is_not_read(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
     for name in ("../half/config.toml", "/etc/passwd", "checkpoints/../../x"):
-        listed = json.loads((runs["half"] / record.CHECKSUMS).read_text())
-        (folder / record.CHECKSUMS).write_text(json.dumps({**listed, name: "0" * 32}))
+        listed = json.loads((runs["half"] / run_folder.CHECKSUMS).read_text())
+        (folder / run_folder.CHECKSUMS).write_text(json.dumps({**listed, name: "0" * 32}))
         with pytest.raises(DamageError, match="outside the run folder"):
-            record.verify(folder)
+            run_folder.verify(folder)
 
 
 LINKS = ["rows.jsonl", "config.toml", "checkpoints", "clients", "clients/c0", ".lock", "plan.json", "notes.txt"]
@@ -255,19 +255,19 @@ def test_a_new_run_does_not_write_through_links(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "clients").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises((LinkError, record.RecordError)):
+    with pytest.raises((LinkError, run_folder.RecordError)):
         next(start(settings(), tmp_path / "run"))
     target = tmp_path / "target"
     target.write_text("mine")
     (tmp_path / f".x.{os.getpid()}.part").symlink_to(target)
     (tmp_path / "x").symlink_to(target)
-    files.write(tmp_path / "x", b"new")
+    atomic_files.write(tmp_path / "x", b"new")
     assert (target.read_text(), (tmp_path / "x").read_text()) == ("mine", "new")
     (tmp_path / "y").symlink_to(target)
     with pytest.raises(LinkError, match="y is a symbolic link"):
-        files.append(tmp_path / "y", b"new")
+        atomic_files.append(tmp_path / "y", b"new")
     os.mkfifo(tmp_path / "pipe")
-    for open_pipe in (files.read, lambda path: files.append(path, b"x")):
+    for open_pipe in (atomic_files.read, lambda path: atomic_files.append(path, b"x")):
         with pytest.raises(LinkError, match="pipe is no regular file"):
             open_pipe(tmp_path / "pipe")
 

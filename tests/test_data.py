@@ -20,8 +20,8 @@ import partita.data
 from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.data import INDEX, DataError, Federation, Rows, Table, Task, load, split
+from partita.data.client_ids import Listed, Numbered
 from partita.data.images import Normalise
-from partita.data.names import Listed, Numbered
 from partita.data.task import Cut, Partition, grouped
 
 quick = settings(max_examples=30, deadline=None)

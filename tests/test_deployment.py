@@ -18,16 +18,17 @@ from pathlib import Path
 import pytest
 from helpers import SMALL_TASK, distance, last
 
-from partita import experiment, flower_app, models, play, record
-from partita.config import load
-from partita.core import checkpoint, tree
-from partita.core.files import sealed
+from partita import models
+from partita.core import checkpoint, tensors
+from partita.core.atomic_files import sealed
+from partita.core.client_store import Disk
 from partita.core.rounds import rounds
-from partita.core.store import Disk
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
-from partita.engines.flower.loopback import QUIET, Loopback, end, free_ports, here, loopback, program
-from partita.engines.flower.warm import KNOCK, warm
+from partita.engines.availability import Faults
+from partita.engines.flower.local_deployment import QUIET, Loopback, end, free_ports, here, loopback, program
+from partita.engines.flower.prefork_server import KNOCK, warm
+from partita.engines.simulation import Embedded
+from partita.experiment import builder, flower_app, run_folder, runner
+from partita.experiment.config import load
 
 LONG = 300.0  # seconds that nothing takes, however busy the machine is
 
@@ -129,7 +130,7 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
 ) -> None:
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
     app = written(tmp_path, client=HANGS)
-    with loopback(["c0", "c1", "c2"], tmp_path / "logs", ["partita.flower_app"]) as federation:
+    with loopback(["c0", "c1", "c2"], tmp_path / "logs", ["partita.experiment.flower_app"]) as federation:
         settings = f'deadline={LONG} patience=1.0 folder="{tmp_path / "run"}"'
         running = threading.Thread(target=federation.run, args=(app, settings))
         running.start()
@@ -138,14 +139,14 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
         os.killpg(federation.nodes["c1"].pid, signal.SIGKILL)
         running.join(LONG)
         groups = [federation.link.pid, *(node.pid for node in federation.nodes.values())]
-    result = record.finished(tmp_path / "run")
+    result = run_folder.finished(tmp_path / "run")
     assert result, "the run did not finish"
-    rows = [json.loads(line) for line in (tmp_path / "run" / record.ROWS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / run_folder.ROWS).read_text().splitlines()]
     assert [(sorted(row["cohort"]), list(row["lost"])) for row in rows] == [
         (["c0", "c1", "c2"], ["c1"]),
         (["c0", "c2"], []),  # who did not answer is not asked again until it speaks
     ]
-    built = experiment.build(load(tmp_path / "experiment.toml"))
+    built = builder.build(load(tmp_path / "experiment.toml"))
     away = Faults(trace={(0, "c1"): 0.0, (1, "c1"): 0.0})
     played = list(rounds(built.run, built.model, Embedded(built.run, built.model, built.federation, faults=away)))
     _, there = checkpoint.load(sealed(tmp_path / "run" / "checkpoints")[-1])
@@ -279,7 +280,9 @@ SAME: dict[str, tuple[str, dict[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
-    with loopback(["c0", "c1", "c2"], tmp_path_factory.mktemp("federation"), ["partita.flower_app"]) as running:
+    with loopback(
+        ["c0", "c1", "c2"], tmp_path_factory.mktemp("federation"), ["partita.experiment.flower_app"]
+    ) as running:
         yield running
 
 
@@ -295,16 +298,16 @@ def test_a_real_federation_ends_with_the_tensors_of_one_machine(
     app = written(tmp_path, method, options, tables=tables)
     federation.run(app, f'deadline={LONG} folder="{tmp_path / "there"}"')
     config = load(tmp_path / "experiment.toml")
-    for _ in play.start(config, tmp_path / "here"):
+    for _ in runner.start(config, tmp_path / "here"):
         pass
     ends = [checkpoint.load(sealed(tmp_path / side / "checkpoints")[-1])[1] for side in ("here", "there")]
-    assert tree.equal(ends[0].params, ends[1].params)
+    assert tensors.equal(ends[0].params, ends[1].params)
     assert ends[0].ledger == ends[1].ledger
     for slot, part in ends[0].state.items():
-        assert tree.equal(part, ends[1].state[slot])
+        assert tensors.equal(part, ends[1].state[slot])
     for client in ("c0", "c1", "c2"):
         here = Disk(tmp_path / "here" / "clients").load(client, config.rounds)
         [site] = (federation.folder / "sites").glob(f"{method}-*/{client}")
         there = Disk(site / "states").load(client, config.rounds)
         for slot, part in {"personal": here.personal, **here.memory}.items():
-            assert tree.equal(part, {"personal": there.personal, **there.memory}[slot])
+            assert tensors.equal(part, {"personal": there.personal, **there.memory}[slot])

@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers import Script, run_of, small
 
-from partita.core.files import write
-from partita.core.learn import ClientState, Job
+from partita.core.atomic_files import write
+from partita.core.client import ClientState, Job
+from partita.core.client_store import Disk, Memory
 from partita.core.method import Method, Rule, Update, compose
+from partita.core.packed import Known
 from partita.core.plan import NONE, Phase, Plan, PlanError, Turn, plan_for
 from partita.core.rounds import rounds
-from partita.core.rows import Known
-from partita.core.store import Disk, Memory
 from partita.methods.fedavg import fedavg
 from partita.privacy.guard import Terms, protect
 

@@ -13,15 +13,17 @@ from helpers import Clients, distance, run_of, small, small_config
 from test_graphs import farthest
 from test_graphs import play as play_graphs
 
-from partita import AdamW, record
+from partita import AdamW
 from partita.core import chacha
-from partita.core.private import Private, add_noise, gaussian
+from partita.core.dp_settings import Private
+from partita.core.noise import add_noise, gaussian
 from partita.core.rng import Key
 from partita.core.rounds import begin, rounds
-from partita.engines.choose import choose_graphs
-from partita.engines.embedded import Embedded
+from partita.engines.autotune import choose_graphs
+from partita.engines.simulation import Embedded
+from partita.experiment import run_folder
+from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
-from partita.play import resume, start
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -33,8 +35,8 @@ ON_CPU: list[dict[str, Any]] = [{"device": "cpu", "block": 1}, {"device": "cpu",
 
 def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:
     """A run's rows but for the time they took, and the digest of all it left."""
-    rows = [{name: value for name, value in row.items() if name != "seconds"} for row in record.read_rows(folder)]
-    result = record.finished(folder)
+    rows = [{name: value for name, value in row.items() if name != "seconds"} for row in run_folder.read_rows(folder)]
+    result = run_folder.finished(folder)
     assert result is not None
     return rows, result["digest"]
 

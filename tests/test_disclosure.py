@@ -13,19 +13,20 @@ import pytest
 from helpers import Clients, play, run_of, small
 
 from partita import report
-from partita.config import parse
-from partita.core.learn import ClientState, learn, reply, visit
+from partita.core.client import ClientState, reply, visit
+from partita.core.data import Examples
+from partita.core.dp_settings import Private
 from partita.core.method import Choice, Context, Local, Method, Update
-from partita.core.model import Examples
 from partita.core.plan import Plan
-from partita.core.private import Private
 from partita.core.rng import Key
 from partita.core.rounds import ask, begin
-from partita.core.run import Run
+from partita.core.settings import Run
+from partita.experiment.config import parse
+from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
-from partita.play import start
-from partita.privacy.client import protect_clients
+from partita.privacy.client_level import protect_clients
 from partita.privacy.disclosure import BESIDE, LOST, ROW, disclosed
+from partita.training.local_training import learn
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "privacy.md"
 CONFIG: dict[str, Any] = {

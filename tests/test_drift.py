@@ -17,7 +17,7 @@ from partita.core.drift import Drift
 from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.rng import Key
-from partita.core.tree import Tensors, digest
+from partita.core.tensors import Tensors, digest
 from partita.methods.fedavg import fedavg
 
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from transformers import BertConfig, BertModel, BertTokenizer
 
-from partita import play
-from partita.config import load
+from partita.experiment import runner
+from partita.experiment.config import load
 from partita.models.adapter import quiet
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -50,7 +50,7 @@ def pictures(folder: Path) -> Path:
 def test_clinical_notes_by_hospital(tmp_path: Path) -> None:
     paths = [f"data.path={notes(tmp_path / 'notes')}", f"model.path={encoder(tmp_path / 'model')}"]
     config = load(EXAMPLES / "clinical.toml", [*paths, "rounds=1", "method.k=2"])
-    [row] = play.start(config, tmp_path / "run")
+    [row] = runner.start(config, tmp_path / "run")
     assert row["personal"]["f1"].keys() == {"north", "south"}
     assert all(len(layers) == 2 for layers in row["chosen"].values())
 
@@ -62,7 +62,9 @@ def test_clinical_notes_in_private_as_the_comment_says(tmp_path: Path) -> None:
     for setting in ("epsilon = 8.0", "noise = 8.0, probe = 0.5, every = 15"):
         assert setting in said
     noised = ["method.noise=8.0", "method.probe=0.5", "method.every=15", "privacy.epsilon=8.0"]
-    [row] = play.start(load(EXAMPLES / "clinical.toml", [*paths, *noised, "rounds=1", "method.k=2"]), tmp_path / "run")
+    [row] = runner.start(
+        load(EXAMPLES / "clinical.toml", [*paths, *noised, "rounds=1", "method.k=2"]), tmp_path / "run"
+    )
     assert 0 < row["privacy"]["epsilon"] <= 8.0
 
 
@@ -70,7 +72,7 @@ def test_prompts_beside_a_pair(tmp_path: Path) -> None:
     paths = [f"data.path={pictures(tmp_path / 'pictures')}", f"model.path={pairs.folder('clip')}"]
     tiny = ["data.size=8", "data.channels=1", "data.mean=[0.5]", "data.std=[0.5]", "model.dtype=float32"]
     small = ["split.clients=2", "method.text=2", "method.vision=2", "rounds=1"]
-    [row] = play.start(load(EXAMPLES / "prompts.toml", [*paths, *tiny, *small]), tmp_path / "run")
+    [row] = runner.start(load(EXAMPLES / "prompts.toml", [*paths, *tiny, *small]), tmp_path / "run")
     assert set(row["up"]) - {""} == {name for name in row["up"] if "global" in name}
 
 

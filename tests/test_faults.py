@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers import Clients, play, run_of, small
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.rng import Key
-from partita.engines.faults import Faults, TraceError, read_trace
+from partita.engines.availability import Faults, TraceError, read_trace
 from partita.methods.fedavg import fedavg
 
 MANY = [(number, f"c{client}") for number in range(40) for client in range(100)]
@@ -69,10 +69,10 @@ def test_a_trace_is_played_by_the_engine() -> None:
         [("a", "dropped out (simulated)")],
         [],
     ]
-    assert not tree.equal(plain[1].server.params, traced[1].server.params)
+    assert not tensors.equal(plain[1].server.params, traced[1].server.params)
     full = play(run, model, population, faults=Faults(trace={(0, "a"): 0.0}))
-    assert tree.equal(full[0].server.params, traced[0].server.params)
-    assert not tree.equal(full[1].server.params, traced[1].server.params)
+    assert tensors.equal(full[0].server.params, traced[0].server.params)
+    assert not tensors.equal(full[1].server.params, traced[1].server.params)
 
 
 def write(folder: Path, text: str) -> Path:

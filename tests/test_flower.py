@@ -35,22 +35,25 @@ from grids import one_task as one_task
 from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, last, run_of, small
 from typer.testing import CliRunner
 
-from partita import cli_flower, data, flower_app, play, record
-from partita.config import load
-from partita.core import checkpoint, tree, wire
-from partita.core.files import sealed
-from partita.core.learn import ClientFault, ClientState
+from partita import data
+from partita.cli import flower as flower_commands
+from partita.core import checkpoint, serialization, tensors
+from partita.core.atomic_files import sealed
+from partita.core.client import ClientFault, ClientState
+from partita.core.client_store import Disk
+from partita.core.data import Population
 from partita.core.method import Method, Server, Update
-from partita.core.model import Model, Population
+from partita.core.model import Model
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Plan, Turn, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import Lost, ask, begin, rounds
-from partita.core.run import Run, RunError
-from partita.core.store import Disk
+from partita.core.settings import Run, RunError
 from partita.data.errors import DataError
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
+from partita.engines.availability import Faults
+from partita.engines.simulation import Embedded
+from partita.experiment import flower_app, run_folder, runner
+from partita.experiment.config import load
 from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
@@ -68,7 +71,7 @@ def alike(one: dict[str, dict[str, Any]], two: dict[str, dict[str, Any]]) -> boo
         {f"{c}/{s}/{n}": v for c, slots in each.items() for s, part in slots.items() for n, v in part.items()}
         for each in (one, two)
     ]
-    return tree.equal(*flat)
+    return tensors.equal(*flat)
 
 
 # ---- the same run
@@ -100,7 +103,7 @@ def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(
         counted["down"] += sum(one.traffic.down.values())
         counted["up"] += sum(one.traffic.up.values())
         asked += len(one.cohort)
-        assert tree.equal(one.server.params, two.server.params)
+        assert tensors.equal(one.server.params, two.server.params)
         assert one.traffic == two.traffic
         assert (one.cohort, one.lost, one.loss, one.drift) == (two.cohort, two.lost, two.loss, two.drift)
         assert one.server.ledger == two.server.ledger
@@ -122,7 +125,7 @@ def head(value: torch.Tensor) -> Callable[[Any], Any]:
     return lambda delta: {**delta, "head.weight": value}
 
 
-HUGE = wire.pack({"delta": {"head.weight": torch.zeros(10**5)}})
+HUGE = serialization.pack({"delta": {"head.weight": torch.zeros(10**5)}})
 FAULTS: dict[str, tuple[Tamper, str]] = {
     "nan": (rewritten(delta=head(torch.full((3, 4), float("nan")))), "with values that are not finite"),
     "another shape": (rewritten(delta=head(torch.zeros(4, 3))), r"of shape \(4, 3\), not \(3, 4\)"),
@@ -155,7 +158,7 @@ def test_a_bad_answer_is_recorded_and_changes_nothing_else(kind: str, tmp_path: 
     with pytest.raises(AssertionError, match=reason):  # the reason as a whole is shown if it is another
         raise AssertionError(played[0].lost[0].reason)
     away = Embedded(run, model, THREE, faults=Faults(trace={(0, "c1"): 0.0}))
-    assert tree.equal(last(played), last(list(rounds(run, model, away))))
+    assert tensors.equal(last(played), last(list(rounds(run, model, away))))
 
 
 @pytest.mark.parametrize("kind", ["nan", "cut short"])
@@ -188,7 +191,7 @@ def test_who_does_not_answer_is_lost_to_that_round_and_goes_on_from_where_it_was
     assert reason in played[1].lost[0].reason
     embedded = Embedded(run, model, THREE, faults=Faults(trace={(1, "c1"): 0.0}))
     whole = list(rounds(run, model, embedded))
-    assert tree.equal(last(played), last(whole))
+    assert tensors.equal(last(played), last(whole))
     assert [each.traffic.down for each in played] == [each.traffic.down for each in whole]
 
 
@@ -306,7 +309,7 @@ def test_a_client_that_lost_its_disk_says_so_and_is_sent_everything(how: str, tm
     size = model.initial[kernel].numel() * 4
     assert [each.traffic.down[kernel] // size for each in played] == [3, 3, 0, 1, 0]
     away = Embedded(run, model, THREE, faults=Faults(trace={(2, "c1"): 0.0}))
-    assert tree.equal(last(played), last(list(rounds(run, model, away))))
+    assert tensors.equal(last(played), last(list(rounds(run, model, away))))
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, DataError])
@@ -410,7 +413,7 @@ def test_a_server_that_goes_on_from_a_checkpoint_ends_where_it_would_have(method
     done, server = checkpoint.load(next(tmp_path.glob("*.safetensors")))
     server = Server(server.params, server.state, replace(server.ledger, held={}))
     again = flower(run, model, grid, THREE.clients, session="2", start=done)
-    assert tree.equal(last(list(rounds(run, model, again, server, done))), last(whole))
+    assert tensors.equal(last(list(rounds(run, model, again, server, done))), last(whole))
     one, two = (
         states(run, lambda client, side=side: Disk(tmp_path / side / client / "states").load(client, 5), THREE.clients)
         for side in "ab"
@@ -465,7 +468,7 @@ def app_grid(config: Path, folder: Path, run_config: dict[str, Any], **nodes: di
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / record.ROWS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / run_folder.ROWS).read_text().splitlines()]
     return [{**row, "seconds": 0} for row in rows]
 
 
@@ -474,7 +477,7 @@ def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
     method: str, options: str, tmp_path: Path
 ) -> None:
     config = written(tmp_path / "app", method, options)
-    for _ in play.start(load(config), tmp_path / "here"):
+    for _ in runner.start(load(config), tmp_path / "here"):
         pass
     settings = {"folder": str(tmp_path / "there"), "deadline": 60.0, "clients": 3, "set": ""}
     grid = app_grid(config, tmp_path / "sites", settings, c0={}, c1={}, c2={})
@@ -486,16 +489,16 @@ def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
     here, there = (tmp_path / side for side in ("here", "there"))
     assert files_in(there) >= {"config.toml", "environment.json", "plan.json", "rows.jsonl", "result.json"}
     ends = [checkpoint.load(sealed(folder / "checkpoints")[-1])[1] for folder in (here, there)]
-    assert tree.equal(ends[0].params, ends[1].params)
+    assert tensors.equal(ends[0].params, ends[1].params)
     one, two = rows_of(here), rows_of(there)
     if method == "fedfrozen":  # after the stop, sites are sent also what froze before it
         assert sum(two[2].pop("down").values()) > sum(one[2].pop("down").values())
         one[2]["bytes"]["down"] = two[2]["bytes"]["down"]
     assert one == two
-    result = record.finished(there)
+    result = run_folder.finished(there)
     assert result
-    assert result["digest"] == tree.digest(ends[0].params)
-    with pytest.raises(record.RecordError, match="holds a run of another config"):
+    assert result["digest"] == tensors.digest(ends[0].params)
+    with pytest.raises(run_folder.RecordError, match="holds a run of another config"):
         next(flower_app.serve(grid, load(config, ["seed=3"]), settings, "3"))
 
 
@@ -581,16 +584,16 @@ def test_the_app_that_is_written_is_one_that_flower_takes(tmp_path: Path, monkey
 def test_the_command_writes_an_app_and_says_how_to_try_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = written(tmp_path)
-    done = CliRunner().invoke(cli_flower.app, ["init", "app", "--config", str(config), "--set", "seed=4"])
+    done = CliRunner().invoke(flower_commands.app, ["init", "app", "--config", str(config), "--set", "seed=4"])
     assert done.exit_code == 0, done.output
     assert "partita flower up app --run" in done.output
     assert flower_app.recorded(Path("app")) == tmp_path / "runs" / "fedavg-seed-4"
 
 
 def test_without_flower_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_flower, "find_spec", lambda name: None)
+    monkeypatch.setattr(flower_commands, "find_spec", lambda name: None)
     for words in (["up", str(tmp_path)], ["init", str(tmp_path), "--config", "experiment.toml"]):
-        failed = CliRunner().invoke(cli_flower.app, words)
+        failed = CliRunner().invoke(flower_commands.app, words)
         assert "pip install 'partita[flower]'" in str(failed.exception)
 
 

@@ -20,20 +20,20 @@ from grids import THREE, Reply, Tamper, Wire, blob, flower, records, rewritten, 
 from grids import one_task as one_task
 from helpers import last, run_of, small
 
-from partita.core import tree
-from partita.core.learn import ClientFault
+from partita.core import tensors
+from partita.core.client import ClientFault
 from partita.core.method import Method, Update
 from partita.core.model import Model
 from partita.core.rounds import Lost, ask, begin, rounds
-from partita.core.run import Run
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
+from partita.core.settings import Run
+from partita.engines.availability import Faults
 from partita.engines.flower import messages
 from partita.engines.flower.messages import LONGEST, Refusal
+from partita.engines.simulation import Embedded
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.report.page import _lost as lost_table
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 MANY = 3_000
 WIDTH = 10
@@ -276,7 +276,7 @@ def run_under(attack: Attack, tolerate: bool) -> Run:
 def honest_end(method: str, away: bool) -> str:
     run, model = run_of(method_of(method), 2, drift=False), model_for(method)
     faults = Faults(trace={(0, "c1"): 0.0} if away else {})
-    return tree.digest(last(list(rounds(run, model, Embedded(run, model, THREE, faults=faults)))))
+    return tensors.digest(last(list(rounds(run, model, Embedded(run, model, THREE, faults=faults)))))
 
 
 def strike(attack: Attack, folder: Path, tolerate: bool = True) -> tuple[list[Lost], str]:
@@ -285,7 +285,7 @@ def strike(attack: Attack, folder: Path, tolerate: bool = True) -> tuple[list[Lo
     grid = wired(run, model, THREE, folder)
     tampered(grid, 11, attack.tamper)
     played = list(rounds(run, model, flower(run, model, grid, THREE.clients, deadline=60.0)))
-    return [lost for each in played for lost in each.lost], tree.digest(last(played))
+    return [lost for each in played for lost in each.lost], tensors.digest(last(played))
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
@@ -352,7 +352,7 @@ def test_an_answer_counts_once_though_it_comes_twice(tmp_path: Path) -> None:
     run, model = run_of(fedavg(), 2, drift=False), small()
     grid = wired(run, model, THREE, tmp_path)
     played = list(rounds(run, model, flower(run, model, Echo(grid.nodes), THREE.clients)))
-    assert tree.digest(last(played)) == honest_end("fedavg", away=False)
+    assert tensors.digest(last(played)) == honest_end("fedavg", away=False)
 
 
 @pytest.mark.parametrize(

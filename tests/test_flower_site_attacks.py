@@ -18,23 +18,23 @@ from grids import CPU, THREE, Wire, carried
 from grids import one_task as one_task
 from helpers import SMALL_TASK, SMALL_VIT, files_in, run_of, small
 
-from partita import flower_app
-from partita.config import load, shared_digest
-from partita.core import tree
-from partita.core.learn import Job
+from partita.core import tensors
+from partita.core.client import Job
+from partita.core.dp_settings import Private
 from partita.core.method import Method, Update
-from partita.core.private import Private
 from partita.core.rng import Key
 from partita.core.rounds import ask, begin
-from partita.core.run import Run
-from partita.core.text import component, label_folder
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
-from partita.engines.flower import client, history, messages
+from partita.core.safe_text import component, label_folder
+from partita.core.settings import Run
+from partita.engines.availability import Faults
+from partita.engines.flower import answered_rounds, client, messages
 from partita.engines.flower.client import Site, client_app
-from partita.engines.flower.seals import Seals
-from partita.evaluate import ACCURACY
-from partita.experiment import build as build_experiment
+from partita.engines.flower.fingerprints import Seals
+from partita.engines.simulation import Embedded
+from partita.evaluation import ACCURACY
+from partita.experiment import flower_app
+from partita.experiment.builder import build as build_experiment
+from partita.experiment.config import load, shared_digest
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import scaffold
@@ -211,7 +211,7 @@ def test_an_old_message_does_not_take_a_site_back(tmp_path: Path) -> None:
 
 
 def test_sessions_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "SESSIONS", 3)
+    monkeypatch.setattr(answered_rounds, "SESSIONS", 3)
     run = run_of(fedavg(), 1)
     replies = [answer_of(site_at(tmp_path, run), order(run, session=str(number))) for number in range(6)]
     assert ["refusal" in each for each in replies] == [False] * 3 + [True] * 3
@@ -230,7 +230,7 @@ def other_model(job: Job) -> Job:
     return replace(job, params=params, stale=frozenset(params))
 
 
-def deltas(answer: RecordDict) -> tree.Tensors:
+def deltas(answer: RecordDict) -> tensors.Tensors:
     return dict(messages.to_update(answer, messages.Ticket(0, "c1", ""), 10**9).delta)
 
 
@@ -246,16 +246,16 @@ def test_two_answers_with_the_same_noise_would_show_what_it_hides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack, against a site that answers a round twice."""
-    monkeypatch.setattr(history, "claim", lambda *_: True)
+    monkeypatch.setattr(answered_rounds, "claim", lambda *_: True)
     found = {}
     for noise in (1.0, 0.0):
         run, folder = private(noise=noise), tmp_path / str(noise)
         asked = order(run), order(run, change=other_model)
         found[noise] = [deltas(answer_of(site_at(folder, run), content)) for content in asked]
-    apart = {noise: tree.subtract(*two) for noise, two in found.items()}
-    hidden = float(tree.norm(tree.subtract(found[1.0][0], found[0.0][0])))
+    apart = {noise: tensors.subtract(*two) for noise, two in found.items()}
+    hidden = float(tensors.norm(tensors.subtract(found[1.0][0], found[0.0][0])))
     assert hidden > 0.05
-    assert float(tree.norm(tree.subtract(apart[1.0], apart[0.0]))) < 1e-2 * hidden, "up to the grid"
+    assert float(tensors.norm(tensors.subtract(apart[1.0], apart[0.0]))) < 1e-2 * hidden, "up to the grid"
 
 
 @pytest.mark.parametrize("kind", AGAIN)
@@ -267,7 +267,7 @@ def test_under_privacy_a_round_is_answered_for_one_model_only(kind: str, tmp_pat
     assert "round 0 was already answered for another model; answering again would reuse its noise" in refused.reason
     assert not refused.fault, "the server records the client as lost, and goes on"
     again = answer_of(site_at(tmp_path, run), order(run, session="9"))
-    assert tree.equal(deltas(first), deltas(again)), "the same question has the same answer"
+    assert tensors.equal(deltas(first), deltas(again)), "the same question has the same answer"
 
 
 def test_a_server_cannot_change_a_sites_own_state_to_draw_noise_twice(tmp_path: Path) -> None:
@@ -305,16 +305,18 @@ def test_a_site_that_cannot_read_what_it_answered_answers_nothing(damage: bytes,
 
 
 def test_of_several_at_a_time_one_draws_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = history._read
+    read = answered_rounds._read
 
     def slow(path: Path) -> Any:
         found = read(path)
         time.sleep(0.02)
         return found
 
-    monkeypatch.setattr(history, "_read", slow)
+    monkeypatch.setattr(answered_rounds, "_read", slow)
     with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(lambda number: history.claim(tmp_path / "answered.json", 0, str(number)), range(32)))
+        won = list(
+            pool.map(lambda number: answered_rounds.claim(tmp_path / "answered.json", 0, str(number)), range(32))
+        )
     assert sum(won) == 1
 
 

@@ -13,12 +13,12 @@ from fuzzing import SCHEMA, TINY, Raw, configs, experiments, refusal, strange
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from partita import experiment
-from partita.compare import expand
-from partita.config import load, parse
 from partita.core import memory
 from partita.core.options import shown
-from partita.play import start
+from partita.experiment import builder
+from partita.experiment.compare import expand
+from partita.experiment.config import load, parse
+from partita.experiment.runner import start
 
 MANY = 400  # examples of a slow test, which draws other ones each time
 LIMIT = 2**28  # bytes that an experiment may ask for here
@@ -29,7 +29,7 @@ FUZZ = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.functio
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory, so that a size that is let through can do no harm; and what a build changes outside stays."""
     monkeypatch.setattr(memory, "available", lambda: LIMIT)
-    monkeypatch.setattr(experiment, "half_takes", lambda: 1.0)  # it warns of slow bfloat16, which is no fault
+    monkeypatch.setattr(builder, "half_takes", lambda: 1.0)  # it warns of slow bfloat16, which is no fault
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
 
 
@@ -57,7 +57,7 @@ def test_any_experiment_is_built_or_refused(count: int, small_machine: None) -> 
     @given(experiments())
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(raw: Raw) -> None:
-        refusal(lambda: experiment.build(parse(raw)))
+        refusal(lambda: builder.build(parse(raw)))
 
     check()
 

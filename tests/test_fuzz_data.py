@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from partita.core.rng import Key
 from partita.data import load
 from partita.data.labels import label_lists, one_label
-from partita.data.source import read
-from partita.engines.faults import read_trace
+from partita.data.loading import read
+from partita.engines.availability import read_trace
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()

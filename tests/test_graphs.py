@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
-from partita.conformance import states_of
-from partita.core import tree
-from partita.core.block import LiftError
-from partita.core.graphs import GraphError, Graphs, Recorder, Replay
-from partita.core.learn import ClientState, learn, visit
+from partita.core import tensors
+from partita.core.client import ClientState, visit
+from partita.core.client_store import Memory
+from partita.core.dp_settings import Private
 from partita.core.model import Model
 from partita.core.optim import Optimizer, Schedule
-from partita.core.private import Private
 from partita.core.rounds import ask, begin
-from partita.core.run import RunError
-from partita.core.store import Memory
-from partita.core.tree import Tensors
+from partita.core.settings import RunError
+from partita.core.tensors import Tensors
 from partita.data import Federation
-from partita.engines import choose
-from partita.engines.choose import choose_graphs, half_takes
+from partita.engines import autotune
+from partita.engines.autotune import choose_graphs, half_takes
+from partita.testing.conformance import states_of
+from partita.training.cuda_graphs import GraphError, Graphs, Recorder, Replay
+from partita.training.local_training import learn
+from partita.training.phase_trainer import LiftError
 
 
 class Again:
@@ -106,7 +107,7 @@ def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, blo
 def test_a_block_given_before_the_last_is_answered_for_changes_nothing(method: str, recorded: bool) -> None:
     """Though both may have been computed in the same places."""
     ended = [play(method, SGD(), Graphs(Again()) if recorded else None, 1, ahead=ahead) for ahead in (0, 1)]
-    assert tree.equal(*ended)
+    assert tensors.equal(*ended)
 
 
 def test_the_rate_is_not_recorded() -> None:
@@ -136,12 +137,12 @@ def test_what_was_handed_out_outlives_the_places_it_was_made_in() -> None:
     again = Again()
     graphs = Graphs(again)
     held = [each for pair in (visits[:2], visits[2:]) for each in learn(run, pair, graphs)]
-    before = [tree.digest(part) for each in held for part in (each.params, each.delta)]
+    before = [tensors.digest(part) for each in held for part in (each.params, each.delta)]
     assert len({*before}) == 8
     learn(run, visits[:2], graphs)
     assert again.recorded
     assert len(graphs.known) == 1
-    assert before == [tree.digest(part) for each in held for part in (each.params, each.delta)]
+    assert before == [tensors.digest(part) for each in held for part in (each.params, each.delta)]
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9, 0.01), SGD(0.9, nesterov=True)])
@@ -210,7 +211,7 @@ def test_two_plans_and_batches_of_all_sizes_are_compiled(monkeypatch: pytest.Mon
     compiled = play("fedfrozen", AdamW(), Graphs(None, compile=True), 4)
     assert farthest(compiled, play("fedfrozen", AdamW(), None, 4)) < 1e-4
     torch.compiler.reset()
-    monkeypatch.setattr("partita.core.graphs.PROGRAMS", 2)
+    monkeypatch.setattr("partita.training.cuda_graphs.PROGRAMS", 2)
     with pytest.raises(GraphError, match=r"would need more than 2 programs; set engine\.compile = false"):
         play("fedfrozen", AdamW(), Graphs(None, compile=True), 4)
 
@@ -243,7 +244,7 @@ def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = {torch.float32: iter([2.0, 1.0, 4.0]), torch.bfloat16: iter([9.0, 8.0, 7.0])}
-    monkeypatch.setattr(choose, "_seconds", lambda square: next(times[square.dtype]))
+    monkeypatch.setattr(autotune, "_seconds", lambda square: next(times[square.dtype]))
     assert half_takes() == 7.0
 
 
@@ -260,6 +261,6 @@ def test_a_run_goes_on_with_new_recordings_bit_for_bit(method: str, optimizer: O
     late = Embedded(run, model, federation, 4, store=kept, graphs=Graphs(again))
     *_, end = rounds(run, model, late, second.server, 2)
     assert again.recorded
-    assert tree.equal(last.server.params, end.server.params)
+    assert tensors.equal(last.server.params, end.server.params)
     whole, resumed = states_of(run, engines[0]), states_of(run, late)
-    assert all(tree.equal(whole[client], resumed[client]) for client in federation.clients)
+    assert all(tensors.equal(whole[client], resumed[client]) for client in federation.clients)

@@ -16,28 +16,29 @@ import torch
 from helpers import SMALL_TASK, SMALL_VIT, Clients, Script, last, play, run_of, small
 from hostile import CASES, WHEN, WHO, Case, Hostile
 
-from partita.alarms import alarms_of_round
-from partita.config import parse
-from partita.core import tree
-from partita.core.learn import ClientFault, ClientState, Job
+from partita.core import tensors
+from partita.core.client import ClientFault, ClientState, Job
+from partita.core.client_store import Memory
+from partita.core.data import Examples
+from partita.core.dp_settings import Private
 from partita.core.method import Aggregate, Method, Rule, Server, Update
-from partita.core.model import Examples, Model
-from partita.core.private import Private
-from partita.core.replies import MOST_OF_INITIAL
+from partita.core.model import Model
 from partita.core.rounds import Lost, Round, begin, rounds
-from partita.core.run import Run, RunError
-from partita.core.store import Memory
-from partita.core.tree import Slots, Tensors
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
-from partita.experiment import build as build_experiment
+from partita.core.settings import Run, RunError
+from partita.core.tensors import Slots, Tensors
+from partita.core.update_checks import MOST_OF_INITIAL
+from partita.engines.availability import Faults
+from partita.engines.simulation import Embedded
+from partita.experiment.alarms import alarms_of_round
+from partita.experiment.builder import build as build_experiment
+from partita.experiment.config import parse
+from partita.experiment.runner import play as play_rows
+from partita.experiment.runner import prepare
 from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
-from partita.play import play as play_rows
-from partita.play import prepare
-from partita.privacy.client import protect_clients
+from partita.privacy.client_level import protect_clients
 from partita.report import page, read
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 SIZES = {"a": 5, "b": 6, "c": 7}
 THREE = Clients(**SIZES)
@@ -115,16 +116,16 @@ def try_out(name: str, case: Case) -> str | None:
     if played is None:
         return None
     assert [each.number for each in played] == [WHEN, WHEN + 1]
-    assert tree.finite(last(played))
-    assert all(tree.finite(part) for part in played[-1].server.state.values() if _floats(part))
+    assert tensors.finite(last(played))
+    assert all(tensors.finite(part) for part in played[-1].server.state.values() if _floats(part))
     if not was_refused(played):
         assert not case.refused or harmless(name, case), "it was accepted"
         return "accepted"
     assert case.refused is not False, played[0].lost
     if case.name != "client is the next":  # there, b speaks for c, whose own reply then comes second
-        assert tree.equal(last(played), at.without), "a refused reply left a trace"
+        assert tensors.equal(last(played), at.without), "a refused reply left a trace"
     if case.name == "no reply":  # nobody to blame
-        assert tree.equal(last(at.play(case, tolerate=False) or []), at.without)
+        assert tensors.equal(last(at.play(case, tolerate=False) or []), at.without)
         return "refused"
     with pytest.raises(ClientFault) as caught:
         at.play(case, tolerate=False)
@@ -182,7 +183,7 @@ def test_an_update_far_beyond_the_initial_model_is_refused_whatever_the_server_h
     initial = math.sqrt(sum(float(value.square().sum()) for value in MODEL.initial.values()))
     most = MOST_OF_INITIAL * initial / ONES
     run = run_of(fedavg(), 1, tolerate=True)
-    for server in (None, Server(tree.scale(MODEL.initial, 1e6))):
+    for server in (None, Server(tensors.scale(MODEL.initial, 1e6))):
         for factor, lost in ((0.99 * most, 0), (1.01 * most, 1)):
             [each] = rounds(run, MODEL, scaled(factor), server)
             assert len(each.lost) == lost
@@ -250,7 +251,7 @@ def test_a_round_with_too_few_usable_replies_is_skipped_and_the_run_goes_on() ->
     played = list(rounds(run, MODEL, Script(answer)))
     assert [each.skipped is not None for each in played] == [False, True, False]
     assert "only 0 of 2 clients answered in round 1 and federation.minimum is 2" in str(played[1].skipped)
-    assert tree.equal(last(played[:1]), last(played[:2]))
+    assert tensors.equal(last(played[:1]), last(played[:2]))
     assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
     with pytest.raises(ClientFault):
         list(rounds(replace(run, tolerate=False), MODEL, Script(answer)))
@@ -265,7 +266,7 @@ def test_one_client_can_make_a_round_that_needs_it_not_count_but_not_end_the_run
     played = at.play(case, minimum=3)
     assert played
     assert [each.skipped is not None for each in played] == [True, False]
-    assert tree.equal(last(played[:1]), at.server.params)
+    assert tensors.equal(last(played[:1]), at.server.params)
 
 
 def test_clients_that_stay_away_are_an_error_as_ever() -> None:
@@ -306,7 +307,7 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
         None,
     ]
     assert played[1].server.params["head.weight"] is played[0].server.params["head.weight"]
-    assert tree.equal(played[1].server.state["memory"], played[0].server.state["memory"])
+    assert tensors.equal(played[1].server.state["memory"], played[0].server.state["memory"])
     with pytest.raises(RunError, match=rf"round 1 would have made '{named}' of the server not finite; lower training"):
         list(rounds(replace(run, tolerate=False), MODEL, Script(answer)))
 
@@ -339,7 +340,7 @@ class Loud:
         for reply in self.engine.train(jobs):
             assert isinstance(reply, Update)
             if reply.client == "c1":
-                reply = replace(reply, delta=tree.scale(reply.delta, 30.0))
+                reply = replace(reply, delta=tensors.scale(reply.delta, 30.0))
             yield reply
             if reply.client == "c1" and reply.round == 1:
                 yield reply

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from helpers import SMALL_VIT
 
-from partita import record
-from partita.config import Config, parse
-from partita.core import checkpoint, tree
-from partita.core.files import sealed
+from partita.core import checkpoint, tensors
+from partita.core.atomic_files import sealed
+from partita.experiment import run_folder
+from partita.experiment.config import Config, parse
 from partita.methods import INDEX, ON_TOWERS, build
 
 KILLS = 20
@@ -77,26 +77,26 @@ def test_twenty_kills_change_nothing(method: str, state: str, tmp_path: Path) ->
     outcome = try_setting(settings(method, state), KILLS, f"{method} {state}", tmp_path)
     assert outcome.kills == KILLS
     assert outcome.same
-    ends = [checkpoint.load(sealed(tmp_path / name / record.CHECKPOINTS)[-1])[1] for name in ("whole", "killed")]
-    assert tree.equal(ends[0].params, ends[1].params)
+    ends = [checkpoint.load(sealed(tmp_path / name / run_folder.CHECKPOINTS)[-1])[1] for name in ("whole", "killed")]
+    assert tensors.equal(ends[0].params, ends[1].params)
     assert ends[0].ledger == ends[1].ledger
 
 
 def test_a_fork_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
     hear, tell = os.pipe()
     if (parent := os.fork()) == 0:
-        with record.lock(tmp_path):
+        with run_folder.lock(tmp_path):
             if (child := os.fork()) == 0:
                 time.sleep(60)
             os.write(tell, str(child).encode())
             time.sleep(60)
     child = int(os.read(hear, 20))
     try:
-        with pytest.raises(record.RecordError, match="in use by another process"), record.lock(tmp_path):
+        with pytest.raises(run_folder.RecordError, match="in use by another process"), run_folder.lock(tmp_path):
             pass
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
-        with record.lock(tmp_path):
+        with run_folder.lock(tmp_path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)

@@ -14,7 +14,7 @@ from torch import Tensor
 from partita.core.method import Method, compose
 from partita.core.rng import Key
 from partita.core.rounds import Round
-from partita.core.run import Run, Training
+from partita.core.settings import Run, Training
 from partita.lab import commands, experiments, figures
 from partita.lab.model import LabPopulation, LinearAttention, ridge
 from partita.lab.simulate import (
@@ -27,6 +27,7 @@ from partita.lab.simulate import (
     step_size,
     warm_up,
 )
+from partita.lab.synthetic import Differences, Size, World, draw, stack
 from partita.lab.theory import (
     Data,
     Features,
@@ -43,7 +44,6 @@ from partita.lab.theory import (
     profile_gradient,
     ridged,
 )
-from partita.lab.world import Differences, Size, World, draw, stack
 from partita.methods.fedfrozen import fedfrozen
 
 RIDGE = 0.05

@@ -14,13 +14,13 @@ from helpers import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core import tree, wire
-from partita.core.ledger import Ledger
+from partita.core import serialization, tensors
 from partita.core.method import Update, average
 from partita.core.model import TagError
 from partita.core.plan import NONE, Phase, Plan, PlanError, Turn, plan_for, share, share_everything
 from partita.core.rng import Key
-from partita.core.tree import Mean, Names, Tensors
+from partita.core.tensors import Mean, Names, Tensors
+from partita.core.versions import Ledger
 
 quick = settings(max_examples=50)
 NAMES = ("a", "b", "c", "d", "e")
@@ -137,7 +137,7 @@ def numpy_mean(sent: list[tuple[Tensors, float]], name: str, divisor: float | No
 def test_the_mean_is_numpys_over_those_who_sent_a_name_in_any_order(
     sent: list[tuple[Tensors, float]], shuffler: random.Random
 ) -> None:
-    before = [tree.digest(part) for part, _ in sent]
+    before = [tensors.digest(part) for part, _ in sent]
     for _ in range(2):
         mean = Mean()
         for part, weight in sent:
@@ -146,7 +146,7 @@ def test_the_mean_is_numpys_over_those_who_sent_a_name_in_any_order(
         for name, value in mean.value.items():
             np.testing.assert_allclose(value.numpy(), numpy_mean(sent, name), rtol=1e-5, atol=1e-4)
             assert mean.weight[name] == pytest.approx(sum(weight for part, weight in sent if name in part))
-        assert [tree.digest(part) for part, _ in sent] == before
+        assert [tensors.digest(part) for part, _ in sent] == before
         order = list(zip(sent, before, strict=True))
         shuffler.shuffle(order)
         sent, before = [pair for pair, _ in order], [digest for _, digest in order]
@@ -158,7 +158,7 @@ def test_the_first_of_a_mean_is_exact_and_a_copy(sent: list[tuple[Tensors, float
     [(first, weight), *_] = sent
     mean = Mean()
     mean.add(first, weight)
-    assert tree.equal(mean.value, first)
+    assert tensors.equal(mean.value, first)
     mean.add({name: value + 1 for name, value in first.items()}, weight)
     assert all(not torch.equal(mean.value[name], first[name]) for name in first)
 
@@ -168,7 +168,7 @@ def test_equal_messages_have_themselves_as_mean_bit_for_bit() -> None:
     mean = Mean()
     for weight in (3.0, 7.0, 0.1):
         mean.add(value, weight)
-    assert tree.equal(mean.value, value)
+    assert tensors.equal(mean.value, value)
 
 
 def test_half_precision_is_summed_in_float32() -> None:
@@ -190,7 +190,7 @@ def test_average_over_senders_and_over_the_cohort(sent: list[tuple[Tensors, floa
     for name, value in result.delta.items():
         expected = numpy_mean(sent, name, total if over == "cohort" else None)
         np.testing.assert_allclose(value.numpy(), expected, rtol=1e-5, atol=1e-4)
-    assert tree.equal(result.delta, result.slots["slot"])
+    assert tensors.equal(result.delta, result.slots["slot"])
 
 
 def test_average_weighs_as_told() -> None:
@@ -203,16 +203,16 @@ def test_average_weighs_as_told() -> None:
 def test_tree_arithmetic_by_name(sent: list[tuple[Tensors, float]], names: Names) -> None:
     whole = {name: torch.full((3,), float(place)) for place, name in enumerate(NAMES)}
     part, factor = sent[0]
-    assert list(tree.select(whole, names)) == sorted(names)
-    added = tree.add(whole, part)
+    assert list(tensors.select(whole, names)) == sorted(names)
+    added = tensors.add(whole, part)
     assert all(torch.equal(added[name], whole[name] + part[name]) for name in part)
     assert all(added[name] is whole[name] for name in whole.keys() - part.keys())
-    assert tree.equal(tree.subtract(part, whole), {name: part[name] - whole[name] for name in part})
-    assert tree.equal(tree.scale(part, factor), {name: part[name] * factor for name in part})
-    assert tree.within({"s": part, "t": whole}, names).keys() == {"s", "t"}
-    assert tree.within({"s": part}, names)["s"].keys() == names & part.keys()
+    assert tensors.equal(tensors.subtract(part, whole), {name: part[name] - whole[name] for name in part})
+    assert tensors.equal(tensors.scale(part, factor), {name: part[name] * factor for name in part})
+    assert tensors.within({"s": part, "t": whole}, names).keys() == {"s", "t"}
+    assert tensors.within({"s": part}, names)["s"].keys() == names & part.keys()
     flat = np.concatenate([value.numpy().astype(np.float64) for value in part.values()]) if part else np.zeros(1)
-    assert float(tree.norm(part)) == pytest.approx(np.linalg.norm(flat), rel=1e-5)
+    assert float(tensors.norm(part)) == pytest.approx(np.linalg.norm(flat), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -229,10 +229,10 @@ def test_tree_arithmetic_by_name(sent: list[tuple[Tensors, float]], names: Names
 )
 def test_equal_and_digest_see_every_difference(other: Tensors) -> None:
     one = {"a": torch.tensor([1.0, 2.0, 3.0])}
-    assert tree.equal(one, {"a": one["a"].clone()})
-    assert tree.digest(one) == tree.digest({"a": one["a"].clone()})
-    assert not tree.equal(one, other)
-    assert tree.digest(one) != tree.digest(other)
+    assert tensors.equal(one, {"a": one["a"].clone()})
+    assert tensors.digest(one) == tensors.digest({"a": one["a"].clone()})
+    assert not tensors.equal(one, other)
+    assert tensors.digest(one) != tensors.digest(other)
 
 
 # ---- keys
@@ -351,44 +351,44 @@ def messages(draw: st.DrawFn) -> dict[str, Tensors]:
 @given(messages())
 @settings(max_examples=120)
 def test_a_message_weighs_what_is_counted_and_comes_out_as_it_went_in(slots: dict[str, Tensors]) -> None:
-    packed, counted = wire.pack(slots), wire.count(slots)
+    packed, counted = serialization.pack(slots), serialization.count(slots)
     assert sum(counted.values()) == (len(packed) if slots else 0)
     for name in set().union(*slots.values()):
         held = [part[name] for part in slots.values() if name in part]
         assert counted[name] == sum(value.numel() * value.element_size() for value in held)
-    back = wire.unpack(packed)
+    back = serialization.unpack(packed)
     assert back.keys() == slots.keys()
-    assert all(tree.digest(back[slot]) == tree.digest(slots[slot]) for slot in slots)
+    assert all(tensors.digest(back[slot]) == tensors.digest(slots[slot]) for slot in slots)
     assert all(list(part) == sorted(part) for part in back.values()), "sums must not depend on the file's order"
 
 
 @given(st.lists(messages(), max_size=3), st.integers(1, 3))
 @settings(max_examples=40)
 def test_messages_together_weigh_what_each_does(several: list[dict[str, Tensors]], times: int) -> None:
-    counted = [wire.count(slots) for slots in several * times]
-    assert wire.total(counted) == sum((Counter(each) for each in counted), Counter())
+    counted = [serialization.count(slots) for slots in several * times]
+    assert serialization.total(counted) == sum((Counter(each) for each in counted), Counter())
 
 
 @pytest.mark.parametrize("name", ["ü", "naïve é", "日本語", "😀", "a\\b", 'say "x"', "new\nline", "a/b", "\x7f"])
 def test_a_name_in_any_script_is_counted_in_the_bytes_it_takes(name: str) -> None:
     for repeat in range(1, 9):  # headers are padded, so one length alone could hide a difference
         slots = {"delta": {name * repeat: torch.ones(2)}}
-        assert sum(wire.count(slots).values()) == len(wire.pack(slots))
-        assert wire.unpack(wire.pack(slots)).keys() == {"delta"}
+        assert sum(serialization.count(slots).values()) == len(serialization.pack(slots))
+        assert serialization.unpack(serialization.pack(slots)).keys() == {"delta"}
 
 
 def test_offsets_of_every_size_are_counted() -> None:
     slots = {"s": {f"n{size}": torch.zeros(size, dtype=kind) for size, kind in enumerate(TYPES * 3, start=9)}}
-    assert sum(wire.count(slots).values()) == len(wire.pack(slots))
-    assert wire.count({}) == wire.count({"empty": {}}) == {}
+    assert sum(serialization.count(slots).values()) == len(serialization.pack(slots))
+    assert serialization.count({}) == serialization.count({"empty": {}}) == {}
 
 
 def test_one_tensor_may_travel_under_two_names() -> None:
     value = torch.arange(3.0)
     slots = {"params": {"a": value}, "memory": {"a": value, "b": value}}
-    back = wire.unpack(wire.pack(slots))
-    assert all(tree.equal(back[slot], slots[slot]) for slot in slots)
-    assert sum(wire.count(slots).values()) == len(wire.pack(slots))
+    back = serialization.unpack(serialization.pack(slots))
+    assert all(tensors.equal(back[slot], slots[slot]) for slot in slots)
+    assert sum(serialization.count(slots).values()) == len(serialization.pack(slots))
 
 
 # ---- the ledger

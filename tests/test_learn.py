@@ -14,26 +14,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from partita.core import tree
-from partita.core.block import LiftError
-from partita.core.learn import ClientFault, ClientState, Job, deal, kind, learn, reply, visit
+from partita.core import tensors
+from partita.core.batch_schedule import deal
+from partita.core.client import ClientFault, ClientState, Job, reply, visit
+from partita.core.client_store import Disk
+from partita.core.data import Examples
 from partita.core.method import Choice, Context, Local, Method, MethodError
-from partita.core.model import Examples, Model, Output
+from partita.core.model import Model, Output
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.plan import NONE, Phase, Plan, Turn, share
 from partita.core.rng import Key
 from partita.core.rounds import ask, begin, rounds
-from partita.core.run import Run, RunError, Training
-from partita.core.store import Disk
-from partita.core.tree import Names, Slots, Tensors
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
+from partita.core.settings import Run, RunError, Training
+from partita.core.tensors import Names, Slots, Tensors
+from partita.engines.availability import Faults
+from partita.engines.simulation import Embedded
 from partita.methods.centralized import centralized
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
 from partita.methods.local_only import local_only
-from partita.tiny import Tiny, TinyExamples, Wide, WidePopulation
+from partita.testing.toy import Tiny, TinyExamples, Wide, WidePopulation
+from partita.training.local_training import kind, learn
+from partita.training.phase_trainer import LiftError
 
 ALONE = Clients(c=10)
 PAIR = Clients(c=10, d=7)
@@ -59,17 +62,17 @@ def attend(run: Run, model: Model, examples: Examples, state: ClientState | None
 def test_one_client_is_a_plain_loop_bit_for_bit(kind: str, more: dict[str, Any]) -> None:
     model, examples = small(), ALONE["c"].train
     run = run_of(fedavg(), optimizer=OPTIMIZERS[kind], **more)
-    before, state = tree.digest(model.initial), torch.get_rng_state()
+    before, state = tensors.digest(model.initial), torch.get_rng_state()
     learned, update, _ = attend(run, model, examples)
     loop, batches = TorchLoop(model, run.training), batches_of(run, 0, "c", examples)
     assert len(batches) == (more["steps"] if "steps" in more else 3 * more.get("epochs", 1))
     losses = loop.fit(examples, batches)
     assert learned.losses == losses
-    assert tree.equal(learned.params, loop.values())
-    assert tree.equal(update.delta, tree.subtract(loop.values(), model.initial))
+    assert tensors.equal(learned.params, loop.values())
+    assert tensors.equal(update.delta, tensors.subtract(loop.values(), model.initial))
     assert (update.weight, update.steps) == (10.0, dict.fromkeys(model.initial, len(batches)))
     assert update.loss == pytest.approx(sum(losses) / len(losses))
-    assert tree.digest(model.initial) == before
+    assert tensors.digest(model.initial) == before
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -81,10 +84,10 @@ def test_local_only_over_rounds_is_one_loop_with_one_optimizer(kind: str) -> Non
     loop = TorchLoop(model, run.training)
     for each in rounds(run, model, engine):
         loop.fit(examples, batches_of(run, each.number, "c", examples))
-        assert tree.equal(engine.store.load("c", each.number + 1).personal, loop.values())
+        assert tensors.equal(engine.store.load("c", each.number + 1).personal, loop.values())
         assert not each.traffic.up
         assert not each.traffic.down
-    assert tree.equal(last([each]), model.initial)
+    assert tensors.equal(last([each]), model.initial)
 
 
 def test_centralized_is_one_loop_on_the_pooled_data() -> None:
@@ -97,7 +100,7 @@ def test_centralized_is_one_loop_on_the_pooled_data() -> None:
     loop = TorchLoop(model, run.training)
     for number in range(5):
         loop.fit(pooled.parts["pooled"], batches_of(run, number, "pooled", pooled.parts["pooled"]))
-    assert tree.equal(engine.store.load("pooled", 5).personal, loop.values())
+    assert tensors.equal(engine.store.load("pooled", 5).personal, loop.values())
 
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum"])
@@ -124,7 +127,7 @@ def test_the_schedule_sets_the_rate_of_a_round() -> None:
     for each in rounds(run, model, engine):
         loop.optimizer.param_groups[0]["lr"] = run.training.lr * (1 - each.number / 3)
         loop.fit(examples, batches_of(run, each.number, "c", examples))
-        assert tree.equal(engine.store.load("c", each.number + 1).personal, loop.values())
+        assert tensors.equal(engine.store.load("c", each.number + 1).personal, loop.values())
 
 
 # ---- phases
@@ -150,7 +153,7 @@ def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
         for name, value in loop.params.items():
             value.requires_grad_(name in names).grad = None
         loop.fit(examples, deal(10, run.training, epochs, key / index))
-    assert tree.equal(learned.params, loop.values())
+    assert tensors.equal(learned.params, loop.values())
     assert update.steps == {**dict.fromkeys(HEAD, 6), **dict.fromkeys(body, 4)}
     assert update.delta.keys() == body
     assert state.personal.keys() == HEAD
@@ -243,7 +246,7 @@ def test_no_rule_can_move_a_frozen_name() -> None:
     model = small()
     method = Method("m", fedfrozen(warmup=0).plan, (Pull(),))
     played = play(run_of(method, 2, AdamW(weight_decay=0.1)), model, PAIR)
-    assert tree.equal(tree.select(last(played), KERNEL), tree.select(model.initial, KERNEL))
+    assert tensors.equal(tensors.select(last(played), KERNEL), tensors.select(model.initial, KERNEL))
     assert not any(torch.equal(last(played)[name], model.initial[name]) for name in model.every() - KERNEL)
 
 
@@ -416,7 +419,7 @@ def test_a_straggler_takes_its_share_of_the_same_steps() -> None:
     learned, update, _ = attend(run, model, examples, work=0.5)
     loop = TorchLoop(model, run.training)
     loop.fit(examples, batches_of(run, 0, "c", examples)[:6])
-    assert tree.equal(learned.params, loop.values())
+    assert tensors.equal(learned.params, loop.values())
     assert set(update.steps.values()) == {6}
     assert update.weight == 10.0
 
@@ -457,7 +460,9 @@ def test_a_delta_is_the_parameters_less_the_anchor_bit_for_bit(count: int) -> No
         update, _ = reply(run, each, learned)
         assert list(update.delta) == sorted(model.every() - HEAD)
         assert list(learned.params) == sorted(model.every())
-        assert tree.equal(update.delta, tree.subtract(tree.select(learned.params, each.plan.up), each.ctx.anchor))
+        assert tensors.equal(
+            update.delta, tensors.subtract(tensors.select(learned.params, each.plan.up), each.ctx.anchor)
+        )
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
@@ -488,14 +493,14 @@ def test_a_client_adapts_a_copy_and_nothing_of_it_remains() -> None:
     for run, block in ((plain, 1), (tuned, 1), (tuned, 2)):
         engine = Embedded(run, model, PAIR, block=block)
         first = next(iter(rounds(run, model, engine)))
-        digest = tree.digest(first.server.params)
+        digest = tensors.digest(first.server.params)
         jobs = [ask(run, model, first.server, 0, client)[0] for client in PAIR.clients]
         scores.append(dict(engine.evaluate(jobs)))
         assert scores[-1] == dict(engine.evaluate(jobs))
-        assert tree.digest(first.server.params) == digest
+        assert tensors.digest(first.server.params) == digest
         assert engine.store.load("c", 9) == ClientState()
         onward = last(list(rounds(run, model, engine, first.server, 1)))
-        assert tree.equal(onward, last(play(plain, model, PAIR, block=block)))
+        assert tensors.equal(onward, last(play(plain, model, PAIR, block=block)))
     without, single, block = scores
     for client in PAIR.clients:
         assert single[client]["loss"] < without[client]["loss"]
@@ -613,7 +618,7 @@ def test_a_visit_starts_from_what_was_sent_what_is_kept_and_what_was_loaded() ->
     own = {name: model.initial[name] + 2 for name in sorted(kept)[:1]}
     each = visit(run, model, job, ClientState(own), ALONE["c"].train)
     expected = {**model.initial, **job.params, **own}
-    assert tree.equal(each.ctx.anchor, expected)
+    assert tensors.equal(each.ctx.anchor, expected)
     assert begin(run, model).params.keys() == model.every()
 
 
@@ -669,7 +674,7 @@ def test_one_rule_with_a_correction_is_enough_to_correct(others: tuple[Local, ..
     alone, among, plain = (
         last(play(run_of(Method("m", local=local), 2), small(), PAIR)) for local in ((Halved(),), others, ())
     )
-    assert tree.equal(alone, among)
+    assert tensors.equal(alone, among)
     assert distance(alone, plain) > 1e-3
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from partita.models.lifting import Linear, Patches, lift_well
+from partita.models.vmap_layers import Linear, Patches, lift_well
 
 
 @pytest.mark.parametrize(("size", "kernel"), [((8, 8), (4, 4)), ((10, 7), (4, 2)), ((3, 3), (3, 3))])

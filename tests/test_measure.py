@@ -7,12 +7,12 @@ import tomllib
 import pytest
 from helpers import SMALL_TASK, SMALL_VIT
 
-from partita.config import parse
 from partita.core.rounds import rounds
-from partita.engines.embedded import Embedded
-from partita.evaluate import score
-from partita.experiment import build
-from partita.observe import measure
+from partita.engines.simulation import Embedded
+from partita.evaluation import score
+from partita.experiment.builder import build
+from partita.experiment.config import parse
+from partita.experiment.round_log import measure
 
 CONFIG = (
     """

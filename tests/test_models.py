@@ -49,11 +49,11 @@ from transformers import (
     ViTModel,
 )
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.memory import SizeError
 from partita.core.model import TagError
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.models import INDEX, Kind, ModelError, architectures, build
 from partita.models.adapter import Adapted, adapt
 from partita.models.architectures import ROLES, Architecture, tags_of
@@ -160,13 +160,13 @@ def test_gradients_are_those_of_the_plain_module() -> None:
 
 def test_a_call_leaves_parameters_and_module_as_they_were() -> None:
     model = small(frozen=("embedding",))
-    before, held = tree.digest(model.initial), dict(model.module.named_parameters())
+    before, held = tensors.digest(model.initial), dict(model.module.named_parameters())
     first = model(model.initial, images()).logits
     model(moved(model.initial), images())
     with pytest.raises(ValueError, match="image size"):
         model(model.initial, {"pixel_values": torch.zeros(1, 1, 2, 2)})
     assert torch.equal(model(model.initial, images()).logits, first)
-    assert tree.digest(model.initial) == before
+    assert tensors.digest(model.initial) == before
     assert {name: id(value) for name, value in model.module.named_parameters()} == {n: id(v) for n, v in held.items()}
     assert set(held) == set(small().initial) - model.every()
 
@@ -192,7 +192,7 @@ def test_tied_weights_are_one_parameter_in_two_places() -> None:
     model = adapt("tied", tied(small().initial))
     assert "vit.layers.1.mlp.fc1.weight" not in model.every()
     params = moved(small().initial)
-    out = model(tree.select(params, model.every()), images())
+    out = model(tensors.select(params, model.every()), images())
     assert close(out.logits, tied(params)(**images()).logits)
 
 
@@ -284,7 +284,7 @@ def test_the_key_alone_decides_and_global_random_state_is_untouched(tmp_path: Pa
             assert states() == before
             torch.manual_seed(2)
             again = make()
-        assert tree.equal(first.initial, again.initial)
+        assert tensors.equal(first.initial, again.initial)
         other = make(key=Key(8) / "model")
         assert not torch.equal(first.initial["classifier.weight"], other.initial["classifier.weight"])
 
@@ -334,7 +334,7 @@ def test_a_saved_folder_is_plain_transformers_and_comes_back_bit_for_bit(tmp_pat
     assert torch.equal(loaded(**images()).logits, model(params, images()).logits)
     assert loaded.config.id2label == {0: "cat", 1: "dog", 2: "emu"}
     again = build("pretrained", TASK, KEY, path=str(tmp_path))
-    assert tree.equal(again.initial, params)
+    assert tensors.equal(again.initial, params)
     assert again.tags == model.tags
 
 
@@ -345,7 +345,7 @@ def test_the_head_is_fresh_only_where_it_must_or_shall_be(tmp_path: Path) -> Non
     other = pretrained(Images(classes=("a", "b")), KEY, path=str(tmp_path))
     fresh = pretrained(TASK, KEY, path=str(tmp_path), fresh_head=True)
     for model, classes in ((other, 2), (fresh, 3)):
-        assert tree.equal(tree.select(model.initial, body), tree.select(params, body))
+        assert tensors.equal(tensors.select(model.initial, body), tensors.select(params, body))
         assert model.initial["classifier.weight"].shape == (classes, 16)
         assert model.initial["classifier.weight"].abs().max() < 0.1
         assert model.initial["classifier.bias"].abs().max() == 0
@@ -490,7 +490,7 @@ def test_one_checkpoint_serves_every_kind_of_task(
     assert model(model.initial, WORDS).logits.shape == shape
     assert "transformer.wte.weight" not in model.initial
     again = pretrained(task, KEY, path=path, frozen=("embedding",))
-    assert tree.equal(model.initial, again.initial)
+    assert tensors.equal(model.initial, again.initial)
     if objective == "lm":
         return
     head = min(model.names("head"))
@@ -499,7 +499,7 @@ def test_one_checkpoint_serves_every_kind_of_task(
     params = moved(model.initial)
     model.save_pretrained(params, tmp_path / "tuned")
     tuned = pretrained(task, Key(8), path=str(tmp_path / "tuned"))
-    assert tree.equal(tree.select(tuned.initial, model.every()), tree.select(params, model.every()))
+    assert tensors.equal(tensors.select(tuned.initial, model.every()), tensors.select(params, model.every()))
     config = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"}
     assert (config.get("problem_type") == "multi_label_classification") == (objective == "multi")
@@ -658,7 +658,7 @@ def test_a_block_gives_the_outputs_and_gradients_of_single_clients() -> None:
 def test_a_block_may_share_what_is_not_stacked() -> None:
     model, params, inputs, _ = block()
     body = {name: value for name, value in params[0].items() if name not in model.names("head")}
-    heads = stacked([tree.select(one, model.names("head")) for one in params])
+    heads = stacked([tensors.select(one, model.names("head")) for one in params])
 
     def logits(head: Tensors, pixels: Tensor) -> Tensor:
         return model({**body, **head}, {"pixel_values": pixels}).logits
@@ -668,7 +668,7 @@ def test_a_block_may_share_what_is_not_stacked() -> None:
             heads, inputs
         )
     for client, one in enumerate(params):
-        assert close(lifted[client], logits(tree.select(one, model.names("head")), inputs[client]), 1e-5)
+        assert close(lifted[client], logits(tensors.select(one, model.names("head")), inputs[client]), 1e-5)
 
 
 def test_gradients_of_single_examples_take_no_slow_path() -> None:

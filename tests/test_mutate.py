@@ -205,9 +205,9 @@ def test_what_is_named_is_there() -> None:
         assert f"def {function.partition('[')[0]}" in (trials.ROOT / file).read_text(encoding="utf-8")
     for file in (*mutation_tests.LEFT_OUT, *held):
         assert (trials.PACKAGE / file).is_file()
-    assert {"core/learn.py", "privacy/ledger.py", "methods/scaffold.py"} <= set(mutation_tests.known())
+    assert {"training/local_training.py", "privacy/spending.py", "methods/scaffold.py"} <= set(mutation_tests.known())
     assert all(mutation_tests.tests_of(file) for file in mutation_tests.known())
-    assert "core/graphs.py" not in mutation_tests.known()
+    assert "training/cuda_graphs.py" not in mutation_tests.known()
 
 
 def test_mutants_are_chosen_by_their_line_and_at_random() -> None:
@@ -295,7 +295,7 @@ def test_a_mutant_stands_in_for_its_file_wherever_it_is_imported(
     """In a process of its own: all that imported the real one is forgotten there."""
     test = tmp_path / "test_rate.py"
     test.write_text(
-        "from partita.core.run import Training\nimport partita.core.optim\n"
+        "from partita.core.settings import Training\nimport partita.core.optim\n"
         "def test_rate():\n    assert partita.core.optim.MARK == 1\n"
         "    assert Training(lr=1.0).schedule.__class__ is partita.core.optim.Schedule\n"
     )

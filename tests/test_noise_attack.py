@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partita.core.private import add_noise, gaussian
+from partita.core.noise import add_noise, gaussian
 from partita.core.rng import Key
 
 BITS, SIZE, SIGNAL = 14, 512, 0.01

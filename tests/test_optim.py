@@ -9,10 +9,10 @@ import torch
 from helpers import OPTIMIZERS
 from torch import Tensor
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.optim import SGD, AdamW, Optimizer, Schedule, clip
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 
 SHAPES = {"matrix": (5, 3), "scalar": (), "vector": (7,), "volume": (2, 3, 4), "wide": (1, 65)}
 LR = 0.03
@@ -53,13 +53,13 @@ def test_ten_steps_equal_torchs_bit_for_bit(kind: str) -> None:
     reference, state = torchs(ours, theirs), ours.init(params)
     for step in range(10):
         grads = draw("grads", step, scale=10.0 ** (step % 4 - 3))
-        given = tree.digest(grads)
+        given = tensors.digest(grads)
         for param, grad in zip(theirs, grads.values(), strict=True):
             param.grad = grad.clone()
         reference.step()
         ours.step(params, grads, state, LR, dict.fromkeys(params, step + 1))
-        assert tree.digest(grads) == given
-        assert tree.equal(params, dict(zip(params, (value.detach() for value in theirs), strict=True))), step
+        assert tensors.digest(grads) == given
+        assert tensors.equal(params, dict(zip(params, (value.detach() for value in theirs), strict=True))), step
     assert not any(torch.equal(params[name], start[name]) for name in params)
 
 
@@ -84,7 +84,7 @@ def test_stacked_clients_step_as_each_alone(kind: str) -> None:
         for client, params in enumerate(alone):
             own = {name: value[client] for name, value in grads.items()}
             ours.step(params, own, states[client + 1], LR, ages)
-            assert tree.equal(params, {name: value[client] for name, value in stacked.items()})
+            assert tensors.equal(params, {name: value[client] for name, value in stacked.items()})
 
 
 def test_ages_are_by_name() -> None:
@@ -112,14 +112,14 @@ def test_clipping_equals_torchs_bit_for_bit(limit: float) -> None:
     for param, grad in zip(theirs, grads.values(), strict=True):
         param.grad = grad.clone()
     total = torch.nn.utils.clip_grad_norm_(theirs, limit)
-    clipped = clip(grads, tree.norm(grads), limit)
-    assert torch.equal(tree.norm(grads), total)
-    assert tree.equal(clipped, {name: param.grad for name, param in zip(grads, theirs, strict=True)})
-    assert float(tree.norm(clipped)) <= limit * (1 + 1e-6)
+    clipped = clip(grads, tensors.norm(grads), limit)
+    assert torch.equal(tensors.norm(grads), total)
+    assert tensors.equal(clipped, {name: param.grad for name, param in zip(grads, theirs, strict=True)})
+    assert float(tensors.norm(clipped)) <= limit * (1 + 1e-6)
 
 
 def test_an_empty_tree_has_no_length() -> None:
-    assert float(tree.norm({})) == 0.0
+    assert float(tensors.norm({})) == 0.0
 
 
 ROUNDS = 12

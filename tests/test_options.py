@@ -15,7 +15,7 @@ from partita.core.method import Local, Method, MethodError
 from partita.core.optim import SGD
 from partita.core.options import OptionError, bind, describe, fits, nearest, pick
 from partita.core.plan import Phase, PlanError
-from partita.core.run import RunError, Training
+from partita.core.settings import RunError, Training
 from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from test_architectures import KIN, LAYERS, NAMES, Few, adapted, made, moved
 
-from partita.conformance import check_method
 from partita.core.method import Method
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedper import fedper
 from partita.methods.safl import safl
 from partita.models.adapter import Adapted
+from partita.testing.conformance import check_method
 
 QUICK = ("distilbert-tokens", "llama-text")
 ONCE = [name for name in NAMES if name not in KIN]

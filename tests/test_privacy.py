@@ -10,25 +10,30 @@ from helpers import Clients, distance, last, play, run_of, small
 from torch import Tensor, nn
 from torch.nn import functional
 
-from partita.conformance import check_method
-from partita.core.block import LiftError
-from partita.core.learn import ClientState, count_steps, learn, sample, trial, visit
+from partita.core.batch_schedule import count_steps, sample
+from partita.core.client import ClientState, trial, visit
+from partita.core.data import Batch, ClientData, Examples
+from partita.core.dp_settings import PrivacyError, Private
 from partita.core.method import Choice, Context, Local, Method, MethodError, Release
-from partita.core.model import Batch, ClientData, Examples, Model, Output
+from partita.core.model import Model, Output
+from partita.core.noise import add_noise, gaussian
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Phase, Plan
-from partita.core.private import PrivacyError, Private, add_noise, clipped_sum, gaussian
 from partita.core.rng import Key
 from partita.core.rounds import ask, begin
-from partita.core.run import RunError, Training
-from partita.core.stage import collate
-from partita.core.tree import Tensors, equal
+from partita.core.settings import RunError, Training
+from partita.core.tensors import Tensors, equal
 from partita.methods.fedavg import fedavg
 from partita.methods.fedprox import fedprox
 from partita.methods.moon import Contrastive
 from partita.methods.scaffold import scaffold
-from partita.privacy.ledger import releases_of
-from partita.tiny import Tiny, TinyExamples, TinyPopulation, Wide, WidePopulation
+from partita.privacy.spending import releases_of
+from partita.testing.conformance import check_method
+from partita.testing.toy import Tiny, TinyExamples, TinyPopulation, Wide, WidePopulation
+from partita.training.batching import collate
+from partita.training.dp_sgd import clipped_sum
+from partita.training.local_training import learn
+from partita.training.phase_trainer import LiftError
 
 NOISY = Private(clip=0.5, noise=0.8)
 OPEN = Private(clip=float("inf"), noise=0.0, sampling="shuffle")  # no privacy at all, by the private way
@@ -237,8 +242,8 @@ def test_a_penalty_without_data_is_outside_the_clipping() -> None:
 
 
 def pulled(run, at: Tensors) -> Tensors:  # type: ignore[no-untyped-def]
-    from partita.core.block import Block
-    from partita.core.private import Draw
+    from partita.training.dp_sgd import Draw
+    from partita.training.phase_trainer import Block
 
     each = one_visit(run)
     block = Block(run, each.plan.phases[0], [each.ctx], [at], [{}], run.method.privacy, [Draw(Key(0), 4)])

@@ -16,20 +16,20 @@ from helpers import Clients, play, run_of, small
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from partita.config import parse
+from partita.core.dp_settings import PrivacyError, Private
 from partita.core.method import Local, Method, Release
 from partita.core.model import Model
 from partita.core.options import OptionError
 from partita.core.plan import Phase, Plan, Turn
-from partita.core.private import PrivacyError, Private
+from partita.experiment.config import parse
+from partita.experiment.runner import resume, start
 from partita.methods import build as method_of
 from partita.methods.fedavg import fedavg
-from partita.play import resume, start
 from partita.privacy import budget
 from partita.privacy.accountant import INTERVAL, ORDERS, epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
 from partita.privacy.guard import Guard, Terms, protect
-from partita.privacy.ledger import TRAINING, Account, find_noise, releases_of, round_up
+from partita.privacy.spending import TRAINING, Account, find_noise, releases_of, round_up
 
 STEPS = Release(TRAINING, noise=1.2, share=0.2, count=30)
 CHOICE = Release("layers", noise=4.0, share=1.0, count=3)

@@ -10,21 +10,22 @@ import pytest
 import torch
 from helpers import Clients, distance, last, play, run_of, small
 
-from partita.conformance import check_method
-from partita.core import tree
+from partita.core import tensors
+from partita.core.dp_settings import PrivacyError
 from partita.core.method import Aggregate, Local, Method, MethodError, Rule, Server, Transform, Update
 from partita.core.model import Model
+from partita.core.noise import add_noise, gaussian
 from partita.core.plan import Plan, Turn, share
-from partita.core.private import PrivacyError, add_noise, gaussian
 from partita.core.rng import Key
-from partita.core.tree import Tensors
-from partita.engines.faults import Faults
+from partita.core.tensors import Tensors
+from partita.engines.availability import Faults
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedopt import fedadam
-from partita.privacy.client import ClippedUpdates, OverCohort, protect_clients
+from partita.privacy.client_level import ClippedUpdates, OverCohort, protect_clients
 from partita.privacy.guard import Terms, protect
-from partita.tiny import Tiny, TinyPopulation
+from partita.testing.conformance import check_method
+from partita.testing.toy import Tiny, TinyPopulation
 
 
 def update(seed: int, size: float, client: str = "a") -> Update:
@@ -45,14 +46,14 @@ def test_delta_and_slots_are_clipped_together_and_nothing_else_is_told(size: flo
     ratio = after.delta["w"] / before.delta["w"]
     assert torch.allclose(ratio, after.slots["control"]["w"] / before.slots["control"]["w"])
     assert (after.weight, after.loss) == (1.0, None)
-    again = ClippedUpdates(1.0, 0.0, 2).open(replace(after, delta=tree.scale(after.delta, 9.0)))
+    again = ClippedUpdates(1.0, 0.0, 2).open(replace(after, delta=tensors.scale(after.delta, 9.0)))
     assert length(again) <= 1 + 1e-6
 
 
 def test_one_client_in_anothers_place_moves_the_mean_by_twice_the_clip_at_most() -> None:
     transform, rule, server = ClippedUpdates(1.0, 0.0, 4), OverCohort(fedavg().server, 4), Server({})
     opposite = {"w": torch.tensor([1e6, 0, 0, 0, 0])}
-    one, other = (Update("x", tree.scale(opposite, sign), {}, 100.0, {"w": 1}, None) for sign in (1.0, -1.0))
+    one, other = (Update("x", tensors.scale(opposite, sign), {}, 100.0, {"w": 1}, None) for sign in (1.0, -1.0))
     rest = [replace(update(seed, 1.0, f"c{seed}"), slots={}) for seed in range(3)]
     means = [
         rule.reduce(server, [transform.open(each) for each in (*rest, last)], 9).delta["w"] for last in (one, other)
@@ -85,8 +86,8 @@ def test_who_does_not_answer_does_not_change_what_the_others_weigh() -> None:
     [whole] = play(run, model, clients)
     [half] = play(run, model, clients, faults=Faults(trace={(0, "b"): 0.0}))
     [rest] = play(run, model, clients, faults=Faults(trace={(0, "a"): 0.0}))
-    deltas = [tree.subtract(each.server.params, model.initial) for each in (half, rest)]
-    assert distance(tree.add(*deltas), tree.subtract(whole.server.params, model.initial)) < 1e-6
+    deltas = [tensors.subtract(each.server.params, model.initial) for each in (half, rest)]
+    assert distance(tensors.add(*deltas), tensors.subtract(whole.server.params, model.initial)) < 1e-6
 
 
 class Few(TinyPopulation):
@@ -101,7 +102,7 @@ def test_a_method_under_client_level_privacy_conforms(method: Callable[[], Metho
 @dataclass(frozen=True)
 class Doubling(Transform):
     def decode(self, aggregate: Aggregate, key: Key) -> Aggregate:
-        return replace(aggregate, delta=tree.scale(aggregate.delta, 2.0))
+        return replace(aggregate, delta=tensors.scale(aggregate.delta, 2.0))
 
 
 class Looking(Local):

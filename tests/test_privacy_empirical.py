@@ -14,16 +14,20 @@ from test_privacy import micro_batches
 from torch import Tensor
 from torch.nn import functional
 
-from partita.core.learn import ClientState, Visit, learn, sample, visit
-from partita.core.model import Batch, Examples, Model, Output
-from partita.core.private import Private, gaussian
+from partita.core.batch_schedule import sample
+from partita.core.client import ClientState, Visit, visit
+from partita.core.data import Batch, Examples
+from partita.core.dp_settings import Private
+from partita.core.model import Model, Output
+from partita.core.noise import gaussian
 from partita.core.rng import Key
 from partita.core.rounds import ask, begin
-from partita.core.run import Run, Training
-from partita.core.tree import Tensors
+from partita.core.settings import Run, Training
+from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg
 from partita.privacy.accountant import ORDERS
 from partita.privacy.guard import Terms, protect
+from partita.training.local_training import learn
 
 
 def test_the_sampling_rate_is_the_one_that_is_charged() -> None:

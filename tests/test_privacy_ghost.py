@@ -12,19 +12,21 @@ from helpers import Clients, distance, last, play, run_of, small
 from torch import Tensor
 from torch.nn import functional
 
-from partita.core import block
-from partita.core.block import LiftError
-from partita.core.ghost import GhostError, check_norms, ghost_sum
+from partita.core.data import Batch, ClientData
+from partita.core.dp_settings import Private
 from partita.core.method import Method
-from partita.core.model import Batch, ClientData, Model, Output
-from partita.core.private import Private, by_example, clipped_sum
+from partita.core.model import Model, Output
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.models.adapter import Adapted, adapt
 from partita.models.pretrained import drawing_from
 from partita.privacy.guard import Terms
+from partita.training import phase_trainer
+from partita.training.dp_sgd import by_example, clipped_sum
+from partita.training.ghost_clipping import GhostError, check_norms, ghost_sum
+from partita.training.phase_trainer import LiftError
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "num_labels": 3}
 WORDS = {**SIZES, "vocab_size": 20, "max_position_embeddings": 16, "pad_token_id": 0}
@@ -148,13 +150,13 @@ def test_a_run_is_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < distance(ended("direct", 0.0), ended("ghost", 0.0)) < 1e-5
     assert distance(direct, {name: model_of("Bert").initial[name] for name in direct}) > 0.01
     assert distance(direct, ended("auto")) == 0  # gradients of examples are small here
-    monkeypatch.setattr(block, "LARGE", 0)
+    monkeypatch.setattr(phase_trainer, "LARGE", 0)
     assert distance(ghost, ended("auto")) == 0
 
 
 def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model multiplies its embedding by itself."""
-    monkeypatch.setattr(block, "LARGE", 0)
+    monkeypatch.setattr(phase_trainer, "LARGE", 0)
     direct, auto, ghost = (
         replace(fedavg(), privacy=Private(0.3, 0.5, norms=norms))  # type: ignore[arg-type]
         for norms in ("direct", "auto", "ghost")
@@ -247,7 +249,7 @@ def test_an_infinite_gradient_is_left_out_either_way(
     fill: float, place: int, norms: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum is that of the other examples. Read off layers, the norm is infinite times what the other token holds."""
-    monkeypatch.setattr(block, "LARGE", 0)
+    monkeypatch.setattr(phase_trainer, "LARGE", 0)
     private = Private(0.5, 0.0, sampling="shuffle", norms=norms)  # type: ignore[arg-type]
     run = run_of(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
     order = (run.key / "round" / 0 / "client" / "a" / "batches" / 0 / 0).permutation(6)
@@ -264,11 +266,11 @@ def test_norms_are_read_off_by_themselves_where_gradients_of_a_batch_are_many(mo
     """It is the batch times the parameters that counts: at most six examples here, and at least one in most steps."""
     size = sum(value.numel() for value in model_of("Bert").initial.values())
     direct, ghost = ended("direct", 0.0), ended("ghost", 0.0)  # the grid of noisy sums would hide the rounding
-    monkeypatch.setattr(block, "LARGE", 6 * size)
+    monkeypatch.setattr(phase_trainer, "LARGE", 6 * size)
     assert distance(direct, ended("auto", 0.0)) == 0
-    monkeypatch.setattr(block, "LARGE", size)
+    monkeypatch.setattr(phase_trainer, "LARGE", size)
     assert distance(direct, ended("auto", 0.0)) > 0
-    monkeypatch.setattr(block, "LARGE", size - 1)
+    monkeypatch.setattr(phase_trainer, "LARGE", size - 1)
     assert distance(ghost, ended("auto", 0.0)) == 0
 
 

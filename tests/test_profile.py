@@ -25,14 +25,15 @@ from test_architectures import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita.core.model import IGNORED, Batch, Model, TagError, before_layers, layers_of
+from partita.core.data import IGNORED, Batch
+from partita.core.model import Model, TagError, before_layers, layers_of
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.models import ModelError
 from partita.models.attention import attend, watched_by
-from partita.models.cache import cache_frozen
-from partita.models.profile import _Scores, settled
-from partita.tiny import Tiny, TinyPopulation
+from partita.models.attention_scores import _Scores, settled
+from partita.models.frozen_cache import cache_frozen
+from partita.testing.toy import Tiny, TinyPopulation
 
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in KIN else name for name in NAMES]
 TAGS = {"O": 0, "B-drug": 1, "I-drug": 2}

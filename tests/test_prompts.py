@@ -21,22 +21,22 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from partita.config import parse
-from partita.core import tree, wire
+from partita.core import serialization, tensors
 from partita.core.model import Model, TagError
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.core.tree import Tensors
-from partita.engines.embedded import Embedded
-from partita.experiment import build as build_experiment
+from partita.core.tensors import Tensors
+from partita.engines.simulation import Embedded
+from partita.experiment.builder import build as build_experiment
+from partita.experiment.config import parse
 from partita.methods import ON_TOWERS, build
 from partita.methods.pfeddc import pfeddc
 from partita.models import ModelError
 from partita.models.prompts.clip import SHAPES, clip
-from partita.models.prompts.dual import ASKING, fuse
-from partita.models.prompts.transport import transport
-from partita.tiny import Tiny
+from partita.models.prompts.optimal_transport import transport
+from partita.models.prompts.prompts import ASKING, fuse
+from partita.testing.toy import Tiny
 
 KEY = Key(5)
 PIXELS = {"pixel_values": pairs.images().double()}
@@ -177,7 +177,7 @@ def test_a_grey_view_is_what_transformers_makes_of_a_grey_image(pair: str) -> No
     shallow = pairs.loaded(pair).prompted("prompts", KEY, vision=3).initial["prompt.vision.global"]
     assert close(deeper - shallow, patches[:1, [0, 1, 3]]), "one layer takes the first of them"
     fewer = pairs.loaded(pair).prompted("prompts", KEY, text=2, view="grey").initial
-    assert tree.equal(fewer, pairs.loaded(pair).prompted("prompts", KEY, text=2).initial), "texts show nothing"
+    assert tensors.equal(fewer, pairs.loaded(pair).prompted("prompts", KEY, text=2).initial), "texts show nothing"
 
 
 def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
@@ -268,7 +268,7 @@ def test_prompts_are_drawn_by_name_from_the_key_alone() -> None:
     options = {"text": 8, "vision": 8, "owners": ("global", "local"), "fusion": "both"}
     one, same, other = (pairs.loaded().prompted("prompts", Key(seed), **options).initial for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
-    assert tree.equal(one, same)
+    assert tensors.equal(one, same)
     for name in one:
         if name.startswith("prompt"):
             assert 0.015 < one[name].std() < 0.025
@@ -324,8 +324,8 @@ def test_a_run_leaves_the_towers_and_the_temperature_as_they_were() -> None:
     assert method.extend
     model = method.extend(towers, KEY)
     played = play(run_of(method, 2, SGD(momentum=0.9)), model, albums.FOUR, block=2)
-    assert tree.equal(before, towers.module.state_dict())
-    assert tree.equal(held, towers.held)
+    assert tensors.equal(before, towers.module.state_dict())
+    assert tensors.equal(held, towers.held)
     assert played[-1].server.params["logit_scale"] is model.initial["logit_scale"]
     assert not torch.equal(played[-1].server.params["prompt.text.global"], model.initial["prompt.text.global"])
 
@@ -339,7 +339,9 @@ def test_bytes_are_those_of_the_shared_tensors_and_the_envelope(name: str) -> No
     [played] = play(run_of(method, 1, steps=1), model, albums.FOUR)
     size = sum(value.numel() * 4 for value in shared.values())
     up, down = (sum(way.values()) for way in (played.traffic.up, played.traffic.down))
-    envelope = {way: len(wire.pack({slot: shared})) - size for way, slot in (("up", "delta"), ("down", "params"))}
+    envelope = {
+        way: len(serialization.pack({slot: shared})) - size for way, slot in (("up", "delta"), ("down", "params"))
+    }
     clients = len(albums.FOUR.clients)
     if not shared:
         assert (up, down) == (0, 0)
@@ -366,7 +368,7 @@ def test_cards_state_the_bytes_for_vit_b16(name: str, wide: Model) -> None:
     shared = {each: model.initial[each] for each, tags in model.tags.items() if "global" in tags}
     card = (Path(build.__code__.co_filename).parent / f"{name}.md").read_text()
     if shared:
-        assert f"sends {len(wire.pack({'delta': shared})):,} bytes a round" in " ".join(card.split())
+        assert f"sends {len(serialization.pack({'delta': shared})):,} bytes a round" in " ".join(card.split())
     if name == "pfeddc":
         kept = sum(model.initial[each].numel() for each in model.names("local", "fusion"))
         text = " ".join(card.split())
@@ -388,10 +390,10 @@ def test_own_prompts_and_momentum_wait_for_a_client_that_is_away() -> None:
             parts = {"personal": state.personal, **state.memory}
             now = {f"{slot}/{name}": value for slot, part in parts.items() for name, value in part.items()}
             if client not in each.cohort:
-                assert tree.equal(now, states.get(client, {})), "nobody touches what is a client's own"
+                assert tensors.equal(now, states.get(client, {})), "nobody touches what is a client's own"
                 away[client] = away.get(client, 0) + 1
             elif client in states:
-                assert not tree.equal(now, states[client])
+                assert not tensors.equal(now, states[client])
             if now:
                 assert any(slot.startswith("optimizer") for slot in now)
                 states[client] = now
@@ -437,7 +439,7 @@ def test_images_are_looked_at_once_where_no_prompt_enters_their_tower(name: str)
         test = experiment.federation.task.test.take(torch.arange(8))
         played[once] = {**final, "logits": model({**model.initial, **final}, test.inputs).logits}
         looked[once] = sum(seen)
-    assert tree.equal(*played.values())
+    assert tensors.equal(*played.values())
     assert looked[True] == (0 if name == "zero-shot" else 40) + 8, "each image of either part once"
     train = sum(len(experiment.federation[client].train) for client in experiment.federation.clients)
     assert looked[False] == (0 if name == "zero-shot" else 2 * train) + 8

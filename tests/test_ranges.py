@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 from fuzzing import TINY, outside, ranges_of, refusal
 
-from partita.config import ConfigError, load, overlay, parse, schema
 from partita.core import memory
 from partita.core.memory import SizeError
 from partita.core.options import (
@@ -31,9 +30,10 @@ from partita.core.options import (
     shown,
 )
 from partita.core.rounds import begin
-from partita.experiment import build
+from partita.experiment.builder import build
+from partita.experiment.config import ConfigError, load, overlay, parse, schema
+from partita.experiment.runner import start
 from partita.methods import build as build_method
-from partita.play import start
 
 SCHEMA = schema()
 OPTIONS = [(table, option) for table, options in SCHEMA.items() for option in options.values()]

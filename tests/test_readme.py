@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from partita.cli import app
-from partita.config import load
-from partita.preview import preview
+from partita.cli.main import app
+from partita.experiment.config import load
+from partita.experiment.preview import preview
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 from helpers import KERNEL, OPTIMIZERS, Clients, ServerMomentum, distance, last, play, run_of, small
 
-from partita.core import tree
+from partita.core import tensors
+from partita.core.client_store import Memory
 from partita.core.method import Local, Method, MethodError, Rule, Transform, compose
 from partita.core.plan import Phase, Turn, plan_for
 from partita.core.rounds import Round
-from partita.core.store import Memory
-from partita.core.tree import Names
-from partita.engines.faults import Faults
+from partita.core.tensors import Names
+from partita.engines.availability import Faults
 from partita.methods.centralized import centralized
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen, frozen
 from partita.methods.fedprox import fedprox
 from partita.methods.local_only import local_only
-from partita.tiny import OneClient, Tiny, Wide, WidePopulation
+from partita.testing.toy import OneClient, Tiny, Wide, WidePopulation
 
 MODEL = small()
 FOUR = Clients(a=5, b=6, c=7, d=8)
@@ -40,14 +40,14 @@ def played(method: Method, optimizer: str = "adamw", count: int = 4, wire: bool 
 
 def assert_same(one: list[Round], two: list[Round]) -> None:
     for left, right in zip(one, two, strict=True):
-        assert tree.digest(left.server.params) == tree.digest(right.server.params)
+        assert tensors.digest(left.server.params) == tensors.digest(right.server.params)
         assert (left.traffic, left.cohort, left.lost, left.loss) == (
             right.traffic,
             right.cohort,
             right.lost,
             right.loss,
         )
-    assert tree.digest(last(one)) != tree.digest(MODEL.initial)
+    assert tensors.digest(last(one)) != tensors.digest(MODEL.initial)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_reductions_under_another_optimizer(left: Method) -> None:
     ],
 )
 def test_and_otherwise_they_differ(left: Method, right: Method) -> None:
-    assert tree.digest(last(played(left))) != tree.digest(last(played(right)))
+    assert tensors.digest(last(played(left))) != tensors.digest(last(played(right)))
 
 
 def test_without_warm_up_the_kernel_stays_the_initial_one() -> None:
@@ -108,9 +108,9 @@ def test_centralized_on_one_clients_data_is_local_only_of_that_client() -> None:
         store = Memory()
         play(run_of(method, 4, OPTIMIZERS["adamw"]), MODEL, one, store=store)
         states.append(store.load("a", 4))
-    assert tree.digest(states[0].personal) == tree.digest(states[1].personal)
+    assert tensors.digest(states[0].personal) == tensors.digest(states[1].personal)
     for slot in ("optimizer.first", "optimizer.second", "optimizer.age"):
-        assert tree.digest(states[0].memory[slot]) == tree.digest(states[1].memory[slot])
+        assert tensors.digest(states[0].memory[slot]) == tensors.digest(states[1].memory[slot])
 
 
 def test_pooling_one_client_is_that_client() -> None:
@@ -126,7 +126,7 @@ def test_local_only_of_a_client_does_not_depend_on_the_others() -> None:
     play(run, MODEL, FOUR, store=stores[0])
     play(run, MODEL, Clients(c=7), store=stores[1])
     one, two = (store.load("c", 3).personal for store in stores)
-    assert tree.digest(one) == tree.digest(two)
+    assert tensors.digest(one) == tensors.digest(two)
 
 
 METHODS = [fedavg(), fedprox(0.3), fedfrozen(2), compose(fedfrozen(1), fedprox(0.3)), local_only()]
@@ -136,7 +136,7 @@ METHODS = [fedavg(), fedprox(0.3), fedfrozen(2), compose(fedfrozen(1), fedprox(0
 def test_real_messages_change_nothing(method: Method) -> None:
     one, two = played(method), played(method, wire=True)
     for left, right in zip(one, two, strict=True):
-        assert tree.digest(left.server.params) == tree.digest(right.server.params)
+        assert tensors.digest(left.server.params) == tensors.digest(right.server.params)
         assert (left.traffic, left.loss) == (right.traffic, right.loss)
 
 

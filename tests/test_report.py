@@ -23,8 +23,9 @@ from scipy import stats
 
 from partita import report
 from partita.report import Record, ReportError, compare, find, page, picture, read
-from partita.report.frame import styles, svg
 from partita.report.metric import ACCURACY, Metric
+from partita.report.plan_stages import FATES, changes, fate, plan_grid, plans
+from partita.report.plot_style import styles, svg
 from partita.report.plots import (
     curve,
     drift_by_role,
@@ -33,8 +34,7 @@ from partita.report.plots import (
     metric_by_round,
     personal_by_client,
 )
-from partita.report.show import columns
-from partita.report.stages import FATES, changes, fate, plan_grid, plans
+from partita.report.render import columns
 from partita.report.tables import holm, worst_tenth
 
 LABELS = ("fedavg", "fedprox", "fedfrozen")
@@ -827,7 +827,7 @@ def test_reports_need_rows_only() -> None:
                 first = name.split(".")[0]
                 assert first not in ("torch", "transformers"), (path.name, name)
                 assert "pyplot" not in name, (path.name, name)
-                own = ("partita.report", "partita.core.text", "partita.core.files")
+                own = ("partita.report", "partita.core.safe_text", "partita.core.atomic_files")
                 assert first != "partita" or name.startswith(own) or name == "partita.core", (path.name, name)
                 if node in tree.body:
                     assert first in {"partita", *sys.stdlib_module_names}, (path.name, name)

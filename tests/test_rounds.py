@@ -13,24 +13,25 @@ import torch
 from helpers import KERNEL, Clients, Script, last, play, run_of, small
 from torch import Tensor
 
-from partita.core import tree, wire
-from partita.core.block import Block
-from partita.core.learn import ClientFault, Job, Learned, Visit, launch
+from partita.core import serialization, tensors
+from partita.core.client import ClientFault, Job, Learned, Visit
 from partita.core.method import Aggregate, Method, Rule, Server, Transform, Update
 from partita.core.model import Model
 from partita.core.optim import AdamW
 from partita.core.plan import Plan, Turn, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import Lost, Round, ask, begin, rounds
-from partita.core.run import Run, RunError
-from partita.core.tree import Names, Slots, Tensors
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
+from partita.core.settings import Run, RunError
+from partita.core.tensors import Names, Slots, Tensors
+from partita.engines.availability import Faults
+from partita.engines.dry_run import Rehearsal
+from partita.engines.simulation import Embedded
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.local_only import local_only
-from partita.rehearse import Rehearsal
-from partita.tiny import TinyExamples
+from partita.testing.toy import TinyExamples
+from partita.training.local_training import launch
+from partita.training.phase_trainer import Block
 
 FOUR = Clients(a=5, b=6, c=7, d=8)
 MODEL = small()
@@ -63,7 +64,7 @@ def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
             assert down[name] == (4 * SIZE[name] if trains or each.number == warmup else 0)
     for early, late in ((1, 2), (1, 4)):
         saved = sum(played[early].traffic.up.values()) - sum(played[late].traffic.up.values())
-        headers = played[early].traffic.up[wire.ENVELOPE] - played[late].traffic.up[wire.ENVELOPE]
+        headers = played[early].traffic.up[serialization.ENVELOPE] - played[late].traffic.up[serialization.ENVELOPE]
         assert saved - headers == 4 * sum(SIZE[name] for name in KERNEL)
         assert headers > 0
 
@@ -118,11 +119,11 @@ def test_what_is_counted_is_what_messages_weigh() -> None:
         def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
             down = up = 0
             for job in jobs:
-                stale = tree.select(job.params, job.stale)
-                down += len(wire.pack({"params": stale})) if stale else 0
+                stale = tensors.select(job.params, job.stale)
+                down += len(serialization.pack({"params": stale})) if stale else 0
                 for reply in engine.train([job]):
                     assert isinstance(reply, Update)
-                    up += len(wire.pack({"delta": reply.delta}))
+                    up += len(serialization.pack({"delta": reply.delta}))
                     yield reply
             seen.append((down, up))
 
@@ -134,7 +135,7 @@ def test_local_only_sends_nothing_at_all() -> None:
     for each in play(run_of(local_only(), 2), MODEL, FOUR):
         assert not each.traffic.up
         assert not each.traffic.down
-        assert tree.equal(each.server.params, MODEL.initial)
+        assert tensors.equal(each.server.params, MODEL.initial)
         assert each.loss is not None
 
 
@@ -204,7 +205,7 @@ def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers(when: i
     """The head never changes, so a client that was favoured once must be sent the server's head afterwards."""
     run = run_of(Method("favour", frozen_head, server=Favour(when)), 4)
     plain, packed = (play(run, MODEL, FOUR, wire=wire) for wire in (False, True))
-    assert tree.equal(last(plain), last(packed))
+    assert tensors.equal(last(plain), last(packed))
     sent = [each.traffic.down["head.weight"] // SIZE["head.weight"] for each in plain]
     assert sent == times
 
@@ -274,7 +275,7 @@ def test_a_client_with_nan_ends_the_run_or_is_recorded_as_told(block: int) -> No
     assert all(bool(torch.isfinite(value).all()) for value in last(played).values())
     if block == 1:
         away = Faults(trace={(0, "b"): 0.0, (1, "b"): 0.0})
-        assert tree.equal(last(played), last(play(run, MODEL, Clients(a=5, b=6, c=7), faults=away)))
+        assert tensors.equal(last(played), last(play(run, MODEL, Clients(a=5, b=6, c=7), faults=away)))
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -335,14 +336,14 @@ def test_a_delta_that_is_not_finite_is_found_though_every_loss_is(block: int) ->
     reasons = {lost.client: lost.reason for lost in played.lost}
     assert "with values that are not finite; lower training.lr" in reasons.pop("b")
     assert [reason.partition(" of ")[0] for reason in reasons.values()] == ["sent an update"] * 2
-    assert tree.equal(played.server.params, MODEL.initial)
+    assert tensors.equal(played.server.params, MODEL.initial)
 
 
 def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it_came_as_a_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks, largest = [], tree.largest
-    monkeypatch.setattr(tree, "largest", lambda part: looks.append(len(part)) or largest(part))
+    looks, largest = [], tensors.largest
+    monkeypatch.setattr(tensors, "largest", lambda part: looks.append(len(part)) or largest(part))
     counts = []
     for real in (False, True):
         looks.clear()
@@ -510,10 +511,10 @@ def test_the_loop_is_lazy_and_its_server_a_value() -> None:
     assert engine.jobs == []
     first: Round = next(stream)
     assert len(engine.jobs) == 2
-    kept = tree.digest(first.server.params)
+    kept = tensors.digest(first.server.params)
     list(stream)
-    assert tree.digest(first.server.params) == kept
-    assert tree.equal(start.params, MODEL.initial)
+    assert tensors.digest(first.server.params) == kept
+    assert tensors.equal(start.params, MODEL.initial)
     assert start.ledger.held == {}
 
 
@@ -524,14 +525,14 @@ def test_going_on_from_a_server_gives_the_rest_of_the_rounds() -> None:
     assert [each.number for each in rest] == [2, 3]
     assert [each.cohort for each in rest] == [each.cohort for each in whole[2:]]
     assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
-    assert tree.equal(last(rest), last(whole))
+    assert tensors.equal(last(rest), last(whole))
 
 
 def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(run: Run, visits: list[object], blocks: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr("partita.engines.embedded.launch", full)
+    monkeypatch.setattr("partita.engines.simulation.launch", full)
     with pytest.raises(RunError, match=r"4 clients side by side do not fit the memory; lower engine\.block"):
         play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
     with pytest.raises(RunError, match=r"lower training\.batch_size"):
@@ -554,7 +555,7 @@ def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
         wait = launch(run, visits, blocks)
         return lambda: told.append(f"wait {client}") or wait()  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr("partita.engines.embedded.launch", watched)
+    monkeypatch.setattr("partita.engines.simulation.launch", watched)
     run, clients = run_of(fedavg(), 1), Clients(a=4, b=4, c=4)
     engine = Embedded(run, MODEL, clients)
     assert engine.ahead == 0  # on a CPU
@@ -570,7 +571,7 @@ def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: py
     def fail(run: Run, visits: list[object], blocks: object) -> None:
         raise RuntimeError(said)
 
-    monkeypatch.setattr("partita.engines.embedded.launch", fail)
+    monkeypatch.setattr("partita.engines.simulation.launch", fail)
     with pytest.raises(RunError, match=r"blur_backward .* implementation; set engine\.deterministic = false"):
         play(run_of(fedavg(), 1), MODEL, FOUR)
     said = "something else"

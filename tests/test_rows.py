@@ -13,15 +13,16 @@ from test_graphs import farthest, scene
 from torch import Tensor
 
 from partita import SGD, AdamW, Embedded, rounds
-from partita.core import block, tree, wire
+from partita.core import serialization, tensors
+from partita.core.packed import ALIGNED, Laid, form_of
 from partita.core.rounds import Round
-from partita.core.rows import ALIGNED, Laid, form_of
-from partita.core.tree import Mean, Tensors
+from partita.core.tensors import Mean, Tensors
+from partita.training import phase_trainer
 
 SHAPES = st.lists(st.sampled_from([(), (1,), (3,), (16,), (4, 4), (2, 3, 5)]), min_size=1, max_size=5)
 
 
-def tensors(shapes: list[tuple[int, ...]], clients: int, seed: int = 0) -> Tensors:
+def random_tensors(shapes: list[tuple[int, ...]], clients: int, seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {f"n{i}": torch.randn(clients, *shape, generator=generator) for i, shape in enumerate(shapes)}
 
@@ -33,20 +34,20 @@ def laid(joined: Tensors) -> list[Laid]:
 
 @given(shapes=SHAPES, clients=st.integers(1, 3))
 def test_what_is_laid_in_a_row_is_found_in_it(shapes: list[tuple[int, ...]], clients: int) -> None:
-    joined = tensors(shapes, clients)
+    joined = random_tensors(shapes, clients)
     for rank, each in enumerate(laid(joined)):
-        assert tree.equal(each, {name: value[rank] for name, value in joined.items()})
+        assert tensors.equal(each, {name: value[rank] for name, value in joined.items()})
         assert all(value.storage_offset() % ALIGNED == 0 for value in each.values())
         assert all(value.data_ptr() >= each.row.data_ptr() for value in each.values())
-        assert tree.equal(wire.unpack(wire.pack({"delta": each}))["delta"], {**each})
-        assert wire.count({"delta": each}) == wire.count({"delta": {**each}})
+        assert tensors.equal(serialization.unpack(serialization.pack({"delta": each}))["delta"], {**each})
+        assert serialization.count({"delta": each}) == serialization.count({"delta": {**each}})
 
 
 def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
-    left, right = laid(tensors([(3,), (2, 2)], 2))
+    left, right = laid(random_tensors([(3,), (2, 2)], 2))
     left.finite, left.squares = True, {"n0": 1.0, "n1": 2.0}
     first, second = pickle.loads(pickle.dumps([left, right]))
-    assert tree.equal(first, left)
+    assert tensors.equal(first, left)
     assert first.form is second.form is left.form
     assert first["n1"].data_ptr() == first.row[ALIGNED:].data_ptr()
     assert (first.finite, second.finite) == (True, False)
@@ -54,7 +55,7 @@ def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
 
 
 def test_of_a_row_nothing_is_changed_by_itself() -> None:
-    [row] = laid(tensors([(3,)], 1))
+    [row] = laid(random_tensors([(3,)], 1))
     with pytest.raises(TypeError, match="'Laid' object does not support item assignment"):
         operator.setitem(row, "n0", torch.zeros(3))
     assert {**row, "n0": 1}["n0"] == 1
@@ -66,7 +67,7 @@ def test_the_mean_of_rows_is_the_mean_of_their_tensors(
 ) -> None:
     """Also where one of them comes without a row, or not with all names."""
     by_row, by_name = Mean(), Mean()
-    for place, (each, weight) in enumerate(zip(laid(tensors(shapes, len(weights))), weights, strict=True)):
+    for place, (each, weight) in enumerate(zip(laid(random_tensors(shapes, len(weights))), weights, strict=True)):
         given = {name: value for name, value in each.items() if name != "n0"} if place == stray else each
         by_row.add(given, weight)
         by_name.add(dict(given), weight)
@@ -75,7 +76,7 @@ def test_the_mean_of_rows_is_the_mean_of_their_tensors(
 
 
 def test_a_mean_is_not_what_was_first_added() -> None:
-    first, second = laid(tensors([(3,)], 2))
+    first, second = laid(random_tensors([(3,)], 2))
     before, mean = first["n0"].clone(), Mean()
     mean.add(first, 1.0)
     mean.add(second, 1.0)
@@ -103,7 +104,7 @@ def test_a_run_in_rows_is_the_run(
     method: str, optimizer: AdamW | SGD, engine: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, params = play(method, optimizer, **engine)
-    monkeypatch.setattr(block, "IN_ROWS", ("cpu",))
+    monkeypatch.setattr(phase_trainer, "IN_ROWS", ("cpu",))
     seen: list[bool] = []
     add = Mean.add
 
@@ -123,14 +124,14 @@ def test_a_run_in_rows_is_the_run(
 
 
 def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "IN_ROWS", ("cpu",))
-    moved = block.Block.moved
+    monkeypatch.setattr(phase_trainer, "IN_ROWS", ("cpu",))
+    moved = phase_trainer.Block.moved
 
-    def broken(self: block.Block) -> tuple[list[Tensors], Tensor, Tensor | None]:
+    def broken(self: phase_trainer.Block) -> tuple[list[Tensors], Tensor, Tensor | None]:
         deltas, _, squares = moved(self)
         deltas[1]["classifier.bias"].fill_(torch.nan)
-        return deltas, tree.largest(deltas[1]), squares
+        return deltas, tensors.largest(deltas[1]), squares
 
-    monkeypatch.setattr(block.Block, "moved", broken)
+    monkeypatch.setattr(phase_trainer.Block, "moved", broken)
     with pytest.raises(Exception, match=r"sent 'classifier.bias' with values that are not finite"):
         play("fedavg", AdamW())

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from partita import report
-from partita.config import parse
-from partita.core.files import DamageError
-from partita.core.private import PrivacyError
+from partita.core.atomic_files import DamageError
+from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
-from partita.core.run import RunError
-from partita.experiment import build
-from partita.play import resume, start
+from partita.core.settings import RunError
+from partita.experiment.builder import build
+from partita.experiment.config import parse
+from partita.experiment.runner import resume, start
 from partita.privacy import secret
 
 CONFIG = {
@@ -85,7 +85,7 @@ def test_without_its_own_secret_a_run_does_not_go_on(tmp_path: Path) -> None:
 def test_resuming_draws_the_noise_that_the_run_would_have_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("partita.experiment.draw", lambda: Key(77))
+    monkeypatch.setattr("partita.experiment.builder.draw", lambda: Key(77))
     whole = played(CONFIG, tmp_path / "whole")
     rows = start(parse(CONFIG), tmp_path / "cut")
     next(rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import partita
-from partita.startup import importing
+from partita.experiment.gc_freeze import importing
 
 SLOW = [
     "datasets",
@@ -62,7 +62,7 @@ def test_nor_do_those_who_only_read_what_was_recorded() -> None:
 
 
 def test_a_site_and_a_run_wait_for_no_library_but_torch_flower_and_what_the_config_names() -> None:
-    both = "import partita.flower_app, partita.play, partita.preview, partita.report"
+    both = "import partita.experiment.flower_app, partita.experiment.runner, partita.experiment.preview, partita.report"
     assert imported(both) == {"torch", "numpy", "flwr"}
 
 

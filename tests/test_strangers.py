@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from test_cli import Shell
 from test_report import write_run
 
-from partita.compare import expand
-from partita.config import ConfigError, load
-from partita.core import checkpoint, files
-from partita.core.files import DamageError, LinkError
-from partita.core.learn import ClientState
-from partita.core.ledger import Ledger
+from partita.core import atomic_files, checkpoint
+from partita.core.atomic_files import DamageError, LinkError
+from partita.core.client import ClientState
+from partita.core.client_store import Disk
 from partita.core.method import Server
-from partita.core.store import Disk
-from partita.core.text import clean, component, label_folder, named
+from partita.core.safe_text import clean, component, label_folder, named
+from partita.core.versions import Ledger
+from partita.experiment.compare import expand
+from partita.experiment.config import ConfigError, load
 from partita.report import Record, ReportError, compare, page, read, to_json, to_markdown, to_text
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "partita"
@@ -81,7 +81,7 @@ def test_a_label_as_a_folder_stays_below_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     seen: list[Path] = []
-    monkeypatch.setattr("partita.play.start", lambda config, folder: seen.append(folder) or iter(()))
+    monkeypatch.setattr("partita.experiment.runner.start", lambda config, folder: seen.append(folder) or iter(()))
     (tmp_path / "e.toml").write_text(f"label = {json.dumps(label)}\n[method]\nname = 'fedavg'\n")
     partita("run", "-c", tmp_path / "e.toml")
     [folder] = seen
@@ -302,7 +302,7 @@ def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
     with (folder / "plan.json").open("wb") as file:
         file.truncate(2**34)
     with pytest.raises(DamageError, match=r"plan\.json holds 17,179,869,184 bytes"):
-        files.read_json(folder / "plan.json")
+        atomic_files.read_json(folder / "plan.json")
 
 
 VALUES: list[Any] = [None, True, -1, 2**70, 1e999, -1e300, float("nan"), "", "x", [], [[]], {}, {"a": {}}, [None], 0.5]
@@ -376,10 +376,10 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_tensors_that_a_stranger_sealed_are_refused(kind: str, tmp_path: Path) -> None:
     data = TENSORS[kind]
-    path = files.seal(tmp_path / "checkpoints", 1, data)
+    path = atomic_files.seal(tmp_path / "checkpoints", 1, data)
     with pytest.raises(DamageError, match=path.name):
         checkpoint.read(path)
-    state = files.seal(tmp_path / "clients" / "c0", 1, data)
+    state = atomic_files.seal(tmp_path / "clients" / "c0", 1, data)
     if kind != "no metadata":
         with pytest.raises(DamageError, match=state.name):
             Disk(tmp_path / "clients").load("c0", 2)
@@ -411,7 +411,7 @@ def test_no_file_is_unpickled_or_run() -> None:
     dangerous = {"eval", "exec", "compile", "torch.load", "np.load", "numpy.load", "os.system", "joblib.load"}
     dangerous |= {"pickle.load", "pickle.loads", "yaml.load", "marshal.loads", "runpy.run_path", "shelve.open"}
     found = {(path, ast.unparse(call.func)) for path, call in calls() if ast.unparse(call.func) in dangerous}
-    assert found == {("engines/pipes.py", "pickle.loads")}
+    assert found == {("engines/ipc.py", "pickle.loads")}
 
 
 def test_models_and_tokenizers_bring_no_code() -> None:

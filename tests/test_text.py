@@ -19,23 +19,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from partita import record
-from partita.config import parse
-from partita.core.model import IGNORED, Batch, Examples
+from partita.core.data import IGNORED, Batch, Examples
 from partita.core.optim import SGD
 from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.core.run import Run, Training
+from partita.core.settings import Run, Training
 from partita.data import DataError, Task, load, split
 from partita.data.ragged import Ragged, ragged
-from partita.engines.embedded import Embedded
-from partita.evaluate import ACCURACY, MeasureError, measure_for, score
-from partita.evaluate.measures import Answers, Entities, MultiLabel, NextToken, SingleLabel
+from partita.engines.simulation import Embedded
+from partita.evaluation import ACCURACY, MeasureError, measure_for, score
+from partita.evaluation.metrics import Answers, Entities, MultiLabel, NextToken, SingleLabel
+from partita.experiment import run_folder
+from partita.experiment.config import parse
+from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.models import build
 from partita.models.pretrained import drawing_from
-from partita.play import start
 from partita.report import compare, read
 
 datasets = pytest.importorskip("datasets")
@@ -623,7 +623,7 @@ def test_entities_are_judged_as_seqeval_does() -> None:
 
 
 def test_without_seqeval_the_remedy_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partita.evaluate.measures.find_spec", lambda name: None)
+    monkeypatch.setattr("partita.evaluation.metrics.find_spec", lambda name: None)
     with pytest.raises(MeasureError, match=re.escape("pip install 'partita[text]'")):
         measure_for(Task("toy", tokens_table(), tokens_table(), tuple(TAGS), kind="tokens"))
 
@@ -737,11 +737,11 @@ def test_a_run_from_end_to_end(kind: str, tmp_path: Path, request: pytest.Fixtur
     read_back = read(tmp_path / "run")
     assert (read_back.metric.name, read_back.metric.higher_is_better) == (name, higher)
     assert compare([read_back]).lines[0].final == rows[1]["test"].get(name)
-    assert record.finished(tmp_path / "run") is not None
+    assert run_folder.finished(tmp_path / "run") is not None
 
 
 def test_a_model_without_a_tokenizer_is_told(tmp_path: Path) -> None:
-    from partita.experiment import build as build_experiment
+    from partita.experiment.builder import build as build_experiment
 
     raw = tomllib.loads(CONFIG)
     raw["data"] = table_for("text", tmp_path / "data")

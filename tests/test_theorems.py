@@ -12,8 +12,8 @@ from partita.core.method import compose
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.core.run import Run, Training
-from partita.engines.embedded import Embedded
+from partita.core.settings import Run, Training
+from partita.engines.simulation import Embedded
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox

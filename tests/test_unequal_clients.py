@@ -16,25 +16,28 @@ import torch
 from helpers import OPTIMIZERS, distance, run_of, small
 from torch import Tensor
 
-from partita.conformance import states_of
-from partita.core.learn import ClientState, Job, Learned, kind, learn, visit
+from partita.core.batch_schedule import Deal
+from partita.core.client import ClientState, Job, Learned, visit
+from partita.core.data import IGNORED, Batch
+from partita.core.dp_settings import Private
 from partita.core.method import Context, Local, Method
-from partita.core.model import IGNORED, Batch, Model
+from partita.core.model import Model
 from partita.core.optim import SGD
 from partita.core.plan import NONE, Phase, Plan, Turn, share
-from partita.core.private import Private
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.core.run import Run
-from partita.core.stage import Deal, collate, stage
-from partita.core.tree import Names, Slots, Tensors
+from partita.core.settings import Run
+from partita.core.tensors import Names, Slots, Tensors
 from partita.data.split import split
 from partita.data.task import Federation, Table, Task
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
+from partita.engines.availability import Faults
+from partita.engines.simulation import Embedded
 from partita.methods import build
 from partita.methods.local_only import local_only
-from partita.tiny import Wide
+from partita.testing.conformance import states_of
+from partita.testing.toy import Wide
+from partita.training.batching import collate, stage
+from partita.training.local_training import kind, learn
 
 HEAD = frozenset({"head.weight"})
 NOISY = Private(clip=0.5, noise=0.8)

@@ -19,23 +19,23 @@ import torch
 from helpers import Clients, run_of, small, small_config
 from torch import Tensor
 
-from partita import play
-from partita.conformance import states_of
-from partita.core import tree
-from partita.core.learn import ClientFault
+from partita.core import tensors
+from partita.core.client import ClientFault
+from partita.core.client_store import Memory
 from partita.core.method import Server
 from partita.core.rounds import ask, begin, rounds
-from partita.core.run import RunError
-from partita.core.store import Memory
-from partita.core.tree import Tensors
-from partita.engines.choose import choose_block, use_kernels
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
-from partita.engines.pipes import board, places, receive, send
-from partita.engines.workers import Workers, _Worker
-from partita.experiment import build as build_experiment
+from partita.core.settings import RunError
+from partita.core.tensors import Tensors
+from partita.engines.autotune import choose_block, use_kernels
+from partita.engines.availability import Faults
+from partita.engines.ipc import board, places, receive, send
+from partita.engines.multiprocess import Workers, _Worker
+from partita.engines.simulation import Embedded
+from partita.experiment import runner
+from partita.experiment.builder import build as build_experiment
 from partita.methods import build
-from partita.tiny import Tiny
+from partita.testing.conformance import states_of
+from partita.testing.toy import Tiny
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)
@@ -84,10 +84,10 @@ def test_workers_give_what_the_engine_gives(name: str, block: int, anew: bool) -
         many = list(rounds(run, model, engine))
         assert [each.lost for each in many] == [each.lost for each in one]
         assert [each.traffic for each in many] == [each.traffic for each in one]
-        assert all(tree.equal(mine.server.params, its.server.params) for mine, its in zip(many, one, strict=True))
+        assert all(tensors.equal(mine.server.params, its.server.params) for mine, its in zip(many, one, strict=True))
         kept = states_of(run, engine.engine)
         for client, expected in states_of(run, alone).items():
-            assert tree.equal(kept[client], expected), client
+            assert tensors.equal(kept[client], expected), client
         jobs = [ask(run, model, one[-1].server, 3, client)[0] for client in CLIENTS.clients]
         assert dict(engine.evaluate(jobs)) == dict(alone.evaluate(jobs))
 
@@ -100,7 +100,7 @@ def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:
         first = next(engine.train(ask(run, model, server, 0, client)[0] for client in CLIENTS.clients))
         assert first.client == "c0"
         again = list(rounds(run, model, engine))
-        assert tree.equal(again[-1].server.params, list(rounds(run, model, plain))[-1].server.params)
+        assert tensors.equal(again[-1].server.params, list(rounds(run, model, plain))[-1].server.params)
 
 
 @STARTS
@@ -202,7 +202,7 @@ def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
         moved = replace(server, params={**server.params, "embed.weight": torch.ones(4, 4)})
         later, _ = read(moved)
         assert {name for name in later if later[name] is not first[name]} == {"embed.weight"}
-        assert tree.equal(engine.board, moved.params)
+        assert tensors.equal(engine.board, moved.params)
 
 
 def test_each_parameter_has_its_own_place_on_the_board() -> None:
@@ -217,7 +217,7 @@ def test_each_parameter_has_its_own_place_on_the_board() -> None:
     shown = places(flat, like)
     for name, value in like.items():
         shown[name].copy_(value)
-    assert tree.equal(shown, like)
+    assert tensors.equal(shown, like)
     assert all(place.data_ptr() % 64 == flat.data_ptr() % 64 for place in shown.values())
 
 
@@ -258,7 +258,7 @@ def test_a_message_arrives_as_it_was_sent() -> None:
     sender.start()
     got = receive(ours, CPU)
     sender.join()
-    assert tree.equal(got["parts"], parts)
+    assert tensors.equal(got["parts"], parts)
     assert got["again"][0] is got["parts"]["view"]
     assert got["word"] == "x"
     assert all(value.data_ptr() % 64 == 0 for value in got["parts"].values())
@@ -280,7 +280,7 @@ def test_a_message_that_breaks_off_is_the_end() -> None:
 def test_a_worker_builds_the_engine_of_the_experiment() -> None:
     """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
     experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
-    engines = play._engine(experiment, Memory()), play.build_engine(play._resolved(experiment), None)
+    engines = runner._engine(experiment, Memory()), runner.build_engine(runner._resolved(experiment), None)
     assert [engine.block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
-    assert tree.equal(one, other)
+    assert tensors.equal(one, other)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.core.private import gaussian
+from partita.core.noise import gaussian
 from partita.core.rng import Key
 
 SIZE = 4096  # numbers in a tensor

@@ -8,10 +8,10 @@ import torch
 from work import HEADS, LR, WEIGHT_DECAY, Part, Shape, Work
 
 from partita import AdamW, Key, Model, Run, Training, data, methods, models
-from partita.core.learn import deal
-from partita.core.model import Examples
+from partita.core.batch_schedule import deal
+from partita.core.data import Examples
 from partita.data import Federation
-from partita.engines.choose import use_kernels
+from partita.engines.autotune import use_kernels
 
 STEPS, BATCH, EXAMPLES = 5, 32, 250  # the last for each client
 FIXED: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH}

@@ -27,8 +27,8 @@ from install import HOME, python_of
 from safetensors.torch import load_file
 from work import Shape, save
 
-from partita.core.tree import Tensors
-from partita.engines.choose import use_kernels
+from partita.core.tensors import Tensors
+from partita.engines.autotune import use_kernels
 
 HERE = Path(__file__).parent
 CLIENTS = 10

@@ -11,8 +11,8 @@ from work import Told, load
 
 from partita import Embedded, rounds
 from partita.core.rounds import Engine
-from partita.engines.choose import choose_block
-from partita.engines.workers import Workers
+from partita.engines.autotune import choose_block
+from partita.engines.multiprocess import Workers
 
 
 def main() -> None:

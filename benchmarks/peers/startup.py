@@ -27,8 +27,8 @@ from drive import CLIENTS, HERE, QUIET, SIZES
 from install import HOME, python_of
 from work import LR, WEIGHT_DECAY, Shape, save
 
-from partita.config import load
-from partita.experiment import build
+from partita.experiment.builder import build
+from partita.experiment.config import load
 
 CONFIG = """rounds = {rounds}
 method = {{name = "fedavg"}}

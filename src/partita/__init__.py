@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from partita import data, methods, models
-    from partita.conformance import check_method
+    from partita.core.data import Batch, ClientData, Examples, Population
     from partita.core.method import Aggregate, Context, Local, Method, Rule, Server, Transform, Update, average, compose
-    from partita.core.model import Batch, ClientData, Examples, Model, Output, Population
+    from partita.core.model import Model, Output
     from partita.core.optim import SGD, AdamW, Schedule
     from partita.core.plan import Phase, Plan, Turn, share, share_everything
     from partita.core.rng import Key
     from partita.core.rounds import Round, rounds
-    from partita.core.run import Run, Training
-    from partita.engines.embedded import Embedded
-    from partita.engines.faults import Faults
-    from partita.evaluate import score
+    from partita.core.settings import Run, Training
+    from partita.engines.availability import Faults
+    from partita.engines.simulation import Embedded
+    from partita.evaluation import score
+    from partita.testing.conformance import check_method
 
 __all__ = [
     "SGD",
@@ -63,19 +64,20 @@ __all__ = [
 
 # Module -> the names that are found there, as above for those who read types.
 _HOMES = {
-    "conformance": ["check_method"],
+    "testing.conformance": ["check_method"],
     "core.method": [
         "Aggregate", "Context", "Local", "Method", "Rule", "Server", "Transform", "Update", "average", "compose",
     ],
-    "core.model": ["Batch", "ClientData", "Examples", "Model", "Output", "Population"],
+    "core.data": ["Batch", "ClientData", "Examples", "Population"],
+    "core.model": ["Model", "Output"],
     "core.optim": ["SGD", "AdamW", "Schedule"],
     "core.plan": ["Phase", "Plan", "Turn", "share", "share_everything"],
     "core.rng": ["Key"],
     "core.rounds": ["Round", "rounds"],
-    "core.run": ["Run", "Training"],
-    "engines.embedded": ["Embedded"],
-    "engines.faults": ["Faults"],
-    "evaluate": ["score"],
+    "core.settings": ["Run", "Training"],
+    "engines.simulation": ["Embedded"],
+    "engines.availability": ["Faults"],
+    "evaluation": ["score"],
 }  # fmt: skip
 _HOME = {name: f"partita.{module}" for module, names in _HOMES.items() for name in names}
 

@@ -1,6 +1,6 @@
 """`python -m partita` is the command `partita`."""
 
-from partita.cli import main
+from partita.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -34,7 +34,7 @@ from partita import data
 from partita.core.rng import Key
 from partita.data import Task
 from partita.data.task import Rows
-from partita.evaluate import score
+from partita.evaluation import score
 from partita.models.adapter import quiet
 from partita.models.prompts.clip import clip
 

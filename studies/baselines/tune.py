@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from partita.config import load
-from partita.core.model import Batch
+from partita.core.data import Batch
 from partita.core.rounds import ask, rounds
-from partita.engines.embedded import Embedded
-from partita.evaluate import score
-from partita.experiment import Experiment, build
+from partita.engines.simulation import Embedded
+from partita.evaluation import score
+from partita.experiment.builder import Experiment, build
+from partita.experiment.config import load
 
 CONFIG = Path(__file__).with_name("digits.toml")
 SEED = 100

@@ -27,11 +27,12 @@ from scipy import stats
 from torch import Tensor
 
 from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds, score
-from partita.core.learn import deal
+from partita.core.batch_schedule import deal
+from partita.core.data import Batch, ClientData, Examples
 from partita.core.method import Method, Server
-from partita.core.model import Batch, ClientData, Examples, Model
+from partita.core.model import Model
 from partita.core.rounds import begin
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 
 Numbers = NDArray[np.float64]
 LINES = Path(__file__).with_name("softmax.jsonl")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from partita.core.rng import Key
 from partita.lab.simulate import Setting, Trace, automatic_warmup, losses_by_warmup, sharpness, step_size, warm_up
+from partita.lab.synthetic import Differences, Size, draw, stack
 from partita.lab.theory import feature_map
-from partita.lab.world import Differences, Size, draw, stack
 from partita.methods.fedfrozen import fedfrozen
 
 ROUNDS = 60

@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from transformers import AutoModel
 
-from partita.config import parse
-from partita.core.learn import ClientState, assemble
+from partita.core.client import ClientState, assemble
+from partita.core.data import Examples
 from partita.core.method import Update
-from partita.core.model import Examples
 from partita.core.rounds import ask, rounds
-from partita.engines.embedded import Embedded
-from partita.experiment import build
+from partita.engines.simulation import Embedded
+from partita.experiment.builder import build
+from partita.experiment.config import parse
 from partita.models.adapter import quiet
-from partita.privacy.attacks import Array, roc
-from partita.privacy.audit import alignments, first, losses_of
+from partita.privacy.canaries import alignments, first, losses_of
+from partita.privacy.membership import Array, roc
 
 FULL = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.01, "batch_size": 32, "epochs": 1}
 TINY = {

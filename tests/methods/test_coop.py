@@ -10,7 +10,7 @@ from helpers import batches_of, run_of
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.engines.embedded import Embedded
+from partita.engines.simulation import Embedded
 from partita.methods.coop import coop
 
 NAME = "prompt.text.local"

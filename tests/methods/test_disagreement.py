@@ -11,13 +11,13 @@ import torch
 from helpers import Clients, play, run_of, small
 from torch import Tensor
 
-from partita.conformance import check_method
-from partita.core import checkpoint, tree
+from partita.core import checkpoint, tensors
 from partita.core.method import Method, MethodError, Server, Update
 from partita.core.plan import Turn
 from partita.core.rng import Key
-from partita.methods.disagreement import square
+from partita.methods.auto_warmup import square
 from partita.methods.fedfrozen import fedfrozen
+from partita.testing.conformance import check_method
 
 FOUR = Clients(a=5, b=9, c=7, d=12)
 EAGER = fedfrozen("auto", threshold=1.3, patience=2)
@@ -33,10 +33,10 @@ def test_a_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> 
         done, server = checkpoint.load(path)
         again = play(run, small(), FOUR, server, done)
         for one, two in zip(whole[stop:], again, strict=True):
-            assert tree.equal(one.server.params, two.server.params)
+            assert tensors.equal(one.server.params, two.server.params)
             assert one.traffic == two.traffic
             for slot, part in one.server.state.items():
-                assert tree.equal(part, two.server.state[slot])
+                assert tensors.equal(part, two.server.state[slot])
 
 
 def test_patience_counts_rounds_in_a_row() -> None:
@@ -91,7 +91,7 @@ def test_latest_freezes_whatever_clients_say_and_before_any_signal_all_train() -
     assert len(method.plan(model, Turn(0, 10, "a", {"frozen": 1.0})).train) == len(model.every()) - 4
     played = play(run_of(fedfrozen("auto", threshold=1e9), 4), model, FOUR)
     plain = play(run_of(Method("plain"), 4), model, FOUR)
-    assert tree.equal(played[-1].server.params, plain[-1].server.params), "never firing, it is FedAvg bit for bit"
+    assert tensors.equal(played[-1].server.params, plain[-1].server.params), "never firing, it is FedAvg bit for bit"
 
 
 def test_the_rule_watches_what_will_be_frozen() -> None:

@@ -8,7 +8,7 @@ from helpers import Clients, last, play, run_of, small
 from servers import TorchServer, apply_all, drawn_deltas
 from torch.testing import assert_close
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.method import MethodError
 from partita.methods.fedavg import fedavg
 from partita.methods.fedavgm import fedavgm
@@ -30,7 +30,7 @@ def test_a_name_nobody_sent_keeps_its_velocity_and_its_place() -> None:
 def test_without_momentum_it_is_fedavg_bit_for_bit() -> None:
     clients = Clients(a=5, b=9, c=6)
     one, two = (play(run_of(method, 3, cohort=2), small(), clients) for method in (fedavgm(beta=0.0), fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 def test_momentum_of_one_is_refused() -> None:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from helpers import Clients, TorchLoop, last, play, run_of, small
 
-from partita.core import tree
-from partita.core.learn import deal
+from partita.core import tensors
+from partita.core.batch_schedule import deal
 from partita.core.method import MethodError
 from partita.core.plan import Phase, Turn, plan_for
 from partita.core.rounds import ask
-from partita.engines.embedded import Embedded
-from partita.evaluate import score
+from partita.engines.simulation import Embedded
+from partita.evaluation import score
 from partita.methods.fedavg import fedavg
 from partita.methods.fedbabu import fedbabu
 
@@ -57,7 +57,7 @@ def test_a_client_is_tested_as_a_plain_loop_on_its_data_leaves_it() -> None:
 
 def test_with_nothing_fixed_it_is_fedavg_bit_for_bit() -> None:
     one, two = (play(run_of(method, 3, cohort=2), MODEL, CLIENTS) for method in (fedbabu(fixed=()), fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 def test_to_fit_a_head_that_is_not_named_is_refused() -> None:

@@ -8,13 +8,14 @@ from helpers import Clients, last, play, run_of, small
 from quadratics import LR, Bowls, end, flat, pull, rest, start
 from quadratics import play as play_bowls
 
-from partita.core import tree
-from partita.core.learn import ClientState, learn, reply, visit
+from partita.core import tensors
+from partita.core.client import ClientState, reply, visit
 from partita.core.method import MethodError, compose
 from partita.core.rounds import ask, begin
 from partita.methods.feddyn import feddyn
 from partita.methods.fedper import fedper
 from partita.methods.fedprox import fedprox
+from partita.training.local_training import learn
 
 EVEN = (2, 2, 2, 2)
 
@@ -50,7 +51,7 @@ def test_a_first_visit_is_fedproxs_bit_for_bit() -> None:
         job, _ = ask(run, model, begin(run, model), 0, "a")
         each = visit(run, model, job, ClientState(), clients["a"].train)
         updates.append(reply(run, each, learn(run, [each])[0])[0])
-    assert tree.equal(updates[0].delta, updates[1].delta)
+    assert tensors.equal(updates[0].delta, updates[1].delta)
 
 
 def test_the_first_round_of_all_clients_goes_twice_as_far_as_fedproxs() -> None:

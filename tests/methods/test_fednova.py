@@ -8,11 +8,11 @@ import torch
 from helpers import Clients, last, play, run_of, small
 from quadratics import LR, Bowls, Quadratic, X, flat, powers, rest, start
 
-from partita.core import tree
-from partita.core.ledger import Ledger
+from partita.core import tensors
 from partita.core.method import Method, MethodError, Server
 from partita.core.optim import AdamW
 from partita.core.rounds import Round
+from partita.core.versions import Ledger
 from partita.methods.fedavg import fedavg
 from partita.methods.fednova import fednova
 
@@ -79,7 +79,7 @@ def test_with_equal_steps_it_is_fedavg_bit_for_bit(steps: int) -> None:
     """Powers of two divide without rounding."""
     clients = Clients(a=5, b=9, c=6)
     one, two = (play(run_of(method, 3, steps=steps), small(), clients) for method in (fednova(), fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 def test_other_optimizers_are_refused() -> None:

@@ -12,13 +12,13 @@ from helpers import Clients, last, play, run_of, small
 from servers import TorchServer, apply_all, drawn_deltas
 from torch.testing import assert_close
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.method import Method, MethodError
 from partita.core.rounds import begin, rounds
-from partita.engines.embedded import Embedded
+from partita.engines.simulation import Embedded
 from partita.methods.fedavg import fedavg
 from partita.methods.fedopt import fedadagrad, fedadam, fedyogi
-from partita.tiny import Wide, WidePopulation
+from partita.testing.toy import Wide, WidePopulation
 
 CLIENTS = Clients(a=5, b=9, c=6)
 
@@ -80,14 +80,14 @@ def test_a_name_ages_only_when_it_is_sent() -> None:
 def test_with_moments_off_it_is_fedavg_bit_for_bit(method: Method) -> None:
     """The second moment then stays at 1, and 2 · delta / (1 + 1) is exact."""
     one, two = (play(run_of(each, 3, cohort=2), small(), CLIENTS) for each in (method, fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 def test_the_first_rounds_of_adagrad_and_of_a_forgetful_yogi_are_the_same_bit_for_bit() -> None:
     """Both add the square to a start below it."""
     methods = fedadagrad(0.1, 0.0, 1e-12), fedyogi(0.1, 0.0, 0.0, 1e-12)
     one, two = (play(run_of(each, 1), small(), CLIENTS) for each in methods)
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 def test_yogi_stays_where_the_square_is_what_it_expects() -> None:

@@ -12,7 +12,7 @@ from partita.core.model import Model
 from partita.core.plan import Turn, plan_for
 from partita.core.rng import Key
 from partita.methods.fedotp import fedotp
-from partita.models.prompts.transport import transport
+from partita.models.prompts.optimal_transport import transport
 
 INPUTS = {"pixel_values": albums.pictures(5, seed=9).pixels}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from helpers import Clients, last, play, run_of, small
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.method import MethodError
 from partita.core.plan import Turn, plan_for
 from partita.methods.fedavg import fedavg
 from partita.methods.fedpart import fedpart, groups
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 CLIENTS = Clients(a=5, b=9, c=6)
 
@@ -47,7 +47,7 @@ def test_a_group_moves_and_the_rest_does_not() -> None:
 
 def test_with_whole_rounds_only_it_is_fedavg_bit_for_bit() -> None:
     one, two = (play(run_of(method, 3, cohort=2), small(), CLIENTS) for method in (fedpart(full=3), fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 @pytest.mark.parametrize("wrong", [{"full": -1}, {"each": 0}])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import Clients, TorchLoop, batches_of, distance, last, play, run_of, small
 
-from partita.core import tree
+from partita.core import tensors
+from partita.core.client_store import Memory
 from partita.core.plan import Phase, Turn, plan_for
-from partita.core.store import Memory
 from partita.methods.fedavg import fedavg
 from partita.methods.fedper import fedper
 from partita.methods.local_only import local_only
@@ -32,15 +32,15 @@ def test_body_and_head_are_those_of_a_plain_loop_from_the_clients_own_head() -> 
     for client in CLIENTS.clients:
         head = MODEL.initial
         for number, start in enumerate([MODEL.initial, played[0].server.params]):
-            loop = TorchLoop(MODEL, run.training, {**start, **tree.select(head, HEAD)})
+            loop = TorchLoop(MODEL, run.training, {**start, **tensors.select(head, HEAD)})
             loop.fit(CLIENTS[client].train, batches_of(run, number, client, CLIENTS[client].train))
             head = loop.values()
-        assert distance(store.load(client, 2).personal, tree.select(head, HEAD)) == 0
+        assert distance(store.load(client, 2).personal, tensors.select(head, HEAD)) == 0
 
 
 def test_with_nothing_personal_it_is_fedavg_bit_for_bit() -> None:
     one, two = (play(run_of(method, 3, cohort=2), MODEL, CLIENTS) for method in (fedper(personal=()), fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 def test_with_everything_personal_it_is_local_only_bit_for_bit() -> None:
@@ -48,7 +48,7 @@ def test_with_everything_personal_it_is_local_only_bit_for_bit() -> None:
     for method, store in zip((fedper(personal=EVERYTHING), local_only()), stores, strict=True):
         play(run_of(method, 3), MODEL, CLIENTS, store=store)
     for client in CLIENTS.clients:
-        assert tree.equal(*(store.load(client, 3).personal for store in stores))
+        assert tensors.equal(*(store.load(client, 3).personal for store in stores))
 
 
 def test_the_servers_head_stays_as_it_was_drawn() -> None:

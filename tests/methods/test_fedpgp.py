@@ -8,9 +8,10 @@ import torch
 from helpers import last, play, run_of, small
 from torch.nn import functional
 
-from partita.core import tree
+from partita.core import tensors
+from partita.core.data import Batch
 from partita.core.method import Context, MethodError
-from partita.core.model import Batch, Model, Output
+from partita.core.model import Model, Output
 from partita.core.plan import NONE, Plan, Turn, plan_for
 from partita.core.rng import Key
 from partita.methods.fedpgp import TowardsWritten, fedpgp
@@ -60,7 +61,7 @@ def test_with_a_large_weight_the_shared_context_nears_the_written_text() -> None
     towers = albums.towers()
     after = last(play(run_of(method, 3, lr=0.02), model, albums.FOUR))
 
-    def nearness(params: tree.Tensors) -> float:
+    def nearness(params: tensors.Tensors) -> float:
         return float(functional.cosine_similarity(towers.read(params[SHARED]), towers.held["texts"]).mean())
 
     assert nearness(after) > nearness(model.initial) + 0.01

@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers import small
 
+from partita.core.data import Batch
 from partita.core.method import Context
-from partita.core.model import Batch, Output
+from partita.core.model import Output
 from partita.core.plan import Plan, share
 from partita.methods.fedprox import Proximal
 

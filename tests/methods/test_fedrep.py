@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from helpers import Clients, TorchLoop, distance, last, play, run_of, small
 
-from partita.core import tree
-from partita.core.learn import deal
+from partita.core import tensors
+from partita.core.batch_schedule import deal
+from partita.core.client_store import Memory
 from partita.core.plan import Phase, Turn, plan_for
-from partita.core.store import Memory
-from partita.core.tree import Names, Tensors
+from partita.core.tensors import Names, Tensors
 from partita.methods.fedavg import fedavg
 from partita.methods.fedrep import fedrep
 
@@ -37,8 +37,8 @@ def test_a_round_is_two_plain_loops_one_after_the_other() -> None:
         _only(loop, names)
         loop.fit(data, deal(len(data), run.training, epochs, key))
         values = loop.values()
-    assert distance(store.load(client, 1).personal, tree.select(values, HEAD)) < 1e-7
-    assert distance(tree.select(played.server.params, BODY), tree.select(values, BODY)) < 1e-7
+    assert distance(store.load(client, 1).personal, tensors.select(values, HEAD)) < 1e-7
+    assert distance(tensors.select(played.server.params, BODY), tensors.select(values, BODY)) < 1e-7
 
 
 def _only(loop: TorchLoop, names: Names) -> None:
@@ -49,7 +49,7 @@ def _only(loop: TorchLoop, names: Names) -> None:
 def test_with_nothing_personal_it_is_fedavg_bit_for_bit() -> None:
     same = fedrep(personal=(), body_epochs=None)
     one, two = (play(run_of(method, 3, cohort=2), MODEL, CLIENTS) for method in (same, fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
     assert same.adapt is None
 
 

@@ -7,13 +7,13 @@ import torch
 from helpers import Clients, distance, last, play, run_of, small
 from torch.testing import assert_close
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.method import MethodError, Server, Update
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg
 from partita.methods.fedtp import fedtp
-from partita.tiny import Wide, WidePopulation
+from partita.testing.toy import Wide, WidePopulation
 
 CLIENTS = Clients(a=6, b=6, c=6)
 MODEL = small()
@@ -67,7 +67,7 @@ def test_every_client_is_sent_weights_of_its_own_and_the_rest_is_common() -> Non
     # No loss feels a key's bias, so that one moves by rounding alone.
     assert all(not torch.equal(one[name], two[name]) for name in MADE - {"layers.0.key.bias"})
     assert all(one[name] is two[name] for name in MODEL.every() - MADE)
-    assert tree.equal(one, rule.send(server, "a", MODEL.every())[0])
+    assert tensors.equal(one, rule.send(server, "a", MODEL.every())[0])
 
 
 def test_only_what_is_asked_for_is_made() -> None:
@@ -105,7 +105,7 @@ def test_layers_are_drawn_apart_and_keep_the_size_of_what_they_are_given() -> No
 def test_all_start_from_the_model_as_it_was_loaded() -> None:
     rule = fedtp().server
     made, _ = rule.send(Server(dict(MODEL.initial), rule.init(MODEL)), "a", MODEL.every())
-    assert tree.equal(made, MODEL.initial)
+    assert tensors.equal(made, MODEL.initial)
 
 
 def test_without_a_hidden_layer_the_first_round_is_fedavgs_bit_for_bit_and_the_others_to_rounding() -> None:
@@ -114,13 +114,13 @@ def test_without_a_hidden_layer_the_first_round_is_fedavgs_bit_for_bit_and_the_o
     rule = fedtp(lr=1.0, hidden=0)
     ours = play(run_of(rule, 4), MODEL, CLIENTS)
     sent = [rule.server.send(each.server, "a", MODEL.every())[0] for each in ours]
-    assert tree.equal(sent[0], last(plain[:1]))
+    assert tensors.equal(sent[0], last(plain[:1]))
     assert distance(sent[3], last(plain)) < 1e-5
 
 
 def test_the_first_round_is_fedavgs_for_all_that_is_shared() -> None:
     one, two = (last(play(run_of(method, 1), MODEL, CLIENTS)) for method in (fedtp(), fedavg()))
-    assert tree.equal(tree.select(one, MODEL.every() - MADE), tree.select(two, MODEL.every() - MADE))
+    assert tensors.equal(tensors.select(one, MODEL.every() - MADE), tensors.select(two, MODEL.every() - MADE))
 
 
 def test_another_draw_gives_other_embeddings_and_wide_models_work() -> None:

@@ -14,13 +14,13 @@ from albums import FOUR, Albums, extended, pictures
 from helpers import play, run_of
 from torch import Tensor
 
-from partita.core import tree
-from partita.core.learn import Job
+from partita.core import tensors
+from partita.core.client import Job
 from partita.core.method import Aggregate, Method, Update
 from partita.core.rng import Key
 from partita.core.rounds import Lost, Round, begin, rounds
-from partita.core.tree import Tensors
-from partita.engines.embedded import Embedded
+from partita.core.tensors import Tensors
+from partita.engines.simulation import Embedded
 from partita.methods.flora import flora
 from partita.methods.lora import lora
 from partita.models import ModelError
@@ -74,10 +74,10 @@ def distance(left: Tensor, right: Tensor) -> float:
 def test_the_aggregate_is_the_mean_of_products_and_not_the_product_of_means() -> None:
     one, sent = played(FLORA, FOUR)
     other, same = played(LORA, FOUR)
-    assert all(tree.equal(left.delta, right.delta) for left, right in zip(sent, same, strict=True))
+    assert all(tensors.equal(left.delta, right.delta) for left, right in zip(sent, same, strict=True))
     total = sum(update.weight for update in sent)
     for layer in LAYERS:
-        exact = sum(product(tree.add(MODEL.initial, each.delta), layer) * each.weight / total for each in sent)
+        exact = sum(product(tensors.add(MODEL.initial, each.delta), layer) * each.weight / total for each in sent)
         assert isinstance(exact, Tensor)
         added = one.server.params[f"{layer}.weight"].double() - MODEL.initial[f"{layer}.weight"].double()
         assert distance(added, exact) < 1e-5
@@ -87,7 +87,7 @@ def test_the_aggregate_is_the_mean_of_products_and_not_the_product_of_means() ->
 def test_it_equals_stacking_as_the_paper_writes_it() -> None:
     one, sent = played(FLORA, FOUR)
     total = sum(update.weight for update in sent)
-    clients = [tree.add(MODEL.initial, each.delta) for each in sent]
+    clients = [tensors.add(MODEL.initial, each.delta) for each in sent]
     for layer in LAYERS:
         B = torch.cat([each[f"{layer}.lora_B.weight"] for each in clients], 1)  # (out, client x rank)
         shares = [each.weight / total for each in sent]
@@ -98,9 +98,9 @@ def test_it_equals_stacking_as_the_paper_writes_it() -> None:
 
 def test_one_client_finds_its_own_model_in_the_base() -> None:
     one, [update] = played(FLORA, Albums(a=9))
-    own, params = tree.add(MODEL.initial, update.delta), one.server.params
+    own, params = tensors.add(MODEL.initial, update.delta), one.server.params
     merged = MODEL.merged(own)
-    assert tree.equal({name: params[name] for name in merged}, merged)
+    assert tensors.equal({name: params[name] for name in merged}, merged)
     assert torch.allclose(MODEL(params, INPUTS).logits, MODEL(own, INPUTS).logits, rtol=0, atol=1e-5)
     assert not torch.allclose(MODEL(params, INPUTS).logits, MODEL(MODEL.initial, INPUTS).logits, atol=1e-2)
 
@@ -108,7 +108,7 @@ def test_one_client_finds_its_own_model_in_the_base() -> None:
 def test_up_and_to_the_head_it_is_lora() -> None:
     (one, _), (other, _) = played(FLORA, FOUR), played(LORA, FOUR)
     head = MODEL.names("head")
-    assert tree.equal(tree.select(one.server.params, head), tree.select(other.server.params, head))
+    assert tensors.equal(tensors.select(one.server.params, head), tensors.select(other.server.params, head))
     assert one.traffic.up == other.traffic.up
     assert one.loss == other.loss
 
@@ -128,7 +128,7 @@ def test_every_round_starts_with_new_factors() -> None:
     again, other = (play(run_of(flora(2, 3.0, draw=draw), 1), MODEL, FOUR)[0].server for draw in (0, 1))
     assert torch.equal(again.params[A], drawn[1])
     assert not torch.equal(other.params[A], drawn[1])
-    assert tree.equal({**again.params, A: drawn[0]}, {**servers[0].params, A: drawn[0]})
+    assert tensors.equal({**again.params, A: drawn[0]}, {**servers[0].params, A: drawn[0]})
 
 
 def test_the_base_comes_down_each_round_and_the_zeros_once() -> None:
@@ -152,7 +152,7 @@ def test_a_factor_that_did_not_travel_is_the_servers() -> None:
     half = Update("a", {f"{LAYERS[0]}.lora_B.weight": B}, {}, 1.0, {}, None)
     delta = FLORA.server.reduce(server, [half], 1).delta
     expected = 1.5 * (B @ MODEL.initial[f"{LAYERS[0]}.lora_A.weight"])
-    assert tree.equal(delta, {f"{LAYERS[0]}.weight": expected})
+    assert tensors.equal(delta, {f"{LAYERS[0]}.weight": expected})
 
 
 def test_updates_are_let_go_as_they_stream_past() -> None:

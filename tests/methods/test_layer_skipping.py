@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from helpers import Clients, last, play, run_of, small
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.method import MethodError
 from partita.core.plan import Turn, plan_for
 from partita.methods.fedavg import fedavg
 from partita.methods.layer_skipping import layer_skipping
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 CLIENTS = Clients(a=5, b=9, c=6)
 DEEP = Tiny(layers=10)
@@ -41,7 +41,7 @@ def test_what_is_skipped_never_moves() -> None:
 def test_with_all_of_it_it_is_fedavg_bit_for_bit() -> None:
     methods = layer_skipping(1.0, embeddings=True), fedavg()
     one, two = (play(run_of(method, 3, cohort=2), small(), CLIENTS) for method in methods)
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 @pytest.mark.parametrize(("layers", "message"), [((10,), "names layer 10, but the model has 10"), (0.0, "fraction")])

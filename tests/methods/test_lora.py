@@ -15,16 +15,16 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import ViTForImageClassification
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.model import Model, TagError
 from partita.core.plan import Turn, plan_for
 from partita.core.rng import Key
-from partita.core.tree import Tensors
-from partita.engines.faults import Faults
+from partita.core.tensors import Tensors
+from partita.engines.availability import Faults
 from partita.methods.fedavg import fedavg
 from partita.methods.lora import lora
 from partita.models import ModelError
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 INPUTS = {"pixel_values": pictures(6, seed=9).pixels}
 BODY = ("embedding", "query", "key", "value", "output", "mlp", "norm")
@@ -49,7 +49,7 @@ def load(folder: Path) -> Any:
 
 def test_it_has_all_that_it_had_under_the_same_names_and_the_factors_beside() -> None:
     base, model = small(), extended()
-    assert tree.equal({name: model.initial[name] for name in base.initial}, base.initial)
+    assert tensors.equal({name: model.initial[name] for name in base.initial}, base.initial)
     new = model.initial.keys() - base.initial.keys()
     assert new == model.names("lora")
     layers = ("vit.layers.0.attention.q_proj", "vit.layers.0.attention.v_proj")
@@ -65,7 +65,7 @@ def test_factors_are_drawn_from_the_key_by_name_and_from_nothing_else() -> None:
     before = torch.get_rng_state()
     one, same, other = (small().low_rank(2, 1.0, ("query", "mlp"), Key(seed)).initial for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
-    assert tree.equal(one, same)
+    assert tensors.equal(one, same)
     A = [name for name in one if name.endswith("lora_A.weight")]
     assert len(A) == 3
     for name in A:
@@ -174,7 +174,7 @@ def test_it_is_fedavg_on_a_model_whose_base_is_frozen() -> None:
         for method, model in ((lora(rank=2, alpha=3.0), open_), (fedavg(), frozen))
     ]
     for one, two in zip(*rounds, strict=True):
-        assert tree.equal(tree.select(one.server.params, frozen.every()), two.server.params)
+        assert tensors.equal(tensors.select(one.server.params, frozen.every()), two.server.params)
         assert (one.traffic, one.loss, one.lost) == (two.traffic, two.loss, two.lost)
     assert not any(torch.equal(value, frozen.initial[name]) for name, value in last(rounds[1]).items())
 

@@ -9,15 +9,15 @@ import torch
 from helpers import Clients, batches_of, distance, last, play, run_of, small
 from torch.nn import functional
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.method import Context, Method, MethodError
 from partita.core.model import Output
 from partita.core.plan import Turn, share_everything
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg
 from partita.methods.moon import Contrastive, moon
-from partita.tiny import Tiny, Wide, WidePopulation
+from partita.testing.toy import Tiny, Wide, WidePopulation
 
 
 def test_three_rounds_of_two_clients_are_the_papers() -> None:
@@ -61,7 +61,7 @@ def test_padding_has_no_say() -> None:
     }
     plan = share_everything(model, Turn(0, 1, "a"))
     ctx = Context(model, plan, model.initial, {}, {"last": other}, 0.1)
-    rule, live = Contrastive(1.0, 0.5), tree.scale(other, 0.7)
+    rule, live = Contrastive(1.0, 0.5), tensors.scale(other, 0.7)
     whole, padded = data.take(torch.arange(3)), data.take(torch.tensor([0, 1, 2, 0]))
     masked = replace(padded, mask=torch.tensor([1.0, 1.0, 1.0, 0.0]))
     penalties = [rule.penalty(model(live, batch.inputs), live, batch, ctx) for batch in (whole, masked, padded)]
@@ -72,7 +72,7 @@ def test_padding_has_no_say() -> None:
 def test_without_weight_it_is_fedavg_bit_for_bit() -> None:
     clients = Clients(a=5, b=9, c=6)
     one, two = (play(run_of(method, 3, cohort=2), small(), clients) for method in (moon(mu=0.0), fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 class Blind(Tiny):

@@ -9,15 +9,15 @@ import pytest
 import torch
 from helpers import last, play, run_of
 
-from partita.core import tree
-from partita.core.learn import ClientState
+from partita.core import tensors
+from partita.core.client import ClientState
 from partita.core.method import Method, MethodError
 from partita.core.model import Model
 from partita.core.optim import SGD
 from partita.core.plan import Turn, plan_for
 from partita.core.rng import Key
 from partita.core.rounds import Round, rounds
-from partita.engines.embedded import Embedded
+from partita.engines.simulation import Embedded
 from partita.methods import build
 from partita.methods.pfeddc import pfeddc
 from partita.methods.promptfl import promptfl
@@ -37,7 +37,7 @@ def played(method: Method) -> list[Round]:
 
 def alike(one: Method, two: Method) -> bool:
     pairs = list(zip(played(one), played(two), strict=True))
-    same = all(tree.equal(left.server.params, right.server.params) for left, right in pairs)
+    same = all(tensors.equal(left.server.params, right.server.params) for left, right in pairs)
     return same and all(left.traffic == right.traffic for left, right in pairs)
 
 
@@ -53,7 +53,7 @@ def test_without_own_prompts_and_text_it_is_vpfl() -> None:
 def test_without_own_prompts_it_is_federated_prompts_in_both_towers() -> None:
     """From the same start as each alone, with all that is learnt shared."""
     model, text, vision = (extended(each) for each in (pfeddc(3, 2, local=False), promptfl(3), vpfl(2)))
-    assert tree.equal(model.initial, {**text.initial, **vision.initial})
+    assert tensors.equal(model.initial, {**text.initial, **vision.initial})
     method = pfeddc(3, 2, local=False)
     plan = plan_for(method.plan, model, Turn(0, 3, "a"))
     assert plan.train == plan.up == plan.down == {"prompt.text.global", "prompt.vision.global"}

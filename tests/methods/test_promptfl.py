@@ -8,7 +8,7 @@ import albums
 import torch
 from helpers import last, play, run_of
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD
@@ -56,7 +56,7 @@ def test_blocks_of_float32_towers_agree_with_single_clients() -> None:
     method = promptfl(text=3)
     run = run_of(method, 2, SGD(momentum=0.9))
     one, two = (last(play(run, extended(method), albums.FOUR, block=block)) for block in (1, 4))
-    assert tree.norm(tree.subtract(one, two)) < 1e-6 * tree.norm(one)
+    assert tensors.norm(tensors.subtract(one, two)) < 1e-6 * tensors.norm(one)
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:

@@ -10,14 +10,13 @@ from helpers import OPTIMIZERS, Clients, distance, last, play, run_of
 from test_architectures import Few, adapted, inputs_of, made
 from torch import nn
 
-from partita.config import parse
-from partita.conformance import check_method
-from partita.core import tree, wire
-from partita.core.learn import ClientState, learn, reply, visit
+from partita.core import serialization, tensors
+from partita.core.client import ClientState, reply, visit
 from partita.core.method import Method, MethodError, Release, Rule, Server, Update, compose
 from partita.core.model import Model, layer_of
 from partita.core.rounds import Round, ask, begin
-from partita.engines.faults import Faults
+from partita.engines.availability import Faults
+from partita.experiment.config import parse
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
@@ -25,7 +24,9 @@ from partita.methods.fedprox import fedprox
 from partita.methods.layer_skipping import layer_skipping
 from partita.methods.safl import OverCohort, safl
 from partita.methods.selectors import Attention, TopLayers
-from partita.tiny import Tiny
+from partita.testing.conformance import check_method
+from partita.testing.toy import Tiny
+from partita.training.local_training import learn
 
 MODEL = Tiny(width=4, layers=3)
 FOUR = Clients(a=5, b=6, c=7, d=8)
@@ -42,13 +43,13 @@ def played(method: Method, count: int = 3, model: Model = MODEL, **more: Any) ->
 @pytest.mark.parametrize("options", [{"k": 1.0}, {"k": 3}, {"k": 1.0, "every": 2}, {"k": 1.0, "select": "random"}])
 def test_with_all_layers_and_embeddings_it_is_fedavg_bit_for_bit(options: dict[str, Any]) -> None:
     for one, two in zip(played(safl(embeddings=True, **options)), played(fedavg()), strict=True):
-        assert tree.equal(one.server.params, two.server.params)
+        assert tensors.equal(one.server.params, two.server.params)
         assert (one.traffic, one.loss, one.sent) == (two.traffic, two.loss, two.sent)
 
 
 def test_the_topmost_layers_are_layer_skipping_bit_for_bit() -> None:
     one, two = played(safl(k=2, select="static")), played(layer_skipping((1, 2)))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
     assert [each.traffic for each in one] == [each.traffic for each in two]
 
 
@@ -58,8 +59,8 @@ def test_over_the_cohort_with_all_layers_it_is_fedavg_up_to_rounding() -> None:
 
 
 def test_and_otherwise_it_is_not() -> None:
-    results = [tree.digest(last(played(safl(k=1, select=select)))) for select in ("attention", "random", "static")]
-    assert len({*results, tree.digest(last(played(fedavg())))}) == 4
+    results = [tensors.digest(last(played(safl(k=1, select=select)))) for select in ("attention", "random", "static")]
+    assert len({*results, tensors.digest(last(played(fedavg())))}) == 4
 
 
 # ---- what stays and what travels
@@ -72,7 +73,7 @@ def test_what_nobody_chose_is_handed_on_as_the_same_object_and_costs_nothing() -
         sent = frozenset[str]().union(*each.sent.values())
         for name, value in each.server.params.items():
             assert (value is before[name]) == (name not in sent)
-        assert each.traffic.up.keys() - {wire.ENVELOPE} == sent
+        assert each.traffic.up.keys() - {serialization.ENVELOPE} == sent
         kinds.add(frozenset(layer for name in sent if (layer := layer_of(MODEL.tags[name]))))
         assert "embed.weight" not in sent
         before = each.server.params
@@ -84,7 +85,7 @@ def test_a_client_sends_the_bytes_of_its_layers_and_head_and_no_more() -> None:
     wanted = 0
     for names in each.sent.values():
         assert len({layer for name in names if (layer := layer_of(MODEL.tags[name]))}) == 1
-        wanted += len(wire.pack({"delta": tree.select(MODEL.initial, names)}))
+        wanted += len(serialization.pack({"delta": tensors.select(MODEL.initial, names)}))
     assert sum(each.traffic.up.values()) == wanted > 0
 
 
@@ -220,7 +221,7 @@ def test_clients_of_different_depth_train_one_model() -> None:
 
 def test_full_depth_is_no_depth() -> None:
     one, two = played(safl(k=2, depth={"a": 3})), played(safl(k=2))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 @pytest.mark.parametrize("case", ["vit-image", "bert-text", "gpt2-lm", "llama-text"])

@@ -11,14 +11,14 @@ from helpers import Clients, last, play, run_of, small
 from quadratics import LR, Bowls, end, flat, pull, rest, start
 from quadratics import play as play_bowls
 
-from partita.core import tree
+from partita.core import tensors
+from partita.core.client_store import Memory
 from partita.core.method import Context, MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Phase, Plan
-from partita.core.store import Memory
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import Corrected, scaffold
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 EVEN = (2, 2, 2, 2)
 
@@ -74,7 +74,7 @@ def test_the_first_round_is_fedavgs_bit_for_bit() -> None:
     """All variates are zero then; clients of one size count alike in both."""
     clients = Clients(a=6, b=6, c=6)
     one, two = (play(run_of(method, 1), small(), clients) for method in (scaffold(), fedavg()))
-    assert tree.equal(last(one), last(two))
+    assert tensors.equal(last(one), last(two))
 
 
 def test_what_a_client_keeps_is_not_corrected() -> None:
@@ -82,8 +82,8 @@ def test_what_a_client_keeps_is_not_corrected() -> None:
     head, body = model.names("head"), model.every() - model.names("head")
     plan = Plan((Phase(model.every()),), up=body, down=body, keep=head)
     ones = {name: torch.ones_like(value) for name, value in model.initial.items()}
-    sent = {"control": tree.scale(ones, 2.0)}
-    ctx = Context(model, plan, model.initial, sent, {"control": tree.scale(ones, 5.0)}, 0.1)
+    sent = {"control": tensors.scale(ones, 2.0)}
+    ctx = Context(model, plan, model.initial, sent, {"control": tensors.scale(ones, 5.0)}, 0.1)
     part = {"layers.0.mlp.weight": ones["layers.0.mlp.weight"]}  # a phase that trains one tensor
     assert Corrected().gradient(part, ctx).keys() == part.keys()
     corrected = Corrected().gradient(ones, ctx)

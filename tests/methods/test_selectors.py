@@ -11,13 +11,14 @@ import torch
 from helpers import Clients, play, run_of
 from torch import Tensor
 
+from partita.core.client_store import Memory
+from partita.core.data import Batch, Examples
 from partita.core.method import Choice, Context, MethodError
-from partita.core.model import ATTENTION, Batch, Examples, layer_of
+from partita.core.model import ATTENTION, layer_of
+from partita.core.noise import add_noise, gaussian
 from partita.core.plan import Plan, Turn, plan_for, share_everything
-from partita.core.private import add_noise, gaussian
 from partita.core.rng import Key
-from partita.core.store import Memory
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.layer_skipping import layer_skipping
 from partita.methods.safl import safl
@@ -33,7 +34,7 @@ from partita.methods.selectors import (
     how_many,
     sample,
 )
-from partita.tiny import Tiny
+from partita.testing.toy import Tiny
 
 MODEL = Tiny(width=4, layers=4)
 LAYERS = [f"layer.{number}" for number in range(4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import albums
 from helpers import last, play, run_of
 
-from partita.core import tree
+from partita.core import tensors
 from partita.methods.fedavg import fedavg
 from partita.methods.zero_shot import zero_shot
 
@@ -14,11 +14,11 @@ def test_it_is_fedavg_without_a_step() -> None:
     model = albums.towers()
     played = play(run_of(zero_shot(), 2), model, albums.FOUR)
     assert all(not each.traffic.up and not each.traffic.down and each.loss is None for each in played)
-    assert tree.equal(last(played), model.initial)
+    assert tensors.equal(last(played), model.initial)
     still = run_of(fedavg(), 2, lr=1e-45)
-    assert tree.equal(last(play(still, model, albums.FOUR)), last(played))
+    assert tensors.equal(last(play(still, model, albums.FOUR)), last(played))
 
 
 def test_it_takes_any_model() -> None:
     model = albums.small()
-    assert tree.equal(last(play(run_of(zero_shot(), 1), model, albums.FOUR, block=4)), model.initial)
+    assert tensors.equal(last(play(run_of(zero_shot(), 1), model, albums.FOUR, block=4)), model.initial)

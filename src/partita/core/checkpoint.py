@@ -13,11 +13,11 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from partita.core import wire
-from partita.core.files import DamageError, number_of, seal, sealed, unseal
-from partita.core.ledger import Ledger
+from partita.core import serialization
+from partita.core.atomic_files import DamageError, number_of, seal, sealed, unseal
 from partita.core.method import Server
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
+from partita.core.versions import Ledger
 
 KEPT = 2  # checkpoints; the older one is there in case the newest is damaged
 REMEDY = "delete it to resume from the checkpoint before it"
@@ -62,7 +62,7 @@ def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "",
         "owners": None if owners == clients else owners,  # of a state; mostly all clients
         "preloaded": server.ledger.preloaded,
     }
-    path = seal(folder, done, wire.save(flat, {"partita": json.dumps(about)}))
+    path = seal(folder, done, serialization.save(flat, {"partita": json.dumps(about)}))
     for old in sealed(folder)[:-KEPT]:
         old.unlink()
     return path
@@ -100,7 +100,7 @@ def newest(folder: Path, run: str | None, first: Server, device: torch.device | 
 
 
 def _parse(data: bytes, device: torch.device | None) -> Saved:
-    about = json.loads(wire.about(data)["partita"])
+    about = json.loads(serialization.about(data)["partita"])
     flat = safetensors.torch.load(data)
     digests = flat.pop("clients/digest").numpy().tobytes()
     rounds = flat.pop("clients/round").tolist()

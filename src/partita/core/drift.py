@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.method import Update
 from partita.core.model import Model
-from partita.core.rows import Laid
-from partita.core.tree import Mean, Tensors
+from partita.core.packed import Laid
+from partita.core.tensors import Mean, Tensors
 
 _LOT = 2**26  # numbers of updates that are looked at together: on a GPU each call costs more than the arithmetic
 Measures = dict[str, dict[str, float]]  # tag -> measure -> value
@@ -48,7 +48,7 @@ class Drift:
     def _see(self, delta: Mapping[str, Tensor], weight: float) -> None:
         self.mean.add(delta, weight)
         lengths: dict[str, float] = {}
-        for name, square in tree.squares(delta).items():
+        for name, square in tensors.squares(delta).items():
             self.square[name] = self.square.get(name, 0.0) + weight * square
             for tag in self.tags[name]:
                 lengths[tag] = lengths.get(tag, 0.0) + square
@@ -79,15 +79,15 @@ class Drift:
         table = torch.tensor([[each[tag] for each in shares] for name in deltas for tag in self.tags[name]])
         parts = torch.split(table.to(device, non_blocking=True), [len(self.tags[name]) for name in deltas])
         for (name, value), part in zip(deltas.items(), parts, strict=True):  # part: (tag of the name, client)
-            both = part.to(tree.wide(value).dtype), tree.wide(value)
+            both = part.to(tensors.wide(value).dtype), tensors.wide(value)
             self.units[name] = self.units[name].addmm_(*both) if name in self.units else torch.mm(*both)
 
     def measures(self) -> Measures:
         mean = self.mean.value
-        squares, flat = tree.squares(mean), {name: value.flatten() for name, value in mean.items()}
+        squares, flat = tensors.squares(mean), {name: value.flatten() for name, value in mean.items()}
         # Those who still wait are multiplied with the mean as they are, and mostly that is all.
         deltas, shares = self._waited()
-        dots = [torch.mv(tree.wide(value), flat[name]) for name, value in deltas.items()]
+        dots = [torch.mv(tensors.wide(value), flat[name]) for name, value in deltas.items()]
         dots += [torch.mv(value, flat[name]) for name, value in self.units.items()]
         found = iter(torch.cat(dots).tolist() if dots else [])
         groups: dict[str, list[str]] = {}

@@ -8,12 +8,13 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from partita.core.ledger import Ledger
-from partita.core.model import Batch, Examples, Model, Output
+from partita.core.data import Batch, Examples
+from partita.core.dp_settings import Private
+from partita.core.model import Model, Output
 from partita.core.plan import NONE, Phase, Plan, Planner, Turn, share_everything
-from partita.core.private import Private
 from partita.core.rng import Key
-from partita.core.tree import Mean, Names, Slots, Tensors, add
+from partita.core.tensors import Mean, Names, Slots, Tensors, add
+from partita.core.versions import Ledger
 
 T = TypeVar("T")
 

@@ -1,19 +1,19 @@
-"""What the core asks of a model, of data, and of a population of clients."""
+"""What the core asks of a model."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from partita.core.data import Batch
 from partita.core.rng import Key
-from partita.core.tree import Names, Tensors
+from partita.core.tensors import Names, Tensors
 
-IGNORED = -100  # a target that does not count: padding, or a token of which nothing is asked
 ATTENTION = "attention"  # the note, by layer, of the attention (head,) that a client's heads pay to chosen tokens
 TOWERS = frozenset({"vision", "text"})  # of models with two
 
@@ -116,47 +116,3 @@ def before_layers(model: Model) -> Names:
 def role_of(tags: Names) -> str:
     """What the parameter is for, whichever layer or tower it sits in; low-rank factors are a role of their own."""
     return next((tag for tag in sorted(tags - TOWERS) if not tag.startswith("layer.")), "")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Inputs by name, as the model takes them. The mask (example,) is zero for padding; None: all count."""
-
-    inputs: Tensors
-    targets: Tensor
-    mask: Tensor | None = None
-
-
-class Examples(Protocol):
-    """A set of examples that can be taken by index."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, indices: Tensor) -> Batch: ...
-
-
-@runtime_checkable
-class Selection(Examples, Protocol):
-    """Examples that are rows of a table, which may hold those of others too."""
-
-    @property
-    def table(self) -> Examples: ...
-
-    @property
-    def indices(self) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class ClientData:
-    train: Examples
-    validation: Examples
-    test: Examples
-
-
-class Population(Protocol):
-    """The clients by name; a client's data is made when asked for, so a large population costs little."""
-
-    @property
-    def clients(self) -> Sequence[str]: ...
-
-    def __getitem__(self, client: str) -> ClientData: ...

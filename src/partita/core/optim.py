@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from partita.core.tree import Slots, Tensors, zeros_like
+from partita.core.tensors import Slots, Tensors, zeros_like
 
 
 class Optimizer(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from partita.core.model import Model
-from partita.core.tree import Names
+from partita.core.tensors import Names
 
 NONE: Names = frozenset()
 

@@ -12,16 +12,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from partita.core import wire
+from partita.core import serialization
+from partita.core.client import ClientFault, Job
+from partita.core.data import Examples
 from partita.core.drift import Drift, Measures
-from partita.core.learn import ClientFault, Job
-from partita.core.ledger import Ledger
 from partita.core.method import MethodError, Server, Update
-from partita.core.model import Examples, Model
+from partita.core.model import Model
 from partita.core.plan import Plan, Turn, plan_for
-from partita.core.replies import Checked, Inspector, Limits, Refused, short
-from partita.core.run import Run, RunError
-from partita.core.tree import Names, Tensors, finite, select, within
+from partita.core.settings import Run, RunError
+from partita.core.tensors import Names, Tensors, finite, select, within
+from partita.core.update_checks import Checked, Inspector, Limits, Refused, short
+from partita.core.versions import Ledger
 
 LONGEST = 500  # characters of a reason, which may come from a client
 UNKNOWN = "unknown"  # whose reply does not say who sent it
@@ -190,7 +191,7 @@ class _Round:
             replace(server, ledger=ledger),
             tuple(self.cohort),
             tuple(self.lost),
-            Traffic(wire.total(self.up), wire.total(self.down)),
+            Traffic(serialization.total(self.up), serialization.total(self.down)),
             sum(weight * loss for weight, loss in self.losses) / weight if weight else None,
             self.drift.measures(),
             self.sent,
@@ -216,7 +217,7 @@ class _Round:
         """What is not special to a client weighs the same for all who lack the same."""
         if not special and job.stale in self.plain:
             return self.plain[job.stale]
-        weight = wire.count({"params": select(job.params, job.stale), **job.slots})
+        weight = serialization.count({"params": select(job.params, job.stale), **job.slots})
         if not special:
             self.plain[job.stale] = weight
         return weight

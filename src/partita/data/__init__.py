@@ -14,7 +14,7 @@ from partita.data.task import Federation, Rows, Table, Task
 INDEX = {
     "digits": "partita.data.digits:digits",
     "images": "partita.data.images:images",
-    "lm": "partita.data.lm:lm",
+    "lm": "partita.data.language_modeling:lm",
     "synthetic": "partita.data.synthetic:synthetic",
     "text": "partita.data.text:text",
     "tokens": "partita.data.tokens:tokens",

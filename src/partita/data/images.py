@@ -16,10 +16,10 @@ from torch import Tensor
 from partita.core import memory
 from partita.core.options import MOST, Positive, Range
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.data.errors import DataError, need, reading
 from partita.data.labels import one_label
-from partita.data.source import Part, TestPart, read
+from partita.data.loading import Part, TestPart, read
 from partita.data.task import Side, Table, Task
 
 MODES = {1: "L", 3: "RGB"}

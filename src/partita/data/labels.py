@@ -9,7 +9,7 @@ from torch import Tensor
 
 from partita.core.options import nearest, shown
 from partita.data.errors import DataError
-from partita.data.source import Part, Source
+from partita.data.loading import Part, Source
 
 
 def is_list(part: Part, column: str) -> bool:

@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from partita.core.model import IGNORED, Batch
+from partita.core.data import IGNORED, Batch
 from partita.data.errors import DataError
 
 MULTIPLE = 8  # few different widths, which kernels like

@@ -8,8 +8,8 @@ import numpy as np
 
 from partita.core.options import nearest
 from partita.core.rng import Key
+from partita.data.client_ids import Listed
 from partita.data.errors import DataError
-from partita.data.names import Listed
 from partita.data.task import Partition, Task
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from partita.core.options import Count, PartialShare, Positive, bind, nearest, pick, shown
 from partita.core.rng import Key
+from partita.data.client_ids import Listed, Numbered
 from partita.data.errors import DataError
-from partita.data.names import Listed, Numbered
 from partita.data.task import Cut, Federation, Ints, Partition, Task, grouped
 
 ATTEMPTS = 50
@@ -30,7 +30,7 @@ SPLITS = {
     "pathological": "partita.data.split:pathological",
     "by_column": "partita.data.split:by_column",
     "groups": "partita.data.split:groups",
-    "flwr": "partita.data.flwr:flwr",
+    "flwr": "partita.data.flwr_partitioners:flwr",
     "site": "partita.data.site:site",
 }
 

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from partita.core.model import Batch, ClientData, Examples
+from partita.core.data import Batch, ClientData, Examples
 from partita.core.options import Range
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
+from partita.data.client_ids import Listed
 from partita.data.errors import DataError
-from partita.data.names import Listed
 from partita.data.ragged import Ragged
 
 Ints = NDArray[np.int64]

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from partita.core.options import Count
 from partita.core.rng import Key
-from partita.data.encode import encoder
 from partita.data.labels import is_list, many_labels, one_label
+from partita.data.loading import TestPart, read
 from partita.data.ragged import ragged
-from partita.data.source import TestPart, read
 from partita.data.task import Task
+from partita.data.tokenization import encoder
 
 
 def text(

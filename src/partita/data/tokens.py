@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from partita.core.model import IGNORED
+from partita.core.data import IGNORED
 from partita.core.options import Count, shown
 from partita.core.rng import Key
-from partita.data.encode import Encoder, encoder
 from partita.data.errors import DataError
 from partita.data.labels import label_lists
+from partita.data.loading import Part, TestPart, read
 from partita.data.ragged import Ragged, ragged
-from partita.data.source import Part, TestPart, read
 from partita.data.task import Task
+from partita.data.tokenization import Encoder, encoder
 
 TAG = re.compile(r"O|[BI]-.+")
 

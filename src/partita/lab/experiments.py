@@ -12,8 +12,8 @@ from torch import Tensor
 
 from partita.core.rng import Key
 from partita.lab.simulate import Setting, Trace, automatic_warmup, losses_by_warmup, step_size, warm_up
+from partita.lab.synthetic import Differences, Size, World, draw, stack
 from partita.lab.theory import Data, Features, Kernel, drift, feature_map, moments, profile
-from partita.lab.world import Differences, Size, World, draw, stack
 from partita.methods.fedfrozen import fedfrozen
 
 LEVELS = (0.0, 0.5, 1.0, 2.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.lab import experiments as lab
-from partita.report.frame import COLOURS, INK, MUTED, calm, new_figure, svg
+from partita.report.plot_style import COLOURS, INK, MUTED, calm, new_figure, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from partita.core.data import Batch, ClientData
 from partita.core.method import Context, Local, Method
-from partita.core.model import Batch, ClientData, Model, Output
-from partita.core.tree import Tensors
+from partita.core.model import Model, Output
+from partita.core.tensors import Tensors
+from partita.lab.synthetic import World
 from partita.lab.theory import Data, Features, Kernel, LabError, attend
-from partita.lab.world import World
 
 
 class LinearAttention(Model):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from partita.lab.synthetic import World
 from partita.lab.theory import Data, Features, Kernel, Moments, loss, moments, round_map
-from partita.lab.world import World
-from partita.methods.disagreement import SMOOTHING
+from partita.methods.auto_warmup import SMOOTHING
 
 BEYOND = 1e6
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from partita.core.method import Aggregate, Method, MethodError, Rule, Server
 from partita.core.model import Model
 from partita.core.options import NotNegative, PartialShare
-from partita.core.tree import Slots, scale, zeros_like
+from partita.core.tensors import Slots, scale, zeros_like
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from partita.core.data import Batch
 from partita.core.method import Aggregate, Context, Local, Method, MethodError, Rule, Server, Update
-from partita.core.model import Batch, Model, Output
+from partita.core.model import Model, Output
 from partita.core.options import Positive
-from partita.core.tree import Mean, Slots, Tensors, add, scale, subtract, zeros_like
+from partita.core.tensors import Mean, Slots, Tensors, add, scale, subtract, zeros_like
 from partita.methods.fedprox import Proximal
 
 

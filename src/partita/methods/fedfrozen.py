@@ -9,8 +9,8 @@ from partita.core.model import Model
 from partita.core.options import Count, Positive, Seed, Share, Whole
 from partita.core.plan import Plan, Turn, share, share_everything
 from partita.core.rng import Key
-from partita.core.tree import Names
-from partita.methods.disagreement import Disagreement
+from partita.core.tensors import Names
+from partita.methods.auto_warmup import Disagreement
 
 Frozen = Literal["kernel", "value", "mlp", "random"]
 

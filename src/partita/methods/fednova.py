@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from partita.core.method import Aggregate, Method, Rule, Server, Update
-from partita.core.tree import Mean
+from partita.core.tensors import Mean
 from partita.methods.scaffold import PLAIN_SGD
 
 

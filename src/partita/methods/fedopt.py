@@ -11,7 +11,7 @@ from torch import Tensor
 from partita.core.method import Aggregate, Method, MethodError, Rule, Server
 from partita.core.model import Model
 from partita.core.options import NotNegative, PartialShare, Positive, Share
-from partita.core.tree import Slots, zeros_like
+from partita.core.tensors import Slots, zeros_like
 
 Square = Callable[[Tensor, Tensor], Tensor]  # (second moment, squared delta) -> second moment
 

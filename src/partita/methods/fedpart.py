@@ -6,7 +6,7 @@ from partita.core.method import Method, MethodError
 from partita.core.model import Model, before_layers, layers_of
 from partita.core.options import Count, Whole
 from partita.core.plan import Plan, Turn, share, share_everything
-from partita.core.tree import Names
+from partita.core.tensors import Names
 
 
 def fedpart(full: Whole = 5, each: Count = 2) -> Method:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from partita.core.data import Batch
 from partita.core.method import Context, Local, Method, MethodError
-from partita.core.model import Batch, Output
+from partita.core.model import Output
 from partita.core.options import Count, NotNegative, Positive, Text
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.methods.promptfl import share_global
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from partita.core.data import Batch
 from partita.core.method import Context, Local, Method, MethodError
-from partita.core.model import Batch, Output
+from partita.core.model import Output
 from partita.core.options import NotNegative
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 
 
 @dataclass(frozen=True)

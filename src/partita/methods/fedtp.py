@@ -14,7 +14,7 @@ from partita.core.method import Aggregate, Method, MethodError, Rule, Server, Up
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Seed, Whole
 from partita.core.rng import Key
-from partita.core.tree import Mean, Names, Slots, Tensors, add, scale
+from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from partita.core.model import Model
 from partita.core.options import Count, Positive, Seed
 from partita.core.plan import Plan, Turn, share
 from partita.core.rng import Key
-from partita.core.tree import Names, Slots, Tensors, add
+from partita.core.tensors import Names, Slots, Tensors, add
 from partita.methods.lora import factors
 
 A, B, W = ".lora_A.weight", ".lora_B.weight", ".weight"  # (rank, in), (out, rank), (out, in)

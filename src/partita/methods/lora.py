@@ -6,7 +6,7 @@ from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import Count, Positive
 from partita.core.plan import Plan, Turn, share
-from partita.core.tree import Names
+from partita.core.tensors import Names
 
 
 def lora(

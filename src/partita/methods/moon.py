@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from partita.core.data import Batch
 from partita.core.method import Context, Local, Method, MethodError
-from partita.core.model import Batch, Output
+from partita.core.model import Output
 from partita.core.options import NotNegative, Positive
-from partita.core.tree import Slots, Tensors, select
+from partita.core.tensors import Slots, Tensors, select
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from partita.core.method import Aggregate, Method, MethodError, Release, Rule, S
 from partita.core.model import Model, layers_of
 from partita.core.options import Count, NotNegative, Positive, PositiveShare
 from partita.core.plan import NONE, Plan, Turn, share
-from partita.core.tree import Names
+from partita.core.tensors import Names
 from partita.methods.selectors import (
     HEADS,
     ROUND,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from partita.core.method import Aggregate, Context, Local, Method, Rule, Server, Update
 from partita.core.model import Model
 from partita.core.options import NotNegative
-from partita.core.tree import Mean, Names, Slots, Tensors, add, scale, select, subtract, zeros_like
+from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale, select, subtract, zeros_like
 
 PLAIN_SGD = frozenset({"sgd"})
 

@@ -9,13 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from partita.core import tree
+from partita.core import tensors
+from partita.core.data import Batch, Examples
 from partita.core.method import Choice, Context, Local, MethodError, Release
-from partita.core.model import ATTENTION, Batch, Examples, before_layers, layer_of, layers_of, number_of
+from partita.core.model import ATTENTION, before_layers, layer_of, layers_of, number_of
+from partita.core.noise import add_noise, gaussian
 from partita.core.plan import NONE, Plan
-from partita.core.private import add_noise, gaussian
 from partita.core.rng import Key
-from partita.core.tree import Names, Slots, Tensors
+from partita.core.tensors import Names, Slots, Tensors
 
 CHUNK = 64  # examples looked at together
 ROUND, HEADS = "layers_round", "layers_heads"  # what a client remembers of a choice that is to last
@@ -94,14 +95,14 @@ class Gradient:
 
     def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
         names = sorted(ctx.plan.train & ctx.model.names(*layers))
-        total = tree.zeros_like(tree.select(ctx.anchor, names))
+        total = tensors.zeros_like(tensors.select(ctx.anchor, names))
         places = sample(len(examples), self.probe, key)
         for batch in _batches(examples, places, ctx.anchor):
             live = {name: ctx.anchor[name].detach().requires_grad_() for name in names}
             losses = ctx.model.losses(ctx.model({**ctx.anchor, **live}, batch.inputs), batch.targets)
             slopes = torch.autograd.grad(losses.sum() / len(places), list(live.values()), allow_unused=True)
-            total = tree.add(total, {n: slope for n, slope in zip(names, slopes, strict=True) if slope is not None})
-        norms = [tree.norm(tree.select(total, ctx.model.names(layer) & total.keys())) for layer in layers]
+            total = tensors.add(total, {n: slope for n, slope in zip(names, slopes, strict=True) if slope is not None})
+        norms = [tensors.norm(tensors.select(total, ctx.model.names(layer) & total.keys())) for layer in layers]
         return Ranking(_named(layers, torch.stack(norms)), told=True)
 
 
@@ -222,7 +223,7 @@ def _batches(examples: Examples, places: Tensor, anchor: Tensors) -> Iterator[Ba
     device = next(iter(anchor.values())).device
     for some in torch.split(places, CHUNK) if len(places) else ():
         batch = examples.take(some)
-        yield Batch(tree.to(batch.inputs, device), batch.targets.to(device))
+        yield Batch(tensors.to(batch.inputs, device), batch.targets.to(device))
 
 
 def _named(layers: Sequence[str], scores: Tensor) -> dict[str, float]:

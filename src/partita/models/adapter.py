@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from partita.core import tree
-from partita.core.model import Batch, Model, Output
+from partita.core import tensors
+from partita.core.data import Batch
+from partita.core.model import Model, Output
 from partita.core.options import nearest
 from partita.core.rng import Key
-from partita.core.tree import Names, Tensors
-from partita.models import ModelError, attention, fused
+from partita.core.tensors import Names, Tensors
+from partita.models import ModelError, attention, split_qkv
+from partita.models.activation_checkpointing import recompute_layers
 from partita.models.architectures import architecture, forward_of, tags_of
-from partita.models.lifting import lift_well
-from partita.models.objectives import KINDS, Objective, losses_for
-from partita.models.recompute import recompute_layers
+from partita.models.losses import KINDS, Objective, losses_for
+from partita.models.vmap_layers import lift_well
 
 Place = tuple[dict[str, Any], str]  # a submodule's own parameters, and the name among them
 
@@ -59,33 +60,33 @@ class Adapted(Model):
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]
-        self.initial.update(tree.to(self.initial, device))
-        self.fixed.update(tree.to(self.fixed, device))
+        self.initial.update(tensors.to(self.initial, device))
+        self.fixed.update(tensors.to(self.fixed, device))
 
     def shallow(self, without: Names) -> Adapted:
-        from partita.models.shallow import shallow  # it is built on this
+        from partita.models.skip_layers import shallow
 
         return shallow(self, without)
 
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Adapted:
-        from partita.models.lora import low_rank  # only there is PEFT needed
+        from partita.models.lora import low_rank
 
         return low_rank(self, rank, alpha, roles, key)
 
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
-        from partita.models.profile import attention_to
+        from partita.models.attention_scores import attention_to
 
         return attention_to(self, params, batch, tokens)
 
     def by_head(self) -> dict[str, tuple[int, int]]:
-        from partita.models.profile import by_head
+        from partita.models.attention_scores import by_head
 
         return by_head(self)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
         """A plain transformers folder, which needs no partita to load."""
         with self._lent(params), quiet():
-            self.module.save_pretrained(folder, state_dict=fused.join(self.module, self.module.state_dict()))
+            self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, self.module.state_dict()))
         if self.dtype is not None:  # transformers notes the type of the first parameter; ours are of two types
             self.module.config.dtype = self.dtype
             self.module.config.save_pretrained(folder)

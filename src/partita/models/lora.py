@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.core import wire
+from partita.core import serialization
 from partita.core.options import nearest
 from partita.core.rng import Key
-from partita.core.tree import Names, Tensors
+from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
 from partita.models.adapter import Adapted, Place
 from partita.models.architectures import tags_of
@@ -69,7 +69,7 @@ class LowRank(Adapted):
         config.inference_mode = True
         config.save_pretrained(str(folder))
         named = {f"base_model.model.{name}": params[name] for name in sorted(params.keys() - rest)}  # as PEFT has it
-        (Path(folder) / "adapter_model.safetensors").write_bytes(wire.save(named, {"format": "pt"}))
+        (Path(folder) / "adapter_model.safetensors").write_bytes(serialization.save(named, {"format": "pt"}))
 
     def _tagged(self, tag: str) -> Names:
         return frozenset(name for name, tags in self.tags.items() if tag in tags)

@@ -25,11 +25,11 @@ from transformers import (
 
 from partita.core import memory
 from partita.core.rng import Key
-from partita.core.tree import Tensors
+from partita.core.tensors import Tensors
 from partita.models import ImageTask, Kind, ModelError, Task
 from partita.models.adapter import Adapted, adapt, quiet
 from partita.models.architectures import forward_of, heads_among
-from partita.models.objectives import Objective
+from partita.models.losses import Objective
 
 MODULES: dict[Kind, Any] = {
     "image": AutoModelForImageClassification,

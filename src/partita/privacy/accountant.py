@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from partita.core.dp_settings import PrivacyError
 from partita.core.method import Release
-from partita.core.private import PrivacyError
 
 Accountant = Literal["pld", "rdp"]
 Bill = Mapping[Release, int]  # how often each was made, to one and the same unit; a release's own count comes on top

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from partita.core.dp_settings import PrivacyError
 from partita.core.method import Release
-from partita.core.private import PrivacyError
 from partita.privacy.guard import Guard
-from partita.privacy.ledger import TRAINING, Account, find_noise
+from partita.privacy.spending import TRAINING, Account, find_noise
 
 DELTA = 1e-5
 

@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+from partita.core.dp_settings import PrivacyError, Private
 from partita.core.method import Release
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Positive, Range
 from partita.core.plan import Turn, plan_for
-from partita.core.private import PrivacyError, Private
 from partita.core.rounds import begin
-from partita.core.run import Run
-from partita.privacy.client import protect_clients
+from partita.core.settings import Run
+from partita.privacy.client_level import protect_clients
 from partita.privacy.disclosure import disclosed
-from partita.privacy.ledger import TRAINING, Account, find_noise, releases_of
+from partita.privacy.spending import TRAINING, Account, find_noise, releases_of
 
 ANYONE = "any client"  # in whose name the bill of client-level privacy is kept: it is the same for all
 

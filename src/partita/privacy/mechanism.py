@@ -16,16 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from partita.core.block import Block
-from partita.core.learn import ClientState, Visit, kind, learn, visit
+from partita.core.batch_schedule import Deal
+from partita.core.client import ClientState, Visit, visit
+from partita.core.data import Batch, Examples, Population
+from partita.core.dp_settings import Private
 from partita.core.method import Context, Server
-from partita.core.model import Batch, Examples, Model, Population
+from partita.core.model import Model
 from partita.core.plan import Phase
-from partita.core.private import Private
 from partita.core.rounds import ask
-from partita.core.run import Run
-from partita.core.stage import Deal
-from partita.core.tree import Slots, Tensors
+from partita.core.settings import Run
+from partita.core.tensors import Slots, Tensors
 from partita.privacy.evidence import (
     Array,
     Check,
@@ -35,6 +35,8 @@ from partita.privacy.evidence import (
     check_dispersion,
     check_normality,
 )
+from partita.training.local_training import kind, learn
+from partita.training.phase_trainer import Block
 
 T = TypeVar("T")
 CLIENTS, STEPS = 4, 4  # that are replayed, and the steps of each phase

@@ -14,11 +14,12 @@ import torch
 from scipy.stats import ks_2samp
 from torch import Tensor
 
-from partita.core.learn import ClientState, visit
+from partita.core.client import ClientState, visit
+from partita.core.data import Batch, Examples, Population
 from partita.core.method import Local, Release, Server
-from partita.core.model import Batch, Examples, Model, Population, layers_of
+from partita.core.model import Model, layers_of
 from partita.core.rounds import ask
-from partita.core.run import Run
+from partita.core.settings import Run
 from partita.privacy.evidence import Array, Check, chance_of_cosine
 from partita.privacy.mechanism import LOUD, altered
 

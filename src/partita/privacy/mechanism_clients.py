@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.stats import hypergeom
 
-from partita.core import tree
-from partita.core.learn import Job
+from partita.core import tensors
+from partita.core.client import Job
+from partita.core.data import Examples
 from partita.core.method import Aggregate, Rule, Server, Update
-from partita.core.model import Examples, Model
+from partita.core.model import Model
 from partita.core.rounds import Engine, Lost, rounds
-from partita.core.run import Run
-from partita.core.tree import Slots, Tensors
-from partita.privacy.client import ClippedUpdates, OverCohort
+from partita.core.settings import Run
+from partita.core.tensors import Slots, Tensors
+from partita.privacy.client_level import ClippedUpdates, OverCohort
 from partita.privacy.evidence import Check, chance_of_either
 from partita.privacy.mechanism import OVER, Stream, check_noise, stream_of
 
@@ -54,8 +55,8 @@ class Loud:
             elif isinstance(reply, Lost):
                 yield reply
             else:
-                slots = {slot: tree.scale(part, LOUD) for slot, part in reply.slots.items()}
-                yield replace(reply, delta=tree.scale(reply.delta, LOUD), slots=slots)
+                slots = {slot: tensors.scale(part, LOUD) for slot, part in reply.slots.items()}
+                yield replace(reply, delta=tensors.scale(reply.delta, LOUD), slots=slots)
 
 
 def check_clients(

@@ -13,8 +13,8 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from partita.core.files import DiskError
-from partita.core.private import PrivacyError
+from partita.core.atomic_files import DiskError
+from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
 
 FILE = Path("private", "secret")

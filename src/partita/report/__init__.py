@@ -1,9 +1,9 @@
 """Tables, figures and a page from recorded runs. Matplotlib and scipy are imported where they are first needed."""
 
+from partita.report.load import Record, ReportError, find, read, read_metric
 from partita.report.page import page
 from partita.report.plots import picture
-from partita.report.read import Record, ReportError, find, read, read_metric
-from partita.report.show import to_json, to_markdown, to_text
+from partita.report.render import to_json, to_markdown, to_text
 from partita.report.tables import Comparison, compare
 
 __all__ = [

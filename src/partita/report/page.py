@@ -14,11 +14,11 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partita.core.text import clean
-from partita.report import choice, plots, privacy, stages
-from partita.report.frame import Style, styles, svg
-from partita.report.read import Record, by_label, clients, metric_of, settings
-from partita.report.show import Column, by_question, size
+from partita.core.safe_text import clean
+from partita.report import layer_selection, plan_stages, plots, privacy
+from partita.report.load import Record, by_label, clients, metric_of, settings
+from partita.report.plot_style import Style, styles, svg
+from partita.report.render import Column, by_question, size
 from partita.report.tables import Comparison, compare
 
 if TYPE_CHECKING:
@@ -168,8 +168,10 @@ def _figures(records: Sequence[Record], metric: str) -> str:
     if repeated and not all(run.finished for run in records):
         spread += ", and where a run is unfinished the mean is over the seeds that got that far"
     spread += "."
-    marked = any(stages.changes(runs) for runs in by_label(records).values())
-    marks = f" Dashed verticals: a label's plan changes (if at most {stages.CHANGES_MARKED} times)." if marked else ""
+    marked = any(plan_stages.changes(runs) for runs in by_label(records).values())
+    marks = (
+        f" Dashed verticals: a label's plan changes (if at most {plan_stages.CHANGES_MARKED} times)." if marked else ""
+    )
     wanted: list[tuple[str, Callable[[], Figure | None], str, str]] = [
         (
             "rounds",
@@ -210,14 +212,14 @@ def _figures(records: Sequence[Record], metric: str) -> str:
 
 
 def _choice(records: Sequence[Record]) -> str:
-    chose = choice.chose(records)
+    chose = layer_selection.chose(records)
     if not chose:
         return ""
-    steady = [(label, *choice.steadiness(runs)) for label, runs in chose.items()]
+    steady = [(label, *layer_selection.steadiness(runs)) for label, runs in chose.items()]
     parts = [
         _figure(
             "layers",
-            choice.layers_by_round(records),
+            layer_selection.layers_by_round(records),
             "Layers that clients sent.",
             "Share of the round's clients, over all seeds, that chose a layer.",
         ),
@@ -227,7 +229,7 @@ def _choice(records: Sequence[Record]) -> str:
 
 
 def _alarms(records: Sequence[Record]) -> str:
-    lines = list(choice.raised(records))
+    lines = list(layer_selection.raised(records))
     return f"<section>\n<h2>Alarms</h2>\n{_notes(lines)}</section>\n" if lines else ""
 
 
@@ -296,12 +298,12 @@ def _places(cases: Sequence[tuple[int, int, str]]) -> str:
 
 
 def _plans(records: Sequence[Record]) -> str:
-    plans = stages.plans(records)
+    plans = plan_stages.plans(records)
     if not plans:
         return ""
     figure = _figure(
         "plan",
-        stages.plan_grid(records),
+        plan_stages.plan_grid(records),
         "The plan.",
         "What happens to each role in each layer, stage by stage; a cell of two colours is divided by numbers of "
         "parameters, and an empty one has no parameters. Labels with equal plans share a panel.",
@@ -309,7 +311,7 @@ def _plans(records: Sequence[Record]) -> str:
     body = [
         (
             ", ".join(each.labels),
-            stages.rounds_of(stage),
+            plan_stages.rounds_of(stage),
             *(_part(stage, what) for what in ("trains", "up", "down", "keep")),
         )
         for each in plans

@@ -10,7 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from partita.report.frame import (
+from partita.report.load import Record, ReportError, by_label, metric_of, number, personal, present, sent, tested
+from partita.report.metric import Metric
+from partita.report.plan_stages import changes
+from partita.report.plot_style import (
     GRID,
     INK,
     MUTED,
@@ -24,9 +27,6 @@ from partita.report.frame import (
     styles,
     whole_rounds,
 )
-from partita.report.metric import Metric
-from partita.report.read import Record, ReportError, by_label, metric_of, number, personal, present, sent, tested
-from partita.report.stages import changes
 from partita.report.tables import alone, deviation, gains, mean, worst_tenth
 
 if TYPE_CHECKING:

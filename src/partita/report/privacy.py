@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from partita.report.frame import GRID, MUTED, calm, legend, legend_height, new_figure, shorten, styles, whole_rounds
+from partita.report.load import Record, by_label, number
 from partita.report.metric import MISSING, short
-from partita.report.read import Record, by_label, number
+from partita.report.plot_style import (
+    GRID,
+    MUTED,
+    calm,
+    legend,
+    legend_height,
+    new_figure,
+    shorten,
+    styles,
+    whole_rounds,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

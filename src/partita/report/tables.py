@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partita.report.metric import Metric
-from partita.report.read import (
+from partita.report.load import (
     Record,
     ReportError,
     by_label,
@@ -21,6 +20,7 @@ from partita.report.read import (
     settings,
     tested,
 )
+from partita.report.metric import Metric
 
 ALONE = ("local-only", "coop")  # methods of clients who learn and share nothing
 SHARE = {True: 0.95, False: 1.05}  # of the first label's final mean: by higher_is_better, when it counts as reached

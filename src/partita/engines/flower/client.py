@@ -15,21 +15,22 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from partita.core import files, tree, wire
-from partita.core.learn import ClientFault, Job
-from partita.core.model import ClientData, Model
+from partita.core import atomic_files, serialization, tensors
+from partita.core.client import ClientFault, Job
+from partita.core.client_store import Disk
+from partita.core.data import ClientData
+from partita.core.model import Model
 from partita.core.plan import Plan
 from partita.core.rounds import Lost
-from partita.core.run import Run
-from partita.core.store import Disk
-from partita.core.tree import Tensors
-from partita.engines.embedded import Embedded
-from partita.engines.faults import Faults
-from partita.engines.flower import history, messages
-from partita.engines.flower.checks import check_order, check_reply, presentable
+from partita.core.settings import Run
+from partita.core.tensors import Tensors
+from partita.engines.availability import Faults
+from partita.engines.flower import answered_rounds, messages
+from partita.engines.flower.fingerprints import Seals
+from partita.engines.flower.message_checks import check_order, check_reply, presentable
 from partita.engines.flower.messages import Order, Refusal
-from partita.engines.flower.seals import Seals
-from partita.evaluate import Measure
+from partita.engines.simulation import Embedded
+from partita.evaluation import Measure
 
 COPY, SESSION, STATES, ANSWERED = "copy.safetensors", "session.json", "states", "answered.json"
 
@@ -91,7 +92,7 @@ def train(site: Site, content: RecordDict) -> RecordDict:
         )
     if order.sent:
         # Before the answer: what a client answered to, the server takes it to hold.
-        files.write(site.folder / COPY, wire.pack({"params": {**held, **order.sent}}))
+        atomic_files.write(site.folder / COPY, serialization.pack({"params": {**held, **order.sent}}))
     [answer] = engine.train([job])
     if isinstance(answer, Lost):
         return messages.of_refusal(Refusal(answer.reason))
@@ -118,7 +119,7 @@ def _enter(site: Site, content: RecordDict, done: int) -> tuple[Order, Plan, Emb
     """What is asked, the plan for it, and the engine of this one client. Nothing is touched before all is checked."""
     order = messages.to_order(content)
     plan = check_order(site.run, site.model, site.client, site.config, order, done)
-    if history.enter(site.folder / SESSION, order.ticket):
+    if answered_rounds.enter(site.folder / SESSION, order.ticket):
         (site.folder / COPY).unlink(missing_ok=True)
     store = Disk(site.folder / STATES, site.device)
     store.rewind(order.void)
@@ -133,13 +134,13 @@ def _enter(site: Site, content: RecordDict, done: int) -> tuple[Order, Plan, Emb
 
 def _may_answer(site: Site, engine: Embedded, job: Job) -> bool:
     state = engine.store.load(site.client, job.round)
-    asked = history.fingerprint(job, state, site.config, len(site.data.train))
-    return history.claim(site.answered or site.folder / ANSWERED, job.round, asked)
+    asked = answered_rounds.fingerprint(job, state, site.config, len(site.data.train))
+    return answered_rounds.claim(site.answered or site.folder / ANSWERED, job.round, asked)
 
 
 def _held(path: Path) -> Tensors:
     try:
-        return wire.unpack(path.read_bytes()).get("params", {})
+        return serialization.unpack(path.read_bytes()).get("params", {})
     except (FileNotFoundError, safetensors.SafetensorError):
         return {}  # the seal finds out what is missing
 
@@ -150,9 +151,9 @@ def _job(site: Site, order: Order, plan: Plan, held: Tensors) -> Job | Refusal:
     params = {name: known[name] if name in known else initial[name].cpu() for name in sorted(plan.down)}
     if Seals()(params) != order.seal:
         return Refusal("does not hold what it was sent in earlier rounds; it is sent everything anew", empty=True)
-    slots = {slot: tree.to(part, site.device) for slot, part in order.slots.items()}
+    slots = {slot: tensors.to(part, site.device) for slot, part in order.slots.items()}
     stale, round = frozenset(order.sent), order.ticket.round
-    return Job(round, site.client, tree.to(params, site.device), stale, slots, order.signal)
+    return Job(round, site.client, tensors.to(params, site.device), stale, slots, order.signal)
 
 
 def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:

@@ -1,6 +1,6 @@
 """What travels between server and site: tensors as one safetensors blob, the rest as typed records. Nothing is pickled.
 
-The blob is what `core/wire.py` packs and counts, so the bytes in a row are those of the blob.
+The blob is what `core/serialization.py` packs and counts, so the bytes in a row are those of the blob.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from partita.core import tree, wire
-from partita.core.learn import Job
+from partita.core import serialization, tensors
+from partita.core.client import Job
 from partita.core.method import Update
-from partita.core.text import clean
-from partita.core.tree import Slots, Tensors
+from partita.core.safe_text import clean
+from partita.core.tensors import Slots, Tensors
 
 FORMAT = "safetensors"
 LONGEST = 500  # characters of any text from the other side that is shown or recorded
@@ -70,7 +70,7 @@ def of_job(job: Job, seal: str, session: str, config: str, void: int, settled: i
         {
             "job": ConfigRecord({**ticket, **about}),
             "signal": MetricRecord(dict(job.signal)),
-            "tensors": _blob({"params": tree.select(job.params, job.stale), **job.slots}),
+            "tensors": _blob({"params": tensors.select(job.params, job.stale), **job.slots}),
         }
     )
 
@@ -170,10 +170,10 @@ def is_answer(reply: object) -> bool:
     return isinstance(reply, Message) and reply.has_content() and "refusal" not in reply.content
 
 
-def _blob(slots: wire.Message) -> ArrayRecord:
+def _blob(slots: serialization.Message) -> ArrayRecord:
     if not any(slots.values()):
         return ArrayRecord()
-    data = wire.pack(slots)
+    data = serialization.pack(slots)
     return ArrayRecord({"blob": Array("uint8", (len(data),), FORMAT, data)})
 
 
@@ -187,8 +187,8 @@ def _slots(content: RecordDict, limit: int | None = None) -> dict[str, Tensors]:
     if limit is not None and len(data) > limit:
         raise MessageError(f"it has {len(data):,} bytes of tensors, and all that a plan can send up fits in {limit:,}")
     try:
-        slots = wire.unpack(data)
-        wire.count(slots)
+        slots = serialization.unpack(data)
+        serialization.count(slots)
     except Exception as error:  # bytes made up by somebody else make safetensors and torch fail in any way they can
         raise MessageError(f"its tensors cannot be read ({plain(error)}); were they cut short on the way?") from error
     return slots

@@ -12,20 +12,21 @@ import torch
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from partita.core import tree
+from partita.core import tensors
 from partita.core.checkpoint import States
-from partita.core.learn import ClientFault, ClientState, Job
+from partita.core.client import ClientFault, ClientState, Job
+from partita.core.data import Examples
 from partita.core.method import Update
-from partita.core.model import Examples, Model
+from partita.core.model import Model
 from partita.core.rounds import Lost
-from partita.core.run import Run, RunError
+from partita.core.settings import Run, RunError
 from partita.engines.flower import messages
-from partita.engines.flower.checks import Expected, check_scores, expect
+from partita.engines.flower.fingerprints import Seals
+from partita.engines.flower.mailbox import Post
+from partita.engines.flower.message_checks import Expected, check_scores, expect
 from partita.engines.flower.messages import MessageError, plain
-from partita.engines.flower.names import Names
-from partita.engines.flower.post import Post
-from partita.engines.flower.seals import Seals
-from partita.evaluate import ACCURACY, Measure
+from partita.engines.flower.node_registry import Names
+from partita.evaluation import ACCURACY, Measure
 
 _log = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ class Flower:
             return self._useless(expected, error)
         # As in one process, a site keeps what it learned even if the rounds refuse its update.
         self.answered[update.client] = expected.ticket.round
-        slots = {slot: tree.to(part, self.device) for slot, part in update.slots.items()}
-        return replace(update, delta=tree.to(update.delta, self.device), slots=slots)
+        slots = {slot: tensors.to(part, self.device) for slot, part in update.slots.items()}
+        return replace(update, delta=tensors.to(update.delta, self.device), slots=slots)
 
     def _useless(self, expected: Expected, error: MessageError) -> Lost:
         client, reason = expected.ticket.client, plain(f"its answer is of no use: {error}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from partita.core.tree import Names
+from partita.core.tensors import Names
 from partita.models import Kind, ModelError
 from partita.models.architectures import clip, decoders, encoders, vision
-from partita.models.architectures.architecture import ROLES, Architecture, Forward
+from partita.models.architectures.spec import ROLES, Architecture, Forward
 
 __all__ = [
     "ARCHITECTURES",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from partita.core.model import Output
-from partita.core.tree import Tensors
-from partita.models.architectures.architecture import Architecture, Row, rows
+from partita.core.tensors import Tensors
+from partita.models.architectures.spec import Architecture, Row, rows
 
 
 def _tower(name: str) -> tuple[Row, ...]:

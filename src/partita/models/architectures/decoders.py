@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from partita.core.model import Output
-from partita.core.tree import Tensors
-from partita.models import fused
-from partita.models.architectures.architecture import Architecture, Start, rows
+from partita.core.tensors import Tensors
+from partita.models import split_qkv
+from partita.models.architectures.spec import Architecture, Start, rows
 
 
 def _state(module: Any, inputs: Tensors) -> Tensor:
@@ -66,7 +66,7 @@ GPT2 = Architecture(
         (r"(score|classifier|lm_head)\..+", "head"),
     ),
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
-    split=fused.split,
+    split=split_qkv.split,
     start=Start("input_ids", ("wte", "wpe"), "h"),
 )
 

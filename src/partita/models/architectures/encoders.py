@@ -7,8 +7,8 @@ from typing import Any
 from torch.nn import functional
 
 from partita.core.model import Output
-from partita.core.tree import Tensors
-from partita.models.architectures.architecture import Architecture, Forward, Start, rows
+from partita.core.tensors import Tensors
+from partita.models.architectures.spec import Architecture, Forward, Start, rows
 
 _EMBEDDINGS = {
     r"embeddings\.(word|position|token_type)_embeddings\..+": "embedding",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from partita.core.model import Output
-from partita.core.tree import Tensors
-from partita.models.architectures.architecture import Architecture, Start, rows
+from partita.core.tensors import Tensors
+from partita.models.architectures.spec import Architecture, Start, rows
 
 # The second name of each is DINOv2's before transformers 5.20.
 _PROJECTIONS = {

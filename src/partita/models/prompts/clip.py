@@ -14,8 +14,8 @@ from partita.core.rng import Key
 from partita.models import ModelError, Task
 from partita.models import pretrained as loading
 from partita.models.adapter import quiet
-from partita.models.architectures.dual import check_pair
-from partita.models.prompts.towers import Tokenize, Towers, freeze
+from partita.models.architectures.dual_encoders import check_pair
+from partita.models.prompts.dual_encoder import Tokenize, Towers, freeze
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # By shape: the towers of images and of texts as transformers describes them, and the width of what they have in common.

@@ -1,0 +1,92 @@
+"""What a terminal shows of a run while it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from partita.core.safe_text import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from partita.experiment.config import Config
+
+
+def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
+    """Show the rows of a run as they come; where it stops, say what is saved and how to go on."""
+    from partita.experiment.run_folder import saved_rounds
+    from partita.experiment.runner import computing
+    from partita.report import read_metric
+
+    metric, known = None, set[str]()
+    with progress() as bar:
+        label = clean(settings.label)
+        task = bar.add_task(label, total=settings.rounds, completed=done)
+        try:
+            for row in rows:
+                if metric is None:
+                    metric = read_metric(folder)
+                    for line in _privacy_notes(settings, folder):
+                        bar.console.print(line, style="yellow", markup=False, soft_wrap=True)
+                    if bar.console.is_terminal:  # a log file wants none of it, and the run's folder has it
+                        bar.console.print(computing(settings, folder), style="dim", markup=False, soft_wrap=True)
+                tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
+                spent = (row.get("privacy") or {}).get("epsilon")
+                cost = "" if spent is None else f" · ε {spent:.3g}"
+                bar.update(task, completed=row["round"] + 1, description=label + tested + cost)
+                for client, reason in row["lost"].items():
+                    lost = clean(f"round {row['round']}: lost {client}: {reason}")
+                    bar.console.print(lost, style="yellow", markup=False)
+                raised = row.get("alarms", {})
+                for kind in sorted(raised.keys() - known):  # said once for as long as it lasts
+                    bar.console.print(f"round {row['round']}: {kind}: {raised[kind]}", style="yellow", markup=False)
+                known = set(raised)
+        except BaseException as error:
+            if kept := saved_rounds(folder):
+                error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
+            raise
+
+
+def _privacy_notes(settings: Config, folder: Path) -> Iterator[str]:
+    """What the owner of a private run must know about its noise."""
+    from partita.privacy.secret import FILE
+
+    if settings.privacy and settings.privacy.repeatable:
+        yield "privacy.repeatable is set: anyone can recompute the noise from the seed, so epsilon is a simulation"
+    elif (folder / FILE).exists():
+        yield f"noise is drawn by a secret of this run, {folder / FILE}: keep it private, and keep it to resume the run"
+
+
+def progress() -> Progress:
+    """On a terminal only: a log file wants no bars."""
+    console = Console(stderr=True)
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        RateColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+class RateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.2f}/s" if task.speed else "–/s", style="progress.data.speed")

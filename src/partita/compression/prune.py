@@ -1,0 +1,171 @@
+"""Pruning: of an update only a part travels, the largest numbers or the heads that attend; the rest counts as zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from partita.compression import ChannelError
+from partita.core.method import Context, Local, Method, MethodError, Transform, Update
+from partita.core.model import ATTENTION, layer_of
+from partita.core.options import PositiveShare
+from partita.core.rng import Key
+from partita.core.tensors import Names, Slots, Tensors
+
+SHAPE, PLACES, MARKS = "prune_shape", "prune_places", "prune_marks"
+ROWS, COLUMNS = "prune_rows", "prune_columns"  # by dimension, which heads of it travel
+SMALL = 1024  # numbers up to which a tensor travels whole: the headers would cost more than is saved
+
+
+def prune(by: Literal["magnitude", "heads"] = "magnitude", keep: PositiveShare = 0.5) -> Method:
+    """`keep` is the fraction that travels: of each tensor's numbers, or of each layer's heads.
+
+    By "heads", those of a layer go first that pay most attention to the chosen tokens, as safl has measured it.
+    """
+    if not 0 < keep <= 1:
+        raise MethodError(f"method.keep is {keep}; give a fraction above 0.0 and up to 1.0")
+    if by == "heads":
+        return Method("prune", local=(AttentiveHeads(keep),), channel=(CutHeads(),))
+    return Method("prune", channel=(LargestNumbers(keep),))
+
+
+@dataclass(frozen=True)
+class LargestNumbers(Transform):
+    """Of each tensor, the numbers of the largest magnitude, with their places."""
+
+    keep: float
+
+    def encode(self, update: Update, key: Key) -> Update:
+        parts: dict[str, Tensors] = {"delta": {}, SHAPE: {}, PLACES: {}, MARKS: {}}
+        for name, value in update.delta.items():
+            if value.numel() <= max(SMALL, self._count(value.numel())):
+                parts["delta"][name] = value
+                continue
+            if not value.is_floating_point():
+                raise MethodError("prune comes after what makes whole numbers of an update; compose 'prune+quantise'")
+            flat = value.flatten()
+            places = flat.abs().topk(self._count(flat.numel())).indices.sort().values
+            parts["delta"][name] = flat[places]
+            parts[SHAPE][name] = torch.tensor(value.shape, dtype=torch.int32)
+            slot, said = _say(places, flat.numel())
+            parts[slot][name] = said
+        delta = parts.pop("delta")
+        return replace(
+            update, delta=delta, slots={**update.slots, **{slot: part for slot, part in parts.items() if part}}
+        )
+
+    def open(self, update: Update) -> Update:
+        delta, shapes = dict(update.delta), update.slots.get(SHAPE, {})
+        places, marks = update.slots.get(PLACES, {}), update.slots.get(MARKS, {})
+        for name, shape in shapes.items():
+            if name not in delta or (name in places) == (name in marks):
+                raise ChannelError(f"'{name}' has no numbers, or their places are not told once")
+            size, values = math.prod(shape.tolist()), delta[name]
+            # Both sides know how many there must be, so a false shape cannot ask for memory without end.
+            if min(shape.tolist()) < 1 or values.shape != (self._count(size),):
+                raise ChannelError(f"'{name}' comes as {tuple(values.shape)} numbers of a shape {shape.tolist()}")
+            where = _read(places[name], size) if name in places else _read_marks(marks[name], size)
+            if len(where) != len(values) or not bool((where >= 0).all() and (where < size).all()):
+                raise ChannelError(f"'{name}' has places that do not fit its {size} numbers")
+            delta[name] = values.new_zeros(size).index_put((where.to(values.device),), values).view(shape.tolist())
+        own = {SHAPE, PLACES, MARKS}
+        return replace(
+            update, delta=delta, slots={slot: part for slot, part in update.slots.items() if slot not in own}
+        )
+
+    def _count(self, size: int) -> int:
+        return math.ceil(self.keep * size)
+
+
+def _say(places: Tensor, size: int) -> tuple[str, Tensor]:
+    """As numbers of the smallest type that holds them, or as one bit for each number of the tensor if that is less."""
+    low, kind = _kind(size)
+    if len(places) * kind.itemsize <= -(-size // 8):
+        return PLACES, (places + low).to(kind)
+    bits = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8, device=places.device)
+    bits[places] = 1
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=places.device)
+    return MARKS, (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _read(said: Tensor, size: int) -> Tensor:
+    low, _ = _kind(size)
+    return said.long() - low
+
+
+def _read_marks(said: Tensor, size: int) -> Tensor:
+    bits = said[:, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=said.device)).flatten()
+    return bits.nonzero().flatten() if len(said) == -(-size // 8) else bits[:0]
+
+
+def _kind(size: int) -> tuple[int, torch.dtype]:
+    """The number that stands for the first place, and the type."""
+    if size <= 2**8:
+        return 0, torch.uint8
+    return (-(2**15), torch.int16) if size <= 2**16 else (0, torch.int32)
+
+
+@dataclass(frozen=True)
+class AttentiveHeads(Local):
+    """Says, for each parameter that is made of heads, which of them travel."""
+
+    keep: float
+    slots: Names = frozenset({ROWS, COLUMNS})
+    looks: bool = True  # which heads travel tells of the examples
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        parts, paid = ctx.model.by_head(), ctx.notes.get(ATTENTION, {})
+        if all(count == 1 for _, count in parts.values()):
+            raise MethodError(f"{ctx.model.name} has one head a layer and so none to leave out; set by = 'magnitude'")
+        send: dict[str, Tensors] = {ROWS: {}, COLUMNS: {}}
+        for name in sorted(parts.keys() & ctx.plan.up):
+            dim, count = parts[name]
+            layer = layer_of(ctx.model.tags[name])
+            if layer not in paid:
+                raise MethodError(
+                    "method.by = 'heads' goes by the attention that safl measures; compose it as 'safl+prune' with "
+                    "select = 'attention' and no noise, or set by = 'magnitude'"
+                )
+            if count > 1:
+                send[COLUMNS if dim else ROWS][name] = self._kept(paid[layer], count)
+        return {slot: part for slot, part in send.items() if part}, {}
+
+    def _kept(self, paid: Tensor, count: int) -> Tensor:
+        """(head,): true for those that travel. A head that others share travels with the first of them."""
+        best = paid.topk(max(1, round(self.keep * len(paid)))).indices
+        kept = torch.zeros(len(paid), dtype=torch.bool, device=paid.device)
+        kept[best] = True
+        return kept.view(count, -1).any(1)
+
+
+@dataclass(frozen=True)
+class CutHeads(Transform):
+    """Takes the heads that do not travel out of their parameters: rows of projections, and columns of the output's."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        delta = dict(update.delta)
+        for dim, slot in enumerate((ROWS, COLUMNS)):
+            for name, kept in update.slots.get(slot, {}).items():
+                heads = delta[name].unflatten(dim, (len(kept), -1))
+                delta[name] = heads.index_select(dim, kept.nonzero().flatten()).flatten(dim, dim + 1)
+        return replace(update, delta=delta)
+
+    def open(self, update: Update) -> Update:
+        delta = dict(update.delta)
+        for dim, slot in enumerate((ROWS, COLUMNS)):
+            for name, kept in update.slots.get(slot, {}).items():
+                count = int(kept.sum())
+                if name not in delta or delta[name].ndim <= dim or not count or delta[name].shape[dim] % count:
+                    raise ChannelError(f"'{name}' does not come as {count} heads")
+                heads = delta[name].unflatten(dim, (count, -1))
+                whole = heads.new_zeros((*heads.shape[:dim], len(kept), *heads.shape[dim + 1 :]))
+                delta[name] = whole.index_copy(dim, kept.nonzero().flatten(), heads).flatten(dim, dim + 1)
+        own = {ROWS, COLUMNS}
+        return replace(
+            update, delta=delta, slots={slot: part for slot, part in update.slots.items() if slot not in own}
+        )

@@ -1,0 +1,63 @@
+"""Quantisation: an update travels in 8 bits a number, rounded up or down at random so that its mean is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from partita.compression import ChannelError
+from partita.core.method import Method, Transform, Update
+from partita.core.rng import Key
+from partita.core.tensors import Tensors
+
+SCALE = "quantise_scale"
+MOST = 127  # the largest number in 8 bits with a sign
+SMALL = 64  # numbers up to which a tensor travels as it is: the header of its scale would cost more than is saved
+
+
+def quantise(rows: bool = True) -> Method:
+    """With `rows`, each row of a matrix has a scale of its own; otherwise each tensor has one."""
+    return Method("quantise", channel=(EightBits(rows),))
+
+
+@dataclass(frozen=True)
+class EightBits(Transform):
+    rows: bool = True
+
+    def encode(self, update: Update, key: Key) -> Update:
+        delta: Tensors = {}
+        scales: Tensors = {}
+        for name, value in update.delta.items():
+            if value.numel() <= SMALL:
+                delta[name] = value
+                continue
+            scales[name] = self._scale(value)
+            draw = torch.rand(value.shape, generator=(key / name).generator(), dtype=value.dtype).to(value.device)
+            steps = value / _along(scales[name], value).clamp(min=torch.finfo(value.dtype).tiny)
+            delta[name] = (steps + draw).floor().clamp(-MOST, MOST).to(torch.int8)
+        return replace(update, delta=delta, slots={**update.slots, **({SCALE: scales} if scales else {})})
+
+    def open(self, update: Update) -> Update:
+        delta, scales = dict(update.delta), update.slots.get(SCALE, {})
+        for name, value in update.delta.items():
+            scale = scales.get(name)
+            if scale is None and value.is_floating_point():
+                continue
+            if scale is None or value.dtype != torch.int8 or scale.shape not in ((1,), value.shape[:1]):
+                shape = None if scale is None else tuple(scale.shape)
+                raise ChannelError(
+                    f"'{name}' comes as {value.dtype} {tuple(value.shape)} with a scale of shape {shape}"
+                )
+            delta[name] = value.to(scale.dtype) * _along(scale, value)
+        return replace(update, delta=delta, slots={slot: part for slot, part in update.slots.items() if slot != SCALE})
+
+    def _scale(self, value: Tensor) -> Tensor:
+        """(row,) or (1,): the size of a step."""
+        rows = value.flatten(1) if self.rows and value.ndim > 1 else value.reshape(1, -1)
+        return rows.abs().amax(1) / MOST
+
+
+def _along(scale: Tensor, value: Tensor) -> Tensor:
+    return scale.view(-1, *[1] * (value.ndim - 1)) if value.ndim else scale.view(())

@@ -1,0 +1,159 @@
+"""Where clients' state lives between visits: on disk by round, or in memory with the disk behind it.
+
+A visit in round r starts from the newest state of an earlier round. So a run that goes back to a checkpoint finds the
+states that belong to it, whatever the rounds after it had written.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import safetensors
+import torch
+
+from partita.core import serialization, tensors
+from partita.core.atomic_files import DamageError, digest_of, number_of, seal, sealed, sealed_name, unseal
+from partita.core.checkpoint import States
+from partita.core.client import ClientState
+from partita.core.safe_text import component, named
+
+
+class Store(Protocol):
+    def load(self, client: str, round: int) -> ClientState:
+        """The state with which the client enters the round."""
+        ...
+
+    def save(self, client: str, round: int, state: ClientState) -> None: ...
+
+    def commit(self, done: int) -> None:
+        """A checkpoint of `done` rounds is about to be written: all it needs must be safe now."""
+        ...
+
+    def known(self) -> list[str]:
+        """The clients that have left anything, sorted."""
+        ...
+
+    def states(self) -> States:
+        """What a checkpoint says of the states on this machine, after a commit."""
+        ...
+
+
+class Disk:
+    """One file for each client and round; those that no checkpoint can need any more are dropped at the next visit.
+
+    With `newest`, the states that a checkpoint names, no other file in the folder counts: one that is missing or was
+    exchanged is an error. Without it, the folder is believed.
+    """
+
+    def __init__(self, folder: Path, device: torch.device | None = None, newest: States | None = None) -> None:
+        self.folder, self.device = folder, device or torch.device("cpu")
+        self.commits = (0, 0)  # the rounds behind the last two checkpoints: both must stay usable
+        self.newest = None if newest is None else dict(newest)
+
+    def load(self, client: str, round: int) -> ClientState:
+        path = self._earlier(client, round)
+        if path is None:
+            return ClientState()
+        remedy = f"restore this state of client '{client}' from a copy, or start anew"
+        try:
+            slots = serialization.unpack(unseal(path, remedy))
+        except FileNotFoundError as error:
+            raise self._missing(client, path) from error
+        except safetensors.SafetensorError as error:
+            raise DamageError(f"{path} holds no tensors; {remedy}") from error
+        slots = {slot: tensors.to(part, self.device) for slot, part in slots.items()}
+        return ClientState(slots.pop("personal", {}), slots)
+
+    def _earlier(self, client: str, round: int) -> Path | None:
+        if self.newest is not None:
+            number, digest = self.newest.get(client, (-1, ""))
+            if number < round:
+                return self._folder(client) / sealed_name(number, digest) if digest else None
+        earlier = [path for path in sealed(self._folder(client)) if number_of(path) < round]
+        return earlier[-1] if earlier else None
+
+    def save(self, client: str, round: int, state: ClientState) -> None:
+        folder = self._folder(client)
+        path = seal(
+            folder,
+            round,
+            serialization.pack({"personal": state.personal, **state.memory}, {"client": json.dumps(client)}),
+        )
+        if self.newest is not None:
+            self.newest[client] = round, digest_of(path)
+        for old in [path for path in sealed(folder) if number_of(path) < self.commits[0]][:-1]:
+            old.unlink()
+
+    def commit(self, done: int) -> None:
+        self.commits = (self.commits[1], done)
+
+    def known(self) -> list[str]:
+        if self.newest is not None:
+            return sorted(self.newest)
+        return sorted(self._owner(path) for path in self.folder.glob("*") if sealed(path))
+
+    def states(self) -> States:
+        return self.newest or {}
+
+    def rewind(self, done: int) -> None:
+        """Forget what rounds from `done` on had written; what the checkpoint names must be there."""
+        there = set[Path]()
+        for folder in self.folder.glob("*"):
+            for path in sealed(folder):
+                if number_of(path) >= done:
+                    path.unlink()
+                else:
+                    there.add(path)
+        for client, (number, digest) in (self.newest or {}).items():
+            path = self._folder(client) / sealed_name(number, digest)
+            if path not in there:
+                raise self._missing(client, path)
+
+    def _missing(self, client: str, path: Path) -> DamageError:
+        return DamageError(
+            f"{path} is missing: it is the state of client '{client}' that the checkpoint goes with; restore it from a "
+            "copy, or delete the folder checkpoints to run all rounds again"
+        )
+
+    def _owner(self, folder: Path) -> str:
+        """Of a long name, the folder has only the digest, so a state tells it."""
+        name = named(folder.name)
+        if name is None:
+            name = str(json.loads(serialization.about(unseal(sealed(folder)[-1], "restore it from a copy"))["client"]))
+        return name
+
+    def _folder(self, client: str) -> Path:
+        return self.folder / component(client)
+
+
+class Memory:
+    """States in memory; with a disk behind it, each commit writes those that changed."""
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self.disk = disk
+        self.held: dict[str, tuple[int, ClientState]] = {}
+        self.changed: set[str] = set()
+
+    def load(self, client: str, round: int) -> ClientState:
+        if client in self.held:
+            return self.held[client][1]
+        return self.disk.load(client, round) if self.disk else ClientState()
+
+    def save(self, client: str, round: int, state: ClientState) -> None:
+        self.held[client] = (round, state)
+        self.changed.add(client)
+
+    def commit(self, done: int) -> None:
+        if self.disk:
+            for client in sorted(self.changed):
+                self.disk.save(client, *self.held[client])
+            self.disk.commit(done)
+        self.changed.clear()
+
+    def known(self) -> list[str]:
+        return sorted(self.held.keys() | set(self.disk.known() if self.disk else ()))
+
+    def states(self) -> States:
+        return self.disk.states() if self.disk else {}

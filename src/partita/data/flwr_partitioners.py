@@ -1,0 +1,77 @@
+"""A bridge to the partitioners of flwr-datasets, for the splits that are not written here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+
+from partita.core.options import Count, nearest
+from partita.core.rng import Key
+from partita.data.client_ids import Numbered
+from partita.data.errors import DataError, first_line, need
+from partita.data.task import Partition, Task, grouped
+
+ROW = "__row__"  # no column of a task is called this
+
+
+def flwr(
+    task: Task,
+    key: Key,
+    partitioner: Annotated[str, "class of flwr-datasets"],
+    clients: Annotated[Count | None, "number of clients, where the class takes one"] = None,
+    options: Annotated[Mapping[str, Any] | None, "further arguments of the class"] = None,
+) -> Partition:
+    """Any partitioner of rows, by the name of its class; rows that it leaves out are nobody's.
+
+    The number of clients and the seed are passed on where it takes them. Labels are in the column "label".
+    """
+    module, datasets = need("flwr_datasets.partitioner", "flwr-datasets"), need("datasets", "flwr-datasets")
+    kinds = [name for name in module.__all__ if not name.startswith("Vertical") and name != "Partitioner"]
+    if partitioner not in kinds:
+        raise DataError(f"flwr-datasets has no partitioner '{partitioner}' of rows; {nearest(partitioner, kinds)}")
+    kind = getattr(module, partitioner)
+    columns = {**task.columns, "label": task.labels(), ROW: np.arange(len(task.train))}
+    arguments = _arguments(kind, clients, key, columns, dict(options or {}))
+    try:
+        return _dealt(task, kind(**arguments), datasets.Dataset.from_dict(columns))
+    except DataError:
+        raise
+    except Exception as error:  # each partitioner refuses what it does not like in its own way
+        raise DataError(f"{partitioner} cannot deal: {first_line(error)}; change split.clients or options") from error
+
+
+def _dealt(task: Task, dealer: Any, dataset: Any) -> Partition:
+    dealer.dataset = dataset
+    if (count := dealer.num_partitions) > len(task.train):
+        raise DataError(f"{count} clients are to share {len(task.train)} examples; use fewer")
+    owner = np.full(len(task.train), -1, np.int64)
+    for position in range(count):
+        rows = np.array(dealer.load_partition(position)[ROW][:], np.int64)
+        if (owner[rows] >= 0).any():
+            raise DataError(f"{type(dealer).__name__} gives a row to two clients; use one that deals each row once")
+        owner[rows] = position
+    return grouped(owner, Numbered(count))
+
+
+def _arguments(
+    kind: type, clients: int | None, key: Key, columns: Mapping[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    takes = inspect.signature(kind).parameters
+    if clients is not None and "num_partitions" not in takes:
+        raise DataError(f"{kind.__name__} finds the number of clients itself; leave clients = {clients} out")
+    offered = {"num_partitions": clients, "partition_by": "label", "seed": key.seed() % 2**32}
+    passed = {name: value for name, value in offered.items() if name in takes and value is not None} | options
+    for name in passed:
+        if name not in takes:
+            raise DataError(f"{kind.__name__} has no option '{name}'; {nearest(name, takes)}")
+    for name, parameter in takes.items():
+        if name not in passed and parameter.default is parameter.empty:
+            remedy = "clients" if name == "num_partitions" else f"options.{name}"
+            raise DataError(f"{kind.__name__} needs '{name}'; set split.{remedy}")
+    if passed.get("partition_by", ROW) not in columns:
+        column, known = passed["partition_by"], [name for name in columns if name != ROW]
+        raise DataError(f"there is no column '{column}' to partition by; {nearest(column, known)}")
+    return passed

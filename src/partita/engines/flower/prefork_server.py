@@ -1,0 +1,120 @@
+"""Flower starts a program anew for every message, and a short round is mostly imports. Here one process imports, once.
+
+In front of PATH stand small programs with the names of Flower's. Each hands what it was started with to the waiting
+process, and a fork of that one does the work. So two messages share nothing that they did not share before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NoReturn
+
+# How often Flower's launcher looks for work, in seconds; its own choice is 1.
+QUICK = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
+
+PROGRAMS = ("flwr", "flwr-clientapp", "flwr-serverapp", "flower-superexec", "flower-superlink", "flower-supernode")
+FLOWER = ("flwr.cli.app", "flwr.supernode.cli", "flwr.superlink.cli", "flwr.supercore.cli")
+KNOCK = Path(__file__).with_name("knock.py")
+
+
+@contextmanager
+def warm(modules: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> Iterator[dict[str, str]]:
+    """The environment in which programs of Flower start fast, as long as the block lasts."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))  # ours alone, and short: a socket's path has 100 characters at most
+    for name in PROGRAMS:
+        program, cold = folder / name, Path(sys.executable).with_name(name)
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{KNOCK}" "{folder / "door"}" "{cold}" "$@"\n')
+        program.chmod(0o700)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        with socket.socket(socket.AF_UNIX) as listener:
+            # Open before anything is imported: who knocks early waits.
+            listener.bind(str(folder / "door"))
+            listener.listen(64)
+            command = [
+                sys.executable,
+                "-m",
+                "partita.engines.flower.prefork_server",
+                str(listener.fileno()),
+                *FLOWER,
+                *modules,
+            ]
+            output = stack.enter_context(log.open("wb")) if log else None
+            waiting = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output,
+                pass_fds=[listener.fileno()], process_group=0,
+            )  # fmt: skip
+        stack.enter_context(waiting)
+        stack.callback(_kill, waiting)
+        yield {**QUICK, **environment, "PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def main(handle: str, *modules: str) -> None:
+    for module in modules:
+        import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the forks' status
+    with socket.socket(fileno=int(handle)) as listener:
+        # The input never says anything, and ends with the process that began this one, even if that was killed.
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            door, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                work(door)
+            door.close()
+
+
+def work(door: socket.socket) -> NoReturn:
+    """Become what the caller was started as."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, handles, _, _ = socket.recv_fds(door, 1, 3)
+    with door.makefile("rb") as lines:
+        asked: dict[str, Any] = json.loads(lines.readline())
+    for place, handle in enumerate(handles):
+        os.dup2(handle, place)
+        os.close(handle)
+    with suppress(PermissionError):  # a group can only be joined within the session
+        os.setpgid(0, os.getpgid(asked["pid"]))
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    threading.Thread(target=_end_with, args=(door,), daemon=True).start()
+    sys.argv = asked["words"]
+    name = Path(sys.argv[0]).name
+    [program] = entry_points(group="console_scripts", name=name)
+    try:
+        program.load()()
+    except SystemExit as end:
+        with suppress(OSError):
+            door.sendall(bytes([end.code % 256 if isinstance(end.code, int) else bool(end.code)]))
+        raise
+    door.sendall(b"\0")
+    sys.exit(0)
+
+
+def _end_with(door: socket.socket) -> None:
+    """Whoever kills the caller means this process."""
+    if not door.recv(1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,201 @@
+"""Clients of one machine shared out among processes.
+
+On CPUs workers are forks of this process: the frozen rest of a model and all data are its memory, held once. CUDA does
+not survive a fork, so on GPUs they are new processes, and each builds the engine anew. In both cases what the server
+sends lies in memory that all can read, and updates come back through pipes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+from torch import Tensor
+
+from partita.core.client import ClientFault, ClientState, Job
+from partita.core.client_store import Memory
+from partita.core.data import Examples
+from partita.core.method import Update
+from partita.core.rounds import Lost
+from partita.core.settings import RunError
+from partita.core.tensors import Tensors
+from partita.engines.ipc import board, end_with_parent, places, receive, send
+from partita.engines.simulation import Embedded, chunks
+
+AHEAD = 2  # answers for each worker that may wait for an earlier one: memory stays within bounds
+
+
+@dataclass(frozen=True)
+class Order:
+    """A job whose parameters lie on the board, but for those made for this client alone."""
+
+    job: Job  # with the latter
+    shared: Mapping[str, int]  # the edition of each on the board
+    state: ClientState
+
+
+@dataclass(frozen=True)
+class Answer:
+    replies: list[Update | Lost]
+    states: dict[str, tuple[int, ClientState]]  # of those that changed
+
+
+class Workers:
+    """An embedded engine in `count` processes of one thread each; the answers are those of the engine itself.
+
+    With `build`, which makes an engine like it, workers are new processes; on GPUs they take turns at these.
+    """
+
+    def __init__(self, engine: Embedded, count: int, build: Callable[[], Embedded] | None = None) -> None:
+        if count < 1:
+            raise RunError(f"engine.workers is {count}; it must be at least 1")
+        if sys.platform != "linux":
+            raise RunError("engine.workers needs processes that share memory as on Linux; leave it at 1")
+        if engine.wire:
+            raise RunError("engine.workers cannot go with real messages, whose copies one process holds")
+        if engine.device.type == "cuda" and build is None:
+            raise RunError("workers on GPUs cannot be forks; give Workers a `build` that makes the engine in each")
+        self.engine = engine
+        flat = board(engine.model.initial)
+        self.board = places(flat, engine.model.initial)
+        self.posted: Tensors = {}  # whose values the board shows
+        self.editions = Counter[str]()
+        self.workers: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        context = multiprocessing.get_context("forkserver") if build else multiprocessing.get_context("fork")
+        if build:
+            context.set_forkserver_preload([__name__])  # torch is imported once, and no GPU is touched by that
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            args = theirs, build or (lambda: engine), _device(engine, number), flat
+            self.processes.append(context.Process(target=_serve, args=args, daemon=True))
+            self.processes[-1].start()
+            theirs.close()  # so that a worker's death closes the pipe
+            self.workers.append(ours)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            with suppress(OSError):  # it may be gone already
+                send(worker, [])
+            worker.close()
+        for process in self.processes:
+            process.join()  # whoever comes next finds its memory free
+
+    def clients(self) -> Sequence[str]:
+        return self.engine.clients()
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        orders = enumerate(chunks(self._orders(jobs), self.engine.block))
+        idle, busy, waiting, turn = list(self.workers), dict[Connection, int](), dict[int, Answer](), 0
+        try:
+            while True:
+                while turn in waiting:
+                    answer = waiting.pop(turn)
+                    turn += 1
+                    for client, (round, state) in answer.states.items():
+                        self.engine.store.save(client, round, state)
+                    yield from answer.replies
+                while idle and len(waiting) < AHEAD * len(self.workers) and (order := next(orders, None)):
+                    worker = idle.pop()
+                    busy[worker] = order[0]
+                    with suppress(OSError):  # of one that died, the answer tells
+                        send(worker, order[1])
+                if not busy:
+                    return
+                for ready in wait(list(busy)):
+                    worker = next(each for each in busy if each is ready)
+                    place = busy.pop(worker)
+                    idle.append(worker)
+                    waiting[place] = self._answer(worker)
+        finally:
+            # Whoever stops listening leaves no worker reading what the next round will write.
+            for worker in busy:
+                with suppress(EOFError, OSError):
+                    receive(worker, self.engine.device)
+
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs, on)
+
+    def _orders(self, jobs: Iterable[Job]) -> Iterator[Order]:
+        used: set[str] = set()
+        for job in jobs:
+            shared = {}
+            for name, value in job.params.items():
+                if name not in used and self.posted.get(name) is not value:
+                    self.board[name].copy_(value)
+                    self.posted[name] = value
+                    self.editions[name] += 1
+                if self.posted[name] is value:
+                    shared[name] = self.editions[name]
+            used |= shared.keys()
+            own = {name: value for name, value in job.params.items() if name not in shared}
+            state = self.engine.store.load(job.client, job.round)
+            yield Order(replace(job, params=own), shared, state)
+
+    def _answer(self, worker: Connection) -> Answer:
+        try:
+            answer = receive(worker, self.engine.device)
+        except (EOFError, OSError) as error:
+            raise RunError("a worker process died (out of memory?); lower engine.workers") from error
+        if isinstance(answer, Answer):
+            return answer
+        kind, said = answer
+        raise kind(*said)
+
+
+def _device(engine: Embedded, number: int) -> torch.device:
+    if engine.device.type == "cpu":
+        return engine.device
+    return torch.device(engine.device.type, number % torch.cuda.device_count())
+
+
+def _serve(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
+    end_with_parent()
+    # One thread: the parent's pool of threads does not live on in a fork, and workers would fight for cores.
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # "cuda" alone, as engines have it, now means this one
+    with suppress(EOFError, ConnectionError):  # the parent is gone, and nobody waits for an answer
+        _answer_all(parent, build, device, flat)
+
+
+def _answer_all(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
+    worker: _Worker | None = None
+    while orders := receive(parent, device):
+        answer: object
+        try:
+            worker = worker or _Worker(build(), device, flat)
+            answer = worker.answer(orders)
+        except ClientFault as fault:
+            answer = ClientFault, (fault.client, fault.reason)
+        except Exception as error:
+            answer = type(error), (str(error),)
+        send(parent, answer)
+
+
+class _Worker:
+    """An engine in a process of its own, and what it has read off the board."""
+
+    def __init__(self, engine: Embedded, device: torch.device, flat: Tensor) -> None:
+        self.engine, self.device, self.board = engine, device, places(flat, engine.model.initial)
+        self.read: dict[str, tuple[int, Tensor]] = {}  # with its edition; on a CPU, it is the board itself
+
+    def answer(self, orders: Sequence[Order]) -> Answer:
+        store = self.engine.store = Memory()
+        store.held = {order.job.client: (order.job.round - 1, order.state) for order in orders}
+        replies = list(self.engine.train([self._job(order) for order in orders]))
+        return Answer(replies, {client: store.held[client] for client in store.changed})
+
+    def _job(self, order: Order) -> Job:
+        for name, edition in order.shared.items():
+            if name not in self.read or self.read[name][0] != edition:
+                self.read[name] = edition, self.board[name].to(self.device)
+        shared = {name: self.read[name][1] for name in sorted(order.shared)}
+        return replace(order.job, params={**shared, **order.job.params})

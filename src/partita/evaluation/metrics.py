@@ -1,0 +1,189 @@
+"""Scores for each kind of task. scikit-learn and seqeval are imported when they are used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.data import IGNORED
+
+
+class MeasureError(ValueError):
+    """A score that cannot be had as it was asked for."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a run is judged by. One of which more is better is a share from 0 to 1."""
+
+    name: str
+    higher_is_better: bool = True
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model says of a batch, what is right, and the loss of each example."""
+
+    logits: Tensor
+    targets: Tensor
+    losses: Tensor  # (example,)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy and mean loss, and no more: cheap for large test sets."""
+
+    primary: ClassVar[Metric] = Metric("accuracy")
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
+    batch: ClassVar[int] = 512  # large, since nothing is kept for a backward pass
+
+    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+        right = loss = 0.0
+        count = 0
+        for each in batches:
+            right += float((each.logits.argmax(-1) == each.targets).sum())
+            loss += float(each.losses.sum())
+            count += len(each.targets)
+        return {"accuracy": right / count, "loss": loss / count}
+
+
+@dataclass(frozen=True)
+class SingleLabel:
+    """One class of several. The macro means are over the classes that occur; AUROC is one class against the rest."""
+
+    primary: ClassVar[Metric] = Metric("accuracy")
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "macro_f1", "micro_f1", "auroc", "loss")
+    batch: ClassVar[int] = 64
+
+    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+        logits, targets, loss = _gathered(batches)
+        guesses = logits.argmax(1)
+        truth = functional.one_hot(targets, logits.shape[1])  # (example, class)
+        return {
+            "accuracy": float((guesses == targets).double().mean()),
+            **_f1(targets.numpy(), guesses.numpy()),
+            **_auroc(truth.numpy(), logits.double().softmax(1).numpy()),
+            "loss": loss,
+        }
+
+
+@dataclass(frozen=True)
+class MultiLabel:
+    """Any number of classes: those above one half. The macro means are over the classes that occur."""
+
+    primary: ClassVar[Metric] = Metric("micro_f1")
+    metrics: ClassVar[tuple[str, ...]] = ("macro_f1", "micro_f1", "auroc", "loss")
+    batch: ClassVar[int] = 64
+
+    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+        logits, targets, loss = _gathered(batches)
+        truth = targets.long().numpy()  # (example, class)
+        return {**_f1(truth, (logits > 0).long().numpy()), **_auroc(truth, logits.double().numpy()), "loss": loss}
+
+
+@dataclass(frozen=True)
+class Entities:
+    """Entities told by BIO tags, as seqeval counts them in its strict mode: all words and the type must be right."""
+
+    tags: tuple[str, ...]
+
+    primary: ClassVar[Metric] = Metric("f1")
+    metrics: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1", "accuracy", "loss")
+    batch: ClassVar[int] = 64
+
+    def __post_init__(self) -> None:
+        if find_spec("seqeval") is None:
+            raise MeasureError("scores of entities need the package 'seqeval': pip install 'partita[text]'")
+
+    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+        truths: list[list[str]] = []
+        guesses: list[list[str]] = []
+        mean = _MeanPerToken()
+        right = 0
+        for each in batches:
+            mean.add(each)
+            told, wanted = each.logits.argmax(-1).cpu(), each.targets.cpu()  # (example, token)
+            asked = wanted != IGNORED
+            right += int(((told == wanted) & asked).sum())
+            for row, real in enumerate(asked):
+                truths.append([self.tags[tag] for tag in wanted[row][real].tolist()])
+                guesses.append([self.tags[tag] for tag in told[row][real].tolist()])
+        scores = {"accuracy": right / mean.count, "loss": mean.value} if mean.count else {}
+        return {**_entity_scores(truths, guesses), **scores}
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The mean loss of a token, and e to its power."""
+
+    primary: ClassVar[Metric] = Metric("perplexity", higher_is_better=False)
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
+    batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
+
+    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+        mean = _MeanPerToken()
+        for each in batches:
+            mean.add(each)
+        return {"loss": mean.value, "perplexity": math.exp(mean.value) if mean.value < 700 else math.inf}
+
+
+class _MeanPerToken:
+    """Of losses that are means over the tokens of an example, back to the mean over all tokens."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def add(self, each: Answers) -> None:
+        counts = (each.targets != IGNORED).sum(1)  # (example,)
+        self.total += float((each.losses * counts).sum())
+        self.count += int(counts.sum())
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count
+
+
+def _gathered(batches: Iterator[Answers]) -> tuple[Tensor, Tensor, float]:
+    """Logits, targets and the mean loss of all examples."""
+    found = [(each.logits.cpu(), each.targets.cpu(), each.losses.cpu()) for each in batches]
+    logits, targets, losses = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return logits, targets, float(losses.double().mean())
+
+
+def _f1(truth: NDArray[Any], guesses: NDArray[Any]) -> dict[str, float]:
+    from sklearn.metrics import f1_score
+
+    scores = {
+        f"{average}_f1": float(f1_score(truth, guesses, average=average, zero_division=np.nan))
+        for average in ("macro", "micro")
+    }
+    return {name: value for name, value in scores.items() if not math.isnan(value)}
+
+
+def _auroc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
+    """The mean over the classes of which there are examples and counterexamples."""
+    from sklearn.metrics import roc_auc_score
+
+    both = np.flatnonzero(truth.any(0) & ~truth.all(0))
+    if not len(both) or not np.isfinite(scores).all():
+        return {}
+    return {"auroc": float(np.mean([roc_auc_score(truth[:, place], scores[:, place]) for place in both]))}
+
+
+def _entity_scores(truths: list[list[str]], guesses: list[list[str]]) -> dict[str, float]:
+    from seqeval.metrics.v1 import precision_recall_fscore_support
+    from seqeval.scheme import IOB2
+
+    if not any(tag != "O" for row in (*truths, *guesses) for tag in row):
+        return {}
+    found = precision_recall_fscore_support(truths, guesses, average="micro", zero_division=0, scheme=IOB2)
+    return {name: float(value) for name, value in zip(("precision", "recall", "f1"), found[:3], strict=True)}

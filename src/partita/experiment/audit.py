@@ -1,0 +1,172 @@
+"""Attack a recorded run, and write down in its folder what the attacks found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from partita.core import checkpoint
+from partita.core.client import assemble
+from partita.core.client_store import Disk, Memory
+from partita.core.data import Examples
+from partita.core.dp_settings import PrivacyError
+from partita.core.method import Server, Update
+from partita.core.rng import Key
+from partita.core.rounds import ask, begin, rounds
+from partita.engines.simulation import Embedded
+from partita.experiment import run_folder
+from partita.experiment.builder import Experiment, build
+from partita.experiment.config import load
+from partita.privacy.canaries import Eavesdropper, Planted, alignments, canary_losses, choose_canaries, first, losses_of
+from partita.privacy.evidence import Check, judge
+from partita.privacy.mechanism import check_examples
+from partita.privacy.mechanism_choice import check_choice
+from partita.privacy.mechanism_clients import check_clients
+from partita.privacy.membership import Array, best_guesses, confidence_of, likelihood_ratios, roc
+
+AUDIT = "audit.json"
+CLIENTS, EXAMPLES = 50, 500  # at most, of each kind, that the attacks on the finished run look at
+DELTA = 1e-5  # at which epsilon is bounded where the run promises none
+
+Found = dict[str, Any]
+
+
+def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
+    """Attacks on the finished model and on an update; with canaries, on training itself, which is then run again."""
+    if run_folder.finished(folder) is None:
+        raise PrivacyError(f"{folder} holds no finished run; finish it with 'partita resume {folder}'")
+    if shadows and not canaries:
+        raise PrivacyError("--shadows are runs with and without canaries; say how many with --canaries")
+    identity = run_folder.verify(folder)
+    experiment = build(load(folder / run_folder.CONFIG))
+    guard = experiment.guard
+    saved = checkpoint.newest(
+        folder / run_folder.CHECKPOINTS, identity, begin(experiment.run, experiment.model), experiment.device
+    )
+    if not saved.done:
+        raise PrivacyError(f"{folder / run_folder.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
+    found: Found = {"claim": guard.about() if guard else None, "mechanism": [], "attacks": {}, "bound": None}
+    if guard:
+        found["mechanism"] = judge(_on_mechanism(experiment, folder, saved.server))
+    found["attacks"] |= _on_result(experiment, folder, saved)
+    if canaries:
+        found |= _on_training(experiment, canaries, shadows, found["attacks"])
+    run_folder.write_json(folder / AUDIT, found)
+    return found
+
+
+def failures(found: Found) -> list[str]:
+    """What an audit found against the claim, one sentence each."""
+    said = [
+        f"{each['what']} is {each['found']:.4g}, and {each['charged']:.4g} was charged (p = {each['p']:.1g})"
+        for each in found["mechanism"]
+        if not each["passed"]
+    ]
+    planned = (found["claim"] or {}).get("planned")
+    if found["bound"] and planned is not None and found["bound"]["epsilon"] > planned:
+        said.append(f"epsilon is at least {found['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
+    return said
+
+
+def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[Check]:
+    """A few private steps or rounds again, from the final model, against the settings that were charged."""
+    run, model, federation = experiment.run, experiment.model, experiment.federation
+    model.to(experiment.device)
+    if _trusts_server(experiment):
+        cohorts = [row["cohort"] for row in run_folder.read_rows(folder)]
+        # Other transforms are between the clients and the clip, and may send what cannot be scaled.
+        method = replace(run.method, channel=run.method.channel[:1])
+        short = replace(run, method=method, training=replace(run.training, steps=1))
+        engine = Embedded(short, model, federation, device=experiment.device)
+        return check_clients(short, model, engine, server, cohorts)
+    return [
+        *check_examples(run, model, federation, server, experiment.block),
+        *check_choice(run, model, federation, server),
+    ]
+
+
+def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Saved) -> Found:
+    """Members are clients' training examples, outsiders those of their validation and test parts."""
+    run, model, federation = experiment.run, experiment.model, experiment.federation
+    done, server = saved.done, saved.server
+    store = Memory(Disk(folder / run_folder.CLIENTS, experiment.device, saved.states))
+    engine = Embedded(run, model, federation, device=experiment.device, store=store)
+    clients = sorted((Key(0) / "audit").sample(federation.clients, min(CLIENTS, len(federation.clients))))
+    by_loss: list[tuple[Array, Array]] = []
+    by_update: list[tuple[Array, Array]] = []
+    for client in clients:
+        data = federation[client]
+        job, _ = ask(run, model, server, done - 1, client)
+        outside: list[Examples] = [part for part in (data.validation, data.test) if len(part)]
+        if not len(data.train) or not outside:
+            continue
+        _, params = assemble(run, model, job, store.load(client, done))
+        by_loss.append(
+            (
+                -losses_of(model, params, data.train, EXAMPLES),
+                np.concatenate([-losses_of(model, params, part, EXAMPLES) for part in outside]),
+            )
+        )
+        for reply in engine.train([job]):
+            if isinstance(reply, Update) and reply.delta:
+                score = [
+                    alignments(model, params, reply.delta, first(part, EXAMPLES)) for part in (data.train, *outside)
+                ]
+                by_update.append(
+                    (score[0].double().numpy(), np.concatenate([each.double().numpy() for each in score[1:]]))
+                )
+    if not by_loss:
+        raise PrivacyError("no client here has both training and test examples, so there is nobody to tell apart")
+    attacks = {"loss of the final model": _roc_over(by_loss)}
+    if by_update and not _trusts_server(experiment):
+        attacks["one more update"] = _roc_over(by_update)
+    return attacks
+
+
+def _roc_over(parts: list[tuple[Array, Array]]) -> Found:
+    inside, outside = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
+    return roc(inside, outside).about()
+
+
+def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Found) -> Found:
+    """The same rounds and cohorts as the run's own, so that what was promised for it is promised here."""
+    key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
+    single = task.kind in ("image", "text") and not task.multi_label
+    canaries = choose_canaries(experiment.federation, count, key, len(task.classes) if single else 0)
+    heard, losses = _play(experiment, Planted(experiment.federation, canaries), not _trusts_server(experiment))
+    included = canaries.included
+    delta = DELTA if guard is None else guard.terms.delta
+    assert delta is not None
+    scores, bound = best_guesses(-losses[np.newaxis] if _trusts_server(experiment) else heard, included, delta)
+    attacks = {**attacks, "canaries": roc(scores[included], scores[~included]).about()}
+    if shadows:
+        runs = []
+        for number in range(shadows):
+            tossed = canaries.toss(key / "shadow" / number)
+            other = replace(experiment, run=replace(experiment.run, key=key / "shadow" / number))
+            _, ended = _play(other, Planted(experiment.federation, tossed), listen=False)
+            runs.append((confidence_of(ended), tossed.included))
+        ratios = likelihood_ratios(confidence_of(losses), *(np.stack(part) for part in zip(*runs, strict=True)))
+        known = np.isfinite(ratios)
+        attacks["shadow runs (LiRA)"] = roc(ratios[known & included], ratios[known & ~included]).about()
+    return {"attacks": attacks, "bound": bound.about()}
+
+
+def _play(experiment: Experiment, planted: Planted, listen: bool = True) -> tuple[Array, Array]:
+    """(what an eavesdropper heard of each canary, its loss at the end)"""
+    run, model = experiment.run, experiment.model
+    engine = Embedded(run, model, planted, experiment.block, experiment.device, faults=experiment.faults)
+    ear = Eavesdropper(run, model, engine, planted)
+    server: Server | None = None
+    for each in rounds(replace(run, drift=False), model, ear if listen else engine):
+        server = each.server
+    assert server is not None
+    return ear.heard(), canary_losses(model, {**model.initial, **server.params}, planted)
+
+
+def _trusts_server(experiment: Experiment) -> bool:
+    """Client-level privacy is promised to those who see what the server hands out, not single updates."""
+    return experiment.guard is not None and experiment.guard.terms.unit == "client"

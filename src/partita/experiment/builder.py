@@ -1,0 +1,184 @@
+"""From a config to an experiment: its parts, built and checked before any round is played."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from partita import data, methods, models
+from partita.core.model import Model
+from partita.core.plan import Turn, plan_for
+from partita.core.rng import Key
+from partita.core.settings import Run, RunError
+from partita.data import Federation
+from partita.engines.autotune import check_block, choose_block, choose_graphs, half_takes, use_kernels
+from partita.engines.availability import Faults, read_trace
+from partita.evaluation import Measure, measure_for
+from partita.experiment.config import Config, EngineConfig, shared_digest
+from partita.privacy.guard import Guard, protect
+from partita.privacy.secret import draw, from_file
+from partita.training.cuda_graphs import Graphs
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The parts of a run, built and checked."""
+
+    config: Config
+    run: Run
+    model: Model
+    federation: Federation
+    faults: Faults
+    device: torch.device
+    block: int
+    measure: Measure
+    guard: Guard | None = None
+    graphs: Graphs | None = None
+
+
+def build(config: Config, secret: Key | None = None) -> Experiment:
+    """Build and check all parts.
+
+    Args:
+        config: The experiment.
+        secret: What a private run without a secret file of its own draws by. A new one unless given.
+    """
+    key = Key(config.seed)
+    device = _ready(config.engine)
+    method = methods.build(config.method["name"], _rest(config.method, "name"))
+    task = data.load(config.data["name"], key / "data", **_data_options(config))
+    federation = data.split(task, **config.split, key=key / "split")
+    federation = federation.pooled() if method.pool else federation
+    if strange := sorted(name for name in method.clients if name not in federation.clients):
+        known = ", ".join(federation.clients[:3])
+        raise RunError(
+            f"method names the client '{strange[0]}', who is not there; clients are called {known} and so on"
+        )
+    model = models.build(config.model["name"], task, key / "model", **_rest(config.model, "name"))
+    model = method.extend(model, key / "extend") if method.extend else model
+    whole = model, federation
+    model, federation = _cached(*whole) if config.engine.cache_frozen else (model, federation.to(device))
+    federate = config.federation
+    run = Run(
+        method,
+        config.training.build(),
+        config.rounds,
+        key,
+        cohort=1.0 if method.pool else federate.cohort,
+        minimum=federate.minimum,
+        tolerate=federate.tolerate,
+        preloaded=federate.preloaded,
+        max_norm=federate.max_norm,
+        max_examples=federate.max_examples,
+        examples=_Sizes(federation),
+        drift=config.evaluate.drift,
+        secret=_secret(config, secret),
+    )
+    run.cohort_size(len(federation.clients))
+    guard = None
+    if config.privacy:
+        sizes = {client: len(federation[client].train) for client in federation.clients}
+        guard = protect(run, model, sizes, config.privacy)
+        run = guard.run
+    trace = read_trace(Path(federate.trace)) if federate.trace else {}
+    faults = Faults() if method.pool else Faults(federate.dropout, federate.straggle, trace)
+    if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
+        _warn_of_half(half_takes())
+    graphs = choose_graphs(config.engine.graphs, config.engine.compile, device)
+    block = config.engine.block
+    if block == "auto":
+        block = choose_block(run, *whole, device, bool(graphs), config.engine.workers)
+    if device.type == "cpu":
+        check_block(run, model, federation.clients, block)
+    plan_for(method.plan, model, Turn(0, run.rounds, federation.clients[0]))
+    plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
+    if method.adapt:
+        method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
+    return Experiment(config, run, model, federation, faults, device, block, measure_for(task), guard, graphs)
+
+
+class _Sizes(Mapping[str, int]):
+    """Training examples by client, counted when somebody asks: of a large population few are ever asked for. 0 where
+    the examples are elsewhere.
+    """
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation, self.found = federation, dict[str, int]()
+
+    def __getitem__(self, client: str) -> int:
+        if client not in self.found:
+            self.found[client] = len(self.federation[client].train)
+        return self.found[client]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.federation.clients)
+
+    def __len__(self) -> int:
+        return len(self.federation.clients)
+
+
+def _warn_of_half(times: float) -> None:
+    if times > 2:
+        warnings.warn(
+            f"bfloat16 takes this CPU about {times:.0f} times as long as float32; to try a run here, set "
+            "training.precision and model.dtype to 'float32'",
+            stacklevel=3,
+        )
+
+
+def _data_options(config: Config) -> dict[str, Any]:
+    """Texts are cut into the tokens of the model, unless another tokenizer is named."""
+    options, name = _rest(config.data, "name"), config.data["name"]
+    return {"tokenizer": config.model.get("path"), **options} if data.takes(name, "tokenizer") else options
+
+
+def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
+    """What the frozen lowest layers make of each example is computed once."""
+    from partita.models.frozen_cache import cache_frozen
+
+    task = federation.task
+    above, (train, test) = cache_frozen(model, task.train, task.test)
+    return above, replace(federation, task=replace(task, train=train, test=test))  # type: ignore[arg-type]
+
+
+def _rest(table: Any, key: str) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != key}
+
+
+def makes_secret(config: Config) -> bool:
+    """Whether the run draws by a secret that it makes itself."""
+    return config.privacy is not None and not config.privacy.repeatable and config.engine.secret is None
+
+
+def _secret(config: Config, given: Key | None) -> Key | None:
+    if config.engine.secret is not None:
+        if config.privacy is not None and config.privacy.repeatable:
+            raise RunError("privacy.repeatable draws by the seed, and engine.secret by a file; leave one of them out")
+        # A file can serve many experiments, and two that drew the same noise would give it away.
+        return from_file(Path(config.engine.secret)) / shared_digest(config)
+    return (given or draw()) if makes_secret(config) else None
+
+
+def _ready(engine: EngineConfig) -> torch.device:
+    """Set torch up for this process as the config says."""
+    if engine.threads:
+        torch.set_num_threads(engine.threads)
+    use_kernels(engine.onednn)
+    device = _device(engine.device)
+    if device.type == "cuda":
+        # Without it, the fused attention's backward pass sums in whatever order its blocks finish.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(engine.deterministic)
+    return device
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RunError("engine.device is 'cuda', but torch sees no GPU; use 'cpu', or install a CUDA build of torch")
+    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name)

@@ -1,0 +1,303 @@
+"""An experiment as strict TOML: every table is checked against the function or dataclass that will take it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+
+from partita import data, methods, models
+from partita.core.optim import SGD, AdamW, Optimizer, Schedule
+from partita.core.options import (
+    Count,
+    NotNegative,
+    Option,
+    OptionError,
+    PartialShare,
+    Positive,
+    PositiveShare,
+    Range,
+    Seed,
+    Share,
+    Text,
+    Whole,
+    bind,
+    nearest,
+    options_of,
+    pick,
+    shown,
+)
+from partita.core.settings import Training
+from partita.privacy.guard import Terms
+
+Processes = Annotated[int, Range(low=1, high=1024)]
+
+
+class ConfigError(ValueError):
+    """A config that cannot be read."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    lr: Annotated[Positive, "learning rate"] = 1e-3
+    optimizer: Annotated[Literal["sgd", "adamw"], "the clients' optimizer"] = "adamw"
+    weight_decay: Annotated[NotNegative, "weight decay; AdamW decouples it from the gradient"] = 0.01
+    momentum: Annotated[PartialShare, "for `sgd` only"] = 0.0
+    nesterov: Annotated[bool, "Nesterov momentum, for `sgd` only"] = False
+    batch_size: Annotated[Count, "examples in a batch"] = 32
+    epochs: Annotated[Count, "passes over a client's examples in a round"] = 1
+    steps: Annotated[Count | None, "batches in a round, instead of epochs"] = None
+    clip: Annotated[Positive | None, "largest norm of a client's gradient"] = None
+    precision: Annotated[
+        Literal["float32", "bfloat16"], "`bfloat16` computes in mixed precision; the weights stay in float32"
+    ] = "float32"
+    schedule: Annotated[
+        Literal["constant", "cosine", "linear", "step"], "how the learning rate changes over the rounds"
+    ] = "constant"
+    schedule_warmup: Annotated[Whole, "rounds in which the learning rate rises linearly"] = 0
+    schedule_floor: Annotated[Share, "`cosine` and `linear` end at this fraction of the learning rate"] = 0.0
+    schedule_every: Annotated[Count, "`step`: rounds between drops"] = 10
+    schedule_gamma: Annotated[Share, "`step`: factor of a drop"] = 0.1
+
+    def build(self) -> Training:
+        if self.optimizer == "adamw" and (self.momentum or self.nesterov):
+            raise OptionError("training.momentum and training.nesterov are for optimizer = 'sgd'; leave them out")
+        optimizer: Optimizer = AdamW(weight_decay=self.weight_decay)
+        if self.optimizer == "sgd":
+            optimizer = SGD(self.momentum, self.weight_decay, self.nesterov)
+        schedule = Schedule(
+            self.schedule, self.schedule_warmup, self.schedule_floor, self.schedule_every, self.schedule_gamma
+        )
+        return Training(
+            self.lr, optimizer, schedule, self.batch_size, self.epochs, self.steps, self.clip, self.precision
+        )
+
+
+@dataclass(frozen=True)
+class FederationConfig:
+    cohort: Annotated[
+        Count | PositiveShare, "clients in a round: a whole number, or a fraction with a decimal point"
+    ] = 1.0
+    dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
+    straggle: Annotated[Share, "probability that a client completes only a part of its round"] = 0.0
+    trace: Annotated[str | None, "CSV file with the columns round, client, work, in place of the two above"] = None
+    minimum: Annotated[Whole, "answers that a round needs; with fewer, the run stops"] = 1
+    tolerate: Annotated[bool, "record a client's fault and go on, instead of stopping the run"] = False
+    max_norm: Annotated[Positive | None, "longer updates are scaled down to this norm"] = None
+    max_examples: Annotated[Count, "training examples that a client of unknown size may claim"] = 10_000_000
+    preloaded: Annotated[bool, "clients hold the initial model before the first round"] = False
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    block: Annotated[Count | Literal["auto"], "clients that train side by side"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "`auto` takes a GPU where there is one"] = "auto"
+    workers: Annotated[Processes, "processes that share the clients; on GPUs, one on each in turn"] = 1
+    state: Annotated[Literal["memory", "disk"], "where clients' own tensors are kept between rounds"] = "memory"
+    threads: Annotated[Processes | None, "threads of torch; as many as torch chooses if left out"] = None
+    onednn: Annotated[bool | Literal["auto"], "oneDNN's kernels for CPUs"] = "auto"
+    deterministic: Annotated[bool, "on a GPU: the same bits in every run, at some cost in speed"] = True
+    graphs: Annotated[
+        bool | Literal["auto"], "on a GPU: record steps once and replay them; `true` stops the run if that fails"
+    ] = "auto"
+    compile: Annotated[bool, "have torch compile the model: half a minute at first, then cached on disk"] = False
+    cache_frozen: Annotated[bool, "compute the output of frozen layers once for each example"] = False
+    secret: Annotated[str | None, "file of 16 or more random bytes; random draws for privacy depend on it"] = None
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: Annotated[Count, "rounds between tests on the central test set"] = 1
+    personal: Annotated[Whole, "rounds between tests on the clients' own test parts; 0 for never"] = 5
+    clients: Annotated[Count, "number of clients tested, drawn once; at most as many as there are"] = 100
+    drift: Annotated[bool, "measure client drift in every round"] = True
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: Annotated[Count, "rounds between checkpoints"] = 1
+
+
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tables of a fixed shape are dataclasses; those that name a function (a method, say) hold its options."""
+
+    method: Table
+    data: Table = field(default_factory=lambda: {"name": "digits"})
+    split: Table = field(default_factory=lambda: {"kind": "dirichlet", "clients": 10, "alpha": 0.1})
+    model: Table = field(default_factory=lambda: {"name": "vit"})
+    seed: Annotated[Seed, "every random draw depends on it"] = 0
+    rounds: Annotated[int, Range(low=1, high=10**6), "rounds of the federation"] = 20
+    label: Annotated[Text, "name of the run in tables; the method's name if empty"] = ""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    federation: FederationConfig = field(default_factory=FederationConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    privacy: Terms | None = None
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(_drop_none(dataclasses.asdict(self)))
+
+
+SITES_OWN = ("data", "engine")  # tables that a site may change; the rest must be the same for all
+
+
+def shared_digest(config: Config) -> str:
+    """Of what a server and its sites must agree on."""
+    raw = tomllib.loads(config.to_toml())
+    shared = {table: value for table, value in raw.items() if table not in SITES_OWN}
+    shared["split"] = {key: value for key, value in shared["split"].items() if key != "client"}
+    return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+_TABLES = {
+    "training": TrainingConfig,
+    "federation": FederationConfig,
+    "engine": EngineConfig,
+    "evaluate": EvaluateConfig,
+    "checkpoint": CheckpointConfig,
+    "privacy": Terms,
+}
+# Tables that name a function: the key with its name, the functions, and what their parameters get from elsewhere.
+_NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
+    "method": ("name", methods.INDEX, ()),
+    "data": ("name", data.INDEX, ("key",)),
+    "split": ("kind", data.SPLITS, ("task", "key")),
+    "model": ("name", models.INDEX, ("task", "key")),
+}
+_OF_EVERY_SPLIT = ("task", "kind", "clients", "key", "options")  # of data.split, these are no options of their own
+
+
+def schema() -> dict[str, dict[str, Option]]:
+    """Every table by its heading, as in "training" or "method fedprox", with its options; "" is the top level."""
+    found = {"": options_of(Config, given=[*_TABLES, *_NAMED])}
+    found |= {key: options_of(kind) for key, kind in _TABLES.items()}
+    common = options_of(data.split, _OF_EVERY_SPLIT)
+    for table, (_, index, given) in _NAMED.items():
+        for name in index:
+            shared = common if table == "split" else {}
+            found[f"{table} {name}"] = {**options_of(pick(index, name, table), given), **shared}
+    return found
+
+
+def load(path: Path, changes: Iterable[str] = ()) -> Config:
+    """The config in a file, with changes such as "method.mu=0.1" laid over it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the config {path}: it is not text in UTF-8") from error
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {_reason(error)}") from error
+    for change in changes:
+        overlay(raw, change)
+    return parse(raw)
+
+
+def overlay(raw: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"cannot read the change {shown(change)}; write it as key=value, for instance method.mu=0.1")
+    *tables, last = key.strip().split(".")
+    for name in tables:
+        raw = raw.setdefault(name, {})
+        if not isinstance(raw, dict):
+            raise ConfigError(f"cannot set {shown(key)}: {shown(name)} is not a table")
+    try:
+        raw[last] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        raw[last] = text  # a bare word is a text: method.name=fedprox
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read the change {shown(change)}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def parse(raw: Mapping[str, Any]) -> Config:
+    """Checked as a whole before any work starts."""
+    for key, value in raw.items():
+        if key not in Config.__dataclass_fields__:
+            raise OptionError(f"unknown key {shown(key)}; {nearest(key, Config.__dataclass_fields__)}")
+        if (key in _TABLES or key in _NAMED) and not isinstance(value, Mapping):
+            raise OptionError(f"{key} is {shown(value)}; it must be a table, [{key}]")
+    if "method" not in raw:
+        raise OptionError("'method' is missing; say which with [method] name = 'fedavg'")
+    shaped = {key: kind(**bind(kind, raw[key], key)) for key, kind in _TABLES.items() if key in raw}
+    plain = {key: value for key, value in raw.items() if key not in _TABLES}
+    single = {key: value for key, value in plain.items() if key not in _NAMED}
+    bind(Config, single, "", given=[*_TABLES, *_NAMED])
+    config = Config(**plain, **shaped)
+    config = dataclasses.replace(
+        config,
+        method=_filled_method(config.method),
+        data=_filled(config.data, "data"),
+        split=_filled_split(config.split),
+        model=_filled(config.model, "model"),
+    )
+    config.training.build()
+    return dataclasses.replace(config, label=config.label or config.method["name"])
+
+
+def _filled_method(table: Table) -> Table:
+    """With all defaults, so that the recorded config says what was run."""
+    name, options = _named(table, "method")
+    methods.build(name, options)
+    found = [_defaults(pick(methods.INDEX, part, "method")) for part in name.split("+")]
+    # A key that two parts share cannot be said in a config, so each keeps its own default.
+    own = {key: value for part in found for key, value in part.items() if sum(key in other for other in found) == 1}
+    said = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    return {"name": name, **own, **said}
+
+
+def _filled(table: Table, where: str) -> Table:
+    name, options = _named(table, where)
+    _, index, given = _NAMED[where]
+    function = pick(index, name, where)
+    return {"name": name, **_defaults(function), **bind(function, options, where, given)}
+
+
+def _filled_split(table: Table) -> Table:
+    """Some keys are for this kind of split, others for every kind."""
+    kind, options = _named(table, "split")
+    function = pick(data.SPLITS, kind, "split")
+    common = _defaults(data.split)
+    cuts = {key: options.pop(key) for key in common if key in options}
+    bind(data.split, cuts, "split", _OF_EVERY_SPLIT)
+    own = bind(function, options, "split", _NAMED["split"][2])
+    return {"kind": kind, **common, **_defaults(function), **cuts, **own}
+
+
+def _named(table: Table, where: str) -> tuple[str, dict[str, Any]]:
+    key, _, _ = _NAMED[where]
+    if not isinstance(table.get(key), str):
+        raise OptionError(f"'{where}.{key}' is missing; it says which {where} to use")
+    return table[key], {other: value for other, value in table.items() if other != key}
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.default not in (inspect.Parameter.empty, None)}
+
+
+def _drop_none(value: Any) -> Any:
+    """TOML has no null: what is left out is None."""
+    if isinstance(value, Mapping):
+        return {key: _drop_none(each) for key, each in value.items() if each is not None}
+    return [_drop_none(each) for each in value] if isinstance(value, tuple | list) else value

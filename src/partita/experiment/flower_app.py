@@ -1,0 +1,219 @@
+"""A run as a Flower app: the experiment's config travels with the app, and each site adds where its own data is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shlex
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from partita import data, models
+from partita.core.atomic_files import write
+from partita.core.rng import Key
+from partita.core.rounds import begin
+from partita.core.safe_text import clean, component, label_folder
+from partita.engines.flower.client import Site, client_app
+from partita.engines.flower.server import Flower, server_app
+from partita.experiment import run_folder
+from partita.experiment.builder import build, makes_secret
+from partita.experiment.config import SITES_OWN, Config, load, shared_digest
+from partita.experiment.gc_freeze import importing
+from partita.experiment.round_log import Row
+from partita.experiment.runner import play, prepare, recall, recall_secret
+from partita.privacy.secret import load_or_save
+
+if TYPE_CHECKING:
+    from flwr.app import Context
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+
+OWN = tuple(f"{table}." for table in SITES_OWN)
+PACKAGE, CONFIG = "federation", "experiment.toml"
+SIDE = """from pathlib import Path
+
+from partita.flower_app import {side}
+
+app = {side}(Path(__file__).with_name("experiment.toml"))
+"""
+
+
+class FlowerError(ValueError):
+    """An app, a node config or a run config that cannot work."""
+
+
+def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int | None = None) -> Path:
+    """Write an app that `flwr run` takes: the config with all its defaults, and a few lines for each side."""
+    if (folder / "pyproject.toml").exists():
+        raise FlowerError(f"{folder} already holds a pyproject.toml; choose another folder, or delete that one")
+    settings = load(config, changes)
+    population = build(settings).federation.clients
+    app = {
+        "publisher": "partita",
+        "components": {"serverapp": f"{PACKAGE}.server_app:app", "clientapp": f"{PACKAGE}.client_app:app"},
+        "config": {
+            "clients": clients or len(population),
+            "deadline": 600.0,
+            "patience": math.inf,
+            "folder": str(Path("runs", f"{label_folder(settings.label)}-seed-{settings.seed}").resolve()),
+            "sites": str(Path("runs", "sites").resolve()),
+            "set": "",
+        },
+    }
+    project = {
+        "name": folder.resolve().name,
+        "version": "1.0.0",
+        "description": f"partita: {settings.label}",
+        "license": "Apache-2.0",
+    }
+    write(folder / "pyproject.toml", tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}}).encode())
+    write(folder / PACKAGE / CONFIG, settings.to_toml().encode())
+    write(folder / PACKAGE / "__init__.py", b"")
+    for side in ("client", "server"):
+        write(folder / PACKAGE / f"{side}_app.py", SIDE.format(side=side).encode())
+    return folder
+
+
+def population(app: Path) -> Sequence[str]:
+    """The names of an app's clients."""
+    return build(load(app / PACKAGE / CONFIG)).federation.clients
+
+
+def modules(app: Path) -> list[str]:
+    """What an app's processes import before they can begin."""
+    config = load(app / PACKAGE / CONFIG)
+    named = data.INDEX[config.data["name"]], models.INDEX[config.model["name"]]
+    return [__name__, *(each.partition(":")[0] for each in named)]
+
+
+def recorded(app: Path) -> Path:
+    """The folder in which the server records the app's run, if it runs on this machine."""
+    project = tomllib.loads((app / "pyproject.toml").read_text())
+    return Path(project["tool"]["flwr"]["app"]["config"]["folder"])
+
+
+def client(config: Path) -> ClientApp:
+    """The app of a site. Its node config says who it is and where its folder and data are."""
+    return client_app(lambda context: _name(context, config), lambda context: _site(context, config))
+
+
+def server(config: Path) -> ServerApp:
+    """The app of the server. Its run config says where to record the run and for how many clients to wait."""
+
+    def main(grid: Grid, context: Context) -> None:
+        for row in serve(grid, _settings(config, context.run_config), context.run_config, str(context.run_id)):
+            print(_line(row), flush=True)
+
+    return server_app(main)
+
+
+def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str) -> Iterator[Row]:
+    """Begin the run, or go on with the one in the folder, a row at a time."""
+    folder = Path(str(_said(settings, "folder", "run config")))
+    config = replace(config, engine=replace(config.engine, block=1))
+    begun = (folder / run_folder.CONFIG).exists()
+    experiment = build(config, recall_secret(config, folder) if begun else None)
+    with run_folder.lock(folder):
+        done, server = 0, begin(experiment.run, experiment.model)
+        if begun:
+            run_folder.verify(folder)
+            _same(config, load(folder / run_folder.CONFIG), folder)
+            done, server = recall(experiment, folder)
+            # Sites may have gone on from here before, so what they hold is not what the ledger says.
+            server = replace(server, ledger=replace(server.ledger, held={}))
+        else:
+            prepare(experiment, folder)
+        engine = Flower(
+            experiment.run,
+            experiment.model,
+            experiment.federation.clients,
+            grid,
+            session,
+            start=done,
+            deadline=float(_said(settings, "deadline", "run config")),
+            wait_for=int(_said(settings, "clients", "run config")),
+            device=experiment.device,
+            patience=float(settings.get("patience", math.inf)),
+            config=shared_digest(config),
+            measure=experiment.measure,
+        )
+        yield from play(experiment, folder, engine, engine.store, server, done)
+
+
+def _name(context: Context, config: Path) -> str:
+    """Flower's simulation numbers its nodes instead of naming them."""
+    if "partition-id" in context.node_config and "client" not in context.node_config:
+        clients = build(_settings(config, context.run_config)).federation.clients
+        return clients[int(context.node_config["partition-id"])]
+    return str(_said(context.node_config, "client", "node config"))
+
+
+def _site(context: Context, config: Path) -> Site:
+    name, node = _name(context, config), context.node_config
+    shared = _settings(config, context.run_config)
+    changes = [f"{key}={json.dumps(value)}" for key, value in node.items() if "." in key]
+    if strange := [change for change in changes if not change.startswith(OWN)]:
+        raise FlowerError(f"the node config sets {strange[0]}, but a site can only change {' and '.join(OWN)} keys")
+    if shared.split["kind"] == "site":
+        changes.append(f"split.client={json.dumps(name)}")
+    own = _settings(config, context.run_config, *changes)
+    simulated = "partition-id" in node and "folder" not in node
+    place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
+    folder = Path(str(place)) / _identity(shared) / component(name)
+    secret = load_or_save(folder) if makes_secret(own) else None
+    experiment = build(replace(own, engine=replace(own.engine, block=1)), secret)
+    if name not in experiment.federation.clients:
+        raise FlowerError(f"the node config says client = '{name}', which is not among the experiment's clients")
+    return Site(
+        experiment.run,
+        experiment.model,
+        name,
+        experiment.federation[name],
+        folder,
+        experiment.faults,
+        experiment.device,
+        experiment.measure,
+        shared_digest(shared),
+        _answered(Path(str(place)), experiment.run.secret, name),
+    )
+
+
+def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
+    with importing():
+        return load(config, [*shlex.split(str(settings.get("set", ""))), *more])
+
+
+def _identity(config: Config) -> str:
+    """A folder for each experiment, so that two runs at one site do not mix."""
+    return f"{label_folder(config.label)}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
+
+
+def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
+    """Beside the folders of all runs: noise follows from secret, round and client, wherever a run keeps its state."""
+    if secret is None:
+        return None
+    return place / "answered" / f"{component(client)}-{(secret / 'answered').digest(8).hex()}.json"
+
+
+def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:
+    if key not in settings:
+        raise FlowerError(f"the {where} does not say '{key}'; it has: {', '.join(sorted(settings)) or 'nothing'}")
+    return settings[key]
+
+
+def _same(config: Config, recorded: Config, folder: Path) -> None:
+    if replace(recorded, engine=config.engine) != config:
+        raise run_folder.RecordError(f"{folder} holds a run of another config; say another folder in the run config")
+
+
+def _line(row: Row) -> str:
+    lost = "".join(f"; lost {clean(client)}: {clean(reason)}" for client, reason in row["lost"].items())
+    scores = "".join(f", {metric} {value:.4f}" for metric, value in (row["test"] or {}).items())
+    answered = len(row["cohort"]) - len(row["lost"])
+    return f"round {row['round']}: {answered} of {len(row['cohort'])} answered in {row['seconds']:.1f} s{scores}{lost}"

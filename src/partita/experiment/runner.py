@@ -1,0 +1,215 @@
+"""Play an experiment's rounds and record them in a folder, from the beginning or from where a run was stopped."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from partita.core import checkpoint, tensors
+from partita.core.atomic_files import read_json
+from partita.core.client_store import Disk, Memory, Store
+from partita.core.dp_settings import PrivacyError
+from partita.core.method import Server
+from partita.core.rng import Key
+from partita.core.rounds import Engine, begin, rounds
+from partita.engines.multiprocess import Workers
+from partita.engines.simulation import Embedded
+from partita.experiment import run_folder
+from partita.experiment.builder import Experiment, build, makes_secret
+from partita.experiment.config import Config
+from partita.experiment.round_log import Row, observe, recall_sights, stages
+from partita.privacy import secret
+from partita.privacy.guard import Guard
+
+PRIVACY = "privacy.json"  # in a run's folder: the promise, and the noise that keeps it
+
+
+def start(config: Config, folder: Path) -> Iterator[Row]:
+    """Run from the beginning in a new folder, a row at a time."""
+    if any(
+        (folder / name).exists()
+        for name in (run_folder.CONFIG, run_folder.ROWS, run_folder.CHECKPOINTS, run_folder.CLIENTS)
+    ):
+        raise run_folder.RecordError(
+            f"{folder} already holds a run; resume it with 'partita resume {folder}', or choose another folder"
+        )
+    experiment = build(config)
+    with run_folder.lock(folder):
+        prepare(experiment, folder)
+        with _embedded(experiment, Disk(folder / run_folder.CLIENTS, experiment.device, {})) as (engine, store):
+            yield from play(experiment, folder, engine, store, begin(experiment.run, experiment.model), 0)
+
+
+def resume(config: Config, folder: Path) -> Iterator[Row]:
+    """Go on after the newest checkpoint as if nothing had happened."""
+    run_folder.verify(folder)
+    experiment = build(config, recall_secret(config, folder))
+    with run_folder.lock(folder):
+        saved = recall_all(experiment, folder)
+        disk = Disk(folder / run_folder.CLIENTS, experiment.device, saved.states)
+        disk.rewind(saved.done)
+        with _embedded(experiment, disk) as (engine, store):
+            yield from play(experiment, folder, engine, store, saved.server, saved.done)
+
+
+def recall_secret(config: Config, folder: Path) -> Key | None:
+    """The secret that a run made when it began."""
+    return secret.load(folder) if makes_secret(config) else None
+
+
+def prepare(experiment: Experiment, folder: Path) -> None:
+    """Write down what is known before the first round."""
+    if makes_secret(experiment.config):
+        assert experiment.run.secret is not None
+        (folder / secret.FILE).unlink(missing_ok=True)  # of a run that was stopped before it began
+        secret.save(folder, experiment.run.secret)
+    run_folder.write(folder / run_folder.CONFIG, _resolved(experiment).to_toml().encode())
+    chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
+    run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
+    run_folder.write_json(
+        folder / run_folder.PLAN, {"metric": asdict(experiment.measure.primary), "stages": stages(experiment)}
+    )
+    written = [run_folder.CONFIG, run_folder.ENVIRONMENT, run_folder.PLAN]
+    if experiment.guard:
+        run_folder.write_json(folder / PRIVACY, {**experiment.guard.about(), "secret": _fingerprint(experiment)})
+        written += [PRIVACY, *([str(secret.FILE)] if makes_secret(experiment.config) else [])]
+    run_folder.write_checksums(folder, written)
+
+
+def _fingerprint(experiment: Experiment) -> str | None:
+    """Tells one secret from another, and nothing of either."""
+    key = experiment.run.secret
+    return (key / "fingerprint").digest(8).hex() if key else None
+
+
+def computing(config: Config, folder: Path) -> str:
+    """How the engine computes, and what of it "auto" has chosen."""
+    told = read_json(folder / run_folder.ENVIRONMENT)
+    auto = [name for name in ("device", "block", "graphs") if getattr(config.engine, name) == "auto"]
+    said = f"on {told['device']}, {told['threads']} threads, blocks of {told['block']}, steps {told['steps']}"
+    return said + (f" (auto: {', '.join(auto)})" if auto else "")
+
+
+def recall(experiment: Experiment, folder: Path) -> tuple[int, Server]:
+    """(rounds done, the server after them) by the newest checkpoint; rows of later rounds are dropped."""
+    saved = recall_all(experiment, folder)
+    return saved.done, saved.server
+
+
+def recall_all(experiment: Experiment, folder: Path) -> checkpoint.Saved:
+    """The newest checkpoint, or the beginning, with the folder brought back to it."""
+    identity = run_folder.verify(folder)
+    if identity is None:
+        prepare(experiment, folder)
+    first = begin(experiment.run, experiment.model)
+    saved = checkpoint.newest(folder / run_folder.CHECKPOINTS, identity, first, experiment.device)
+    run_folder.keep_rows(folder, saved.done, saved.rows if saved.done else None)
+    if experiment.guard:
+        with run_folder.understanding(folder / run_folder.ROWS):
+            _recall_spending(experiment, experiment.guard, folder)
+    return saved
+
+
+def _recall_spending(experiment: Experiment, guard: Guard, folder: Path) -> None:
+    """What earlier rounds cost is part of the bill; under another noise they would not have been the same run."""
+    began = read_json(folder / PRIVACY)
+    if began["secret"] != _fingerprint(experiment):
+        raise PrivacyError(f"{folder} was begun with another secret; name that file as engine.secret to resume the run")
+    noise = began["noise"]
+    if noise != guard.terms.noise:
+        raise PrivacyError(
+            f"{folder} was begun with the noise {noise:g}, but now it would be {guard.terms.noise:g}: has the data or "
+            "dp-accounting changed? Restore what it began with, or start the run anew in another folder with "
+            f"privacy.noise = {noise:g}"
+        )
+    for row in run_folder.read_rows(folder):
+        guard.charge(row["round"], row["cohort"], row["privacy"]["signal"], row["population"])
+
+
+@contextmanager
+def _embedded(experiment: Experiment, disk: Disk) -> Iterator[tuple[Engine, Store]]:
+    config = experiment.config.engine
+    store: Store = disk if config.state == "disk" else Memory(disk)
+    engine = _engine(experiment, store)
+    if config.workers == 1:
+        yield engine, store
+        return
+    again = None
+    if experiment.device.type == "cuda":
+        again = partial(build_engine, _resolved(experiment), experiment.run.secret)
+    with closing(Workers(engine, config.workers, again)) as workers:
+        yield workers, store
+
+
+def build_engine(config: Config, secret: Key | None) -> Embedded:
+    """For a worker that is no fork: data and model are loaded again."""
+    return _engine(build(config, secret), Memory())
+
+
+def _engine(experiment: Experiment, store: Store) -> Embedded:
+    return Embedded(
+        experiment.run,
+        experiment.model,
+        experiment.federation,
+        experiment.block,
+        experiment.device,
+        store,
+        experiment.faults,
+        measure=experiment.measure,
+        graphs=experiment.graphs,
+    )
+
+
+def _resolved(experiment: Experiment) -> Config:
+    """With the block that was chosen, which a resumed run and every worker must share."""
+    return replace(experiment.config, engine=replace(experiment.config.engine, block=experiment.block))
+
+
+def play(
+    experiment: Experiment, folder: Path, engine: Engine, store: Store, server: Server, done: int
+) -> Iterator[Row]:
+    """Rounds from `done` on, whoever carries them, each recorded as it ends."""
+    config, run, model = experiment.config, experiment.run, experiment.model
+    state = {slot: tensors.to(part, experiment.device) for slot, part in server.state.items()}
+    server = replace(server, params=tensors.to(server.params, experiment.device), state=state)
+    begun = clock = time.perf_counter()
+    identity, written = run_folder.verify(folder) or "", run_folder.Rows(folder)
+    with run_folder.understanding(folder / run_folder.ROWS):
+        sights = recall_sights(folder)
+    last = deque(run_folder.read_rows(folder), maxlen=1)
+    row: Row = last[0] if last else {}  # a run may have been stopped between its last round and its result
+    for each in rounds(run, model, engine, server, done):
+        signal = run.method.server.signal(server)
+        server, done = each.server, each.number + 1
+        row = observe(experiment, engine, each, time.perf_counter() - clock, signal, sights)
+        written.append(row)
+        if done % config.checkpoint.every == 0 or done == run.rounds:
+            store.commit(done)
+            checkpoint.save(
+                folder / run_folder.CHECKPOINTS, done, server, identity, rows=written.digest(), states=store.states()
+            )
+        yield row
+        clock = time.perf_counter()
+    result = {
+        "rounds": run.rounds,
+        "seconds": round(time.perf_counter() - begun, 3),
+        "digest": digest(experiment, server, store),
+        "test": row.get("test"),
+    }
+    if run_folder.finished(folder) is None:
+        run_folder.write_json(folder / run_folder.RESULT, result)
+
+
+def digest(experiment: Experiment, server: Server, store: Store) -> str:
+    """Of the server's tensors and of every client's own."""
+    own: tensors.Tensors = {}
+    for client in store.known():
+        state = store.load(client, experiment.run.rounds)
+        for slot, part in {"personal": state.personal, **state.memory}.items():
+            own |= {f"{client}/{slot}/{name}": value for name, value in part.items()}
+    return tensors.digest({**server.params, **own})

@@ -1,0 +1,42 @@
+"""What partita must know of an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from partita.core.model import Output
+from partita.core.tensors import Tensors
+from partita.models import Kind
+
+ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head")
+
+Row = tuple[str, ...]  # pattern of the whole parameter name, role, and tags beyond that, if any
+Forward = Callable[[Any, Tensors], Output]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an input becomes what enters the first layer, by paths within the module's body."""
+
+    takes: str  # the input
+    embeds: tuple[str, ...]  # the parts before the first layer; not every module has them all
+    layers: str
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The group "layer" of a row's pattern becomes the tag "layer.N". `split` parts what the module holds as one."""
+
+    roles: tuple[Row, ...]
+    heads: Mapping[Kind, Forward]
+    split: Callable[[nn.Module], None] | None = None
+    start: Start | None = None  # without it, frozen layers cannot be cached
+
+
+def rows(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[Row, ...]:
+    """One row for each pattern below the stem."""
+    return tuple((stem + pattern, role, *tags) for pattern, role in roles.items())

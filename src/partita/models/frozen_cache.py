@@ -1,0 +1,187 @@
+"""What frozen layers make of an example is the same in every round: it is computed once and remembered.
+
+That equals computing it again up to rounding, since a sum may be grouped otherwise where the batch has another shape.
+With `training.precision = "bfloat16"` the frozen layers are computed in the model's own type all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.core import memory, tensors
+from partita.core.data import Batch, Examples
+from partita.core.model import Model, Output
+from partita.core.tensors import Tensors
+from partita.models import STATES, ModelError
+from partita.models.adapter import Adapted
+from partita.models.architectures import Forward, architecture
+from partita.models.prompts.dual_encoder import Towers
+from partita.models.prompts.prompts import Beside
+from partita.models.skip_layers import standing_in
+
+SEEN = "attention_mask"
+CHUNK = 32  # rows computed together, and always the same ones: a resumed run then remembers the same bits
+
+
+def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[Cached, ...]]:
+    """The model from the first layer that trains on, and the examples as that takes them."""
+    above, lower, takes = _cut(model)
+    cached = tuple(_cached(table, lower, takes) for table in tables)
+    wanted = sum(each.states.nbytes for each in cached)
+    memory.require(wanted, "engine.cache_frozen", "set it to false, or use fewer or shorter examples")
+    return above, cached
+
+
+def _cut(model: Model) -> tuple[Model, Callable[[Tensors], Tensor], str]:
+    """What is above, what makes its states, and of which input. Prompts of text leave a tower of images as it is."""
+    if isinstance(model, Towers | Beside):
+        return model, model.remember, "pixel_values"
+    if not isinstance(model, Adapted):
+        raise ModelError(f"engine.cache_frozen is for Hugging Face models, which {model.name} is not; set it to false")
+    body, depth = _body(model), frozen_depth(model)
+    above = _Above(model.forward, body.takes, (*body.embeds, *body.layers[:depth]))
+    return replace(model, forward=above), Lower(model, body.layers[depth - 1]), body.takes
+
+
+def frozen_depth(model: Adapted) -> int:
+    """How many of the lowest layers are frozen for good, together with all that comes before them."""
+    body = _body(model)
+    before = _trained(model, body.embeds)
+    first = next((depth for depth, layer in enumerate(body.layers) if _trained(model, [layer])), len(body.layers))
+    if before or not first:
+        names = before or _trained(model, body.layers[:1])
+        raise ModelError(_nothing_to_cache(model, names, "before the first layer" if before else "in layer 0"))
+    return first
+
+
+@dataclass(frozen=True, eq=False)
+class Lower:
+    """Makes of inputs what leaves the last of the frozen layers: (example, token, width)."""
+
+    model: Adapted
+    last: nn.Module
+
+    def __call__(self, inputs: Tensors) -> Tensor:
+        hook = self.last.register_forward_hook(_leave)
+        try:
+            self.model(self.model.initial, tensors.to(inputs, next(self.last.parameters()).device))
+        except _Left as left:
+            return left.states.cpu()
+        finally:
+            hook.remove()
+        raise AssertionError("the last frozen layer is always run")
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """Examples with states in the place of the input they are made of, computed when they are first asked for.
+
+    Padding, which attention does not see, is not held; its states are zeros.
+    """
+
+    examples: Examples
+    lower: Callable[[Tensors], Tensor]
+    takes: str
+    offsets: Tensor  # (row + 1,)
+    states: Tensor  # (token, width) of all rows: row i has states[offsets[i]:offsets[i + 1]]
+    known: set[int] = field(default_factory=set)  # chunks
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def take(self, indices: Tensor) -> Batch:
+        for chunk in set((indices // CHUNK).tolist()) - self.known:
+            self._compute(chunk)
+        batch = self.examples.take(indices)
+        seen = self._seen(batch.inputs, indices)
+        places = (self.offsets[indices].unsqueeze(1) + seen.cumsum(1) - 1).clamp_(min=0)
+        states = self.states[places].masked_fill_(~seen.unsqueeze(-1), 0)  # (row, token, width)
+        others = {name: value for name, value in batch.inputs.items() if name != self.takes}
+        return Batch({STATES: states, **others}, batch.targets, batch.mask)
+
+    def _compute(self, chunk: int) -> None:
+        rows = torch.arange(len(self))[chunk * CHUNK : (chunk + 1) * CHUNK]
+        inputs = self.examples.take(rows).inputs
+        self.states[self.offsets[rows[0]] : self.offsets[rows[-1] + 1]] = self.lower(inputs)[self._seen(inputs, rows)]
+        self.known.add(chunk)
+
+    def _seen(self, inputs: Tensors, rows: Tensor) -> Tensor:
+        """(row, token)"""
+        if SEEN in inputs:
+            return inputs[SEEN].bool()
+        return torch.ones(len(rows), int(self.offsets[1]), dtype=torch.bool)
+
+
+def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], takes: str) -> Cached:
+    first = examples.take(torch.arange(1)).inputs
+    example = lower(first)  # (1, token, width)
+    if SEEN in first:
+        rows = torch.arange(len(examples)).split(1024)
+        lengths = torch.cat([examples.take(some).inputs[SEEN].bool().sum(1) for some in rows])
+    else:
+        lengths = torch.full((len(examples),), example.shape[1])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    # Memory that nothing was written to is not taken yet.
+    return Cached(examples, lower, takes, offsets, example.new_empty(int(offsets[-1]), example.shape[-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Above:
+    """Runs a module without its lowest parts: whatever they are asked, they answer with the states."""
+
+    forward: Forward
+    takes: str
+    parts: tuple[nn.Module, ...]
+
+    def __call__(self, module: Any, inputs: Tensors) -> Output:
+        others = dict(inputs)
+        states = others.pop(STATES)
+        with standing_in(self.parts, lambda *_, **__: states):
+            return self.forward(module, {self.takes: states, **others})
+
+
+class _Left(Exception):
+    """Ends a forward pass at the layer above which nothing is needed."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = states
+
+
+def _leave(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+    raise _Left(output)
+
+
+@dataclass(frozen=True, eq=False)
+class _Body:
+    takes: str
+    embeds: Sequence[nn.Module]
+    layers: Sequence[nn.Module]
+
+
+def _body(model: Adapted) -> _Body:
+    model_type = str(model.module.config.model_type)
+    start, body = architecture(model_type).start, model.module.base_model
+    if start is None:
+        raise ModelError(f"engine.cache_frozen cannot tell the lower layers of a '{model_type}'; set it to false")
+    embeds = [getattr(body, name) for name in start.embeds if hasattr(body, name)]
+    return _Body(start.takes, embeds, list(body.get_submodule(start.layers)))  # type: ignore[call-overload]
+
+
+def _trained(model: Adapted, parts: Sequence[nn.Module]) -> list[str]:
+    """The names of what is not frozen for good in these parts."""
+    owners = {id(each._parameters) for part in parts for each in part.modules()}
+    return [name for name, places in model.places.items() if any(id(owner) in owners for owner, _ in places)]
+
+
+def _nothing_to_cache(model: Adapted, names: Sequence[str], where: str) -> str:
+    if any("lora" in model.tags[name] for name in names):
+        remedy = "low-rank factors are in every layer and leave nothing to cache, so set it to false"
+    else:
+        remedy = "name what is there in model.frozen, for instance ['embedding', 'layer.0'], or set it to false"
+    shown = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"engine.cache_frozen: {shown} of {model.name} may train {where}; {remedy}"

@@ -1,0 +1,42 @@
+"""FedCLIP's adapter: attention over the entries of an image's feature, which it weighs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.model import Output
+from partita.core.rng import Key
+from partita.core.tensors import Tensors
+from partita.models.prompts.dual_encoder import Towers
+from partita.models.prompts.prompts import Beside
+
+
+@dataclass(frozen=True, eq=False)
+class Gated(Beside):
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        image = self.towers.see(inputs)[:, 0]  # (example, feature)
+        return self.towers.compare(params, image * gate(params, image), self.towers.held["texts"])
+
+
+def gate(params: Tensors, image: Tensor) -> Tensor:
+    def linear(part: str, value: Tensor) -> Tensor:
+        weight, bias = params[f"adapter.{part}.weight"], params[f"adapter.{part}.bias"]
+        return functional.linear(value.to(weight.dtype), weight, bias)
+
+    return linear("out", linear("in", image).tanh()).softmax(-1)
+
+
+def gated(towers: Towers, key: Key) -> Gated:
+    width = towers.held["texts"].shape[1]
+    initial, tags = dict(towers.initial), dict(towers.tags)
+    for part in ("in", "out"):
+        for leaf, shape in ("weight", (width, width)), ("bias", (width,)):
+            name = f"adapter.{part}.{leaf}"
+            numbers = torch.rand(shape, generator=(key / name).generator())
+            initial[name] = (2 * numbers - 1) / width**0.5  # as torch draws a linear layer
+            tags[name] = frozenset({"adapter", "global", "vision"})
+    return Gated(towers, towers.name, initial, tags)

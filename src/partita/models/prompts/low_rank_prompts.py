@@ -1,0 +1,48 @@
+"""FedPGP's context: a shared one, and beside it a client's own of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from partita.core.model import Output
+from partita.core.rng import Key
+from partita.core.tensors import Tensors
+from partita.models import ModelError
+from partita.models.prompts.dual_encoder import Towers
+from partita.models.prompts.prompts import Beside, drawn, prompted
+
+SHARED, LEFT, RIGHT = "prompt.text.global", "prompt.text.left", "prompt.text.right"
+
+
+@dataclass(frozen=True)
+class WithTexts(Output):
+    """Gives, when asked, the texts' features (class, feature) by the client's context, the shared one, the template."""
+
+    texts: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Factored(Beside):
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        own = self.towers.read(params[SHARED] + params[LEFT] @ params[RIGHT])
+        out = self.towers.compare(params, self.towers.see(inputs)[:, 0], own)
+
+        def texts() -> tuple[Tensor, Tensor, Tensor]:
+            return own, self.towers.read(params[SHARED]), self.towers.held["texts"]
+
+        return WithTexts(out.logits, out.features, texts)
+
+
+def factored(towers: Towers, key: Key, *, text: int, rank: int, phrase: str = "") -> Factored:
+    width = towers.width("text")
+    if not 1 <= rank <= min(text, width):
+        raise ModelError(f"rank is {rank}, but a context is {text} x {width}; use a rank from 1 to {min(text, width)}")
+    plain = prompted(towers, key, text=text, phrase=phrase)
+    initial, tags = dict(plain.initial), dict(plain.tags)
+    for name, shape in (LEFT, (text, rank)), (RIGHT, (rank, width)):
+        initial[name] = drawn(key / name, *shape)
+        tags[name] = frozenset({"prompt", "local", "text"})
+    return Factored(towers, plain.name, initial, tags)

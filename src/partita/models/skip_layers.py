@@ -1,0 +1,53 @@
+"""A module that runs without some of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from partita.core.model import Output, number_of
+from partita.core.tensors import Names, Tensors
+from partita.models import ModelError
+from partita.models.adapter import Adapted
+from partita.models.architectures import architecture
+
+
+def shallow(model: Adapted, without: Names) -> Adapted:
+    """The layers of these tags hand on what they are given."""
+    model_type = str(model.module.config.model_type)
+    start = architecture(model_type).start
+    if start is None:
+        raise ModelError(f"the layers of a '{model_type}' cannot be left out; use another model, or all its layers")
+    layers: Any = model.module.base_model.get_submodule(start.layers)
+    left_out = tuple(layers[number_of(tag)] for tag in sorted(without, key=number_of))
+    return replace(model, forward=_Without(model.forward, left_out))
+
+
+@dataclass(frozen=True, eq=False)
+class _Without:
+    forward: Callable[[Any, Tensors], Output]
+    layers: tuple[nn.Module, ...]
+
+    def __call__(self, module: Any, inputs: Tensors) -> Output:
+        with standing_in(self.layers, _hand_on):
+            return self.forward(module, inputs)
+
+
+def _hand_on(states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return states
+
+
+@contextmanager
+def standing_in(parts: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Whatever these parts are asked, it is answered in their place."""
+    for part in parts:
+        part.forward = forward
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.forward

@@ -1,0 +1,254 @@
+"""Attacks on a run from what travels: coins decide which canaries take part, and an eavesdropper guesses the coins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.batch_schedule import count_steps
+from partita.core.client import ClientState, Job, assemble
+from partita.core.data import Batch, ClientData, Examples, Population
+from partita.core.dp_settings import PrivacyError, Private
+from partita.core.method import Update
+from partita.core.model import Model
+from partita.core.rng import Key
+from partita.core.rounds import Engine, Lost
+from partita.core.settings import Run
+from partita.core.tensors import Tensors
+from partita.privacy.membership import Array
+
+CHUNK = 32  # examples scored together
+MOST = 2**31  # numbers held at once, 8 GiB of them
+TRUST = (1.0, 1e-2, 0.0)  # parts of the claimed noise's variance that an eavesdropper reckons with: it may be a lie
+RIDGE = 1e-3  # beside squared gradients of 1: what many local steps do is not quite a sum of gradients
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """Training examples by client, each with a coin: heads it takes part, tails it counts for nothing.
+
+    It keeps its place in the table either way, so that the number of examples, which is public, tells nothing.
+    """
+
+    places: dict[str, Tensor]
+    coins: dict[str, Tensor]  # Boolean
+    twisted: bool  # whether a canary's target is wrong, so that nothing but the canary itself can teach it
+    classes: int = 0
+
+    @property
+    def included(self) -> NDArray[np.bool_]:
+        return np.asarray(torch.cat([self.coins[client] for client in sorted(self.coins)]).numpy())
+
+    def toss(self, key: Key) -> Canaries:
+        """The same canaries with other coins."""
+        coins = {
+            client: torch.rand(len(places), generator=(key / client).generator()) < 0.5
+            for client, places in self.places.items()
+        }
+        return replace(self, coins=coins)
+
+
+def choose_canaries(population: Population, count: int, key: Key, classes: int = 0) -> Canaries:
+    """Drawn from all clients' training examples; with classes, their targets are moved to a wrong one."""
+    sizes = {client: len(population[client].train) for client in population.clients}
+    every = [(client, place) for client, size in sizes.items() for place in range(size)]
+    if not 0 < count <= len(every):
+        raise PrivacyError(
+            f"{count} canaries are asked for, but there are {len(every)} training examples; ask for fewer"
+        )
+    places: dict[str, list[int]] = {}
+    for client, place in (key / "canaries").sample(every, count):
+        places.setdefault(client, []).append(place)
+    chosen = {client: torch.tensor(sorted(found)) for client, found in places.items()}
+    return Canaries(chosen, {}, classes > 1, classes).toss(key / "coins")
+
+
+@dataclass(frozen=True)
+class _Tossed:
+    """A client's examples, in which canaries whose coin fell on tails are masked out."""
+
+    examples: Examples
+    places: Tensor
+    coins: Tensor
+    canaries: Canaries
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def take(self, indices: Tensor) -> Batch:
+        batch = self.examples.take(indices)
+        here = (indices.unsqueeze(1) == self.places).nonzero()  # (found, 2): place in the batch, place among canaries
+        mask = torch.ones(len(indices)) if batch.mask is None else batch.mask.clone()
+        mask[here[:, 0]] *= self.coins[here[:, 1]].float()
+        return Batch(batch.inputs, self._targets(batch.targets, here[:, 0]), mask)
+
+    def whole(self) -> Batch:
+        """All examples, whichever way their coins fell."""
+        batch = self.examples.take(torch.arange(len(self)))
+        return Batch(batch.inputs, self._targets(batch.targets, self.places))
+
+    def canaries_alone(self) -> Batch:
+        batch = self.examples.take(self.places)
+        return Batch(batch.inputs, self._targets(batch.targets, torch.arange(len(self.places))))
+
+    def _targets(self, targets: Tensor, here: Tensor) -> Tensor:
+        if not self.canaries.twisted:
+            return targets
+        twisted = targets.clone()
+        twisted[here] = (targets[here] + 1) % self.canaries.classes
+        return twisted
+
+
+class Planted:
+    """A population among whose examples are canaries."""
+
+    def __init__(self, population: Population, canaries: Canaries) -> None:
+        self.population, self.canaries = population, canaries
+
+    @property
+    def clients(self) -> Sequence[str]:
+        return self.population.clients
+
+    def __getitem__(self, client: str) -> ClientData:
+        data = self.population[client]
+        return data if client not in self.canaries.places else replace(data, train=self.table(client))
+
+    def table(self, client: str) -> _Tossed:
+        own = self.canaries
+        return _Tossed(self.population[client].train, own.places[client], own.coins[client], own)
+
+
+@dataclass
+class Eavesdropper:
+    """Stands between the rounds and an engine, and scores canaries by the updates of the client that may hold them."""
+
+    run: Run
+    model: Model
+    engine: Engine
+    planted: Planted
+    scores: dict[str, Tensor] = field(default_factory=dict)  # by client, (trust, canary)
+
+    def clients(self) -> Sequence[str]:
+        return self.engine.clients()
+
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs, on)
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        asked: dict[str, Job] = {}
+
+        def noted() -> Iterator[Job]:
+            for job in jobs:
+                asked[job.client] = job
+                yield job
+
+        for reply in self.engine.train(noted()):
+            if isinstance(reply, Update) and reply.client in self.planted.canaries.places:
+                self._listen(asked[reply.client], reply)
+            yield reply
+
+    def _listen(self, job: Job, update: Update) -> None:
+        # What a client keeps for itself an eavesdropper does not know, and takes as it was loaded.
+        _, params = assemble(self.run, self.model, job, ClientState())
+        table = self.planted.table(job.client)
+        found = explain(self.model, params, update.delta, table, self._strength(len(table)), self.run.method.privacy)
+        self.scores[job.client] = self.scores.get(job.client, torch.zeros(found.shape)) + found
+
+    def _strength(self, examples: int) -> float:
+        """The noise in an update beside what an example that takes part adds to it, squared."""
+        private, training = self.run.method.privacy, self.run.training
+        if private is None:
+            return 0.0
+        steps = count_steps(examples, training, None)
+        share = min(1.0, training.batch_size / examples)
+        return 4 * private.noise**2 / (share**2 * steps)
+
+    def heard(self) -> Array:
+        """(trust, canary) in the order of `Canaries.included`; a client that was never asked told nothing."""
+        places = self.planted.canaries.places
+        nothing = {client: torch.zeros(len(TRUST), len(found)) for client, found in places.items()}
+        parts = [self.scores.get(client, nothing[client]) for client in sorted(places)]
+        return np.asarray(torch.cat(parts, 1).numpy(), float)
+
+
+def explain(
+    model: Model, params: Tensors, delta: Mapping[str, Tensor], table: _Tossed, noise: float, private: Private | None
+) -> Tensor:
+    """(trust, canary) How much of a client's step each canary accounts for, when all its examples share the step out.
+
+    A ridge regression of the step on the examples' gradients. Its attacker knows all the examples and lacks the coins.
+    """
+    numbers = len(table) * sum(value.numel() for value in delta.values())
+    if numbers > MOST:
+        raise PrivacyError(
+            f"the gradients of {len(table)} examples of {model.name} are {numbers / 2**28:.0f} GiB; audit a run of a "
+            "smaller model, or one that trains less of it, or with fewer examples a client"
+        )
+    gradients = torch.cat(list(gradients_of(model, params, sorted(delta), table.whole())))  # (example, number)
+    norms = gradients.norm(dim=1, keepdim=True)
+    if private is not None:
+        gradients = gradients * (private.clip / norms.clamp(min=1e-30)).clamp(max=1.0)
+    gradients = gradients / (float(norms.mean()) if private is None else private.clip)
+    step = -torch.cat([delta[name].flatten() for name in sorted(delta)]).to(gradients)
+    inner, along = gradients @ gradients.T, gradients @ (step / step.norm().clamp(min=1e-30))
+    unit = torch.eye(len(gradients), device=gradients.device)
+    shares = torch.stack([torch.linalg.solve(inner + (trust * noise + RIDGE) * unit, along) for trust in TRUST])
+    mine: Tensor = shares[:, table.places.to(shares.device)]
+    return mine.cpu()
+
+
+def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[Tensor]:
+    """(example, number) Each example's own, over all the names, a chunk of examples at a time."""
+    live = {name: params[name] for name in names}
+    rest = {name: value for name, value in params.items() if name not in live}
+    device = next(iter(live.values())).device
+
+    def of_one(live: Tensors, inputs: Tensors, target: Tensor) -> Tensor:
+        out = model({**rest, **live}, {name: value.unsqueeze(0) for name, value in inputs.items()})
+        return model.losses(out, target.unsqueeze(0)).sum()
+
+    slopes_of = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0))
+    for here in torch.split(torch.arange(len(batch.targets)), CHUNK):
+        inputs = {name: value[here].to(device) for name, value in batch.inputs.items()}
+        slopes = slopes_of(live, inputs, batch.targets[here].to(device))
+        yield torch.nan_to_num(torch.cat([slopes[name].flatten(1) for name in names], dim=1))
+
+
+def alignments(model: Model, params: Tensors, delta: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    """(example,) The cosine between the step that an example asks for and the step that was taken."""
+    names = sorted(delta)
+    step = -torch.cat([delta[name].flatten() for name in names])
+    chunks = gradients_of(model, params, names, batch)
+    return torch.cat([functional.cosine_similarity(chunk, step.unsqueeze(0)).cpu() for chunk in chunks])
+
+
+def losses_of(model: Model, params: Tensors, examples: Examples, most: int) -> Array:
+    """Each example's loss under a model; of a large table, the first so many."""
+    device = next(iter(params.values())).device
+    found = []
+    with torch.no_grad():
+        for here in torch.split(torch.arange(min(len(examples), most)), CHUNK):
+            found.append(_losses(model, params, examples.take(here), device))
+    return np.asarray(torch.cat(found).numpy(), float) if found else np.zeros(0)
+
+
+def first(examples: Examples, most: int) -> Batch:
+    return examples.take(torch.arange(min(len(examples), most)))
+
+
+def canary_losses(model: Model, params: Tensors, planted: Planted) -> Array:
+    device = next(iter(params.values())).device
+    with torch.no_grad():
+        batches = [planted.table(client).canaries_alone() for client in sorted(planted.canaries.places)]
+        return np.asarray(torch.cat([_losses(model, params, batch, device) for batch in batches]).numpy(), float)
+
+
+def _losses(model: Model, params: Tensors, batch: Batch, device: torch.device) -> Tensor:
+    out = model(params, {name: value.to(device) for name, value in batch.inputs.items()})
+    return model.losses(out, batch.targets.to(device)).float().cpu()

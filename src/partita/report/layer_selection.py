@@ -1,0 +1,98 @@
+"""Which layers clients chose by looking at their data, how steady their choice was, and what was wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, groupby, pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from partita.report.load import Record, Row, by_label
+from partita.report.metric import MISSING
+from partita.report.plot_style import calm, new_figure, shorten, whole_rounds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LAYER = "layer."
+
+
+def chose(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """By label, the runs whose clients chose layers."""
+    found = {label: [run for run in runs if _choices(run)] for label, runs in by_label(records).items()}
+    return {label: runs for label, runs in found.items() if runs}
+
+
+def shares(runs: Sequence[Record]) -> dict[int, dict[int, float]]:
+    """By layer and then by rounds completed: the share of clients, of all seeds, that sent the layer."""
+    sent: dict[int, dict[int, list[int]]] = {}
+    layers = sorted({int(layer.removeprefix(LAYER)) for run in runs for row in _choices(run) for layer in _seen(row)})
+    for run in runs:
+        for row in _choices(run):
+            for layer in layers:
+                took = [int(f"{LAYER}{layer}" in chosen) for chosen in row["chosen"].values()]
+                sent.setdefault(layer, {}).setdefault(row["round"] + 1, []).extend(took)
+    return {layer: {done: fmean(took) for done, took in by.items() if took} for layer, by in sent.items()}
+
+
+def steadiness(runs: Sequence[Record]) -> tuple[str, str]:
+    """Mean overlap (shared of all layers chosen) of a client's choice with its last, and of two clients' in a round."""
+    over_rounds, over_clients = [], []
+    for run in runs:
+        rows = _choices(run)
+        over_clients += [_overlap(one, two) for row in rows for one, two in combinations(row["chosen"].values(), 2)]
+        for client in sorted({client for row in rows for client in row["chosen"]}):
+            own = [row["chosen"][client] for row in rows if client in row["chosen"]]
+            over_rounds += [_overlap(one, two) for one, two in pairwise(own)]
+    return _percent(over_rounds), _percent(over_clients)
+
+
+def raised(records: Sequence[Record]) -> Iterator[str]:
+    """One line for each alarm and each stretch of rounds in which it lasted."""
+    for record in records:
+        for kind in sorted({kind for row in record.rows for kind in row.get("alarms", {})}):
+            for on, stretch in groupby(record.rows, lambda row, kind=kind: kind in row.get("alarms", {})):  # type: ignore[misc]
+                rows = list(stretch)
+                if on:
+                    span = " to ".join(map(str, sorted({rows[0]["round"] + 1, rows[-1]["round"] + 1})))
+                    where = f"{record.label}, seed {record.seed}, {kind} in round {span}"
+                    yield f"{where}: {rows[-1]['alarms'][kind]}."
+
+
+def layers_by_round(records: Sequence[Record]) -> Figure | None:
+    """A panel for each label: the darker, the more clients sent the layer in that round."""
+    found = {label: shares(runs) for label, runs in chose(records).items()}
+    found = {label: by for label, by in found.items() if by}
+    if not found:
+        return None
+    figure = new_figure(9.2, 0.9 + sum(0.7 + 0.16 * len(by) for by in found.values()))
+    panels = figure.subplots(len(found), 1, squeeze=False, sharex=True).flat
+    for panel, (label, by) in zip(panels, found.items(), strict=True):
+        layers, rounds = list(by), sorted({done for each in by.values() for done in each})
+        grid = [[by[layer].get(done, float("nan")) for done in rounds] for layer in layers]
+        edges = (rounds[0] - 0.5, rounds[-1] + 0.5, layers[0] - 0.5, layers[-1] + 0.5)
+        image = panel.imshow(grid, aspect="auto", origin="lower", extent=edges, vmin=0, vmax=1, cmap="Blues")
+        calm(panel, "rounds completed" if label == list(found)[-1] else "", "layer")
+        panel.grid(False)
+        panel.set_title(shorten(label, 60), loc="left", fontsize=9, fontweight="bold")
+        whole_rounds(panel)
+        panel.set_yticks([layers[0], layers[-1]])
+        figure.colorbar(image, ax=panel, ticks=[0, 1], format="{x:.0%}")
+    return figure
+
+
+def _choices(run: Record) -> list[Row]:
+    return [row for row in run.rows if row.get("chosen")]
+
+
+def _seen(row: Row) -> set[str]:
+    told = {layer for scores in row.get("scores", {}).values() for layer in scores}
+    return told.union(*row["chosen"].values())
+
+
+def _overlap(one: Sequence[str], two: Sequence[str]) -> float:
+    return len(set(one) & set(two)) / len(set(one) | set(two)) if one or two else 1.0
+
+
+def _percent(values: Sequence[float]) -> str:
+    return f"{fmean(values):.0%}" if values else MISSING

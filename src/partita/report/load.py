@@ -1,0 +1,209 @@
+"""Run folders, read back as values."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from partita.core import atomic_files
+from partita.report import schema
+from partita.report.metric import ACCURACY, LOWER, Metric
+
+Row = Mapping[str, Any]
+HUGE = 1e100  # sums of squares of such numbers are finite
+DEEPEST = 20  # tables in tables of a config
+
+
+class ReportError(ValueError):
+    """Something that cannot be reported."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run: what was asked for, and one row for each finished round."""
+
+    label: str
+    seed: int
+    config: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    plan: tuple[Mapping[str, Any], ...]  # the stages, in order
+    environment: Mapping[str, str]
+    finished: bool
+    folder: Path
+    metric: Metric = ACCURACY
+    privacy: Mapping[str, Any] = field(default_factory=dict)  # what was promised; empty: nothing
+    audit: Mapping[str, Any] = field(default_factory=dict)  # what attacks found; empty: there were none
+
+
+def find(folder: Path | str) -> list[Path]:
+    """All run folders at or below a folder, sorted by path; symbolic links are not followed."""
+    found = sorted(Path(parent) for parent, _, names in os.walk(folder) if {"rows.jsonl", "config.toml"} <= {*names})
+    if not found:
+        raise ReportError(f"no run at or below '{folder}'; a run folder holds config.toml and rows.jsonl")
+    return found
+
+
+def read(folder: Path | str) -> Record:
+    """Of the files in the folder alone: what its config names is not opened."""
+    folder = Path(folder)
+    for needed in ("config.toml", "rows.jsonl"):
+        if not os.path.lexists(folder / needed):
+            raise ReportError(f"'{folder}' is not a run folder: it has no {needed}; give the folder of one run")
+    config = _config(folder / "config.toml")
+    plan = _json(folder / "plan.json", schema.PLAN)
+    return Record(
+        label=str(config["label"]),
+        seed=int(config["seed"]),
+        config=config,
+        rows=_rows(folder / "rows.jsonl"),
+        plan=tuple(plan.get("stages", ())),
+        environment={key: str(value) for key, value in _json(folder / "environment.json").items()},
+        finished=os.path.lexists(folder / "result.json"),
+        folder=folder,
+        metric=Metric(**plan.get("metric", {})),
+        privacy=_json(folder / "privacy.json", schema.PRIVACY),
+        audit=_json(folder / "audit.json", schema.AUDIT),
+    )
+
+
+def read_metric(folder: Path | str) -> Metric:
+    """Also of a run that has no finished round yet."""
+    return Metric(**_json(Path(folder) / "plan.json", schema.PLAN).get("metric", {}))
+
+
+def metric_of(records: Iterable[Record], name: str | None = None) -> Metric:
+    """The one that all runs are judged by, or the one named."""
+    known = {record.metric: record.label for record in records}
+    if name is not None:
+        return next((metric for metric in known if metric.name == name), Metric(name, name not in LOWER))
+    if len(known) > 1:
+        told = ", ".join(f"'{label}' by {metric.name}" for metric, label in known.items())
+        raise ReportError(f"these runs are not judged alike: {told}; report them apart, or name one metric")
+    return next(iter(known), ACCURACY)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = tomllib.loads(atomic_files.read(path).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReportError(f"'{path}' is not valid TOML ({error}); restore it as it was written") from error
+    for key in ("label", "seed"):
+        if key not in config:
+            raise ReportError(f"'{path}' has no '{key}'; it must be the resolved config of a run")
+    _fit(config, schema.CONFIG, path)
+    for name in schema.TABLES:
+        _fit(config.get(name, {}), schema.table(schema.anything), path, name)
+    tables: list[tuple[int, Any]] = [(0, config)]
+    for depth, table in tables:
+        if depth > DEEPEST:
+            raise ReportError(f"'{path}' nests tables more than {DEEPEST} deep; restore it as it was written")
+        tables += [(depth + 1, value) for value in table.values() if isinstance(value, dict)]
+    return config
+
+
+def _fit(value: Any, form: schema.Shape, path: Path, where: str = "it") -> Any:
+    try:
+        return form(value, where)
+    except schema.ShapeError as error:
+        raise ReportError(f"'{path}': {error}; restore it as it was written") from error
+
+
+def _rows(path: Path) -> tuple[Row, ...]:
+    rows: list[Row] = []
+    for number, line in enumerate(atomic_files.lines(path), 1):
+        place = f"'{path}', line {number}"
+        try:
+            row = schema.ROW(json.loads(line), "the row")
+        except (ValueError, RecursionError) as error:
+            # A run that was stopped while writing leaves half a line, and only ever the last one.
+            if not line.endswith(b"\n"):
+                break
+            reason = f" ({error})" if isinstance(error, schema.ShapeError) else ""
+            raise ReportError(f"{place} is not a row with a round{reason}; remove or repair the line") from error
+        last = rows[-1]["round"] if rows else -1
+        if row["round"] <= last:
+            raise ReportError(f"{place}: round {row['round']} comes after round {last}; keep one of them")
+        rows.append(row)
+    if not rows:
+        raise ReportError(f"'{path}' has no finished round yet; wait for the first one")
+    return tuple(rows)
+
+
+def _json(path: Path, form: schema.Shape = schema.table(schema.anything)) -> Mapping[str, Any]:  # noqa: B008
+    """Runs of an older version may lack a file, and stay reportable."""
+    if not os.path.lexists(path):
+        return {}
+    content = atomic_files.read_json(path)
+    if not isinstance(content, dict):
+        raise ReportError(f"'{path}' holds no JSON object; restore it as it was written")
+    return _fit(content, form, path)
+
+
+def by_label(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The repeats of each label by seed, with labels in order of first appearance."""
+    groups: dict[str, dict[int, Record]] = {}
+    for record in records:
+        repeats = groups.setdefault(record.label, {})
+        if record.seed in repeats:
+            raise ReportError(
+                f"two runs are called '{record.label}' with seed {record.seed}: '{repeats[record.seed].folder}' and "
+                f"'{record.folder}'; give one of them another label, or leave it out"
+            )
+        repeats[record.seed] = record
+    if not groups:
+        raise ReportError("there is no run to report; give at least one run folder")
+    return {label: [repeats[seed] for seed in sorted(repeats)] for label, repeats in groups.items()}
+
+
+def settings(record: Record) -> dict[str, str]:
+    """Every setting by its dotted name, but for the seed and the label."""
+    found: dict[str, str] = {}
+    tables: list[tuple[str, Mapping[str, Any]]] = [("", record.config)]
+    for path, table in tables:
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                tables.append((f"{path}{key}.", value))
+            elif path or key not in ("seed", "label"):
+                found[path + key] = (
+                    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+                )
+    return found
+
+
+def number(value: Any) -> float | None:
+    """A number to compute with, or None for all that is missing, not a number, infinite, or near to overflowing."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and -HUGE < value < HUGE
+    return float(value) if usable else None
+
+
+def tested(record: Record, metric: str) -> list[tuple[int, float | None]]:
+    """(round, value) for the rounds with a test; None where the value is not a finite number."""
+    return [(row["round"], number(row["test"].get(metric))) for row in record.rows if row.get("test")]
+
+
+def personal(record: Record, metric: str) -> dict[str, float | None]:
+    """By client, the value at the last personal evaluation; None where it is not a finite number."""
+    for row in reversed(record.rows):
+        if row.get("personal") and row["personal"].get(metric):
+            return {client: number(value) for client, value in row["personal"][metric].items()}
+    return {}
+
+
+def clients(row: Row) -> int:
+    """How many clients were asked in a round, with those that were lost."""
+    return len(set(row.get("cohort") or ()) | set(row.get("lost") or ()))
+
+
+def sent(record: Record, way: str) -> list[float] | None:
+    """Bytes in each round, or None where they were not recorded."""
+    values = [number((row.get("bytes") or {}).get(way)) for row in record.rows]
+    return None if None in values else present(values)
+
+
+def present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

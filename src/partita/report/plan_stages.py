@@ -1,0 +1,131 @@
+"""The plan of each label, stage by stage, and its picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from partita.report.load import Record, Row, by_label
+from partita.report.plot_style import INK, ROLES, UNTOUCHED, new_figure, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FATES = {  # what happens to a parameter in a stage
+    "trains and goes up": "#0072b2",
+    "comes down, does not train": "#a6cfe9",
+    "stays with the client": "#e69f00",
+    "untouched": UNTOUCHED,
+}
+STAGES_SHOWN = 4
+CHANGES_MARKED = 6
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The labels that follow one and the same plan, and its stages."""
+
+    labels: list[str]
+    stages: Sequence[Mapping[str, Any]]
+
+
+def plans(records: Sequence[Record]) -> list[Stages]:
+    """The plan of each label's first seed; labels with equal plans stand together."""
+    found: dict[str, Stages] = {}
+    for label, runs in by_label(records).items():
+        if runs[0].plan:
+            key = json.dumps([{**stage, "client": None} for stage in runs[0].plan], sort_keys=True)
+            found.setdefault(key, Stages([], runs[0].plan)).labels.append(label)
+    return list(found.values())
+
+
+def changes(runs: Sequence[Record]) -> list[int]:
+    """The first round of each later stage that any seed came to; none where marks would hide the data."""
+    begun = {stage["first"] for run in runs for stage in run.plan[1:] if stage["first"] <= run.rows[-1]["round"]}
+    return sorted(begun) if len(begun) <= CHANGES_MARKED else []
+
+
+def fate(row: Row) -> str:
+    """What happens to a parameter: one of FATES."""
+    trains, comes, stays, untouched = FATES
+    if row.get("keep"):
+        return stays
+    if row.get("up"):
+        return trains
+    return comes if row.get("down") else untouched
+
+
+def plan_grid(records: Sequence[Record]) -> Figure | None:
+    """Layers × roles, a panel for each stage; a cell is divided by the number of parameters of each fate."""
+    shown = [(each, stage) for each in plans(records) for stage in each.stages[:STAGES_SHOWN]]
+    if not shown:
+        return None
+    from matplotlib.patches import Patch
+
+    parameters = [row for _, stage in shown for row in stage["rows"]]
+    layers = sorted({row.get("layer") for row in parameters}, key=_layer_order)
+    known, met = {_role(row) for row in parameters}, {fate(row) for row in parameters}
+    roles = [*(role for role in ROLES if role in known), *sorted(known - set(ROLES))]
+    across = 3  # also for fewer panels, so that cells keep their shape
+    down = math.ceil(len(shown) / across)
+    height = min(4.5, 0.9 + 0.2 * len(layers))
+    figure = new_figure(9.2, 0.5 + (height + 0.75) * down)
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for panel in panels.flat[len(shown) :]:
+        panel.set_visible(False)
+    for place, ((each, stage), panel) in enumerate(zip(shown, panels.flat, strict=False)):
+        for row, layer in enumerate(layers):
+            for column, role in enumerate(roles):
+                cell = [item for item in stage["rows"] if item.get("layer") == layer and _role(item) == role]
+                _draw_cell(panel, column, row, cell)
+        panel.set_xlim(-0.5, len(roles) - 0.5)
+        panel.set_ylim(len(layers) - 0.5, -0.5)
+        panel.set_xticks(range(len(roles)), [shorten(role, 20) for role in roles], rotation=90, fontsize=8)
+        panel.set_yticks(range(len(layers)), [shorten(layer or "outside", 20) for layer in layers], fontsize=8)
+        panel.tick_params(length=0, colors=INK, labelbottom=place + across >= len(shown))
+        panel.spines[:].set_visible(False)
+        panel.set_title(_stage_title(each, stage), loc="left", fontsize=8.5, color=INK)
+    figure.legend(
+        handles=[Patch(facecolor=FATES[name], label=name) for name in FATES if name in met],
+        loc="outside upper left", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK,
+    )  # fmt: skip
+    return figure
+
+
+def _role(row: Row) -> str:
+    return row.get("role") or "other"
+
+
+def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[Row]) -> None:
+    from matplotlib.patches import Rectangle
+
+    counts = {name: sum(item.get("parameters", 1) for item in cell if fate(item) == name) for name in FATES}
+    total, left = sum(counts.values()), column - 0.45
+    for name, count in counts.items():
+        if count:
+            width = 0.9 * count / total
+            panel.add_patch(Rectangle((left, row - 0.43), width, 0.86, facecolor=FATES[name], linewidth=0))
+            left += width
+
+
+def _layer_order(layer: str | None) -> tuple[bool, int, str]:
+    """What lies outside the layers first, then layers by their number."""
+    digits = re.findall(r"\d{1,9}", layer or "")
+    return layer is not None, int(digits[-1]) if digits else -1, layer or ""
+
+
+def _stage_title(each: Stages, stage: Mapping[str, Any]) -> str:
+    labels = ", ".join(each.labels[:2]) + (f" and {len(each.labels) - 2} more" if len(each.labels) > 2 else "")
+    cut = len(each.stages) > STAGES_SHOWN and stage is each.stages[STAGES_SHOWN - 1]
+    more = f" (and {len(each.stages) - STAGES_SHOWN} more stages)" if cut else ""
+    return f"{shorten(labels, 34)}\n{rounds_of(stage)}{more}"
+
+
+def rounds_of(stage: Mapping[str, Any]) -> str:
+    first, last = stage["first"] + 1, stage["last"] + 1
+    return f"round {first}" if first == last else f"rounds {first} to {last}"

@@ -1,0 +1,121 @@
+"""What the figures share: colours, a calm frame, a legend that covers no data, and SVG for a page."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from partita.core.safe_text import clean
+from partita.report.load import ReportError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#24292f", "#6e7781", "#d8dee4"
+# Okabe and Ito's colours, which stay apart for colour-blind readers; without yellow and black, which vanish on a page.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d46")
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)))
+UNTOUCHED = "#e6e9ed"
+ROLES = ("embedding", "query", "key", "value", "output", "mlp", "norm", "head")
+
+
+@dataclass(frozen=True)
+class Style:
+    colour: str
+    dash: Any
+
+
+def styles(labels: Iterable[str]) -> dict[str, Style]:
+    """A label looks the same in every figure; beyond the colours, dashes tell labels apart."""
+    return {
+        label: Style(COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)])
+        for place, label in enumerate(labels)
+    }
+
+
+def svg(figure: Figure, name: str) -> str:
+    """The figure as inline SVG that scales with the page, takes its ink from the page, and whose ids are its own."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace("xlink:href", "href")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", text, count=4)
+    used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
+    text = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
+    for colour, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--grid"), (UNTOUCHED, "--faint")):
+        text = text.replace(colour, f"var({variable})")
+    return text
+
+
+def new_figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ReportError("figures need matplotlib; pip install 'partita[report]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def calm(axes: Axes, across: str, up: str) -> None:
+    """A calm frame: no box, a light grid behind the data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(colors=INK, labelsize=8.5, width=0.8, length=3)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(across, fontsize=9, color=INK)
+    axes.set_ylabel(up, fontsize=9, color=INK)
+
+
+def whole_rounds(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    """As many as fit side by side; matplotlib fills one column after another."""
+    for columns in range(len(names), 1, -1):
+        rows = math.ceil(len(names) / columns)
+        widths = [max(map(len, names[start : start + rows])) + 8 for start in range(0, len(names), rows)]
+        if sum(widths) <= 116:
+            return columns
+    return 1
+
+
+def legend_height(labels: Sequence[str]) -> float:
+    """Inches that a figure needs on top of those for its data."""
+    names = [shorten(label, 28) for label in labels]
+    return 0.25 + 0.19 * math.ceil(len(names) / _legend_columns(names))
+
+
+def legend(figure: Figure, labels: Sequence[str], marked: bool = False) -> None:
+    """Above the data, where it covers none."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        # A leading blank, since matplotlib before 3.10 hides the names that start with an underscore.
+        Line2D([], [], color=style.colour, linestyle=style.dash, linewidth=2, label=" " + shorten(label, 28))
+        for label, style in styles(labels).items()
+    ]
+    if marked:
+        handles.append(Line2D([], [], color=MUTED, linestyle=(0, (3, 3)), linewidth=1.2, label=" plan changes"))
+    figure.legend(
+        handles=handles, loc="outside upper left", ncols=_legend_columns([str(line.get_label()) for line in handles]),
+        frameon=False, fontsize=8.5, labelcolor=INK, handlelength=2.4, handletextpad=0.4, columnspacing=1.6,
+    )  # fmt: skip
+
+
+def shorten(text: str, length: int) -> str:
+    text = clean(text)
+    # A dollar sign would start mathematics in matplotlib.
+    return (text if len(text) <= length else text[: length - 1] + "…").replace("$", r"\$")

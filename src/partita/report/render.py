@@ -1,0 +1,146 @@
+"""The comparison as a terminal, a Markdown file, a program or a page wants it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from partita.core.safe_text import clean
+from partita.report.metric import MISSING, Metric, short
+from partita.report.tables import Comparison, Difference, Line, Reach
+
+OWN, COSTS = "personal", ("a client-round", "a run")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as it is shown: a heading, its group, and the cell of each line."""
+
+    group: str
+    heading: str
+    cells: tuple[str, ...]
+
+
+def columns(comparison: Comparison) -> list[Column]:
+    """The columns that have something to say; every way of showing the table shares them."""
+    several, metric = len(comparison.lines) > 1, Metric(comparison.metric, comparison.higher_is_better)
+    corrected = any(line.difference and line.difference.p_holm is not None for line in comparison.lines)
+    has_personal = any(line.personal is not None for line in comparison.lines)
+    gained = any(line.gain for line in comparison.lines)
+    private = any(line.epsilon is not None for line in comparison.lines)
+    shown: list[tuple[bool, str, str, Callable[[Line], str]]] = [
+        (True, "", "label", lambda line: line.label),
+        (True, "", "seeds", lambda line: str(len(line.seeds))),
+        (True, "test", metric.titled, lambda line: _spread(metric, line.final, line.final_sd)),
+        (True, "test", "stability", lambda line: metric.text(line.stability)),
+        (several, "test", "difference [95%]", lambda line: _gap(metric, line.difference)),
+        (several, "test", "p (Holm)" if corrected else "p", lambda line: _p(line.difference, corrected)),
+        (
+            has_personal,
+            OWN,
+            "mean, %" if metric.higher_is_better else "mean",
+            lambda line: metric.text(line.personal),
+        ),
+        (has_personal, OWN, "spread", lambda line: metric.text(line.personal_sd)),
+        (has_personal, OWN, "worst tenth", lambda line: metric.text(line.personal_worst)),
+        (gained, OWN, "gain", lambda line: MISSING if line.gain is None else metric.text(line.gain.mean, "+")),
+        (gained, OWN, "better off", lambda line: MISSING if line.gain is None else f"{line.gain.better:.0%}"),
+        (True, "a client-round", "up", lambda line: size(line.up)),
+        (True, "a client-round", "down", lambda line: size(line.down)),
+        (True, "a run", "MB", lambda line: short(line.total_mb)),
+        (True, "a run", f"rounds to {metric.show(comparison.target)}", lambda line: _reached(line.reach)),
+        (private, "a run", "ε", lambda line: short(line.epsilon)),
+        (True, "a run", "s a round", lambda line: short(line.seconds)),
+    ]
+    return [
+        Column(group, heading, tuple(map(cell, comparison.lines))) for wanted, group, heading, cell in shown if wanted
+    ]
+
+
+def by_question(comparison: Comparison) -> dict[str, list[Column]]:
+    """The columns as tables by title, each narrow enough to be read without scrolling."""
+    name, *rest = columns(comparison)
+    tables = {
+        "What was reached": [column for column in rest if column.group not in (OWN, *COSTS)],
+        "What each client has of it": [column for column in rest if column.group == OWN],
+        "What it cost": [column for column in rest if column.group in COSTS],
+    }
+    return {title: [name, *chosen] for title, chosen in tables.items() if chosen}
+
+
+def _spread(metric: Metric, value: float | None, sd: float | None) -> str:
+    return metric.text(value) if sd is None else f"{metric.text(value)} ± {metric.text(sd)}"
+
+
+def _gap(metric: Metric, each: Difference | None) -> str:
+    if each is None or each.mean is None:
+        return MISSING
+    interval = "" if each.low is None else f" [{metric.text(each.low)}, {metric.text(each.high)}]"
+    return metric.text(each.mean, "+") + interval
+
+
+def _p(each: Difference | None, corrected: bool) -> str:
+    value = None if each is None else each.p_holm if corrected else each.p
+    if value is None:
+        return MISSING
+    return "<0.001" if value < 0.001 else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
+
+
+def size(count: float | None) -> str:
+    """Bytes in a unit that suits them."""
+    if count is None:
+        return MISSING
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{short(count / factor)} {unit}"
+    return f"{count:.0f} B"
+
+
+def _reached(reach: Reach | None) -> str:
+    if reach is None:
+        return MISSING
+    counted = "" if reach.reached == reach.of else f" ({reach.reached} of {reach.of})"
+    return f"not reached{counted}" if reach.rounds is None else f"{reach.rounds:g}{counted}"
+
+
+def to_json(comparison: Comparison) -> str:
+    return json.dumps(asdict(comparison), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def to_markdown(comparison: Comparison) -> str:
+    shown = columns(comparison)
+    groups = [f"{column.group}: {column.heading}" if column.group else column.heading for column in shown]
+    rule = [":--" if place == 0 else "--:" for place in range(len(shown))]
+    body = zip(*(column.cells for column in shown), strict=True)
+    lines = [f"| {' | '.join(_plain(cell) for cell in line)} |" for line in (groups, rule, *body)]
+    return "\n".join([*lines, "", *(f"- {_plain(comment)}" for comment in comparison.comments)]) + "\n"
+
+
+def _plain(text: str) -> str:
+    """A label may hold what Markdown would take for itself."""
+    for mark in "\\|*_`<[":
+        text = text.replace(mark, f"\\{mark}")
+    return clean(text.replace("\n", " "))
+
+
+def to_text(comparison: Comparison, width: int = 110) -> str:
+    """For a terminal: a table below the other."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=width, color_system=None, highlight=False)
+    with console.capture() as capture:
+        for title, chosen in by_question(comparison).items():
+            table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+            for place, column in enumerate(chosen):
+                heading = Text("\n".join(map(clean, filter(None, (column.group, column.heading)))))
+                table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
+            for cells in zip(*(column.cells for column in chosen), strict=True):
+                table.add_row(*(Text(clean(cell)) for cell in cells))  # Text: a label with brackets is no markup
+            console.print(table)
+        for comment in comparison.comments:
+            console.print(Text(f"· {clean(comment)}"))
+    return capture.get()

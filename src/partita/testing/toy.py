@@ -1,0 +1,170 @@
+"""A federation small enough to try anything on: two layers of attention, eight clients, milliseconds a round."""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core import tensors
+from partita.core.data import Batch, ClientData, Examples, Population
+from partita.core.model import Model, Output
+from partita.core.rng import Key
+from partita.core.tensors import Names, Tensors
+
+
+class Tiny(Model):
+    """Two layers of softmax attention over four tokens, with every tag a method may ask for."""
+
+    name = "tiny attention"
+
+    def __init__(self, width: int = 6, layers: int = 2, classes: int = 3, key: Key = Key(0)) -> None:  # noqa: B008
+        self.width, self.layers = width, tuple(range(layers))  # the numbers of those that run
+        shapes: dict[str, tuple[tuple[int, ...], Names]] = {"embed.weight": ((4, width), frozenset({"embedding"}))}
+        for layer in self.layers:
+            for role in ("query", "key", "value", "output", "mlp"):
+                tags = frozenset({role, f"layer.{layer}"})
+                shapes[f"layers.{layer}.{role}.weight"] = ((width, width), tags)
+                shapes[f"layers.{layer}.{role}.bias"] = ((width,), tags)
+            shapes[f"layers.{layer}.norm.weight"] = ((width,), frozenset({"norm", f"layer.{layer}"}))
+        shapes["head.weight"] = ((classes, width), frozenset({"head"}))
+        self.tags = {name: tags for name, (_, tags) in shapes.items()}
+        self.initial = {
+            name: torch.randn(shape, generator=(key / name).generator()) / math.sqrt(shape[-1])
+            for name, (shape, _) in shapes.items()
+        }
+
+    def to(self, device: torch.device) -> None:
+        self.initial = tensors.to(self.initial, device)
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return self._run(params, inputs)[0]
+
+    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+        """To the first token, whichever are asked for."""
+        with torch.no_grad():
+            maps = self._run(params, batch.inputs)[1]
+        return {
+            f"layer.{layer}": each[..., 0].mean(-1, keepdim=True) for layer, each in zip(self.layers, maps, strict=True)
+        }
+
+    def shallow(self, without: Names) -> Tiny:
+        other = copy(self)
+        other.layers = tuple(layer for layer in self.layers if f"layer.{layer}" not in without)
+        return other
+
+    def by_head(self) -> dict[str, tuple[int, int]]:
+        """There is one head."""
+        return dict.fromkeys(self.names("query", "key", "value"), (0, 1))
+
+    def _run(self, params: Tensors, inputs: Tensors) -> tuple[Output, list[Tensor]]:
+        """The output, and of each layer its attention (example, query, key)."""
+        maps = []
+        state = inputs["x"] @ params["embed.weight"]  # (example, token, width)
+        for layer in self.layers:
+
+            def linear(role: str, value: Tensor, layer: int = layer) -> Tensor:
+                name = f"layers.{layer}.{role}"
+                return functional.linear(value, params[f"{name}.weight"], params[f"{name}.bias"])
+
+            normed = functional.layer_norm(state, (self.width,), params[f"layers.{layer}.norm.weight"])
+            scores = linear("query", normed) @ linear("key", normed).transpose(-1, -2) / math.sqrt(self.width)
+            maps.append(scores.softmax(-1))
+            state = state + linear("output", maps[-1] @ linear("value", normed))
+            state = state + linear("mlp", torch.tanh(state))
+        features = state.mean(-2)
+        return Output(functional.linear(features, params["head.weight"]), features), maps
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(out.logits, targets, reduction="none")
+
+
+@dataclass(frozen=True)
+class TinyExamples:
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def take(self, indices: Tensor) -> Batch:
+        return Batch({"x": self.x[indices]}, self.y[indices])
+
+
+class TinyPopulation:
+    """Eight clients of different sizes, each with inputs shifted its own way."""
+
+    clients = tuple(f"c{number}" for number in range(8))
+
+    def __getitem__(self, client: str) -> ClientData:
+        number = int(client[1:])
+        draw = (Key(3) / client).generator()
+        x = torch.randn(9 + 5 * number, 4, 4, generator=draw) + 0.3 * number / 8
+        y = (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long()
+        part = TinyExamples(x, y)
+        return ClientData(part, part, part)
+
+
+class Wide(Model):
+    """A model in float64."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.name, self.tags = model, f"{model.name} in float64", model.tags
+        self.initial = {name: value.double() for name, value in model.initial.items()}
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return self.model(params, inputs)
+
+    def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+        return self.model.attention(params, batch, tokens)
+
+    def shallow(self, without: Names) -> Wide:
+        return Wide(self.model.shallow(without))
+
+    def by_head(self) -> dict[str, tuple[int, int]]:
+        return self.model.by_head()
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return self.model.losses(out, targets)
+
+
+@dataclass(frozen=True)
+class WideExamples:
+    examples: Examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def take(self, indices: Tensor) -> Batch:
+        batch = self.examples.take(indices)
+        wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.inputs.items()}
+        return Batch(wide, batch.targets)
+
+
+class WidePopulation:
+    def __init__(self, population: Population) -> None:
+        self.population, self.clients = population, population.clients
+
+    def __getitem__(self, client: str) -> ClientData:
+        data = self.population[client]
+        return ClientData(WideExamples(data.train), WideExamples(data.validation), WideExamples(data.test))
+
+
+class OneClient:
+    """All of a population's data as one client's."""
+
+    clients = ("pooled",)
+
+    def __init__(self, population: Population) -> None:
+        parts = [
+            population[client].train.take(torch.arange(len(population[client].train))) for client in population.clients
+        ]
+        part = TinyExamples(torch.cat([p.inputs["x"] for p in parts]), torch.cat([p.targets for p in parts]))
+        self.data = ClientData(part, part, part)
+
+    def __getitem__(self, client: str) -> ClientData:
+        return self.data
