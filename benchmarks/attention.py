@@ -19,9 +19,9 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from partita.core.data import Batch
 from partita.core.rng import Key
-from partita.engines.autotune import use_kernels
-from partita.models.adapter import Adapted, adapt
-from partita.models.pretrained import drawing_from
+from partita.engines.autotune import configure_backends
+from partita.models.adapter import FunctionalModel, from_module
+from partita.models.pretrained import seeded
 
 LAYERS, WIDTH, HEADS, WORDS, LONGEST = 6, 384, 6, 1000, 4096
 BATCH, TOKENS = 8, 128
@@ -38,7 +38,7 @@ def main() -> None:
     chosen = options.parse_args()
     device = torch.device(chosen.device)
     torch.set_num_threads(1)
-    onednn = use_kernels("auto")
+    onednn = configure_backends("auto")
     times = [compare(kind, device, chosen.repeats) for kind in ("bert", "llama")]
     memory = [remember(kind, length, device) for kind in ("bert", "llama") for length in chosen.lengths]
     about = environment(
@@ -60,14 +60,14 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "time": times, "memory": memory}, indent=1) + "\n")
 
 
-def model_of(kind: str, device: torch.device) -> Adapted:
-    with drawing_from(Key(0)):
+def model_of(kind: str, device: torch.device) -> FunctionalModel:
+    with seeded(Key(0)):
         module = (
             BertForSequenceClassification(BertConfig(**SIZES))
             if kind == "bert"
             else LlamaForSequenceClassification(LlamaConfig(**SIZES, num_key_value_heads=HEADS))
         )
-    model = adapt(kind, module)
+    model = from_module(kind, module)
     model.to(device)
     return model
 
@@ -95,7 +95,7 @@ def compare(kind: str, device: torch.device, repeats: int) -> dict[str, object]:
     return {"model": kind, **medians, "ratio": ratio}
 
 
-def run(model: Adapted, side: str, batch: Batch) -> None:
+def run(model: FunctionalModel, side: str, batch: Batch) -> None:
     with torch.no_grad():
         if side == "forward":
             model(model.initial, batch.inputs)
@@ -111,7 +111,7 @@ def remember(kind: str, tokens: int, device: torch.device) -> dict[str, object]:
     return {**row, **{side: peak(model, side, batch, device) for side in ("forward", "profile")}}
 
 
-def peak(model: Adapted, side: str, batch: Batch, device: torch.device) -> int:
+def peak(model: FunctionalModel, side: str, batch: Batch, device: torch.device) -> int:
     """Bytes."""
     if device.type == "cuda":
         torch.cuda.synchronize()

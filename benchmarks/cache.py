@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from environment import environment, now
 
-from partita import AdamW, Embedded, Key, Model, Run, Training, data, methods, models, rounds
+from partita import AdamW, Key, Model, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core.data import Population
 from partita.core.tensors import Tensors
-from partita.engines.autotune import use_kernels
+from partita.engines.autotune import configure_backends
 from partita.models.frozen_cache import cache_frozen
 
 CLIENTS, EXAMPLES, BATCH, ROUNDS = 4, 256, 32, 5
@@ -35,8 +35,8 @@ def main() -> None:
     chosen = options.parse_args()
     device = torch.device(chosen.device)
     torch.set_num_threads(1)
-    onednn = use_kernels("auto")
-    results = [measure(depth, device, chosen.repeats) for depth in chosen.frozen]
+    onednn = configure_backends("auto")
+    results = [evaluator(depth, device, chosen.repeats) for depth in chosen.frozen]
     about = environment(
         device,
         onednn,
@@ -57,7 +57,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def measure(depth: int, device: torch.device, repeats: int) -> dict[str, float]:
+def evaluator(depth: int, device: torch.device, repeats: int) -> dict[str, float]:
     key = Key(0)
     task = data.load("synthetic", key, examples=EXAMPLES, size=PIXELS, channels=3)
     federation = data.split(task, "iid", clients=CLIENTS, key=key)
@@ -90,7 +90,7 @@ def play(model: Model, population: Population, device: torch.device, begun: floa
     """The seconds of each round, the first from when the side began, and the final tensors."""
     run = Run(methods.build("fedavg"), Training(1e-3, AdamW(), batch_size=BATCH), rounds=ROUNDS, key=Key(0))
     seconds: list[float] = []
-    for each in rounds(run, model, Embedded(run, model, population, device=device)):
+    for each in rounds(run, model, SimulationEngine(run, model, population, device=device)):
         seconds.append(now(device) - begun)
         begun = now(device)
         params = each.server.params

@@ -29,8 +29,8 @@ from partita import models
 from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.engines.autotune import use_kernels
-from partita.engines.flower.local_deployment import Loopback, loopback
+from partita.engines.autotune import configure_backends
+from partita.engines.flower.local_deployment import LocalDeployment, deploy_locally
 from partita.experiment import flower_app, run_folder, runner
 from partita.experiment.config import load
 from partita.models import ImageTask
@@ -134,12 +134,12 @@ def main() -> None:
     models.INDEX["payload"] = "flower:payload"
     about = environment(
         torch.device("cpu"),
-        use_kernels("auto"),
+        configure_backends("auto"),
         f"{chosen.clients} clients x 1 step of SGD, server and sites on {os.cpu_count()} cores; "
         f"mean of rounds 1 to {ROUNDS - 2}",
     )
     about["load before"] = round(os.getloadavg()[0], 1)
-    results = [measure(megabytes, chosen.clients, chosen.memory) for megabytes in chosen.megabytes]
+    results = [evaluator(megabytes, chosen.clients, chosen.memory) for megabytes in chosen.megabytes]
     apart = [parts(warm) for warm in (False, True)] if chosen.parts else []
     print(f"{about['work']}; {about['device']}, torch {about['torch']}, load {about['load before']} before")
     for row in [*results, *apart]:
@@ -151,13 +151,15 @@ def main() -> None:
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
+def evaluator(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder, gate = Path(name), Gate()
         app = write_app(folder, clients, f'{{name = "payload", megabytes = {megabytes}}}', OWN_MODEL)
         here = list(runner.start(load(folder / "experiment.toml"), folder / "here"))
         names = [f"c{number}" for number in range(clients)]
-        with loopback(names, folder / "logs", ["partita.experiment.flower_app", "flower"], gate=gate) as federation:
+        with deploy_locally(
+            names, folder / "logs", ["partita.experiment.flower_app", "flower"], gate=gate
+        ) as federation:
             passed, peaks = watch(federation, app, folder / "there", gate, look)
         there = [json.loads(line) for line in (folder / "there" / run_folder.ROWS).read_text().splitlines()]
         ends = [run_folder.finished(folder / side) for side in ("here", "there")]
@@ -194,7 +196,9 @@ def settings(folder: Path) -> str:
     return f'deadline=3600.0 folder="{folder}"'
 
 
-def watch(federation: Loopback, app: Path, folder: Path, gate: Gate, look: bool) -> tuple[list[int], dict[str, int]]:
+def watch(
+    federation: LocalDeployment, app: Path, folder: Path, gate: Gate, look: bool
+) -> tuple[list[int], dict[str, int]]:
     """(bytes that had passed when each round ended, the most memory of each site and of the server)"""
     running = threading.Thread(target=federation.run, args=(app, settings(folder)), daemon=True)
     running.start()
@@ -210,7 +214,7 @@ def watch(federation: Loopback, app: Path, folder: Path, gate: Gate, look: bool)
     return passed + [gate.passed] * (ROUNDS - len(passed)), peaks
 
 
-def memory(federation: Loopback) -> dict[str, int]:
+def memory(federation: LocalDeployment) -> dict[str, int]:
     """Bytes in use by place. A page that several processes share counts once, a part of it for each."""
     ours = f"FLWR_HOME={federation.environment['FLWR_HOME']}".encode()
     places = {node.pid: client for client, node in federation.nodes.items()}
@@ -271,7 +275,7 @@ def parts(warm: bool) -> dict[str, Any]:
         app = write_app(folder, 1, '{name = "vit"}')
         (app / "federation" / "client_app.py").write_text(NOTES)
         os.environ["NOTES"] = str(folder / "notes")
-        with loopback(["c0"], folder / "logs", flower_app.modules(app) if warm else None) as federation:
+        with deploy_locally(["c0"], folder / "logs", flower_app.modules(app) if warm else None) as federation:
             federation.run(app, settings(folder / "there"))
         rows = [json.loads(line) for line in (folder / "there" / run_folder.ROWS).read_text().splitlines()]
         notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]

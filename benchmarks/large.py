@@ -18,11 +18,11 @@ from environment import environment
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 
-from partita import AdamW, Embedded, Key, Run, Training, data, methods, rounds
-from partita.core.serialization import ENVELOPE
+from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, rounds
+from partita.core.serialization import HEADER
 from partita.data import Federation, Table, Task
-from partita.engines.autotune import use_kernels
-from partita.models.adapter import Adapted, adapt
+from partita.engines.autotune import configure_backends
+from partita.models.adapter import FunctionalModel, from_module
 
 WORDS, RANK = 32_000, 8
 SHAPE: dict[str, Any] = {
@@ -50,7 +50,7 @@ def main() -> None:
     device = torch.device(chosen.device)
     # A CPU without instructions for bfloat16 computes in it a hundred times slower.
     dtype = getattr(torch, chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    onednn = use_kernels("auto")
+    onednn = configure_backends("auto")
     about = environment(
         device,
         onednn,
@@ -58,7 +58,7 @@ def main() -> None:
         f"{RANK} on query and value, blocks of {chosen.block}",
     )
     training = Training(1e-3, AdamW(), batch_size=1, steps=chosen.steps)
-    row = measure(device, dtype, training, texts(chosen.clients, chosen.tokens), chosen.block)
+    row = evaluator(device, dtype, training, texts(chosen.clients, chosen.tokens), chosen.block)
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
     for what, value in row.items():
         print(f"{what:28} {value:,}" if isinstance(value, int) else f"{what:28} {value}")
@@ -66,7 +66,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": [row]}, indent=1) + "\n")
 
 
-def measure(
+def evaluator(
     device: torch.device, dtype: torch.dtype, training: Training, population: Federation, block: int
 ) -> dict[str, Any]:
     before, begun = peak(), time.perf_counter()
@@ -74,7 +74,7 @@ def measure(
     held = sum(value.numel() for value in base.module.parameters()) + sum(v.numel() for v in base.initial.values())
     model = base.low_rank(RANK, 2.0 * RANK, ("query", "value"), Key(0) / "extend")
     run = Run(methods.build("fedavg"), training, rounds=1, key=Key(0))
-    engine = Embedded(run, model, population, block, device=device)
+    engine = SimulationEngine(run, model, population, block, device=device)
     built, built_peak = time.perf_counter() - begun, peak()
     begun = time.perf_counter()
     [played] = rounds(run, model, engine)
@@ -83,7 +83,7 @@ def measure(
     row: dict[str, Any] = {
         "parameters": held,
         "of them frozen, as": str(dtype).removeprefix("torch."),
-        "trained parameters": sum(model.initial[name].numel() for name in up if name != ENVELOPE),
+        "trained parameters": sum(model.initial[name].numel() for name in up if name != HEADER),
         "bytes up": sum(up.values()),
         "bytes down": sum(down.values()),
         "loss": loss,
@@ -98,7 +98,7 @@ def measure(
     return row
 
 
-def billion(device: torch.device, dtype: torch.dtype) -> Adapted:
+def billion(device: torch.device, dtype: torch.dtype) -> FunctionalModel:
     with torch.device(device), no_init_weights():
         module = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=dtype)
     module.tie_weights()
@@ -115,7 +115,7 @@ def billion(device: torch.device, dtype: torch.dtype) -> Adapted:
                 drawn[value.shape] = value
             value.copy_(drawn[value.shape])
     frozen = ("embedding", *(f"layer.{layer}" for layer in range(SHAPE["num_hidden_layers"])))
-    return adapt("llama", module, frozen, objective="lm", dtype=None if dtype == torch.float32 else dtype)
+    return from_module("llama", module, frozen, objective="lm", dtype=None if dtype == torch.float32 else dtype)
 
 
 def texts(clients: int, tokens: int) -> Federation:

@@ -18,11 +18,11 @@ from unittest.mock import patch
 import torch
 from environment import environment, now
 
-from partita import AdamW, Embedded, Key, Run, Training, data, methods, models
-from partita.core.dp_settings import Private
-from partita.core.rounds import begin, rounds
+from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.rounds import initial_server, rounds
 from partita.core.tensors import Tensors
-from partita.engines.autotune import use_kernels
+from partita.engines.autotune import configure_backends
 from partita.training import phase_trainer
 
 CLIENTS, STEPS, BATCH = 4, 5, 32
@@ -56,10 +56,10 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    device, onednn = torch.device(chosen.device), use_kernels("auto")
+    device, onednn = torch.device(chosen.device), configure_backends("auto")
     results = []
     for size in chosen.sizes.split(","):
-        results += measure(size, device, chosen.repeats)
+        results += evaluator(size, device, chosen.repeats)
     work = (
         f"ViT, 65 tokens; noise for all its parameters, and a round of {CLIENTS} clients x {STEPS} AdamW steps x batch "
         f"{BATCH} of DP-SGD (noise 1, clip 1); median of {chosen.repeats}, sides in turn"
@@ -72,7 +72,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def measure(size: str, device: torch.device, repeats: int) -> list[dict[str, object]]:
+def evaluator(size: str, device: torch.device, repeats: int) -> list[dict[str, object]]:
     layers, width = SIZES[size]
     key = Key(0)
     task = data.load("synthetic", key, examples=CLIENTS * 250, size=32, channels=3)
@@ -80,12 +80,16 @@ def measure(size: str, device: torch.device, repeats: int) -> list[dict[str, obj
     model = models.build("vit", task, key, layers=layers, width=width, heads=4, patch=4)
     training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH)
     plain = Run(methods.build("fedavg", {}), training, rounds=2, key=key, drift=False)
-    noisy = replace(plain, method=replace(plain.method, privacy=Private(clip=1.0, noise=1.0)))
+    noisy = replace(plain, method=replace(plain.method, privacy=DPSGDSettings(clip=1.0, noise=1.0)))
     model.to(device)
     like = {name: value.to(device) for name, value in model.initial.items()}
 
     def play(run: Run, block_size: int) -> None:
-        next(rounds(run, model, Embedded(run, model, federation, block_size, device), begin(run, model), 0))
+        next(
+            rounds(
+                run, model, SimulationEngine(run, model, federation, block_size, device), initial_server(run, model), 0
+            )
+        )
 
     sides: dict[str, tuple[Callable[[], object], Callable[[], AbstractContextManager[object]]]] = {
         "noise, torch": (lambda: seeded(like, key, 1.0), nullcontext),

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from environment import environment, now
 
-from partita import AdamW, Embedded, Key, Run, Training, data, methods, models
-from partita.core.rounds import begin, rounds
-from partita.engines.autotune import use_kernels
+from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models
+from partita.core.rounds import initial_server, rounds
+from partita.engines.autotune import configure_backends
 
 CLIENTS, STEPS, BATCH, LAYERS, WIDTH = 3, 3, 32, 6, 192
 ROUNDS = 10
@@ -37,7 +37,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    device, onednn, key = torch.device(chosen.device), use_kernels("auto"), Key(0)
+    device, onednn, key = torch.device(chosen.device), configure_backends("auto"), Key(0)
     task = data.load("synthetic", key, examples=CLIENTS * 250, size=32, channels=3)
     federation = data.split(task, "iid", clients=CLIENTS, key=key).to(device)
     model = models.build("vit", task, key, layers=LAYERS, width=WIDTH, heads=4, patch=4)
@@ -45,13 +45,13 @@ def main() -> None:
     for side, (name, given, number) in SIDES.items():
         training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH)
         run = Run(methods.build(name, given), training, rounds=ROUNDS, key=key, drift=False)
-        engine = Embedded(run, model, federation, device=device)
+        engine = SimulationEngine(run, model, federation, device=device)
         plays[side] = run, engine, number
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for repeat in range(chosen.repeats + 1):
         for side, (run, engine, number) in plays.items():
             begun = now(device)
-            next(rounds(run, model, engine, begin(run, model), number))
+            next(rounds(run, model, engine, initial_server(run, model), number))
             if repeat:  # the first warms up
                 times[side].append(now(device) - begun)
     seconds = {side: statistics.median(each) for side, each in times.items()}

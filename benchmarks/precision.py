@@ -17,8 +17,8 @@ import torch
 from environment import environment
 from scipy import stats
 
-from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
-from partita.engines.autotune import choose_graphs, use_kernels
+from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita.engines.autotune import choose_graphs, configure_backends
 from partita.evaluation import score
 
 CLIENTS, STEPS, BATCH, ROUNDS = 10, 5, 32, 20
@@ -33,7 +33,7 @@ def main() -> None:
     options.add_argument("--width", type=int, default=192)
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    device, onednn = torch.device(chosen.device), use_kernels("auto")
+    device, onednn = torch.device(chosen.device), configure_backends("auto")
     jobs = [
         (seed, precision, chosen.layers, chosen.width, device)
         for seed in range(chosen.seeds)
@@ -69,7 +69,7 @@ def main() -> None:
 
 def use_one_core() -> None:
     torch.set_num_threads(1)
-    use_kernels("auto")
+    configure_backends("auto")
 
 
 def play(seed: int, precision: str, layers: int, width: int, device: torch.device) -> dict[str, object]:
@@ -80,7 +80,7 @@ def play(seed: int, precision: str, layers: int, width: int, device: torch.devic
     training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH, precision=precision)
     run = Run(methods.build("fedavg"), training, rounds=ROUNDS, key=key, drift=False)
     block, graphs = (CLIENTS, choose_graphs(True, False, device)) if device.type == "cuda" else (1, None)
-    engine = Embedded(run, model, federation, block, device, graphs=graphs)
+    engine = SimulationEngine(run, model, federation, block, device, graphs=graphs)
     played = list(rounds(run, model, engine))
     accuracy = score(model, played[-1].server.params, federation.task.test)["accuracy"]
     return {"seed": seed, "precision": precision, "losses": [each.loss for each in played], "accuracy": accuracy}

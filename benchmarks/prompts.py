@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from environment import environment
 
-from partita import SGD, Embedded, Key, Run, Training, data, methods, rounds
+from partita import SGD, Key, Run, SimulationEngine, Training, data, methods, rounds
 from partita.data import Federation, Table, Task
-from partita.engines.autotune import use_kernels
+from partita.engines.autotune import configure_backends
 from partita.models.prompts.clip import clip
 
 GIB = 2**30
@@ -33,7 +33,7 @@ def main() -> None:
     chosen = options.parse_args()
     device = torch.device(chosen.device)
     dtype = chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    onednn = use_kernels("auto")
+    onednn = configure_backends("auto")
     size, shape = (8, "tiny") if chosen.tiny else (224, "b16")
     work = (
         f"{chosen.clients} clients x {chosen.steps} steps of batch {chosen.batch}, images of {size} pixels, "
@@ -47,13 +47,13 @@ def main() -> None:
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
     for name in chosen.methods:
         for block in (1, chosen.clients):
-            rows.append(measure(name, towers, federation, training, block, device))
+            rows.append(evaluator(name, towers, federation, training, block, device))
             print("  ".join(f"{what} {value}" for what, value in rows[-1].items()), flush=True)
     if chosen.out:
         chosen.out.write_text(json.dumps({"environment": about, "results": rows}, indent=1) + "\n")
 
 
-def measure(
+def evaluator(
     name: str, towers: Any, federation: Federation, training: Training, block: int, device: torch.device
 ) -> dict[str, Any]:
     """The second round: the first one warms kernels and memory up."""
@@ -61,7 +61,7 @@ def measure(
     assert method.extend, f"{name} adds nothing to the towers"
     model = method.extend(towers, Key(0) / "extend")
     run = Run(method, training, rounds=2, key=Key(0), drift=False)
-    engine = Embedded(run, model, federation, block, device=device)
+    engine = SimulationEngine(run, model, federation, block, device=device)
     stream = rounds(run, model, engine)
     next(stream)
     if device.type == "cuda":

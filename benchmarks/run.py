@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
 
-from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core import tensors
-from partita.core.batch_schedule import deal
+from partita.core.batch_schedule import shuffled_batches
 from partita.core.data import Examples
 from partita.core.tensors import Tensors
 from partita.data import Federation
-from partita.engines.autotune import choose_graphs, use_kernels
+from partita.engines.autotune import choose_graphs, configure_backends
 
 Work = list[tuple[Examples, list[Tensor]]]
 Side = tuple[int, str, tuple[bool, bool] | None]  # block, precision, and whether it is recorded and compiled
@@ -54,14 +54,14 @@ def main() -> None:
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
     device = torch.device(chosen.device)
-    onednn = use_kernels("auto")  # for both sides
+    onednn = configure_backends("auto")  # for both sides
     torch.backends.cudnn.allow_tf32 = False  # or the bare loop's convolution would not be in float32
     sizes = chosen.sizes or (ON_CPU if device.type == "cpu" else SIZES)
     sides = ours(device, chosen.bf16 or device.type == "cuda")
     if unknown := set(chosen.sides or ()) - sides.keys():
         options.error(f"no side is called '{unknown.pop()}'; there are {', '.join(sides)}")
     sides = {side: how for side, how in sides.items() if side in ("block 1", *(chosen.sides or sides))}
-    results = [measure(size, device, chosen.repeats, sides) for size in sizes]
+    results = [evaluator(size, device, chosen.repeats, sides) for size in sizes]
     about = environment(
         device,
         onednn,
@@ -100,7 +100,7 @@ def ours(device: torch.device, half: bool) -> dict[str, Side]:
     return sides
 
 
-def measure(size: str, device: torch.device, repeats: int, chosen: dict[str, Side]) -> dict[str, Any]:
+def evaluator(size: str, device: torch.device, repeats: int, chosen: dict[str, Side]) -> dict[str, Any]:
     torch.compiler.reset()  # or programs would be made for every size at once, and slower
     layers, width, pixels, patch = SIZES[size]
     key = Key(0)
@@ -113,7 +113,9 @@ def measure(size: str, device: torch.device, repeats: int, chosen: dict[str, Sid
     for side, (block, precision, how) in chosen.items():
         training = Training(1e-3, AdamW(), steps=STEPS, batch_size=BATCH, precision=precision)
         run = Run(methods.build("fedavg"), training, rounds=1, key=key, drift=False)
-        engine = Embedded(run, model, staged, block, device, graphs=choose_graphs(*how, device) if how else None)
+        engine = SimulationEngine(
+            run, model, staged, block, device, graphs=choose_graphs(*how, device) if how else None
+        )
         sides[side] = lambda run=run, engine=engine: next(rounds(run, model, engine)).server.params
     module = plain_vit(size, len(task.classes)).to(device)
     start = {name: value.to(device) for name, value in model.initial.items()}
@@ -168,7 +170,10 @@ def dealt(federation: Federation, training: Training, key: Key) -> Work:
     """The examples of each client, and the batches that the first round takes of them."""
     draw = key / "round" / 0 / "client"
     parts = {client: federation[client].train for client in federation.clients}
-    deals = {client: deal(len(part), training, None, draw / client / "batches" / 0) for client, part in parts.items()}
+    deals = {
+        client: shuffled_batches(len(part), training, None, draw / client / "batches" / 0)
+        for client, part in parts.items()
+    }
     return [(part, list(deals[client])) for client, part in parts.items()]
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from environment import environment
 
-from partita import AdamW, Embedded, Key, Run, Training, methods, rounds
-from partita.core.client_store import Disk
+from partita import AdamW, Key, Run, SimulationEngine, Training, methods, rounds
+from partita.core.client_store import DiskStore
 from partita.core.data import ClientData
-from partita.core.rounds import Round
-from partita.data.client_ids import Numbered
-from partita.engines.autotune import use_kernels
-from partita.testing.toy import Tiny, TinyExamples
+from partita.core.rounds import RoundResult
+from partita.data.client_ids import NumberedClients
+from partita.engines.autotune import configure_backends
+from partita.testing.toy import ToyExamples, ToyTransformer
 
 MEGABYTE = 1e6
 
@@ -32,11 +32,11 @@ class Registered:
     """So many clients of twenty examples, none of whom exists before it is asked."""
 
     def __init__(self, count: int) -> None:
-        self.clients = Numbered(count)
+        self.clients = NumberedClients(count)
 
     def __getitem__(self, client: str) -> ClientData:
         x = torch.randn(20, 4, 4, generator=(Key(3) / client).generator())
-        part = TinyExamples(x, (x.sum((1, 2)) > 0).long())
+        part = ToyExamples(x, (x.sum((1, 2)) > 0).long())
         return ClientData(part, part, part)
 
 
@@ -48,11 +48,11 @@ def main() -> None:
     options.add_argument("--methods", nargs="*", default=["fedavg", "local-only"])
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    onednn = use_kernels("auto")
+    onednn = configure_backends("auto")
     about = environment(
         torch.device("cpu"), onednn, f"{chosen.cohort} clients a round, {chosen.rounds} rounds, in blocks, a tiny model"
     )
-    results = [measure(name, chosen.populations, chosen.cohort, chosen.rounds) for name in chosen.methods]
+    results = [evaluator(name, chosen.populations, chosen.cohort, chosen.rounds) for name in chosen.methods]
     few, many = (f"{count:,}" for count in chosen.populations)
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
     for row in results:
@@ -64,7 +64,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def measure(name: str, populations: list[int], cohort: int, count: int) -> dict[str, float | str]:
+def evaluator(name: str, populations: list[int], cohort: int, count: int) -> dict[str, float | str]:
     with tempfile.TemporaryDirectory() as folder:
         streams = [play(name, size, cohort, count, Path(folder) / str(size)) for size in populations]
         times: list[list[float]] = [[], []]
@@ -80,11 +80,11 @@ def measure(name: str, populations: list[int], cohort: int, count: int) -> dict[
     return {"method": name, "few": few, "many": many, "ratio": many / few, "early": early, "late": late}
 
 
-def play(name: str, population: int, cohort: int, count: int, folder: Path) -> Iterator[Round]:
+def play(name: str, population: int, cohort: int, count: int, folder: Path) -> Iterator[RoundResult]:
     training = Training(1e-2, AdamW(), batch_size=10)
     run = Run(methods.build(name), training, rounds=count, key=Key(0), cohort=cohort, drift=False)
-    model, clients = Tiny(), Registered(population)
-    return rounds(run, model, Embedded(run, model, clients, block=cohort, store=Disk(folder)))
+    model, clients = ToyTransformer(), Registered(population)
+    return rounds(run, model, SimulationEngine(run, model, clients, block=cohort, store=DiskStore(folder)))
 
 
 def resident() -> float:

@@ -20,10 +20,10 @@ import torch
 from environment import environment
 from run import BATCH, CLIENTS, ON_CPU, SIZES, STEPS, bare_round, between, dealt, felt, plain_vit, timed
 
-from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core.tensors import Tensors
-from partita.engines.autotune import use_kernels
-from partita.engines.multiprocess import Workers
+from partita.engines.autotune import configure_backends
+from partita.engines.multiprocess import MultiprocessEngine
 
 PROCESSES = 2
 SIDES = ("bare", "bare, 2 processes", "partita", "partita, 2 workers")
@@ -40,9 +40,9 @@ def main() -> None:
     options.add_argument("--bf16", action="store_true", help="in bfloat16 too: for a CPU that has it (AMX, AVX-512)")
     options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    onednn = use_kernels("auto")
+    onednn = configure_backends("auto")
     sides = (*SIDES, HALF) if chosen.bf16 else SIDES
-    results = [measure(size, chosen.clients, chosen.repeats, sides) for size in chosen.sizes]
+    results = [evaluator(size, chosen.clients, chosen.repeats, sides) for size in chosen.sizes]
     work = f"{chosen.clients} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn"
     about = environment(CPU, onednn, work)
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
@@ -55,7 +55,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def measure(size: str, clients: int, repeats: int, sides: tuple[str, ...]) -> dict[str, Any]:
+def evaluator(size: str, clients: int, repeats: int, sides: tuple[str, ...]) -> dict[str, Any]:
     layers, width, pixels, patch = SIZES[size]
     key = Key(0)
     task = data.load("synthetic", key, examples=clients * 250, size=pixels, channels=3)
@@ -66,10 +66,10 @@ def measure(size: str, clients: int, repeats: int, sides: tuple[str, ...]) -> di
     half = replace(run, training=replace(training, precision="bfloat16"))
     module, start, work = plain_vit(size, len(task.classes)), dict(model.initial), dealt(federation, training, key)
     WORK.update(module=module, start=start, work=work)
-    engine = Embedded(run, model, federation)
+    engine = SimulationEngine(run, model, federation)
     fork = multiprocessing.get_context("fork")
     with ExitStack() as stack:
-        workers = stack.enter_context(closing(Workers(engine, PROCESSES)))
+        workers = stack.enter_context(closing(MultiprocessEngine(engine, PROCESSES)))
         pool = stack.enter_context(ProcessPoolExecutor(PROCESSES, fork, _alone))
         list(pool.map(abs, range(PROCESSES)))  # forks now: after a backward pass torch may not
         plays: dict[str, Callable[[], Tensors]] = {
@@ -79,7 +79,9 @@ def measure(size: str, clients: int, repeats: int, sides: tuple[str, ...]) -> di
             "partita, 2 workers": lambda: next(rounds(run, model, workers)).server.params,
         }
         if HALF in sides:
-            in_half = stack.enter_context(closing(Workers(Embedded(half, model, federation), PROCESSES)))
+            in_half = stack.enter_context(
+                closing(MultiprocessEngine(SimulationEngine(half, model, federation), PROCESSES))
+            )
             plays[HALF] = lambda: next(rounds(half, model, in_half)).server.params
         times: dict[str, list[float]] = {side: [] for side in sides}
         results: dict[str, Tensors] = {}

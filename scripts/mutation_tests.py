@@ -93,7 +93,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
 MORE_TESTS: dict[str, tuple[str, ...]] = {
     "methods/centralized.py": LAWS,
     "methods/fedavg.py": LAWS,
-    "methods/fedfrozen.py": (*LAWS, "tests/methods/test_disagreement.py"),
+    "methods/fedfrozen.py": (*LAWS, "tests/methods/test_auto_warmup.py"),
     "methods/fedprox.py": LAWS,
     "methods/local_only.py": LAWS,
 }

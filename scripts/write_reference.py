@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from partita import data, methods, models
-from partita.core.options import MISSING, Option, describe, pick
+from partita.core.options import MISSING, Option, describe, import_from_registry
 from partita.experiment.config import schema
 from partita.methods.cards import card
 
@@ -51,7 +51,7 @@ def reference() -> str:
 
 def _about(table: str, name: str) -> str:
     """A method is described by the first line of its file, others by that of their function."""
-    function = pick(INDEXES[table], name, table)
+    function = import_from_registry(INDEXES[table], name, table)
     owner = inspect.getmodule(function) if table == "method" else function
     return (inspect.getdoc(owner) or "").partition("\n\n")[0].replace("\n", " ")
 

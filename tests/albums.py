@@ -15,11 +15,11 @@ from partita.core.model import Model
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.engines.simulation import Embedded
-from partita.models.adapter import Adapted
-from partita.models.lora import LowRank
+from partita.engines.simulation import SimulationEngine
+from partita.models.adapter import FunctionalModel
+from partita.models.lora import LowRankModel
 from partita.models.prompts.clip import clip
-from partita.models.prompts.dual_encoder import Towers
+from partita.models.prompts.dual_encoder import DualEncoder
 from partita.models.vit import vit
 
 
@@ -66,26 +66,26 @@ FOUR = Albums(a=9, b=5, c=12, h=7)
 
 
 @dataclass(frozen=True, eq=False)
-class Extensible(Adapted):
+class Extensible(FunctionalModel):
     """A ViT that takes low-rank factors, and stands for a pair of towers where prompts are asked for."""
 
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
         return towers().prompted(kind, key, **options)
 
 
-def small(layers: int = 1, frozen: tuple[str, ...] = ()) -> Adapted:
+def small(layers: int = 1, frozen: tuple[str, ...] = ()) -> FunctionalModel:
     made = vit(pictures(1), Key(1), layers=layers, width=4, heads=1, mlp_ratio=1, patch=1, frozen=frozen)
     return Extensible(**{each.name: getattr(made, each.name) for each in fields(made)})
 
 
-def towers(dtype: Literal["float32", "bfloat16", "float64"] = "float64") -> Towers:
+def towers(dtype: Literal["float32", "bfloat16", "float64"] = "float64") -> DualEncoder:
     """A random CLIP, in float64 so that blocks can be held to more than float32's rounding."""
     return clip(pictures(1), Key(1), shape="tiny", dtype=dtype)  # type: ignore[arg-type]
 
 
-def extended(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[str, ...] = ()) -> LowRank:
+def extended(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[str, ...] = ()) -> LowRankModel:
     model = small(layers, frozen).low_rank(rank, alpha, ("query", "value"), Key(2))
-    assert isinstance(model, LowRank)
+    assert isinstance(model, LowRankModel)
     return model
 
 
@@ -93,7 +93,7 @@ def momentum_goes_on(method: Method) -> bool:
     """Whether clients keep their optimizer's state for the next round."""
     assert method.extend
     run, model = run_of(method, 1, SGD(momentum=0.9)), method.extend(towers("float32"), Key(4))
-    engine = Embedded(run, model, FOUR)
+    engine = SimulationEngine(run, model, FOUR)
     next(rounds(run, model, engine))
     kept = [engine.store.load(client, 1).memory for client in FOUR.clients]
     return all(memory.get("optimizer.momentum") for memory in kept)

@@ -28,11 +28,11 @@ from test_conformance import BRIEF
 from test_examples import EXAMPLES, encoder, notes
 
 from partita.core import checkpoint, tensors
-from partita.core.atomic_files import sealed
+from partita.core.atomic_files import list_checksummed
 from partita.core.optim import SGD, AdamW
-from partita.core.rounds import Round, rounds
-from partita.engines.availability import Faults
-from partita.engines.simulation import Embedded
+from partita.core.rounds import RoundResult, rounds
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder, runner
 from partita.experiment.config import load
 from partita.methods import COMPOSITIONS, INDEX, build
@@ -70,7 +70,7 @@ def values(found: Any) -> Any:
     return found
 
 
-def of_rounds(played: list[Round]) -> str:
+def of_rounds(played: list[RoundResult]) -> str:
     told = [
         (
             each.cohort,
@@ -80,7 +80,7 @@ def of_rounds(played: list[Round]) -> str:
             each.loss,
             repr(values(vars(each.drift) if hasattr(each.drift, "__dict__") else each.drift)),
             [(client, sorted(names)) for client, names in each.sent.items()],
-            [(client, dict(numbers)) for client, numbers in each.told.items()],
+            [(client, dict(numbers)) for client, numbers in each.metrics.items()],
             dict(each.norms),
             each.skipped,
         )
@@ -98,9 +98,9 @@ def of_methods() -> Iterator[tuple[str, str]]:
         model = method.extend(model, run.key / "model") if method.extend else model
         if method.pool:
             population = _pooled(population)
-        faults = Faults() if method.pool else Faults(straggle=0.3)
+        availability = Availability() if method.pool else Availability(straggle=0.3)
         for kind, options in ENGINES.items():
-            engine = Embedded(run, model, population, faults=faults, **options)
+            engine = SimulationEngine(run, model, population, availability=availability, **options)
             played = list(rounds(run, model, engine))
             states = {client: tensors.digest(part) for client, part in states_of(run, engine).items()}
             yield f"{name}, {kind}", digest(of_rounds(played), states)
@@ -141,7 +141,7 @@ def of_folders() -> Iterator[tuple[str, str]]:
 
 def _of_folder(config: Any, folder: Path) -> str:
     rows = [values(row) for row in runner.start(config, folder)]
-    _, server = checkpoint.load(sealed(folder / run_folder.CHECKPOINTS)[-1])
+    _, server = checkpoint.load(list_checksummed(folder / run_folder.CHECKPOINTS)[-1])
     plan = values(json.loads((folder / run_folder.PLAN).read_text()))
     return digest(tensors.digest(server.params), json.dumps(rows), json.dumps(plan))
 

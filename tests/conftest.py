@@ -36,6 +36,6 @@ settings.load_profile("partita")
 @pytest.fixture(scope="session", autouse=True)
 def quick_kernels() -> None:
     """As a run chooses them; several times faster on some machines."""
-    from partita.engines.autotune import use_kernels
+    from partita.engines.autotune import configure_backends
 
-    use_kernels("auto")
+    configure_backends("auto")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from partita.core.client import ClientFault
+from partita.core.client import ClientError
 from partita.core.options import MISSING, Option, Range
 from partita.experiment.config import schema
 
@@ -66,7 +66,7 @@ def refusal(call: Callable[[], object]) -> str | None:
     """
     try:
         call()
-    except (ValueError, ClientFault, OSError) as error:
+    except (ValueError, ClientError, OSError) as error:
         raised, raised_in = error, traceback.extract_tb(error.__traceback__)[-1].filename
     else:
         return None
@@ -139,13 +139,13 @@ def ranges_of(hint: Any) -> list[Range]:
 
 
 @st.composite
-def tables(draw: st.DrawFn, options: Mapping[str, Option], faults: bool, small: bool = False) -> Raw:
+def tables(draw: st.DrawFn, options: Mapping[str, Option], availability: bool, small: bool = False) -> Raw:
     """What is missing is filled in; some other options are set; with `faults`, one or two of all are spoiled."""
     needed = [name for name, option in options.items() if option.default is MISSING]
     others = [name for name in options if name not in needed]
     chosen = [*needed, *(draw(st.lists(st.sampled_from(others), unique=True, max_size=4)) if others else ())]
     raw = {name: draw(fitting(options[name].hint, small)) for name in chosen}
-    if not faults:
+    if not availability:
         return raw
     for _ in range(draw(st.integers(1, 2))):
         fault = draw(st.sampled_from(["strange", "strange", "beside", "beside", "unknown", "missing"]))
@@ -196,13 +196,13 @@ def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
     """A tiny experiment of which one or two tables are drawn anew, every other time with faults; with `small`, one
     without faults that takes little time to run.
     """
-    faults = not small and draw(st.booleans())
+    availability = not small and draw(st.booleans())
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
     headings = [name for name in SCHEMA if name and not name.startswith(("data ", "model pretrained"))]
     for heading in draw(st.lists(st.sampled_from([*headings, "data synthetic"]), min_size=1, max_size=2)):
         table, _, name = heading.partition(" ")
         key = {"split": "kind"}.get(table, "name")
-        given = draw(tables(SCHEMA[heading], faults, small))
+        given = draw(tables(SCHEMA[heading], availability, small))
         kept = {} if table == "split" or name in ("clip", "pretrained") else raw.get(table, {})
         kept = {} if table == "method" else kept
         raw[table] = {**kept, **given, **({key: name} if name else {})}

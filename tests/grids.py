@@ -20,10 +20,10 @@ from helpers import Clients
 from partita.core.data import Population
 from partita.core.model import Model
 from partita.core.settings import Run
-from partita.engines.availability import Faults
+from partita.engines.availability import Availability
 from partita.engines.flower import messages
 from partita.engines.flower.client import Site, client_app
-from partita.engines.flower.server import Flower
+from partita.engines.flower.server import FlowerEngine
 from partita.evaluation import ACCURACY
 
 THREE = Clients(c0=2, c1=4, c2=3)
@@ -98,12 +98,14 @@ class Wire(Grid):
     def send_and_receive(self, *given: object, **more: object) -> Any: ...
 
 
-def site_of(run: Run, model: Model, population: Population, folder: Path, client: str, faults: Faults) -> Reply:
+def site_of(
+    run: Run, model: Model, population: Population, folder: Path, client: str, availability: Availability
+) -> Reply:
     """Every message meets a new app and new objects, as in a process of its own."""
 
     def answer(message: Message) -> Message:
         def site(context: Context) -> Site:
-            return Site(run, model, client, population[client], folder / client, faults, CPU, ACCURACY)
+            return Site(run, model, client, population[client], folder / client, availability, CPU, ACCURACY)
 
         context = Context(1, message.metadata.dst_node_id, {"client": client}, RecordDict(), {})
         return client_app(lambda context: str(context.node_config["client"]), site)(message, context)
@@ -111,15 +113,21 @@ def site_of(run: Run, model: Model, population: Population, folder: Path, client
     return answer
 
 
-def wired(run: Run, model: Model, population: Population, folder: Path, faults: Faults = Faults()) -> Wire:  # noqa: B008
+def wired(
+    run: Run,
+    model: Model,
+    population: Population,
+    folder: Path,
+    availability: Availability = Availability(),  # noqa: B008
+) -> Wire:
     """Nodes in an order that is not that of the clients."""
     places = enumerate(reversed(population.clients), start=10)
-    return Wire({node: site_of(run, model, population, folder, client, faults) for node, client in places})
+    return Wire({node: site_of(run, model, population, folder, client, availability) for node, client in places})
 
 
-def flower(run: Run, model: Model, grid: Wire, clients: Iterable[str], **more: Any) -> Flower:
+def flower(run: Run, model: Model, grid: Wire, clients: Iterable[str], **more: Any) -> FlowerEngine:
     names = list(clients)
-    return Flower(
+    return FlowerEngine(
         run, model, names, grid, **{"session": "1", "deadline": 5.0, "poll": 0.001, "wait_for": len(names)} | more
     )
 
@@ -142,9 +150,9 @@ def rewritten(**changes: Any) -> Tamper:
     """The update with other fields; a function is given the old value."""
 
     def tamper(message: Message, reply: Message) -> Message:
-        update = messages.to_update(reply.content, messages.to_ticket(reply.content), 10**9)
+        update = messages.decode_update(reply.content, messages.decode_job_id(reply.content), 10**9)
         new = {name: change(getattr(update, name)) if callable(change) else change for name, change in changes.items()}
-        content = messages.stamped(messages.of_update(replace(update, **new)), message.content)
+        content = messages.with_job_id(messages.encode_update(replace(update, **new)), message.content)
         return Message(content, reply_to=message)
 
     return tamper

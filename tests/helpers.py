@@ -10,19 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.core.batch_schedule import deal
+from partita.core.batch_schedule import shuffled_batches
 from partita.core.client import Job
 from partita.core.data import ClientData, Examples
-from partita.core.method import Aggregate, Method, Rule, Server, Update
+from partita.core.method import Aggregate, Method, Server, ServerRule, Update
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rng import Key
-from partita.core.rounds import Lost, Round, rounds
+from partita.core.rounds import ClientFailure, RoundResult, rounds
 from partita.core.settings import Run, Training
 from partita.core.tensors import Slots, Tensors
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.experiment.config import Config, parse
-from partita.testing.toy import Tiny, TinyExamples
+from partita.testing.toy import ToyExamples, ToyTransformer
 
 # A table of a config: the smallest ViT for images of 4 x 4.
 SMALL_VIT = """
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "nesterov": SGD(momentum=0.9, nesterov=True, weight_decay=0.1),
     "adamw": AdamW(weight_decay=0.1),
 }
-KERNEL = Tiny(width=4, layers=1).names("query", "key")
+KERNEL = ToyTransformer(width=4, layers=1).names("query", "key")
 
 
 def small_config(method: str, count: int, **engine: object) -> Config:
@@ -69,15 +69,15 @@ class Clients:
         for client, size in sizes.items():
             draw = (Key(3) / client).generator()
             x = torch.randn(size, 4, 4, generator=draw)
-            self.parts[client] = TinyExamples(x, (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long())
+            self.parts[client] = ToyExamples(x, (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long())
 
     def __getitem__(self, client: str) -> ClientData:
         part = self.parts[client]
         return ClientData(part, part, part)
 
 
-def small() -> Tiny:
-    return Tiny(width=4, layers=1)
+def small() -> ToyTransformer:
+    return ToyTransformer(width=4, layers=1)
 
 
 def run_of(
@@ -91,12 +91,12 @@ def run_of(
 
 def play(
     run: Run, model: Model, population: object, server: Server | None = None, start: int = 0, **engine: object
-) -> list[Round]:
-    made = Embedded(run, model, population, **engine)  # type: ignore[arg-type]
+) -> list[RoundResult]:
+    made = SimulationEngine(run, model, population, **engine)  # type: ignore[arg-type]
     return list(rounds(run, model, made, server, start))
 
 
-def last(played: Sequence[Round]) -> Tensors:
+def last(played: Sequence[RoundResult]) -> Tensors:
     return played[-1].server.params
 
 
@@ -140,7 +140,7 @@ class TorchLoop:
 
 def batches_of(run: Run, number: int, client: str, examples: Examples) -> list[Tensor]:
     key = run.key / "round" / number / "client" / client / "batches" / 0
-    return list(deal(len(examples), run.training, None, key))
+    return list(shuffled_batches(len(examples), run.training, None, key))
 
 
 def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
@@ -149,7 +149,7 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
 
 
 @dataclass(frozen=True)
-class ServerMomentum(Rule):
+class ServerMomentum(ServerRule):
     """The server keeps a velocity of what clients sent."""
 
     beta: float = 0.5
@@ -168,14 +168,14 @@ class ServerMomentum(Rule):
 class Script:
     """An engine whose clients answer as a function of the job."""
 
-    answer: Callable[[Job], Update | Lost]
+    answer: Callable[[Job], Update | ClientFailure]
     names: Sequence[str] = ("a", "b")
     jobs: list[Job] = field(default_factory=list)
 
     def clients(self) -> Sequence[str]:
         return self.names
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         for job in jobs:
             self.jobs.append(job)
             yield self.answer(job)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from partita.core.client import Job
-from partita.core.client_store import Memory
+from partita.core.client_store import MemoryStore
 from partita.core.method import Update
-from partita.core.rounds import Lost
-from partita.engines.simulation import Embedded
+from partita.core.rounds import ClientFailure
+from partita.engines.simulation import SimulationEngine
 
 WHO, WHEN = "b", 1  # the hostile client and its round
 Change = Callable[[Update], list[object] | None]  # the replies that arrive in place of the honest one; None: cannot be
@@ -32,7 +32,7 @@ class Case:
 class Hostile:
     """An engine with one hostile client in one round. The client's own state stays as if it had been away."""
 
-    def __init__(self, engine: Embedded, case: Case) -> None:
+    def __init__(self, engine: SimulationEngine, case: Case) -> None:
         self.engine, self.case = engine, case
         self.possible = True
 
@@ -44,8 +44,8 @@ class Hostile:
             if (job.client, job.round) != (WHO, WHEN):
                 yield from self.engine.train([job])
                 continue
-            store = Memory()
-            assert isinstance(self.engine.store, Memory)
+            store = MemoryStore()
+            assert isinstance(self.engine.store, MemoryStore)
             store.held = dict(self.engine.store.held)
             self.engine.store, kept = store, self.engine.store
             [honest] = self.engine.train([job])
@@ -265,13 +265,13 @@ def _numbers() -> Iterator[Case]:
         "a number": {7: 1.0},
     }
     for name, value in told.items():
-        yield Case(f"told {name}", put(told=value))
+        yield Case(f"told {name}", put(metrics=value))
 
 
 def _whole() -> Iterator[Case]:
-    for field in ("delta", "slots", "steps", "told"):
+    for field in ("delta", "slots", "steps", "metrics"):
         for name in ("None", "text", "list", "10^5000", "tensor"):
-            if field != "told":
+            if field != "metrics":
                 yield Case(f"{field} is {name}", put(**{field: ODD[name]}))
         for fails in ("getitem", "iter", "len"):
             yield Case(
@@ -290,9 +290,9 @@ def _whole() -> Iterator[Case]:
     yield Case("two replies", lambda u: [u, replace(u, weight=1.0)], refused=False)
     yield Case("a reply and junk", lambda u: [u, None, "x"], refused=False)
     yield Case("a reply and a stranger's", lambda u: [u, replace(u, client="mallory")], refused=False)
-    yield Case("a reply and a loss", lambda u: [u, Lost(u.client, "asleep")], refused=False)
-    yield Case("a loss and a reply", lambda u: [Lost(u.client, "asleep"), u])
-    yield Case("the loss of a stranger", lambda u: [u, Lost("mallory", "asleep")], refused=False)
+    yield Case("a reply and a loss", lambda u: [u, ClientFailure(u.client, "asleep")], refused=False)
+    yield Case("a loss and a reply", lambda u: [ClientFailure(u.client, "asleep"), u])
+    yield Case("the loss of a stranger", lambda u: [u, ClientFailure("mallory", "asleep")], refused=False)
     yield Case("no reply", lambda u: [])
     if "round" in Update.__dataclass_fields__:
         for name, value in {"0": 0, "2": 2, "99": 99, "-1": -1, "1.0": 1.0, **ODD}.items():

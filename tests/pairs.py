@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from partita.core.rng import Key
-from partita.models.adapter import quiet
-from partita.models.pretrained import drawing_from
+from partita.models.adapter import without_logs
+from partita.models.pretrained import seeded
 from partita.models.prompts.clip import clip
-from partita.models.prompts.dual_encoder import Towers
+from partita.models.prompts.dual_encoder import DualEncoder
 
 SIZE, PATCHES = 8, 4
 CLASSES = ("cat", "golden_eagle", "dog")
@@ -84,7 +84,7 @@ def _sight(kind: str) -> Any:
 def folder(pair: str) -> str:
     """A saved pair, away from the initialisation, whose zeros and ones hide mistakes."""
     path = mkdtemp()
-    with drawing_from(Key(1) / pair):
+    with seeded(Key(1) / pair):
         if pair == "clip":
             tokenizer: Any = byte_pairs()
             ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -99,7 +99,7 @@ def folder(pair: str) -> str:
             for name, value in module.named_parameters():
                 if name != "logit_scale":
                     value += 0.3 * torch.randn(value.shape)
-    with quiet():
+    with without_logs():
         module.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -111,7 +111,7 @@ def plain(pair: str) -> Any:
     return kind.from_pretrained(folder(pair), attn_implementation="eager").eval().double()
 
 
-def loaded(pair: str = "clip", dtype: Any = "float64", **options: Any) -> Towers:
+def loaded(pair: str = "clip", dtype: Any = "float64", **options: Any) -> DualEncoder:
     return clip(task(), Key(2), path=folder(pair), dtype=dtype, **options)
 
 

@@ -8,10 +8,10 @@ from partita.core.model import Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ImageTask
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 
 
-class Plain(Tiny):
+class Plain(ToyTransformer):
     """An image of 16 pixels as four tokens."""
 
     def _run(self, params: Tensors, inputs: Tensors) -> tuple[Output, list[Tensor]]:

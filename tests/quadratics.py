@@ -23,10 +23,10 @@ from partita.core.method import Method
 from partita.core.model import Model, Output
 from partita.core.optim import SGD
 from partita.core.rng import Key
-from partita.core.rounds import Round, rounds
+from partita.core.rounds import RoundResult, rounds
 from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 
 X, Y = 3, 2  # the sizes of two blocks of coordinates
 LR = 0.3  # below 2 over the largest curvature, so every client is stable
@@ -79,7 +79,7 @@ class Bowls:
         self.p = self.sizes / self.sizes.sum()
         self.a = rng.normal(size=(4, X + Y))
         turns = [np.linalg.qr(rng.normal(size=(X + Y, X + Y)))[0] for _ in range(4)]
-        self.H = np.stack([turn @ np.diag(rng.uniform(0.3, 3.0, X + Y)) @ turn.T for turn in turns])
+        self.H = np.stack([round_info @ np.diag(rng.uniform(0.3, 3.0, X + Y)) @ round_info.T for round_info in turns])
         if alike:
             self.H[:] = self.H[0]
 
@@ -102,10 +102,10 @@ def start() -> np.ndarray:
 
 def play(
     method: Method, bowls: Bowls, steps: int, count: int = 24, block: int = 4, cohort: float = 1.0, **engine: Any
-) -> Iterator[Round]:
+) -> Iterator[RoundResult]:
     run = Run(method, Training(LR, SGD(), batch_size=9, steps=steps), count, Key(0), cohort=cohort, drift=False)
     model = Quadratic()
-    return rounds(run, model, Embedded(run, model, bowls, block=block, **engine))
+    return rounds(run, model, SimulationEngine(run, model, bowls, block=block, **engine))
 
 
 def end(method: Method, bowls: Bowls, steps: int, count: int = 24, cohort: float = 1.0) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from partita.core.method import Aggregate, Rule, Server
+from partita.core.method import Aggregate, Server, ServerRule
 from partita.core.model import Model
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
@@ -36,7 +36,7 @@ def drawn_deltas(count: int = 6) -> list[Tensors]:
     ]
 
 
-def apply_all(rule: Rule, deltas: Sequence[Tensors]) -> Tensors:
+def apply_all(rule: ServerRule, deltas: Sequence[Tensors]) -> Tensors:
     model = Two()
     server = Server(dict(model.initial), rule.init(model))
     for delta in deltas:

@@ -11,17 +11,17 @@ from helpers import Clients, play, run_of
 from torch import Tensor
 
 from partita.core.data import Batch
-from partita.core.model import layers_of
+from partita.core.model import layer_tags
 from partita.core.tensors import Tensors
-from partita.experiment.alarms import LONG, SHORT, Alarm, Sight, alarms, sight
+from partita.experiment.alarms import LONG_WINDOW, SHORT_WINDOW, Alarm, RoundSummary, check_window, summarize
 from partita.methods.fedavg import fedavg
 from partita.methods.safl import safl
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 
 FIVE = Clients(a=12, b=9, c=6, d=8, e=10)
 
 
-class Scored(Tiny):
+class Scored(ToyTransformer):
     """Layers score as a function of their number and of the batch."""
 
     def __init__(self, score: Any) -> None:
@@ -29,14 +29,14 @@ class Scored(Tiny):
         self.score = score
 
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
-        paid = {layer: self.score(number, batch) for number, layer in enumerate(layers_of(self))}
+        paid = {layer: self.score(number, batch) for number, layer in enumerate(layer_tags(self))}
         return {layer: torch.full((len(batch.targets), 1), score) for layer, score in paid.items()}
 
 
-def watch(model: Tiny, count: int = LONG, **options: Any) -> list[list[Alarm]]:
+def watch(model: ToyTransformer, count: int = LONG_WINDOW, **options: Any) -> list[list[Alarm]]:
     """After each round, what rings."""
-    seen = [sight(each, model) for each in play(run_of(safl(**options), count, lr=0.02, steps=1), model, FIVE)]
-    return [alarms(seen[: place + 1], layers_of(model)) for place in range(count)]
+    seen = [summarize(each, model) for each in play(run_of(safl(**options), count, lr=0.02, steps=1), model, FIVE)]
+    return [check_window(seen[: place + 1], layer_tags(model)) for place in range(count)]
 
 
 def kinds(rung: list[Alarm]) -> set[str]:
@@ -50,32 +50,32 @@ def lot(number: int, batch: Batch) -> float:
 
 def test_all_is_quiet_in_a_federation_that_is_well() -> None:
     """Clients of real data and real attention, who take half of the layers and agree on some of them."""
-    model = Tiny(width=6, layers=4)
-    rung = watch(model, LONG + 2, k=2, probe=4)
+    model = ToyTransformer(width=6, layers=4)
+    rung = watch(model, LONG_WINDOW + 2, k=2, probe=4)
     assert all(each == [] for each in rung)
 
 
 def test_scores_that_do_not_differ_ring() -> None:
     flat = Scored(lambda number, batch: 0.3 + 0.001 * lot(number, batch))
-    rung = watch(flat, SHORT + 1, k=3)
-    assert [("attention collapse" in kinds(each)) for each in rung] == [False] * (SHORT - 1) + [True] * 2
+    rung = watch(flat, SHORT_WINDOW + 1, k=3)
+    assert [("attention collapse" in kinds(each)) for each in rung] == [False] * (SHORT_WINDOW - 1) + [True] * 2
     [alarm] = [alarm for alarm in rung[-1] if alarm.kind == "attention collapse"]
-    assert alarm.round == SHORT
+    assert alarm.round == SHORT_WINDOW
     assert "set method.select = 'gradient'" in alarm.text
     some = Scored(lambda number, batch: 0.3 + 0.1 * number)
-    assert "attention collapse" not in kinds(watch(some, SHORT, k=3)[-1])
+    assert "attention collapse" not in kinds(watch(some, SHORT_WINDOW, k=3)[-1])
 
 
 def test_layers_that_nobody_chooses_ring() -> None:
     fixed = Scored(lambda number, batch: 0.1 + 0.1 * number)
-    rung = watch(fixed, LONG, k=2)
-    assert [("layer starvation" in kinds(each)) for each in rung] == [False] * (LONG - 1) + [True]
+    rung = watch(fixed, LONG_WINDOW, k=2)
+    assert [("layer starvation" in kinds(each)) for each in rung] == [False] * (LONG_WINDOW - 1) + [True]
     [alarm] = rung[-1]
     assert "4 of 6 layers (0, 1, 2, 3) were chosen by nobody in the last 8 rounds" in alarm.text
-    few = watch(fixed, LONG, k=5)[-1]
+    few = watch(fixed, LONG_WINDOW, k=5)[-1]
     assert kinds(few) == {"layer starvation"}, "one layer starves and the choice never varies"
-    assert watch(fixed, LONG, k=6)[-1] == []
-    assert watch(fixed, LONG, k=2, select="static")[-1] == [], "nobody chooses, so nobody is blind to a layer"
+    assert watch(fixed, LONG_WINDOW, k=6)[-1] == []
+    assert watch(fixed, LONG_WINDOW, k=2, select="static")[-1] == [], "nobody chooses, so nobody is blind to a layer"
 
 
 def test_a_layer_that_one_client_sends_alone_rings() -> None:
@@ -84,42 +84,42 @@ def test_a_layer_that_one_client_sends_alone_rings() -> None:
         place = [12, 9, 6, 8, 10].index(len(batch.targets))
         return 0.9 if number == place else 0.1
 
-    rung = watch(Scored(own), SHORT + 1, k=1)
-    assert [("aggregation mismatch" in kinds(each)) for each in rung] == [False] * (SHORT - 1) + [True] * 2
+    rung = watch(Scored(own), SHORT_WINDOW + 1, k=1)
+    assert [("aggregation mismatch" in kinds(each)) for each in rung] == [False] * (SHORT_WINDOW - 1) + [True] * 2
     [alarm] = [alarm for alarm in rung[-1] if alarm.kind == "aggregation mismatch"]
     assert "15 of 15 came from a single client" in alarm.text
     assert "federation.cohort" in alarm.text
 
 
 def test_where_all_send_all_nothing_rings() -> None:
-    model = Tiny(width=4, layers=2)
-    seen = [sight(each, model) for each in play(run_of(fedavg(), LONG, steps=1), model, FIVE)]
-    assert alarms(seen, layers_of(model)) == []
+    model = ToyTransformer(width=4, layers=2)
+    seen = [summarize(each, model) for each in play(run_of(fedavg(), LONG_WINDOW, steps=1), model, FIVE)]
+    assert check_window(seen, layer_tags(model)) == []
 
 
-def seen(round: int, sent: Mapping[str, set[int]], scores: Mapping[str, list[float]] | None = None) -> Sight:
+def seen(round: int, sent: Mapping[str, set[int]], scores: Mapping[str, list[float]] | None = None) -> RoundSummary:
     told = {c: {f"layer.{n}": score for n, score in enumerate(each)} for c, each in (scores or {}).items()}
-    return Sight(round, {c: frozenset(f"layer.{n}" for n in numbers) for c, numbers in sent.items()}, told)
+    return RoundSummary(round, {c: frozenset(f"layer.{n}" for n in numbers) for c, numbers in sent.items()}, told)
 
 
 def test_a_sign_must_last_and_two_clients_are_too_few_to_miss_each_other() -> None:
     layers = [f"layer.{number}" for number in range(4)]
     apart = {"a": {0}, "b": {1}, "c": {2}}
-    assert kinds(alarms([seen(n, apart) for n in range(SHORT)], layers)) == {"aggregation mismatch"}
+    assert kinds(check_window([seen(n, apart) for n in range(SHORT_WINDOW)], layers)) == {"aggregation mismatch"}
     for other in ({"a": {0}, "b": {1}}, {"a": {0}, "b": {0}, "c": {1}}):
-        assert alarms([seen(0, apart), seen(1, other), seen(2, apart)], layers) == []
+        assert check_window([seen(0, apart), seen(1, other), seen(2, apart)], layers) == []
     flat, steep = {"a": [0.5, 0.5, 0.5, 0.49]}, {"a": [0.5, 0.1, 0.5, 0.49]}
     rounds = [seen(0, {}, flat), seen(1, {}), seen(2, {}, flat), seen(3, {}), seen(4, {}, flat)]
-    assert kinds(alarms(rounds, layers)) == {"attention collapse"}, "rounds that told nothing are passed over"
-    assert alarms([*rounds[:-1], seen(4, {}, steep)], layers) == []
-    assert kinds(alarms([seen(n, {}, {"a": [0.0] * 4}) for n in range(3)], layers)) == {"attention collapse"}
-    assert alarms([], layers) == []
+    assert kinds(check_window(rounds, layers)) == {"attention collapse"}, "rounds that told nothing are passed over"
+    assert check_window([*rounds[:-1], seen(4, {}, steep)], layers) == []
+    assert kinds(check_window([seen(n, {}, {"a": [0.0] * 4}) for n in range(3)], layers)) == {"attention collapse"}
+    assert check_window([], layers) == []
 
 
 def test_noisy_scores_are_read_as_they_are_told() -> None:
-    model = Tiny(width=4, layers=4)
+    model = ToyTransformer(width=4, layers=4)
     [each] = play(run_of(safl(noise=1.0, probe=0.5), 1), model, FIVE)
-    found = sight(each, model)
+    found = summarize(each, model)
     assert found.scores.keys() == found.sent.keys() == set(FIVE.clients)
     for client, scores in found.scores.items():
         assert torch.tensor(list(scores.values())).norm() == pytest.approx(1)

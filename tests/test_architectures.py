@@ -17,15 +17,15 @@ import transformers
 from torch import Tensor
 from torch.func import functional_call
 
-from partita.core.data import IGNORED, Batch, ClientData
+from partita.core.data import IGNORE_INDEX, Batch, ClientData
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.methods.fedfrozen import fedfrozen
 from partita.models import Kind, ModelError, split_qkv
-from partita.models.adapter import Adapted, adapt
+from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ARCHITECTURES, tags_of
 from partita.models.losses import Objective, losses_for
-from partita.models.pretrained import drawing_from
+from partita.models.pretrained import seeded
 from partita.testing.conformance import check_method
 
 CLASSES, WORDS, PAD, END, TOKENS, EXAMPLES, LAYERS = 3, 20, 1, 19, 6, 4, 2
@@ -74,7 +74,7 @@ EACH_ONCE += [name for name in LANGUAGE_MODELS if name.replace("-lm", "-text") i
 
 @dataclass(frozen=True)
 class Case:
-    model: Adapted
+    model: FunctionalModel
     params: Tensors
     plain: Any  # the same weights in transformers' own hands, with its attention written out
     kind: Kind
@@ -107,14 +107,16 @@ def class_of(case: str) -> Any:
 def module_of(case: str, **options: Any) -> Any:
     stem, sizes = TINY[case.partition("-")[0]]
     config = getattr(transformers, f"{stem}Config")(**{**sizes, **options}, num_labels=CLASSES)
-    with drawing_from(Key(0)):
+    with seeded(Key(0)):
         return class_of(case)(config).eval()
 
 
-def adapted(case: str, frozen: tuple[str, ...] = (), sizes: dict[str, int] | None = None, **options: Any) -> Adapted:
+def adapted(
+    case: str, frozen: tuple[str, ...] = (), sizes: dict[str, int] | None = None, **options: Any
+) -> FunctionalModel:
     fixed = prompts() if case == "clip-towers" else None
     module = module_of(case, **(sizes or {}))
-    return adapt(case, module, frozen, objective=OBJECTIVES[kind_of(case)], fixed=fixed, **options)
+    return from_module(case, module, frozen, objective=OBJECTIVES[kind_of(case)], fixed=fixed, **options)
 
 
 @cache
@@ -148,7 +150,7 @@ def inputs_of(case: Case, seed: int = 0, left: bool = False) -> Tensors:
 
 def targets_of(case: Case, seed: int = 0) -> Tensor:
     drawn = torch.randint(0, CLASSES, (EXAMPLES, TOKENS), generator=torch.Generator().manual_seed(seed + 9))
-    return drawn.where(words(seed)["attention_mask"] == 1, IGNORED) if case.each_token else drawn[:, 0]
+    return drawn.where(words(seed)["attention_mask"] == 1, IGNORE_INDEX) if case.each_token else drawn[:, 0]
 
 
 def logits_of(out: Any) -> Tensor:
@@ -257,7 +259,7 @@ def test_every_parameter_has_one_role_and_layers_are_counted(case: str) -> None:
     assert sizes[0] == sizes[1] > 8
     assert it.model.names("query", "key", "value", "output", "mlp") <= it.model.names("layer.0", "layer.1")
     if case == "clip-towers":
-        assert it.model.names("vision") | it.model.names("text") == it.model.every() - {"logit_scale"}
+        assert it.model.names("vision") | it.model.names("text") == it.model.all_names() - {"logit_scale"}
         assert not it.model.names("vision") & it.model.names("text")
 
 
@@ -403,7 +405,7 @@ def test_the_loss_of_tokens_is_the_mean_over_those_that_count(case: str) -> None
 def test_the_loss_of_a_language_model_is_that_of_transformers_when_the_targets_are_the_next_tokens(case: str) -> None:
     it = made(case)
     ids = words(0)["input_ids"].clamp(min=PAD + 1)
-    targets = torch.cat([ids[:, 1:], torch.full((EXAMPLES, 1), IGNORED)], 1)
+    targets = torch.cat([ids[:, 1:], torch.full((EXAMPLES, 1), IGNORE_INDEX)], 1)
     with torch.no_grad():
         losses = it.model.losses(it.model(it.params, {"input_ids": ids}), targets)
         assert losses.shape == (EXAMPLES,)
@@ -415,14 +417,14 @@ def test_the_loss_of_several_labels_is_that_of_transformers() -> None:
     targets = (noise(5, EXAMPLES, CLASSES) > 0).float()
     with torch.no_grad():
         reference = module(**words(0), labels=targets).loss
-        model = adapt("bert", module, objective="multi")
+        model = from_module("bert", module, objective="multi")
         losses = model.losses(model(model.initial, words(0)), targets)
     assert losses.shape == (EXAMPLES,)
     assert close(losses.mean(), reference)
 
 
 def test_an_example_without_a_target_that_counts_has_no_loss() -> None:
-    logits, targets = noise(0, 2, 3, 4).requires_grad_(), torch.tensor([[IGNORED] * 3, [1, IGNORED, 2]])
+    logits, targets = noise(0, 2, 3, 4).requires_grad_(), torch.tensor([[IGNORE_INDEX] * 3, [1, IGNORE_INDEX, 2]])
     losses = losses_for("tokens", logits, targets)
     assert losses[0] == 0
     assert torch.autograd.grad(losses.sum(), logits)[0].isfinite().all()
@@ -433,7 +435,7 @@ def test_an_example_without_a_target_that_counts_has_no_loss() -> None:
 
 @pytest.mark.parametrize("case", ["vit-image", "bert-text", "gpt2-lm", "qwen2-lm", "clip-towers"])
 def test_checkpointing_gives_the_same_gradients_from_less_memory(case: str) -> None:
-    def slopes(model: Adapted) -> tuple[tuple[Tensor, ...], int]:
+    def slopes(model: FunctionalModel) -> tuple[tuple[Tensor, ...], int]:
         leaves = {name: value.clone().requires_grad_() for name, value in it.params.items()}
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):  # type: ignore[func-returns-value]
@@ -499,4 +501,4 @@ def test_older_names_of_a_parameter_have_the_same_role() -> None:
 
 def test_a_head_that_an_architecture_lacks_is_named() -> None:
     with pytest.raises(ModelError, match="runs a 'bert' for tasks of the kind text or tokens, not lm; choose"):
-        adapt("bert", module_of("bert-text"), objective="lm")
+        from_module("bert", module_of("bert-text"), objective="lm")

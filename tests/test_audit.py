@@ -17,19 +17,26 @@ from sklearn.metrics import roc_auc_score
 
 from partita import report
 from partita.core.dp_settings import PrivacyError
-from partita.core.noise import gaussian
+from partita.core.noise import gaussian_noise
 from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.experiment.audit import audit
 from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
-from partita.privacy.canaries import Eavesdropper, Planted, alignments, canary_losses, choose_canaries, gradients_of
-from partita.privacy.guard import Guard, Terms, protect
+from partita.privacy.canaries import (
+    CanaryPopulation,
+    Eavesdropper,
+    canary_losses,
+    choose_canaries,
+    gradient_cosines,
+    gradients_of,
+)
+from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
 from partita.privacy.membership import best_guesses, bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 from partita.training import phase_trainer
 from partita.training.batching import collate
 
@@ -103,7 +110,7 @@ def test_confidence_is_the_logit_of_the_right_answer() -> None:
 
 
 SIZES = {"a": 60, "b": 60}
-MODEL = Tiny(width=24, layers=1)
+MODEL = ToyTransformer(width=24, layers=1)
 
 
 def test_a_canary_that_is_out_counts_for_nothing() -> None:
@@ -111,16 +118,16 @@ def test_a_canary_that_is_out_counts_for_nothing() -> None:
     canaries = choose_canaries(clients, 4, Key(1), classes=3)
     places = canaries.places["a"]
     coins = torch.tensor([True, False, False, True])
-    planted = Planted(clients, replace(canaries, coins={"a": coins}))
-    batch = planted["a"].train.take(torch.arange(8))
+    canary_population = CanaryPopulation(clients, replace(canaries, coins={"a": coins}))
+    batch = canary_population["a"].train.take(torch.arange(8))
     before = clients["a"].train.take(torch.arange(8))
     assert batch.mask is not None
     assert (batch.mask == 0).nonzero().flatten().tolist() == places[~coins].tolist()
     assert (batch.targets != before.targets).nonzero().flatten().tolist() == places.tolist()
-    alone = planted.table("a").canaries_alone()
+    alone = canary_population.table("a").canaries_alone()
     assert torch.equal(alone.targets, batch.targets[places])
     assert torch.equal(alone.inputs["x"], before.inputs["x"][places])
-    joined = collate([batch, planted["a"].train.take(torch.tensor([int(places[0])]))])
+    joined = collate([batch, canary_population["a"].train.take(torch.tensor([int(places[0])]))])
     assert joined.mask is not None
     assert torch.equal(joined.mask[0], batch.mask)
     assert joined.mask[1].tolist() == [1.0] + [0.0] * 7
@@ -138,35 +145,35 @@ def test_gradients_of_examples_add_up_to_the_batchs() -> None:
     assert torch.allclose(found.sum(0), whole, atol=1e-5)
     step = {name: -leaves[name].grad for name in names}  # type: ignore[operator]
     wanted = found @ whole / (found.norm(dim=1) * whole.norm())
-    assert torch.allclose(alignments(model, model.initial, step, batch), wanted, atol=1e-5)
+    assert torch.allclose(gradient_cosines(model, model.initial, step, batch), wanted, atol=1e-5)
 
 
-def attacked(terms: Terms | None, seed: int = 0) -> tuple[float, float, Guard | None]:
+def attacked(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[float, float, PrivacyGuard | None]:
     """(AUC, lower bound) of an eavesdropper on two rounds of whole batches, which are the easiest to read."""
     clients = Clients(**SIZES)
     run = run_of(fedavg(), count=2, lr=0.3, batch_size=60, seed=seed, drift=False)
-    guard = protect(run, MODEL, SIZES, terms) if terms else None
+    guard = make_private(run, MODEL, SIZES, privacy_config) if privacy_config else None
     run = guard.run if guard else run
     canaries = choose_canaries(clients, 100, Key(seed) / "audit", classes=3)
-    planted = Planted(clients, canaries)
-    ear = Eavesdropper(run, MODEL, Embedded(run, MODEL, planted, block=2), planted)
+    canary_population = CanaryPopulation(clients, canaries)
+    ear = Eavesdropper(run, MODEL, SimulationEngine(run, MODEL, canary_population, block=2), canary_population)
     *_, end = rounds(run, MODEL, ear)
-    assert len(canary_losses(MODEL, end.server.params, planted)) == 100
+    assert len(canary_losses(MODEL, end.server.params, canary_population)) == 100
     included = canaries.included
     scores, bound = best_guesses(ear.heard(), included, 1e-5)
     return roc(scores[included], scores[~included]).auc, bound.epsilon, guard
 
 
-@pytest.mark.parametrize("terms", [None, Terms(noise=0.0)], ids=["plain", "clipped"])
-def test_without_noise_the_audit_finds_who_was_in(terms: Terms | None) -> None:
-    auc, bound, _ = attacked(terms)
+@pytest.mark.parametrize("terms", [None, PrivacyConfig(noise=0.0)], ids=["plain", "clipped"])
+def test_without_noise_the_audit_finds_who_was_in(privacy_config: PrivacyConfig | None) -> None:
+    auc, bound, _ = attacked(privacy_config)
     assert auc > 0.95
     assert bound > 1.5
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
 def test_the_lower_bound_does_not_exceed_the_claim(epsilon: float) -> None:
-    _, bound, guard = attacked(Terms(epsilon=epsilon, accountant="rdp"))
+    _, bound, guard = attacked(PrivacyConfig(epsilon=epsilon, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None
     assert bound <= guard.planned <= epsilon
@@ -174,8 +181,8 @@ def test_the_lower_bound_does_not_exceed_the_claim(epsilon: float) -> None:
 
 def test_a_false_claim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that promises 0.5 and draws a thousandth of the noise; the attacker is told the claim, not the lie."""
-    monkeypatch.setattr(phase_trainer, "gaussian", lambda like, key, std: gaussian(like, key, std / 1000))
-    _, bound, guard = attacked(Terms(epsilon=0.5, accountant="rdp"))
+    monkeypatch.setattr(phase_trainer, "gaussian", lambda like, key, std: gaussian_noise(like, key, std / 1000))
+    _, bound, guard = attacked(PrivacyConfig(epsilon=0.5, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None
     assert bound > 0.5 >= guard.planned
@@ -205,13 +212,13 @@ CONFIG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["example", "client", None])
 def test_a_recorded_run_is_audited(tmp_path: Path, unit: str | None) -> None:
-    terms = {"privacy": {"noise": 4.0, "accountant": "rdp", "unit": unit}} if unit else {}
-    unfinished = start(parse({**CONFIG, "rounds": 2, **terms}), tmp_path / "part")
+    privacy_config = {"privacy": {"noise": 4.0, "accountant": "rdp", "unit": unit}} if unit else {}
+    unfinished = start(parse({**CONFIG, "rounds": 2, **privacy_config}), tmp_path / "part")
     next(unfinished)
     unfinished.close()
     with pytest.raises(PrivacyError, match="no finished run"):
         audit(tmp_path / "part")
-    list(start(parse({**CONFIG, **terms}), tmp_path / "run"))
+    list(start(parse({**CONFIG, **privacy_config}), tmp_path / "run"))
     with pytest.raises(PrivacyError, match="say how many with --canaries"):
         audit(tmp_path / "run", shadows=2)
     found = audit(tmp_path / "run", canaries=30, shadows=2)
@@ -247,7 +254,7 @@ def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None
     (tmp_path / "audit.json").write_text(
         json.dumps({"claim": claim, "mechanism": checks, "attacks": {"canaries": curve}, "bound": bound})
     )
-    record = report.read(tmp_path)
+    record = report.load_run(tmp_path)
     text = report.page([record], tmp_path / "page.html").read_text()
     assert "1 of 2 checks of noise, clip and sampling passed. Sampling rate is 0.3, and 0.2 was charged." in text
     for words in ("<h2>Privacy</h2>", "2.5 × 1", "0.98", "50.0%", "at least 1.4", "The claim is false", 'id="attacks"'):
@@ -255,10 +262,10 @@ def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None
     assert report.compare([record]).lines[0].epsilon == 0.98
     honest = {"claim": {**claim, "planned": 2.0}, "attacks": {}, "bound": bound}
     (tmp_path / "audit.json").write_text(json.dumps(honest))
-    assert "The claim is false" not in report.page([report.read(tmp_path)], tmp_path / "page.html").read_text()
+    assert "The claim is false" not in report.page([report.load_run(tmp_path)], tmp_path / "page.html").read_text()
     for file in ("privacy.json", "audit.json"):
         (tmp_path / file).unlink()
-    assert "<h2>Privacy</h2>" not in report.page([report.read(tmp_path)], tmp_path / "page.html").read_text()
+    assert "<h2>Privacy</h2>" not in report.page([report.load_run(tmp_path)], tmp_path / "page.html").read_text()
 
 
 def test_the_commands_speak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

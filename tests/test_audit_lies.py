@@ -16,13 +16,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from partita.core import client
-from partita.core.dp_settings import Private
-from partita.core.method import Release, Update
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import PrivacyRelease, Update
 from partita.core.rng import Key
-from partita.core.rounds import begin
+from partita.core.rounds import initial_server
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods import build, selectors
@@ -35,9 +35,9 @@ from partita.privacy.evidence import judge
 from partita.privacy.mechanism import check_examples
 from partita.privacy.mechanism_choice import check_choice
 from partita.privacy.mechanism_clients import check_clients
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 from partita.training import local_training, phase_trainer
-from partita.training.dp_sgd import Draw
+from partita.training.dp_sgd import NoiseSource
 
 Patch = pytest.MonkeyPatch
 Noise = Callable[[Tensors, Key, float], Tensors]
@@ -53,8 +53,10 @@ def small_checks(monkeypatch: Patch) -> None:
 
 def failed(seed: int = 7, side_by_side: int = 1, **privacy: Any) -> set[str]:
     """What the checks find of a run with three clients, one of whom is smaller than a batch."""
-    run = run_of(replace(fedavg(), privacy=Private(**{"clip": 0.5, "noise": 0.8, **privacy})), batch_size=8, seed=seed)
-    found = check_examples(run, small(), Clients(a=40, b=24, c=6), begin(run, small()), side_by_side)
+    run = run_of(
+        replace(fedavg(), privacy=DPSGDSettings(**{"clip": 0.5, "noise": 0.8, **privacy})), batch_size=8, seed=seed
+    )
+    found = check_examples(run, small(), Clients(a=40, b=24, c=6), initial_server(run, small()), side_by_side)
     return {each["what"] for each in judge(found) if not each["passed"]}
 
 
@@ -66,8 +68,8 @@ def test_an_honest_run_passes(seed: int) -> None:
 @pytest.mark.parametrize("name", ["scaffold", "fedrep", "fedfrozen", "zero-shot"])
 def test_honest_runs_of_other_methods_pass(name: str) -> None:
     """With a correction of gradients, two phases, another plan in each round, and nothing to train."""
-    run, model = run_of(replace(build(name), privacy=Private(0.5, 0.8)), batch_size=8), small()
-    found = judge(check_examples(run, model, Clients(a=40, b=6), begin(run, model)))
+    run, model = run_of(replace(build(name), privacy=DPSGDSettings(0.5, 0.8)), batch_size=8), small()
+    found = judge(check_examples(run, model, Clients(a=40, b=6), initial_server(run, model)))
     assert [each["what"] for each in found if not each["passed"]] == []
     assert len(found) == (1 if name == "zero-shot" else 12)
 
@@ -113,8 +115,10 @@ class Stuck:
         return self.key
 
 
-def _drawing(path: Callable[[Run, client.Visit, int], Any]) -> Callable[[Run, client.Visit, int], Draw]:
-    honest = local_training._draw
+def _drawing(
+    path: Callable[[Run, client.ClientRound, int], Any],
+) -> Callable[[Run, client.ClientRound, int], NoiseSource]:
+    honest = local_training._noise_source
     return lambda run, each, phase: replace(honest(run, each, phase), key=path(run, each, phase))
 
 
@@ -129,9 +133,9 @@ def _drawing(path: Callable[[Run, client.Visit, int], Any]) -> Callable[[Run, cl
     ids=["steps", "rounds", "clients", "clients in a block"],
 )
 def test_noise_that_is_repeated(
-    monkeypatch: Patch, between: str, path: Callable[[Run, client.Visit, int], Any], side_by_side: int
+    monkeypatch: Patch, between: str, path: Callable[[Run, client.ClientRound, int], Any], side_by_side: int
 ) -> None:
-    monkeypatch.setattr(local_training, "_draw", _drawing(path))
+    monkeypatch.setattr(local_training, "_noise_source", _drawing(path))
     assert f"noise: largest correlation between {between}" in failed(side_by_side=side_by_side)
 
 
@@ -143,7 +147,9 @@ def test_noise_that_is_the_same_for_all_tensors(monkeypatch: Patch) -> None:
 
 
 def test_a_clip_that_is_not_applied(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(phase_trainer, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], Private(float("inf"), 0.0)))
+    monkeypatch.setattr(
+        phase_trainer, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+    )
     assert failed() == {"largest contribution of one example / clip"}
 
 
@@ -151,13 +157,15 @@ def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch:
     from test_privacy_ghost import Texts, model_of
 
     def found() -> set[str]:
-        run = run_of(replace(fedavg(), privacy=Private(0.5, 0.8, norms="ghost")), count=1, batch_size=3)
+        run = run_of(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.8, norms="ghost")), count=1, batch_size=3)
         model = model_of("Bert")
-        checks = judge(check_examples(run, model, Texts(), begin(run, model)))
+        checks = judge(check_examples(run, model, Texts(), initial_server(run, model)))
         return {each["what"] for each in checks if not each["passed"]}
 
     assert not found()
-    monkeypatch.setattr(phase_trainer, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], Private(float("inf"), 0.0)))
+    monkeypatch.setattr(
+        phase_trainer, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+    )
     assert found() == {"largest contribution of one example / clip"}
 
 
@@ -168,7 +176,7 @@ def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch:
     """
 
     def lie(*rest: Any) -> tuple[Tensors, Tensor]:
-        total, losses = clipped_sum(*rest[:-1], Private(float("inf"), 0.0))
+        total, losses = clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
         norm = torch.sqrt(sum((value**2).sum() for value in total.values()))  # type: ignore[call-overload]
         return {name: value * (0.5 / norm) for name, value in total.items()}, losses
 
@@ -196,13 +204,13 @@ def test_more_examples_than_were_charged(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize(("between", "parts"), [("rounds", ("client",)), ("clients", ("round",))])
 def test_samples_that_are_repeated(monkeypatch: Patch, between: str, parts: tuple[str, ...]) -> None:
-    honest = client._lay_out
+    honest = client._batch_schedules
 
     def lie(run: Run, job: client.Job, plan: Any, examples: Any, key: Key, *rest: Any) -> Any:
         key = run.key / (job.client if parts == ("client",) else job.round)
         return honest(run, job, plan, examples, key, *rest)
 
-    monkeypatch.setattr(client, "_lay_out", lie)
+    monkeypatch.setattr(client, "_batch_schedules", lie)
     assert f"examples in common between batches of two {between}" in failed()
 
 
@@ -210,7 +218,7 @@ def failed_clients(seed: int = 7, count: int = 6, cohorts: list[list[str]] | Non
     run = run_of(protect_clients(fedavg(), 0.1, 0.7, 2), count=count, seed=seed, cohort=2, steps=1)
     model, clients = small(), Clients(a=8, b=8, c=8, d=8)
     recorded = [list(each.cohort) for each in play(run, model, clients)] if cohorts is None else cohorts
-    found = check_clients(run, model, Embedded(run, model, clients), begin(run, model), recorded)
+    found = check_clients(run, model, SimulationEngine(run, model, clients), initial_server(run, model), recorded)
     return {each["what"] for each in judge(found) if not each["passed"]}
 
 
@@ -248,13 +256,13 @@ def test_cohorts_that_are_not_those_that_were_charged() -> None:
     assert "share of a cohort asked again in the next round" in failed_clients(cohorts=[["a", "b"]] * 40)
 
 
-def failed_choice(select: Attention | None = None, release: Release | None = None, seed: int = 7) -> set[str]:
+def failed_choice(select: Attention | None = None, release: PrivacyRelease | None = None, seed: int = 7) -> set[str]:
     method = build("safl", {"k": 1, "noise": 3.0, "probe": 0.5})
-    [rule] = method.local
+    [rule] = method.client_rules
     rule = replace(rule, select=select or rule.select, release=release or rule.release)  # type: ignore[type-var]
-    run = run_of(replace(method, local=(rule,), privacy=Private(1.0, 1.0)), seed=seed)
-    model = Tiny(width=4, layers=3)
-    found = check_choice(run, model, Clients(a=8), begin(run, model))
+    run = run_of(replace(method, client_rules=(rule,), privacy=DPSGDSettings(1.0, 1.0)), seed=seed)
+    model = ToyTransformer(width=4, layers=3)
+    found = check_choice(run, model, Clients(a=8), initial_server(run, model))
     assert len(found) == 3
     return {each["what"] for each in judge(found) if not each["passed"]}
 
@@ -264,7 +272,7 @@ LEAN = "layer choice: cosine of noisy scores with the true ones"
 
 class Repeating(Attention):
     def rank(self, layers: Any, count: int, examples: Any, ctx: Any, key: Key) -> Ranking:
-        return super().rank(layers, count, examples, ctx, Key(1) / ctx.turn.client)
+        return super().rank(layers, count, examples, ctx, Key(1) / ctx.round_info.client)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -276,7 +284,7 @@ def test_a_choice_of_layers_with_half_the_noise_without_a_clip_or_with_repeated_
     assert failed_choice(Attention(probe=0.5, noise=1.5)) == {LEAN}
     assert failed_choice(Attention(probe=1.0, noise=3.0)) == {LEAN}
     assert "layer choice: correlation of noise between rounds" in failed_choice(Repeating(probe=0.5, noise=3.0))
-    monkeypatch.setattr(selectors, "clipped", lambda rows, norm: rows)
+    monkeypatch.setattr(selectors, "clip_rows", lambda rows, norm: rows)
     assert failed_choice() == {LEAN}
 
 

@@ -18,16 +18,16 @@ from partita.core.memory import SizeError
 from partita.core.optim import AdamW
 from partita.core.rng import Key
 from partita.data.ragged import ragged
-from partita.data.task import Rows, Table
+from partita.data.task import Subset, Table
 from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.experiment.run_folder import RESULT
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, frozen_cache
-from partita.models.adapter import Adapted, adapt
-from partita.models.frozen_cache import CHUNK, STATES, Cached, cache_frozen, frozen_depth
-from partita.testing.toy import Tiny
+from partita.models.adapter import FunctionalModel, from_module
+from partita.models.frozen_cache import CHUNK, STATES, CachedExamples, cache_frozen, frozen_depth
+from partita.testing.toy import ToyTransformer
 
 LOWEST = ("embedding", "layer.0")
 # In an encoder of texts, a norm of another role stands between the embeddings and the first layer.
@@ -42,7 +42,7 @@ def frozen_of(case: str) -> tuple[str, ...]:
     return (*LOWEST, *(f"{body}.embeddings.LayerNorm.{leaf}" for leaf in ("weight", "bias") if body))
 
 
-def model_of(case: str, **options: Any) -> Adapted:
+def model_of(case: str, **options: Any) -> FunctionalModel:
     return adapted(case, frozen_of(case), **options)
 
 
@@ -69,7 +69,7 @@ class Clients:
 
     def __getitem__(self, client: str) -> ClientData:
         parts = dict(zip(SIZES, torch.arange(ROWS).split(list(SIZES.values())), strict=True))
-        rows = Rows(self.table, parts[client])
+        rows = Subset(self.table, parts[client])
         return ClientData(rows, rows, rows)
 
 
@@ -188,7 +188,7 @@ def test_the_type_that_the_model_computes_in_is_remembered() -> None:
 def test_what_trains_in_a_module_of_half_precision_is_held_in_float32() -> None:
     module = module_of("llama-lm").to(torch.bfloat16)
     weights = dict(module.named_parameters())
-    model = adapt("llama", module, LOWEST, objective="lm", dtype=torch.bfloat16)
+    model = from_module("llama", module, LOWEST, objective="lm", dtype=torch.bfloat16)
     assert {value.dtype for value in model.initial.values()} == {torch.float32}
     assert all(torch.equal(value, weights[name].float()) for name, value in model.initial.items())
     for name, value in model.module.named_parameters():
@@ -251,7 +251,7 @@ def test_a_run_with_engine_cache_frozen_ends_where_one_without_does(tmp_path: Pa
 def test_nothing_is_computed_before_a_run_begins() -> None:
     experiment = build(parse({**CONFIG, "engine": {"cache_frozen": True}}))
     tables: list[Any] = [experiment.federation.task.train, experiment.federation.task.test]
-    assert [type(table) for table in tables] == [Cached, Cached]
+    assert [type(table) for table in tables] == [CachedExamples, CachedExamples]
     assert not any(table.known for table in tables)
 
 
@@ -277,7 +277,7 @@ def test_what_trains_too_low_is_named_with_the_remedy() -> None:
 def test_models_that_cannot_be_cached_are_refused() -> None:
     assert "low-rank factors are in every layer" in refused(model_of("vit-image").low_rank(2, 2.0, ("query",), Key(0)))
     assert "cannot tell the lower layers of a 'clip'; set it to false" in refused(adapted("clip-image", ("embedding",)))
-    assert "is for Hugging Face models" in refused(Tiny(width=4, layers=1))
+    assert "is for Hugging Face models" in refused(ToyTransformer(width=4, layers=1))
 
 
 def test_more_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

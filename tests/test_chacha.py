@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 from partita.core import chacha
-from partita.core.noise import GRID_BITS, add_noise, gaussian
+from partita.core.noise import GRID_BITS, add_noise, gaussian_noise
 from partita.core.rng import Key
 
 # RFC 8439, appendix A.1: the key stream of a zero key and nonce, blocks 0 and 1.
@@ -83,8 +83,8 @@ def test_every_bit_of_a_secret_changes_the_noise() -> None:
     """Nothing is cut off: neither 32 bits, as torch's generator keeps on a CPU, nor 64, as on a GPU."""
     like = {"w": torch.empty(64)}
     root = int.from_bytes(KEYS[2], "big")
-    noise = gaussian(like, Key(root), 1.0)["w"]
-    others = [gaussian(like, Key(root ^ 1 << bit), 1.0)["w"] for bit in range(256)]
+    noise = gaussian_noise(like, Key(root), 1.0)["w"]
+    others = [gaussian_noise(like, Key(root ^ 1 << bit), 1.0)["w"] for bit in range(256)]
     assert max(abs(float(torch.dot(noise, other)) / 64) for other in others) < 0.75
     assert len({float(other[0]) for other in others}) == 256
 
@@ -114,7 +114,7 @@ def test_a_generator_from_a_key_is_uniform_and_normal() -> None:
 def test_what_is_released_lies_on_a_grid_that_does_not_depend_on_the_value(std: float) -> None:
     """Mironov's attack reads a value off the gaps between the sums that floating point can make of it."""
     grid = 2.0 ** (math.floor(math.log2(std)) - GRID_BITS)
-    noise = gaussian({"w": torch.empty(20_000)}, Key(5), std)["w"]
+    noise = gaussian_noise({"w": torch.empty(20_000)}, Key(5), std)["w"]
     for value in (0.0, 0.1 * std, math.pi * std):
         released = add_noise(torch.full((20_000,), value), noise, std)
         steps = released.double() / grid
@@ -126,7 +126,7 @@ def test_what_is_released_lies_on_a_grid_that_does_not_depend_on_the_value(std: 
 
 def test_on_the_grid_neighbouring_values_reach_the_same_points() -> None:
     """With the noise of a coarse generator, the sums of two values would hardly meet; on the grid all of them do."""
-    noise = gaussian({"w": torch.empty(200_000)}, Key(6), 1.0)["w"]
+    noise = gaussian_noise({"w": torch.empty(200_000)}, Key(6), 1.0)["w"]
     reached = [set(add_noise(torch.full((200_000,), value), noise, 1.0).tolist()) for value in (0.0, 1e-3)]
     core = [step * 2.0**-GRID_BITS for step in range(-512, 512)]  # half a standard deviation: each is hit 80 times
     assert all(point in part for point in core for part in reached)

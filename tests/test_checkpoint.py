@@ -13,16 +13,16 @@ import torch
 from helpers import Clients, ServerMomentum, files_in, last, play, run_of, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partita.core.current import ParameterVersions
 
 from partita.core import atomic_files, checkpoint, tensors
 from partita.core.atomic_files import DamageError, DiskError
 from partita.core.client import ClientState
-from partita.core.client_store import Disk, Memory
+from partita.core.client_store import DiskStore, MemoryStore
 from partita.core.method import Method, Server
 from partita.core.rounds import rounds
-from partita.core.versions import Ledger
-from partita.engines.availability import Faults
-from partita.engines.simulation import Embedded
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
 from partita.methods.fedavg import fedavg
 from partita.methods.local_only import local_only
 
@@ -31,7 +31,7 @@ FOUR = Clients(a=5, b=6, c=7, d=8)
 
 
 def server_of(value: float = 1.0) -> Server:
-    ledger = Ledger({"w": 2, "b": 0}, {"ü/x": (2, 0), "a": (-1, 0), "z": (2, 0)}, preloaded=True)
+    ledger = ParameterVersions({"w": 2, "b": 0}, {"ü/x": (2, 0), "a": (-1, 0), "z": (2, 0)}, preloaded=True)
     params = {"w": torch.full((2, 3), value), "b": torch.tensor(value / 3, dtype=torch.bfloat16)}
     moved = {"w": torch.arange(3.0) * value, "b": torch.ones(1)}
     return Server(params, {"velocity": moved, "count": {"w": torch.tensor(7)}, "nothing yet": {}}, ledger)
@@ -43,45 +43,45 @@ def assert_same(one: Server, two: Server) -> None:
     assert one.state.keys() == two.state.keys()
     assert all(list(one.state[slot]) == list(two.state[slot]) for slot in one.state)
     assert all(tensors.digest(one.state[slot]) == tensors.digest(two.state[slot]) for slot in one.state)
-    assert one.ledger == two.ledger
-    assert list(one.ledger.versions) == list(two.ledger.versions)
+    assert one.versions == two.versions
+    assert list(one.versions.current) == list(two.versions.current)
 
 
 # ---- checkpoints
 
 
 @pytest.mark.parametrize(
-    "server", [server_of(), Server({"w": torch.zeros(2)}, {}, Ledger({"w": 0}))], ids=["full", "new"]
+    "server", [server_of(), Server({"w": torch.zeros(2)}, {}, ParameterVersions({"w": 0}))], ids=["full", "new"]
 )
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, server: Server) -> None:
     path = checkpoint.save(tmp_path, 5, server)
     done, back = checkpoint.load(path)
     assert done == 5
     assert_same(server, back)
-    rows = {id(row) for row in back.ledger.held.values()}
-    assert len(rows) == len(set(back.ledger.held.values()))
+    rows = {id(row) for row in back.versions.held.values()}
+    assert len(rows) == len(set(back.versions.held.values()))
 
 
 def test_one_tensor_may_be_held_twice(tmp_path: Path) -> None:
     """As by a rule that remembers the parameters of the last round."""
     params = {"w": torch.arange(3.0)}
-    server = Server(params, {"before": params}, Ledger({"w": 0}))
+    server = Server(params, {"before": params}, ParameterVersions({"w": 0}))
     assert_same(server, checkpoint.load(checkpoint.save(tmp_path, 1, server))[1])
 
 
 @pytest.mark.parametrize("optimizer", [None, "carried"])
 def test_a_run_resumes_bit_for_bit_with_the_rules_state(tmp_path: Path, optimizer: str | None) -> None:
-    run = run_of(Method("momentum", server=ServerMomentum(), carry_optimizer=bool(optimizer)), 5, cohort=0.5)
+    run = run_of(Method("momentum", server_rule=ServerMomentum(), carry_optimizer=bool(optimizer)), 5, cohort=0.5)
     whole = play(run, MODEL, FOUR)
-    disk = Disk(tmp_path / "clients")
-    stream = rounds(run, MODEL, Embedded(run, MODEL, FOUR, store=disk))
+    disk = DiskStore(tmp_path / "clients")
+    stream = rounds(run, MODEL, SimulationEngine(run, MODEL, FOUR, store=disk))
     for _ in range(2):
         each = next(stream)
     path = checkpoint.save(tmp_path / "server", 2, each.server)
     done, server = checkpoint.load(path)
     assert_same(server, each.server)
     assert not torch.equal(server.state["velocity"]["head.weight"], torch.zeros(3, 4))
-    rest = play(run, MODEL, FOUR, server=server, start=done, store=Disk(disk.folder))
+    rest = play(run, MODEL, FOUR, server=server, start=done, store=DiskStore(disk.folder))
     assert tensors.digest(last(rest)) == tensors.digest(last(whole))
     assert_same(rest[-1].server, whole[-1].server)
     assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
@@ -90,15 +90,15 @@ def test_a_run_resumes_bit_for_bit_with_the_rules_state(tmp_path: Path, optimize
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     for done in (1, 2, 3, 10, 11):
         checkpoint.save(tmp_path, done, server_of(done))
-    assert [atomic_files.number_of(path) for path in atomic_files.sealed(tmp_path)] == [10, 11]
-    assert files_in(tmp_path) == {path.name for path in atomic_files.sealed(tmp_path)}
+    assert [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(tmp_path)] == [10, 11]
+    assert files_in(tmp_path) == {path.name for path in atomic_files.list_checksummed(tmp_path)}
 
 
 def test_a_second_checkpoint_of_a_round_takes_the_place_of_the_first(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, server_of())
     for value in (2.0, 3.0, 3.0):
         path = checkpoint.save(tmp_path, 2, server_of(value))
-    assert [atomic_files.number_of(each) for each in atomic_files.sealed(tmp_path)] == [1, 2]
+    assert [atomic_files.number_in_name(each) for each in atomic_files.list_checksummed(tmp_path)] == [1, 2]
     assert float(checkpoint.load(path)[1].params["w"][0, 0]) == 3.0
 
 
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path, kind: str
     ):
         checkpoint.load(newest)
     newest.unlink()
-    assert checkpoint.load(atomic_files.sealed(tmp_path)[-1])[0] == 1
+    assert checkpoint.load(atomic_files.list_checksummed(tmp_path)[-1])[0] == 1
     assert older.exists()
 
 
@@ -157,7 +157,7 @@ def test_files_that_are_not_sealed_are_left_alone(tmp_path: Path) -> None:
     for done in range(4):
         checkpoint.save(tmp_path, done, server_of(done))
     assert {"notes.txt", "model.safetensors", ".000009-x.safetensors.12.part"} < files_in(tmp_path)
-    assert [atomic_files.number_of(path) for path in atomic_files.sealed(tmp_path)] == [2, 3]
+    assert [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(tmp_path)] == [2, 3]
 
 
 def test_a_write_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def value_of(state: ClientState) -> float | None:
 )
 def test_any_client_name_has_its_own_place(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "runs" / "clients"
-    disk = Disk(folder)
+    disk = DiskStore(folder)
     for client, value in ((name, 1.0), ("other", 2.0), (name + "x", 3.0)):
         disk.save(client, 0, state_of(value))
     assert [value_of(disk.load(client, 1)) for client in (name, "other", name + "x")] == [1.0, 2.0, 3.0]
@@ -203,7 +203,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
         {"w": torch.randn(3, 2), "layers/0.b": torch.zeros(0)},
         {"h": {"w": torch.tensor(3)}, "optimizer.age": {"w": torch.tensor(5)}, "half": {"w": torch.ones(2).bfloat16()}},
     )
-    disk = Disk(tmp_path)
+    disk = DiskStore(tmp_path)
     disk.save("c", 3, state)
     back = disk.load("c", 4)
     assert tensors.digest(back.personal) == tensors.digest(state.personal)
@@ -214,25 +214,25 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_a_rule_may_remember_what_the_client_keeps(tmp_path: Path) -> None:
     """The same tensor twice, as a rule that remembers where it ended hands back."""
     value = {"w": torch.arange(3.0)}
-    Disk(tmp_path).save("c", 0, ClientState(value, {"end": value}))
-    back = Disk(tmp_path).load("c", 1)
+    DiskStore(tmp_path).save("c", 0, ClientState(value, {"end": value}))
+    back = DiskStore(tmp_path).load("c", 1)
     assert tensors.equal(back.personal, value)
     assert tensors.equal(back.memory["end"], value)
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory over disk"])
 def test_a_visit_starts_from_the_newest_earlier_state(tmp_path: Path, kind: str) -> None:
-    disk = Disk(tmp_path)
+    disk = DiskStore(tmp_path)
     for number in (0, 2, 5, 11):
         disk.save("c", number, state_of(number))
-    store = disk if kind == "disk" else Memory(disk)
+    store = disk if kind == "disk" else MemoryStore(disk)
     expected = {0: None, 1: 0.0, 2: 0.0, 3: 2.0, 5: 2.0, 6: 5.0, 11: 5.0, 12: 11.0, 100: 11.0}
     assert {number: value_of(store.load("c", number)) for number in expected} == expected
     assert value_of(store.load("stranger", 100)) is None
 
 
 def test_rewinding_forgets_what_came_after(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
+    disk = DiskStore(tmp_path)
     for client in ("c", "a/b"):
         for number in range(5):
             disk.save(client, number, state_of(number))
@@ -242,7 +242,7 @@ def test_rewinding_forgets_what_came_after(tmp_path: Path) -> None:
 
 
 def test_memory_writes_at_a_commit_and_only_what_changed(tmp_path: Path) -> None:
-    memory = Memory(Disk(tmp_path))
+    memory = MemoryStore(DiskStore(tmp_path))
     memory.save("a", 0, state_of(0))
     memory.save("b", 0, state_of(1))
     assert files_in(tmp_path) == set()
@@ -251,14 +251,14 @@ def test_memory_writes_at_a_commit_and_only_what_changed(tmp_path: Path) -> None
     memory.save("a", 1, state_of(2))
     memory.commit(2)
     assert sorted(name.split("-")[0] for name in files_in(tmp_path)) == ["a/000000", "a/000001", "b/000000"]
-    fresh = Memory(Disk(tmp_path))
+    fresh = MemoryStore(DiskStore(tmp_path))
     assert [value_of(fresh.load("a", number)) for number in (1, 2)] == [0.0, 2.0]
     assert value_of(memory.load("a", 2)) == 2.0
     assert fresh.known() == ["a", "b"]
 
 
 def test_memory_without_a_disk_keeps_the_last_state() -> None:
-    memory = Memory()
+    memory = MemoryStore()
     memory.save("a", 0, state_of(4))
     memory.commit(1)
     assert value_of(memory.load("a", 1)) == 4.0
@@ -266,7 +266,7 @@ def test_memory_without_a_disk_keeps_the_last_state() -> None:
 
 
 def test_a_damaged_state_is_named_with_its_client(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
+    disk = DiskStore(tmp_path)
     disk.save("a/b", 0, state_of(1))
     [name] = files_in(tmp_path)
     data = (tmp_path / name).read_bytes()
@@ -284,8 +284,8 @@ def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
 ) -> None:
     """Random visits and checkpoints, and what each checkpoint's clients would start from if resumed."""
     folder = tmp_path_factory.mktemp("store")
-    disk = Disk(folder)
-    store = Memory(disk) if in_memory else disk
+    disk = DiskStore(folder)
+    store = MemoryStore(disk) if in_memory else disk
     history: dict[str, list[int]] = {"a": [], "b": []}
     commits: list[int] = []
     for number in range(data.draw(st.integers(1, 8))):
@@ -296,41 +296,41 @@ def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
             store.commit(number + 1)
             commits.append(number + 1)
         for done in commits[-2:]:
-            fresh = Disk(folder)
+            fresh = DiskStore(folder)
             for client, visits in history.items():
                 expected = max((visit for visit in visits if visit < done), default=None)
                 assert value_of(fresh.load(client, done)) == expected
     for client, visits in history.items():
         # Of what is older than the second last checkpoint, the last visit saw to it that at most one file is left.
-        written = [atomic_files.number_of(path) for path in atomic_files.sealed(folder / client)]
+        written = [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(folder / client)]
         known = [done for done in commits if visits and done <= visits[-1]]
         if not in_memory and len(known) >= 2:
             assert len([number for number in written if number < known[-2]]) <= 1
 
 
-@pytest.mark.parametrize("kind", [Disk, lambda folder: Memory(Disk(folder))], ids=["disk", "memory"])
+@pytest.mark.parametrize("kind", [DiskStore, lambda folder: MemoryStore(DiskStore(folder))], ids=["disk", "memory"])
 def test_a_run_goes_back_to_the_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path, kind: Any) -> None:
     run = run_of(local_only(), 6, cohort=0.5, minimum=0)
-    faults = Faults(dropout=0.2)
-    reference = Memory()
-    play(run, MODEL, FOUR, store=reference, faults=faults)
+    availability = Availability(dropout=0.2)
+    reference = MemoryStore()
+    play(run, MODEL, FOUR, store=reference, availability=availability)
     store = kind(tmp_path / "clients")
-    for each in rounds(run, MODEL, Embedded(run, MODEL, FOUR, store=store, faults=faults)):
+    for each in rounds(run, MODEL, SimulationEngine(run, MODEL, FOUR, store=store, availability=availability)):
         if each.number in (0, 1, 3, 4):
             store.commit(each.number + 1)
             newest = checkpoint.save(tmp_path / "server", each.number + 1, each.server)
     newest.unlink()
-    done, server = checkpoint.load(atomic_files.sealed(tmp_path / "server")[-1])
+    done, server = checkpoint.load(atomic_files.list_checksummed(tmp_path / "server")[-1])
     assert done == 4
-    again = Disk(tmp_path / "clients")
+    again = DiskStore(tmp_path / "clients")
     again.rewind(done)
-    play(run, MODEL, FOUR, server=server, start=done, store=again, faults=faults)
+    play(run, MODEL, FOUR, server=server, start=done, store=again, availability=availability)
     for client in FOUR.clients:
         assert tensors.digest(again.load(client, 6).personal) == tensors.digest(reference.load(client, 6).personal)
 
 
 def test_a_method_without_state_leaves_no_files(tmp_path: Path) -> None:
-    store = Disk(tmp_path)
+    store = DiskStore(tmp_path)
     play(run_of(fedavg(), 2), MODEL, FOUR, store=store)
     store.commit(2)
     assert files_in(tmp_path) == set()

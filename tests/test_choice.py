@@ -11,8 +11,8 @@ import pytest
 from partita.core.settings import RunError
 from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
-from partita.report import page, read
-from partita.report.layer_selection import layers_by_round, raised, shares, steadiness
+from partita.report import load_run, page
+from partita.report.layer_selection import alarms_raised, layers_by_round, overlap_between_rounds, shares
 
 CONFIG: dict[str, Any] = {
     "rounds": 4,
@@ -56,12 +56,12 @@ def test_a_client_that_is_not_there_is_named(option: str, tmp_path: Path) -> Non
 
 
 def test_the_page_shows_layers_steadiness_and_alarms(run: Path, tmp_path: Path) -> None:
-    record = read(run)
+    record = load_run(run)
     by_layer = shares([record])
     assert sorted(by_layer) == [0, 1, 2]
     for done in range(1, 5):
         assert sum(by[done] for by in by_layer.values()) == pytest.approx(1)  # each client sends one
-    assert all(text.endswith("%") for text in steadiness([record]))
+    assert all(text.endswith("%") for text in overlap_between_rounds([record]))
     assert layers_by_round([record]) is not None
     text = page([record], tmp_path / "page.html").read_text()
     assert "Choice of layers" in text
@@ -80,6 +80,6 @@ def test_alarms_are_recorded_and_survive_a_stop(tmp_path: Path) -> None:
         next(stopped)
     stopped.close()
     assert [row["alarms"] for row in resume(config, tmp_path / "stopped")] == told[3:]
-    [line] = raised([read(tmp_path / "whole")])
+    [line] = alarms_raised([load_run(tmp_path / "whole")])
     assert line.startswith("safl, seed 0, attention collapse in round 3 to 5: no client's scores")
     assert "method.tokens" in line

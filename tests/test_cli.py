@@ -16,7 +16,7 @@ from helpers import SMALL_VIT
 
 from partita.cli import main
 from partita.core import atomic_files
-from partita.core.atomic_files import sealed
+from partita.core.atomic_files import list_checksummed
 from partita.experiment import builder, run_folder
 from partita.experiment.compare import expand
 from partita.methods import INDEX
@@ -164,7 +164,7 @@ def test_resume_goes_on_and_a_second_start_is_refused(partita: Shell, config: Pa
     partita("run", "-c", config, "--out", half)
     # As if it had been killed after the first round.
     (half / "result.json").unlink()
-    for path in sealed(half / "checkpoints"):
+    for path in list_checksummed(half / "checkpoints"):
         path.unlink()
     code, _, err = partita("run", "-c", config, "--out", half)
     assert code == 1
@@ -302,7 +302,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(partita: Shell, confi
     partita("run", "-c", config, "--out", folder)
     before = json.loads((folder / "result.json").read_text())
     (folder / "result.json").unlink()
-    newest = sealed(folder / "checkpoints")[-1]
+    newest = list_checksummed(folder / "checkpoints")[-1]
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
     newest.write_bytes(data)
@@ -336,7 +336,7 @@ def test_a_full_disk_loses_nothing(
     assert "No space left on device" in err
     assert f"partita resume {folder}" in err
     assert "Traceback" not in err
-    assert len(sealed(folder / "checkpoints")) == 2
+    assert len(list_checksummed(folder / "checkpoints")) == 2
     assert not list(folder.rglob("*.part"))
     assert partita("resume", folder)[0] == 0
     digests = [json.loads((path / run_folder.RESULT).read_text())["digest"] for path in (whole, folder)]

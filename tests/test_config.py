@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from partita.core.optim import SGD, AdamW
-from partita.experiment.config import load, overlay, parse
+from partita.experiment.config import apply_override, load, parse
 from partita.methods import COMPOSITIONS, INDEX
 
 EXAMPLES = sorted([*Path("examples").glob("*.toml"), *Path("studies").rglob("*.toml")])
@@ -18,7 +18,7 @@ EXAMPLES = sorted([*Path("examples").glob("*.toml"), *Path("studies").rglob("*.t
 def parsed(*changes: str) -> object:
     raw = {"method": {"name": "fedavg"}}
     for change in changes:
-        overlay(raw, change)
+        apply_override(raw, change)
     return parse(raw)
 
 
@@ -93,7 +93,7 @@ def test_what_is_wrong_is_named(change: str, message: str) -> None:
 @pytest.mark.parametrize("change", ["lr", "=3", "seed.x=1"])
 def test_a_change_must_be_key_and_value(change: str) -> None:
     with pytest.raises(ValueError, match="cannot"):
-        overlay({"seed": 1}, change)
+        apply_override({"seed": 1}, change)
 
 
 def test_a_missing_or_broken_file(tmp_path: Path) -> None:

@@ -17,29 +17,29 @@ from torch import Tensor
 from partita.core.data import Batch, Examples
 from partita.core.method import (
     Aggregate,
-    Choice,
+    ClientRule,
     Context,
-    Local,
+    LayerSelection,
     Method,
     MethodError,
-    Rule,
     Server,
-    Transform,
+    ServerRule,
     Update,
+    UpdateTransform,
     compose,
 )
 from partita.core.model import Model, Output
 from partita.core.optim import SGD
-from partita.core.plan import Plan, Turn, share, share_everything
+from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
 from partita.methods import COMPOSITIONS, INDEX, build
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
-from partita.testing.conformance import ConformanceError, Findings, check_method
+from partita.testing.conformance import ConformanceError, ConformanceReport, check_method
 
 
-def check(method: Method, tolerance: float = 1e-5) -> Findings:
+def check(method: Method, tolerance: float = 1e-5) -> ConformanceReport:
     """On one layer and four clients of one or two batches: the same promises in a quarter of the time."""
     if method.extend:
         return check_method(method, albums.small(), albums.FOUR, tolerance=tolerance)
@@ -56,7 +56,7 @@ BRIEF |= {"fedotp": {"text": 2, "iterations": 5}, "fedpgp": {"text": 2, "rank": 
 
 
 @cache
-def findings_of(name: str) -> Findings:
+def findings_of(name: str) -> ConformanceReport:
     return check(build(name, BRIEF.get(name.partition("+")[0], {})))
 
 
@@ -123,12 +123,12 @@ def test_bytes_are_what_the_plan_says() -> None:
 HEAD = frozenset({"head.weight"})
 
 
-def keep_the_head(model: Model, turn: Turn) -> Plan:
-    return share(model.every(), down=model.every() - HEAD, keep=HEAD)
+def keep_the_head(model: Model, round_info: RoundInfo) -> Plan:
+    return share(model.all_names(), down=model.all_names() - HEAD, keep=HEAD)
 
 
 @dataclass(frozen=True)
-class Drag(Local):
+class Drag(ClientRule):
     """A rule with everything: memory, a correction from it, a slot sent up."""
 
     slots: Names = frozenset({"drag"})
@@ -145,7 +145,7 @@ class Drag(Local):
 
 
 @dataclass(frozen=True)
-class Rounded(Transform):
+class Rounded(UpdateTransform):
     """Rounds at random, by its key."""
 
     def encode(self, update: Update, key: Key) -> Update:
@@ -155,34 +155,34 @@ class Rounded(Transform):
 
 def test_a_method_with_every_kind_of_state_conforms() -> None:
     """Personal parameters, memory, slots, a keyed transform, a carried optimizer and a server with momentum."""
-    parts = Method("own", keep_the_head, (Drag(),)), Method("b", channel=(Rounded(),), server=ServerMomentum())
+    parts = Method("own", keep_the_head, (Drag(),)), Method("b", transforms=(Rounded(),), server_rule=ServerMomentum())
     whole = replace(compose(*parts, fedprox(0.5)), carry_optimizer=True)
     assert check(whole, tolerance=2e-5).bytes_up > findings_of("fedavg").bytes_up  # the slot travels too
 
 
 @dataclass(frozen=True)
-class Largest(Local):
+class Largest(ClientRule):
     """Trains the half of the names with the larger gradients at the anchor: a choice made on the client's data."""
 
-    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         batch = probe.take(torch.arange(min(4, len(probe))))
         names = sorted(plan.train)
         live = {name: ctx.anchor[name].detach().clone().requires_grad_() for name in names}
         losses = ctx.model.losses(ctx.model(live, batch.inputs), batch.targets)
         slopes = torch.autograd.grad(losses.mean(), list(live.values()))
         ranked = sorted(zip(names, slopes, strict=True), key=lambda pair: -float(pair[1].norm()))
-        return Choice(frozenset(name for name, _ in ranked[: len(ranked) // 2]))
+        return LayerSelection(frozenset(name for name, _ in ranked[: len(ranked) // 2]))
 
 
 def test_a_method_that_narrows_by_data_conforms() -> None:
-    check(Method("largest", local=(Largest(),)))
+    check(Method("largest", client_rules=(Largest(),)))
 
 
 # ---- those that are wrong
 
 
 @dataclass
-class HiddenMemory(Local):
+class HiddenMemory(ClientRule):
     """Keeps in self what it should hand back."""
 
     seen: dict[str, float] = field(default_factory=dict)
@@ -197,20 +197,20 @@ class HiddenMemory(Local):
 
 
 @dataclass
-class ForgetsOnResume(Rule):
+class ForgetsOnResume(ServerRule):
     """Its velocity lives in self and starts anew with a new run, so that only a resumed run is wrong."""
 
     velocity: Tensors = field(default_factory=dict)
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
-        if not server.ledger.held:  # the first round of a run
+        if not server.versions.held:  # the first round of a run
             self.velocity = {}
         self.velocity = {name: 0.5 * self.velocity.get(name, 0.0) + value for name, value in aggregate.delta.items()}
         return super().apply(server, replace(aggregate, delta=self.velocity))
 
 
 @dataclass(frozen=True)
-class GlobalNoise(Local):
+class GlobalNoise(ClientRule):
     """Draws from torch's global state instead of a key."""
 
     def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
@@ -218,7 +218,7 @@ class GlobalNoise(Local):
 
 
 @dataclass(frozen=True)
-class OtherNoise(Transform):
+class OtherNoise(UpdateTransform):
     """Draws from Python's global state."""
 
     def encode(self, update: Update, key: Key) -> Update:
@@ -226,7 +226,7 @@ class OtherNoise(Transform):
 
 
 @dataclass(frozen=True)
-class MovesFrozen(Rule):
+class MovesFrozen(ServerRule):
     """A weight decay at the server, over all names."""
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
@@ -235,7 +235,7 @@ class MovesFrozen(Rule):
 
 
 @dataclass(frozen=True)
-class InPlace(Rule):
+class InPlace(ServerRule):
     """Moves the server's own tensors, so that nobody can tell that they changed."""
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
@@ -245,7 +245,7 @@ class InPlace(Rule):
 
 
 @dataclass(frozen=True)
-class Leaks(Transform):
+class Leaks(UpdateTransform):
     """Adds a personal name to the update, after the plan's gate."""
 
     def encode(self, update: Update, key: Key) -> Update:
@@ -253,7 +253,7 @@ class Leaks(Transform):
 
 
 @dataclass(frozen=True)
-class Adds(Transform):
+class Adds(UpdateTransform):
     """Sends a frozen name."""
 
     def encode(self, update: Update, key: Key) -> Update:
@@ -267,13 +267,15 @@ class Restless:
 
     calls: int = 0
 
-    def __call__(self, model: Model, turn: Turn) -> Plan:
+    def __call__(self, model: Model, round_info: RoundInfo) -> Plan:
         self.calls += 1
-        return share_everything(model, turn).narrow(model.every() - (HEAD if self.calls % 7 == 0 else frozenset()))
+        return share_everything(model, round_info).narrow(
+            model.all_names() - (HEAD if self.calls % 7 == 0 else frozenset())
+        )
 
 
 @dataclass
-class FollowsOthers(Local):
+class FollowsOthers(ClientRule):
     """Carries a number from the client trained before to the next."""
 
     last: float = 0.0
@@ -285,7 +287,7 @@ class FollowsOthers(Local):
 
 
 @dataclass(frozen=True)
-class SeesTheBlock(Local):
+class SeesTheBlock(ClientRule):
     """A penalty that counts examples and so weighs the padding of a block."""
 
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor:
@@ -293,7 +295,7 @@ class SeesTheBlock(Local):
 
 
 @dataclass(frozen=True)
-class Writes(Local):
+class Writes(ClientRule):
     """Changes the anchor in place."""
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
@@ -302,7 +304,7 @@ class Writes(Local):
 
 
 @dataclass(frozen=True)
-class SendsLess(Transform):
+class SendsLess(UpdateTransform):
     """Sends fewer names when the update is small, which no plan foretells."""
 
     def encode(self, update: Update, key: Key) -> Update:
@@ -311,7 +313,7 @@ class SendsLess(Transform):
 
 
 @dataclass(frozen=True)
-class Copies(Rule):
+class Copies(ServerRule):
     """Hands on names that did not change as new objects, so that all are sent again in every round."""
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
@@ -320,32 +322,32 @@ class Copies(Rule):
 
 
 WRONG: dict[str, tuple[Method, str]] = {
-    "hidden memory": (Method("m", local=(HiddenMemory(),)), "the same run gives two results"),
-    "global noise": (Method("m", local=(GlobalNoise(),)), "torch's global random state"),
-    "python's noise": (Method("m", channel=(OtherNoise(),)), "the same run gives two results"),
-    "a velocity in self": (Method("m", server=ForgetsOnResume()), "resumed after round 0 .* the result differs"),
+    "hidden memory": (Method("m", client_rules=(HiddenMemory(),)), "the same run gives two results"),
+    "global noise": (Method("m", client_rules=(GlobalNoise(),)), "torch's global random state"),
+    "python's noise": (Method("m", transforms=(OtherNoise(),)), "the same run gives two results"),
+    "a velocity in self": (Method("m", server_rule=ForgetsOnResume()), "resumed after round 0 .* the result differs"),
     "a plan with a counter": (Method("m", plan=Restless()), "its plan for .* differs from one call to the next"),
     "hands on copies": (
-        Method("m", fedfrozen(1).plan, server=Copies()),
+        Method("m", fedfrozen(1).plan, server_rule=Copies()),
         r"'layers\.0\.key\.bias' did not move in round 1, but a copy will be sent",
     ),
     "moves a frozen name": (
-        Method("m", fedfrozen(2).plan, server=MovesFrozen()),
+        Method("m", fedfrozen(2).plan, server_rule=MovesFrozen()),
         r"'layers\.0\.key\.bias' moved in round 2, in which nobody trained it",
     ),
-    "moves in place": (Method("m", server=InPlace()), "."),
+    "moves in place": (Method("m", server_rule=InPlace()), "."),
     "leaks a personal name": (
-        Method("m", keep_the_head, channel=(Leaks(),)),
+        Method("m", keep_the_head, transforms=(Leaks(),)),
         "'head.weight' is kept by the client and yet in its update",
     ),
     "sends a frozen name": (
-        Method("m", fedfrozen(0).plan, channel=(Adds(),)),
+        Method("m", fedfrozen(0).plan, transforms=(Adds(),)),
         r"'layers\.0\.key\.weight' is in an update that does not send it up",
     ),
-    "follows other clients": (Method("m", local=(FollowsOthers(),)), "differs|depends"),
-    "sees the block": (Method("m", local=(SeesTheBlock(),)), "in blocks of"),
-    "changes what it was sent": (Method("m", local=(Writes(),)), "it changes what it was sent"),
-    "sends other names than planned": (Method("m", channel=(SendsLess(),)), "the plan foretells other bytes"),
+    "follows other clients": (Method("m", client_rules=(FollowsOthers(),)), "differs|depends"),
+    "sees the block": (Method("m", client_rules=(SeesTheBlock(),)), "in blocks of"),
+    "changes what it was sent": (Method("m", client_rules=(Writes(),)), "it changes what it was sent"),
+    "sends other names than planned": (Method("m", transforms=(SendsLess(),)), "the plan foretells other bytes"),
 }
 
 

@@ -16,7 +16,7 @@ from helpers import SMALL_TASK, SMALL_VIT
 from test_cli import Shell
 
 from partita.core import atomic_files
-from partita.core.atomic_files import DamageError, DiskError, LinkError, sealed
+from partita.core.atomic_files import DamageError, DiskError, LinkError, list_checksummed
 from partita.core.rng import Key
 from partita.experiment import run_folder
 from partita.experiment.config import Config, load, parse
@@ -85,13 +85,15 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     },
     "private/secret": lambda folder: folder / "private" / "secret",
     ".lock": lambda folder: folder / ".lock",
-    "newest checkpoint": lambda folder: sealed(folder / "checkpoints")[-1],
-    "older checkpoint": lambda folder: sealed(folder / "checkpoints")[0],
+    "newest checkpoint": lambda folder: list_checksummed(folder / "checkpoints")[-1],
+    "older checkpoint": lambda folder: list_checksummed(folder / "checkpoints")[0],
     **{
-        f"newest state of c{number}": lambda folder, number=number: sealed(folder / "clients" / f"c{number}")[-1]  # type: ignore[misc]
+        f"newest state of c{number}": lambda folder, number=number: list_checksummed(folder / "clients" / f"c{number}")[
+            -1
+        ]  # type: ignore[misc]
         for number in range(3)
     },
-    "older state": lambda folder: max((folder / "clients").iterdir(), key=lambda path: len(sealed(path))),
+    "older state": lambda folder: max((folder / "clients").iterdir(), key=lambda path: len(list_checksummed(path))),
 }
 
 
@@ -127,7 +129,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def oldest(path: Path) -> Path:
-    return sealed(path)[0] if path.is_dir() else path
+    return list_checksummed(path)[0] if path.is_dir() else path
 
 
 QUICK = {
@@ -186,7 +188,7 @@ def test_a_file_of_another_run_is_named(
 def test_a_missing_state_is_found_before_the_first_round(runs: dict[str, Path], tmp_path: Path) -> None:
     for client in ("c0", "c1", "c2"):
         folder = Path(shutil.copytree(runs["half"], tmp_path / client))
-        path = sealed(folder / run_folder.CLIENTS / client)[-1]
+        path = list_checksummed(folder / run_folder.CLIENTS / client)[-1]
         path.unlink()
         with pytest.raises(DamageError, match=f"{path.name} is missing: it is the state of client '{client}'"):
             next(resume(load(folder / run_folder.CONFIG), folder))
@@ -197,7 +199,7 @@ def test_a_state_that_no_checkpoint_names_is_not_read(
 ) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
     for client in (folder / "clients").iterdir():
-        for strange in sealed(runs["seed"] / "clients" / client.name):
+        for strange in list_checksummed(runs["seed"] / "clients" / client.name):
             shutil.copy(strange, client / strange.name)
     assert shell(folder)[0] == 0
     assert digest(folder) == digest(runs["whole"])
@@ -217,7 +219,7 @@ def test_a_run_killed_while_it_was_prepared_goes_on(runs: dict[str, Path], tmp_p
 def test_without_its_config_a_folder_is_not_taken_for_a_new_one(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
     (folder / run_folder.CONFIG).unlink()
-    with pytest.raises(run_folder.RecordError, match="already holds a run"):
+    with pytest.raises(run_folder.RunFolderError, match="already holds a run"):
         next(start(settings(), folder))
 
 
@@ -255,7 +257,7 @@ def test_a_new_run_does_not_write_through_links(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "clients").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises((LinkError, run_folder.RecordError)):
+    with pytest.raises((LinkError, run_folder.RunFolderError)):
         next(start(settings(), tmp_path / "run"))
     target = tmp_path / "target"
     target.write_text("mine")

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 import partita.data
 from partita.core.options import OptionError
 from partita.core.rng import Key
-from partita.data import INDEX, DataError, Federation, Rows, Table, Task, load, split
-from partita.data.client_ids import Listed, Numbered
+from partita.data import INDEX, DataError, Federation, Subset, Table, Task, load, split
+from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.images import Normalise
-from partita.data.task import Cut, Partition, grouped
+from partita.data.task import ClientSplit, Partition, group_by_client
 
 quick = settings(max_examples=30, deadline=None)
 
@@ -60,7 +60,7 @@ def test_rows_of_a_table_are_its_rows(data: st.DataObject) -> None:
     table = numbers(20)
     chosen = data.draw(st.lists(st.integers(0, 19), min_size=1))
     picked = data.draw(st.lists(st.integers(0, len(chosen) - 1)))
-    view = Rows(table, torch.tensor(chosen))
+    view = Subset(table, torch.tensor(chosen))
     batch = view.take(torch.tensor(picked, dtype=torch.int64))
     assert len(view) == len(chosen)
     assert batch.inputs["x"].tolist() == [chosen[i] for i in picked]
@@ -80,13 +80,13 @@ shares = st.integers(0, 99).map(lambda percent: percent / 100)
 @given(size=st.integers(1, 200), validation=shares, test=shares, seed=st.integers(0, 2**32))
 @quick
 def test_parts_are_exact_shares_and_train_has_the_rest(size: int, validation: float, test: float, seed: int) -> None:
-    whole = Partition(np.arange(size) * 2, np.array([0, size]), Listed(["lone"]))
+    whole = Partition(np.arange(size) * 2, np.array([0, size]), NamedClients(["lone"]))
     fractions = Fraction(str(validation)), Fraction(str(test))
     if sum(fractions) >= 1:
         with pytest.raises(DataError, match="leave nothing to train on"):
-            Cut(whole, Key(seed), *fractions)
+            ClientSplit(whole, Key(seed), *fractions)
         return
-    parts = Cut(whole, Key(seed), *fractions)[0]
+    parts = ClientSplit(whole, Key(seed), *fractions)[0]
     percents = round(validation * 100), round(test * 100)
     assert [len(part) for part in parts[1:]] == [size * percent // 100 for percent in percents]
     assert len(parts[0]) >= 1
@@ -99,10 +99,10 @@ def test_shares_are_taken_by_their_decimals() -> None:
 
 
 def test_rows_are_grouped_by_owner() -> None:
-    partition = grouped(np.array([1, -1, 0, 1, -1, 1]), Listed(["a", "b"]))
+    partition = group_by_client(np.array([1, -1, 0, 1, -1, 1]), NamedClients(["a", "b"]))
     assert [rows.tolist() for rows in np.split(partition.rows, partition.offsets[1:-1])] == [[2], [0, 3, 5]]
     with pytest.raises(DataError, match="client 'b' would get no examples; use fewer clients"):
-        grouped(np.array([0, 2]), Listed(["a", "b", "c"]))
+        group_by_client(np.array([0, 2]), NamedClients(["a", "b", "c"]))
 
 
 @pytest.mark.parametrize(("size", "lengths"), [(1, (1, 0, 0)), (4, (4, 0, 0)), (5, (4, 0, 1)), (10, (7, 1, 2))])
@@ -118,9 +118,9 @@ def test_shares_below_zero_are_refused() -> None:
 
 def test_a_cut_depends_on_the_key_the_name_and_the_rows_alone() -> None:
     rows, shares = np.arange(30), (Fraction(1, 10), Fraction(1, 5))
-    first = Cut(Partition(rows, np.array([0, 10, 30]), Listed(["a", "b"])), Key(3), *shares)
-    other = Cut(Partition(rows[10:], np.array([0, 20]), Listed(["b"])), Key(3), *shares)
-    renamed = Cut(Partition(rows[10:], np.array([0, 20]), Listed(["c"])), Key(3), *shares)
+    first = ClientSplit(Partition(rows, np.array([0, 10, 30]), NamedClients(["a", "b"])), Key(3), *shares)
+    other = ClientSplit(Partition(rows[10:], np.array([0, 20]), NamedClients(["b"])), Key(3), *shares)
+    renamed = ClientSplit(Partition(rows[10:], np.array([0, 20]), NamedClients(["c"])), Key(3), *shares)
     assert [part.tolist() for part in first[1]] == [part.tolist() for part in other[0]]
     assert [part.tolist() for part in first[1]] != [part.tolist() for part in renamed[0]]
     expected = torch.arange(10, 30)[(Key(3) / "b").permutation(20)]
@@ -163,7 +163,7 @@ def test_a_large_population_is_two_arrays() -> None:
 @given(count=st.integers(1, 300), position=st.integers(-300, 299))
 @quick
 def test_numbered_names_are_as_good_as_listed_ones(count: int, position: int) -> None:
-    lazy, listed = Numbered(count), Listed(f"c{number}" for number in range(count))
+    lazy, listed = NumberedClients(count), NamedClients(f"c{number}" for number in range(count))
     assert list(lazy) == list(listed)
     assert lazy[position // 2 :: 3] == listed[position // 2 :: 3]
     if -count <= position < count:
@@ -182,7 +182,7 @@ def test_numbered_names_are_as_good_as_listed_ones(count: int, position: int) ->
 
 def test_two_clients_of_one_name_are_refused() -> None:
     with pytest.raises(DataError, match="two clients are called 'a'"):
-        Listed(["a", "b", "a"])
+        NamedClients(["a", "b", "a"])
 
 
 def test_digits_are_scikit_learns() -> None:

@@ -20,13 +20,21 @@ from helpers import SMALL_TASK, distance, last
 
 from partita import models
 from partita.core import checkpoint, tensors
-from partita.core.atomic_files import sealed
-from partita.core.client_store import Disk
+from partita.core.atomic_files import list_checksummed
+from partita.core.client_store import DiskStore
 from partita.core.rounds import rounds
-from partita.engines.availability import Faults
-from partita.engines.flower.local_deployment import QUIET, Loopback, end, free_ports, here, loopback, program
-from partita.engines.flower.prefork_server import KNOCK, warm
-from partita.engines.simulation import Embedded
+from partita.engines.availability import Availability
+from partita.engines.flower.local_deployment import (
+    QUIET,
+    LocalDeployment,
+    current_environment,
+    deploy_locally,
+    find_executable,
+    free_ports,
+    terminate,
+)
+from partita.engines.flower.prefork_server import CLIENT_MODULE, start_prefork_server
+from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder, runner
 from partita.experiment.config import load
 
@@ -130,7 +138,7 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
 ) -> None:
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
     app = written(tmp_path, client=HANGS)
-    with loopback(["c0", "c1", "c2"], tmp_path / "logs", ["partita.experiment.flower_app"]) as federation:
+    with deploy_locally(["c0", "c1", "c2"], tmp_path / "logs", ["partita.experiment.flower_app"]) as federation:
         settings = f'deadline={LONG} patience=1.0 folder="{tmp_path / "run"}"'
         running = threading.Thread(target=federation.run, args=(app, settings))
         running.start()
@@ -147,9 +155,11 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
         (["c0", "c2"], []),  # who did not answer is not asked again until it speaks
     ]
     built = builder.build(load(tmp_path / "experiment.toml"))
-    away = Faults(trace={(0, "c1"): 0.0, (1, "c1"): 0.0})
-    played = list(rounds(built.run, built.model, Embedded(built.run, built.model, built.federation, faults=away)))
-    _, there = checkpoint.load(sealed(tmp_path / "run" / "checkpoints")[-1])
+    away = Availability(trace={(0, "c1"): 0.0, (1, "c1"): 0.0})
+    played = list(
+        rounds(built.run, built.model, SimulationEngine(built.run, built.model, built.federation, availability=away))
+    )
+    _, there = checkpoint.load(list_checksummed(tmp_path / "run" / "checkpoints")[-1])
     # Two clients are drawn in another order from two than from three, and so is their sum.
     assert distance(last(played), there.params) < 1e-6
     wait_until("all processes have ended", lambda: all(gone(group) for group in groups))
@@ -186,7 +196,7 @@ def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
 
     def launch(name: str, command: str, words: str) -> subprocess.Popen[bytes]:
         # Nobody works here, so no process that would is started.
-        words = f"{program(command, environment)} {words} --isolation process"
+        words = f"{find_executable(command, environment)} {words} --isolation process"
         with (tmp_path / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 shlex.split(words), cwd=tmp_path, env=environment, stdout=log, stderr=log, process_group=0
@@ -198,14 +208,16 @@ def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
         return text in (tmp_path / f"{name}.log").read_text(errors="replace")
 
     with (  # one process imports Flower for all
-        warm([], {**here(), **QUIET, "FLWR_HOME": str(home)}, tmp_path / "warm.log") as environment,
+        start_prefork_server(
+            [], {**current_environment(), **QUIET, "FLWR_HOME": str(home)}, tmp_path / "warm.log"
+        ) as environment,
         ExitStack() as stack,
     ):
-        stack.callback(end, started)
+        stack.callback(terminate, started)
         tls = "--ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key"
         launch("link", "flower-superlink", f"{tls} --enable-supernode-auth --port {port}")
         wait_until("the SuperLink is up", lambda: said("link", "Application startup complete"))
-        register = [program("flwr", environment), "supernode", "register", str(tmp_path / "known.pub"), "group"]
+        register = [find_executable("flwr", environment), "supernode", "register", str(tmp_path / "known.pub"), "group"]
         subprocess.run(register, env=environment, check=True, capture_output=True)
         for name, own in zip(("known", "stranger"), others, strict=True):
             key = f"--root-certificates ca.crt --auth-supernode-private-key {name}"
@@ -228,8 +240,10 @@ def listener() -> Iterator[socket.socket]:
 def test_a_fork_does_what_the_program_would_do_and_ends_with_its_caller(
     tmp_path: Path, listener: socket.socket
 ) -> None:
-    with warm([], {**here(), **QUIET, "FLWR_HOME": str(tmp_path)}, tmp_path / "log") as environment:
-        stand_in = program("flwr-clientapp", environment)
+    with start_prefork_server(
+        [], {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}, tmp_path / "log"
+    ) as environment:
+        stand_in = find_executable("flwr-clientapp", environment)
         wrong = subprocess.run([stand_in, "--nonsense"], env=environment, capture_output=True, timeout=LONG)
         assert wrong.returncode == 2
         assert b"unrecognized arguments" in wrong.stderr or b"required" in wrong.stderr
@@ -245,8 +259,8 @@ def test_a_fork_does_what_the_program_would_do_and_ends_with_its_caller(
 
 
 def test_a_program_starts_anew_where_nobody_waits(tmp_path: Path) -> None:
-    environment = {**here(), **QUIET, "FLWR_HOME": str(tmp_path)}
-    words = [str(KNOCK), str(tmp_path / "nobody"), program("flwr-clientapp", environment), "--nonsense"]
+    environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
+    words = [str(CLIENT_MODULE), str(tmp_path / "nobody"), find_executable("flwr-clientapp", environment), "--nonsense"]
     done = subprocess.run([sys.executable, "-IS", *words], env=environment, capture_output=True, timeout=LONG)
     assert done.returncode == 2
     assert b"nobody does not open (No such file or directory)" in done.stderr
@@ -255,7 +269,7 @@ def test_a_program_starts_anew_where_nobody_waits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_hands_on_options_and_exit_status(tmp_path: Path) -> None:
     words = shlex.split("-m partita flower warm --load json flower-supernode --nonsense")
-    environment = {**here(), **QUIET, "FLWR_HOME": str(tmp_path)}
+    environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, timeout=LONG)
     assert done.returncode == 2
     assert b"flower-supernode: error: unrecognized arguments: --nonsense" in done.stderr
@@ -279,8 +293,8 @@ SAME: dict[str, tuple[str, dict[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
-    with loopback(
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment]:
+    with deploy_locally(
         ["c0", "c1", "c2"], tmp_path_factory.mktemp("federation"), ["partita.experiment.flower_app"]
     ) as running:
         yield running
@@ -289,7 +303,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", SAME)
 def test_a_real_federation_ends_with_the_tensors_of_one_machine(
-    method: str, federation: Loopback, tmp_path: Path
+    method: str, federation: LocalDeployment, tmp_path: Path
 ) -> None:
     options, tables = SAME[method]
     (tmp_path / "secret").write_bytes(bytes(range(32)))
@@ -300,14 +314,14 @@ def test_a_real_federation_ends_with_the_tensors_of_one_machine(
     config = load(tmp_path / "experiment.toml")
     for _ in runner.start(config, tmp_path / "here"):
         pass
-    ends = [checkpoint.load(sealed(tmp_path / side / "checkpoints")[-1])[1] for side in ("here", "there")]
+    ends = [checkpoint.load(list_checksummed(tmp_path / side / "checkpoints")[-1])[1] for side in ("here", "there")]
     assert tensors.equal(ends[0].params, ends[1].params)
-    assert ends[0].ledger == ends[1].ledger
+    assert ends[0].versions == ends[1].versions
     for slot, part in ends[0].state.items():
         assert tensors.equal(part, ends[1].state[slot])
     for client in ("c0", "c1", "c2"):
-        here = Disk(tmp_path / "here" / "clients").load(client, config.rounds)
+        here = DiskStore(tmp_path / "here" / "clients").load(client, config.rounds)
         [site] = (federation.folder / "sites").glob(f"{method}-*/{client}")
-        there = Disk(site / "states").load(client, config.rounds)
+        there = DiskStore(site / "states").load(client, config.rounds)
         for slot, part in {"personal": here.personal, **here.memory}.items():
             assert tensors.equal(part, {"personal": there.personal, **there.memory}[slot])

@@ -11,13 +11,13 @@ from helpers import Script, run_of, small
 
 from partita.core.atomic_files import write
 from partita.core.client import ClientState, Job
-from partita.core.client_store import Disk, Memory
-from partita.core.method import Method, Rule, Update, compose
-from partita.core.packed import Known
-from partita.core.plan import NONE, Phase, Plan, PlanError, Turn, plan_for
+from partita.core.client_store import DiskStore, MemoryStore
+from partita.core.method import Method, ServerRule, Update, compose
+from partita.core.packed import CheckedTensors
+from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for
 from partita.core.rounds import rounds
 from partita.methods.fedavg import fedavg
-from partita.privacy.guard import Terms, protect
+from partita.privacy.guard import PrivacyConfig, make_private
 
 MODEL = small()
 HEAD = frozenset({"head.weight"})
@@ -30,7 +30,7 @@ def test_a_kept_name_that_the_model_does_not_have_is_refused() -> None:
     train = HEAD | {"nowhere"}
     plan = Plan((Phase(train),), up=HEAD, down=HEAD, keep=frozenset({"nowhere"}))
     with pytest.raises(PlanError, match=r"^nowhere: these names are in the plan but not in tiny attention"):
-        plan_for(lambda model, turn: plan, MODEL, Turn(0, 1, "a"))
+        plan_for(lambda model, round_info: plan, MODEL, RoundInfo(0, 1, "a"))
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, "n0:"), (3, "n0, n1, n2:"), (4, "n0, n1, n2 and 1 more:")])
@@ -43,12 +43,12 @@ def test_at_most_three_names_are_shown(count: int, said: str) -> None:
 # ---- methods
 
 
-class Other(Rule): ...
+class Other(ServerRule): ...
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_composition_has_what_either_part_has(swapped: bool) -> None:
-    one = Method("one", carry_optimizer=True, clients=frozenset({"a"}), server=Other())
+    one = Method("one", carry_optimizer=True, clients=frozenset({"a"}), server_rule=Other())
     two = Method("two", pool=True, clients=frozenset({"b"}))
     both = compose(two, one) if swapped else compose(one, two)
     assert both.carry_optimizer
@@ -56,7 +56,7 @@ def test_a_composition_has_what_either_part_has(swapped: bool) -> None:
     assert both.clients == {"a", "b"}
     assert isinstance(both.server, Other)
     neither = compose(Method("one"), Method("two"))
-    assert (neither.carry_optimizer, neither.pool, neither.clients) == (False, False, NONE)
+    assert (neither.carry_optimizer, neither.pool, neither.clients) == (False, False, NO_NAMES)
 
 
 # ---- rounds
@@ -69,11 +69,11 @@ def answer(job: Job, size: float = 1.0) -> Update:
 
 def test_a_version_is_the_number_of_rounds_completed() -> None:
     for each in rounds(run_of(fedavg(), 3), MODEL, Script(answer)):
-        assert set(each.server.ledger.versions.values()) == {each.number + 1}
+        assert set(each.server.versions.current.values()) == {each.number + 1}
 
 
 def test_nothing_is_known_to_be_finite_unless_it_was_looked_at() -> None:
-    assert not Known({"w": torch.ones(1)}).finite
+    assert not CheckedTensors({"w": torch.ones(1)}).finite
 
 
 # ---- files and states
@@ -94,7 +94,7 @@ def state(number: float) -> ClientState:
 
 def test_states_that_no_checkpoint_needs_are_dropped(tmp_path: Path) -> None:
     """The last two checkpoints stay usable: what the older one needs is the newest state before it."""
-    disk = Disk(tmp_path)
+    disk = DiskStore(tmp_path)
     for number in range(6):
         disk.save("a", number, state(number))
         disk.commit(number + 1)
@@ -104,8 +104,8 @@ def test_states_that_no_checkpoint_needs_are_dropped(tmp_path: Path) -> None:
 
 
 def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    memory = Memory(disk)
+    disk = DiskStore(tmp_path)
+    memory = MemoryStore(disk)
     memory.save("a", 0, state(0.0))
     memory.commit(1)
     [written] = tmp_path.rglob("*.safetensors")
@@ -120,9 +120,9 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
 
 def test_clients_cost_the_same_whether_or_not_their_examples_are_counted() -> None:
     """The unit is a client, so the number of its examples has no say."""
-    terms = Terms(unit="client", noise=4.0, accountant="rdp")
+    privacy_config = PrivacyConfig(unit="client", noise=4.0, accountant="rdp")
     known, unknown = (
-        protect(run_of(fedavg(), 2, cohort=2), MODEL, sizes, terms)
+        make_private(run_of(fedavg(), 2, cohort=2), MODEL, sizes, privacy_config)
         for sizes in ({"a": 4, "b": 5, "c": 6}, {"a": 0, "b": 5, "c": 0})
     )
     assert known.planned == unknown.planned is not None

@@ -15,12 +15,12 @@ from test_graphs import play as play_graphs
 
 from partita import AdamW
 from partita.core import chacha
-from partita.core.dp_settings import Private
-from partita.core.noise import add_noise, gaussian
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.noise import add_noise, gaussian_noise
 from partita.core.rng import Key
-from partita.core.rounds import begin, rounds
+from partita.core.rounds import initial_server, rounds
 from partita.engines.autotune import choose_graphs
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.runner import resume, start
 from partita.methods.fedavg import fedavg
@@ -80,7 +80,8 @@ def test_a_gpu_draws_the_noise_of_a_cpu() -> None:
     assert all(torch.equal(one.cpu(), other) for one, other in zip(there, here, strict=True))
     like = {"w": torch.zeros(300, 70), "b": torch.zeros(7)}
     noises = [
-        gaussian({name: value.to(device) for name, value in like.items()}, Key(3), 0.5) for device in ("cpu", "cuda")
+        gaussian_noise({name: value.to(device) for name, value in like.items()}, Key(3), 0.5)
+        for device in ("cpu", "cuda")
     ]
     for name, value in like.items():
         assert torch.allclose(noises[0][name], noises[1][name].cpu(), rtol=1e-12, atol=1e-12)
@@ -90,12 +91,14 @@ def test_a_gpu_draws_the_noise_of_a_cpu() -> None:
 
 @on_a_gpu
 def test_a_private_round_on_a_gpu_is_that_of_a_cpu_up_to_rounding() -> None:
-    run, clients = run_of(replace(fedavg(), privacy=Private(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
+    run, clients = run_of(replace(fedavg(), privacy=DPSGDSettings(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
     ends = []
     for device in ("cpu", "cuda"):
         model = small()
-        engine = Embedded(run, model, clients, 2, torch.device(device))
-        server = replace(begin(run, model), params={name: value.to(device) for name, value in model.initial.items()})
+        engine = SimulationEngine(run, model, clients, 2, torch.device(device))
+        server = replace(
+            initial_server(run, model), params={name: value.to(device) for name, value in model.initial.items()}
+        )
         first = next(rounds(run, model, engine, server))
         ends.append({name: value.cpu() for name, value in first.server.params.items()})
     assert distance(*ends) < 1e-3  # a grid point at most: sums of gradients differ by rounding

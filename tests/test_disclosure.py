@@ -13,20 +13,20 @@ import pytest
 from helpers import Clients, play, run_of, small
 
 from partita import report
-from partita.core.client import ClientState, reply, visit
+from partita.core.client import ClientState, begin_round, finish_round
 from partita.core.data import Examples
-from partita.core.dp_settings import Private
-from partita.core.method import Choice, Context, Local, Method, Update
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import ClientRule, Context, LayerSelection, Method, Update
 from partita.core.plan import Plan
 from partita.core.rng import Key
-from partita.core.rounds import ask, begin
+from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run
 from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.privacy.client_level import protect_clients
 from partita.privacy.disclosure import BESIDE, LOST, ROW, disclosed
-from partita.training.local_training import learn
+from partita.training.local_training import train_clients
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "privacy.md"
 CONFIG: dict[str, Any] = {
@@ -78,9 +78,9 @@ def test_losses_and_drift_of_raw_updates_are_not_written(tmp_path: Path) -> None
     for unit in ("example", "client"):
         told = json.loads((tmp_path / unit / "privacy.json").read_text())
         assert {key: told[key] for key in ("not_covered", "withheld")} == disclosed(unit)  # type: ignore[arg-type]
-        page = report.page([report.read(tmp_path / unit)], tmp_path / f"{unit}.html").read_text()
+        page = report.page([report.load_run(tmp_path / unit)], tmp_path / f"{unit}.html").read_text()
         assert "Not covered by the promise" in page
-    assert "Not covered" not in report.page([report.read(tmp_path / "plain")], tmp_path / "plain.html").read_text()
+    assert "Not covered" not in report.page([report.load_run(tmp_path / "plain")], tmp_path / "plain.html").read_text()
 
 
 @pytest.mark.parametrize(("method", "unit"), [("fedper", "client"), ("fedbabu", "example")])
@@ -92,7 +92,7 @@ def test_models_that_saw_raw_data_are_not_scored(tmp_path: Path, method: str, un
     assert scores_in(plain)
     assert hidden["test"] is None
     assert hidden["personal"] is None
-    report.page([report.read(tmp_path / "private")], tmp_path / "page.html")
+    report.page([report.load_run(tmp_path / "private")], tmp_path / "page.html")
 
 
 def test_noised_models_that_clients_keep_are_scored(tmp_path: Path) -> None:
@@ -116,38 +116,40 @@ def test_reasons_of_lost_clients_are_not_quoted(tmp_path: Path) -> None:
     assert hidden["lost"] == dict.fromkeys(plain["lost"], LOST)
 
 
-class Telling(Local):
+class Telling(ClientRule):
     """Looks at examples and tells a number, without saying that it looks."""
 
-    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
-        return Choice(plan.train, told={"targets": float(probe.take(key.permutation(8)).targets.sum())})
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        return LayerSelection(plan.train, metrics={"targets": float(probe.take(key.permutation(8)).targets.sum())})
 
 
 def update_of(run: Run) -> Update:
-    job, _ = ask(run, small(), begin(run, small()), 0, "a")
-    each = visit(run, small(), job, ClientState(), Clients(a=8)["a"].train)
-    [learned] = learn(run, [each])
-    return reply(run, each, learned)[0]
+    job, _ = make_job(run, small(), initial_server(run, small()), 0, "a")
+    each = begin_round(run, small(), job, ClientState(), Clients(a=8)["a"].train)
+    [learned] = train_clients(run, [each])
+    return finish_round(run, each, learned)[0]
 
 
 def test_what_a_client_sends_beside_its_update() -> None:
-    method = Method("telling", local=(Telling(),))
+    method = Method("telling", client_rules=(Telling(),))
     plain, hidden = update_of(run_of(method)), update_of(run_of(protect_clients(method, 1.0, 1.0, 1)))
-    assert plain.told.keys() == {"targets"}
+    assert plain.metrics.keys() == {"targets"}
     assert plain.loss is not None
     assert (plain.weight, hidden.weight) == (8.0, 1.0)
-    assert hidden.told == {}
+    assert hidden.metrics == {}
     assert hidden.loss is None
-    private = update_of(run_of(replace(fedavg(), privacy=Private(1.0, 1.0))))
+    private = update_of(run_of(replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))))
     assert private.loss is None
     assert private.weight == 8.0
 
 
 def test_rounds_of_a_method_under_client_level_privacy_keep_nothing_told() -> None:
     [played] = play(
-        run_of(protect_clients(Method("telling", local=(Telling(),)), 1.0, 1.0, 1), count=1), small(), Clients(a=8)
+        run_of(protect_clients(Method("telling", client_rules=(Telling(),)), 1.0, 1.0, 1), count=1),
+        small(),
+        Clients(a=8),
     )
-    assert played.told == {}
+    assert played.metrics == {}
 
 
 def table() -> Iterator[tuple[str, str, str]]:

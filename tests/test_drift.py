@@ -128,10 +128,10 @@ def test_senders_that_differ_by_name() -> None:
     assert result["z"]["dispersion"] == pytest.approx(0.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("lot", [1, 100, drift._LOT])
+@pytest.mark.parametrize("lot", [1, 100, drift._MAX_ELEMENTS])
 def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, some together, and all that have the same names."""
-    monkeypatch.setattr(drift, "_LOT", lot)
+    monkeypatch.setattr(drift, "_MAX_ELEMENTS", lot)
     looks: list[int] = []
     point = Drift._point
     monkeypatch.setattr(Drift, "_point", lambda self, *given: (looks.append(len(given[1])), point(self, *given)))

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel, BertTokenizer
 
 from partita.experiment import runner
 from partita.experiment.config import load
-from partita.models.adapter import quiet
+from partita.models.adapter import without_logs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WORDS = ["pain", "in", "the", "left", "arm", "."]
@@ -33,7 +33,7 @@ def encoder(folder: Path) -> Path:
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     tokenizer = BertTokenizer(vocab={word: place for place, word in enumerate(vocabulary)})
     shape = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 8}
-    with quiet():
+    with without_logs():
         BertModel(BertConfig(**shape, vocab_size=len(vocabulary))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

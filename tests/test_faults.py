@@ -10,23 +10,23 @@ from helpers import Clients, play, run_of, small
 
 from partita.core import tensors
 from partita.core.rng import Key
-from partita.engines.availability import Faults, TraceError, read_trace
+from partita.engines.availability import Availability, TraceError, read_trace
 from partita.methods.fedavg import fedavg
 
 MANY = [(number, f"c{client}") for number in range(40) for client in range(100)]
 
 
-def drawn(faults: Faults, seed: int = 0) -> np.ndarray:
-    return np.array([faults.work(Key(seed), number, client) for number, client in MANY])
+def drawn(availability: Availability, seed: int = 0) -> np.ndarray:
+    return np.array([availability.completed_fraction(Key(seed), number, client) for number, client in MANY])
 
 
 def test_without_faults_all_work_is_done() -> None:
-    assert set(drawn(Faults())) == {1.0}
+    assert set(drawn(Availability())) == {1.0}
 
 
 @pytest.mark.parametrize(("dropout", "straggle"), [(0.1, 0.0), (0.0, 0.4), (0.3, 0.5), (1.0, 0.5)])
 def test_rates_are_met_and_shares_are_uniform(dropout: float, straggle: float) -> None:
-    work = drawn(Faults(dropout, straggle))
+    work = drawn(Availability(dropout, straggle))
     lost, slow = work == 0, (work > 0) & (work < 1)
     for rate, seen in ((dropout, lost.mean()), ((1 - dropout) * straggle, slow.mean())):
         assert abs(seen - rate) <= 4 * np.sqrt(rate * (1 - rate) / len(MANY))
@@ -36,10 +36,10 @@ def test_rates_are_met_and_shares_are_uniform(dropout: float, straggle: float) -
 
 
 def test_draws_are_keyed_by_round_and_client() -> None:
-    faults = Faults(0.5, 0.5)
-    work = drawn(faults).reshape(40, 100)
-    assert np.array_equal(work.ravel(), drawn(faults))
-    assert not np.array_equal(work.ravel(), drawn(faults, seed=1))
+    availability = Availability(0.5, 0.5)
+    work = drawn(availability).reshape(40, 100)
+    assert np.array_equal(work.ravel(), drawn(availability))
+    assert not np.array_equal(work.ravel(), drawn(availability, seed=1))
     assert len({tuple(row) for row in work}) == 40
     assert len({tuple(column) for column in work.T}) == 100
     # To drop out and to straggle are independent draws: among the present, the rate is as asked for.
@@ -47,9 +47,9 @@ def test_draws_are_keyed_by_round_and_client() -> None:
 
 
 def test_a_trace_decides_where_it_speaks() -> None:
-    faults = Faults(dropout=1.0, trace={(3, "c7"): 0.25, (4, "c7"): 1.0})
-    assert [faults.work(Key(0), number, "c7") for number in (2, 3, 4)] == [0.0, 0.25, 1.0]
-    assert faults.work(Key(0), 3, "c8") == 0.0
+    availability = Availability(dropout=1.0, trace={(3, "c7"): 0.25, (4, "c7"): 1.0})
+    assert [availability.completed_fraction(Key(0), number, "c7") for number in (2, 3, 4)] == [0.0, 0.25, 1.0]
+    assert availability.completed_fraction(Key(0), 3, "c8") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,20 @@ def test_a_trace_decides_where_it_speaks() -> None:
 )
 def test_a_rate_that_is_no_probability_is_named(rate: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"federation.{rate} is {value}; it is a probability, from 0 to 1"):
-        Faults(**{rate: value})
+        Availability(**{rate: value})
 
 
 def test_a_trace_is_played_by_the_engine() -> None:
     model, population = small(), Clients(a=8, b=8)
     run = run_of(fedavg(), 2, epochs=2)
     plain = play(run, model, population)
-    traced = play(run, model, population, faults=Faults(trace={(0, "a"): 0.0, (1, "b"): 0.5}))
+    traced = play(run, model, population, availability=Availability(trace={(0, "a"): 0.0, (1, "b"): 0.5}))
     assert [[(lost.client, lost.reason) for lost in each.lost] for each in traced] == [
         [("a", "dropped out (simulated)")],
         [],
     ]
     assert not tensors.equal(plain[1].server.params, traced[1].server.params)
-    full = play(run, model, population, faults=Faults(trace={(0, "a"): 0.0}))
+    full = play(run, model, population, availability=Availability(trace={(0, "a"): 0.0}))
     assert tensors.equal(full[0].server.params, traced[0].server.params)
     assert not tensors.equal(full[1].server.params, traced[1].server.params)
 

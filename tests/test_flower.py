@@ -38,20 +38,20 @@ from typer.testing import CliRunner
 from partita import data
 from partita.cli import flower as flower_commands
 from partita.core import checkpoint, serialization, tensors
-from partita.core.atomic_files import sealed
-from partita.core.client import ClientFault, ClientState
-from partita.core.client_store import Disk
+from partita.core.atomic_files import list_checksummed
+from partita.core.client import ClientError, ClientState
+from partita.core.client_store import DiskStore
 from partita.core.data import Population
 from partita.core.method import Method, Server, Update
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW
-from partita.core.plan import Plan, Turn, share_everything
+from partita.core.plan import Plan, RoundInfo, share_everything
 from partita.core.rng import Key
-from partita.core.rounds import Lost, ask, begin, rounds
+from partita.core.rounds import ClientFailure, initial_server, make_job, rounds
 from partita.core.settings import Run, RunError
 from partita.data.errors import DataError
-from partita.engines.availability import Faults
-from partita.engines.simulation import Embedded
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
 from partita.experiment import flower_app, run_folder, runner
 from partita.experiment.config import load
 from partita.methods import INDEX, build
@@ -94,9 +94,9 @@ def setting(name: str) -> tuple[Run, Model, Population]:
 @pytest.mark.parametrize("name", INDEX)
 def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(name: str, tmp_path: Path) -> None:
     run, model, population = setting(name)
-    faults = Faults(dropout=0.15, straggle=0.3)
-    embedded = Embedded(run, model, population, faults=faults)
-    grid = wired(run, model, population, tmp_path, faults)
+    availability = Availability(dropout=0.15, straggle=0.3)
+    embedded = SimulationEngine(run, model, population, availability=availability)
+    grid = wired(run, model, population, tmp_path, availability)
     engine = flower(run, model, grid, population.clients)
     counted, asked = {"down": 0, "up": 0}, 0
     for one, two in zip(rounds(run, model, embedded), rounds(run, model, engine), strict=True):
@@ -106,15 +106,17 @@ def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(
         assert tensors.equal(one.server.params, two.server.params)
         assert one.traffic == two.traffic
         assert (one.cohort, one.lost, one.loss, one.drift) == (two.cohort, two.lost, two.loss, two.drift)
-        assert one.server.ledger == two.server.ledger
+        assert one.server.versions == two.server.versions
     assert dict(+grid.scale.tensors) == {way: size for way, size in counted.items() if size}
     names = sum(len(name) for name in model.initial)  # an update says after how many steps of each
     assert grid.scale.rest["down"] <= asked * ENVELOPE
     assert grid.scale.rest["up"] <= asked * (ENVELOPE + 2 * names)
-    there = states(run, lambda client: Disk(tmp_path / client / "states").load(client, run.rounds), population.clients)
+    there = states(
+        run, lambda client: DiskStore(tmp_path / client / "states").load(client, run.rounds), population.clients
+    )
     here = states(run, lambda client: embedded.store.load(client, run.rounds), population.clients)
     assert alike(here, there)
-    jobs = [ask(run, model, one.server, one.number, client)[0] for client in population.clients]
+    jobs = [make_job(run, model, one.server, one.number, client)[0] for client in population.clients]
     assert list(engine.evaluate(jobs)) == list(embedded.evaluate(jobs))
 
 
@@ -157,7 +159,7 @@ def test_a_bad_answer_is_recorded_and_changes_nothing_else(kind: str, tmp_path: 
     assert [[lost.client for lost in each.lost] for each in played] == [["c1"], []]
     with pytest.raises(AssertionError, match=reason):  # the reason as a whole is shown if it is another
         raise AssertionError(played[0].lost[0].reason)
-    away = Embedded(run, model, THREE, faults=Faults(trace={(0, "c1"): 0.0}))
+    away = SimulationEngine(run, model, THREE, availability=Availability(trace={(0, "c1"): 0.0}))
     assert tensors.equal(last(played), last(list(rounds(run, model, away))))
 
 
@@ -166,7 +168,7 @@ def test_a_bad_answer_ends_a_run_that_does_not_tolerate_faults(kind: str, tmp_pa
     model, run = small(), run_of(fedavg(), 2)
     grid = wired(run, model, THREE, tmp_path)
     tampered(grid, 11, FAULTS[kind][0])
-    with pytest.raises(ClientFault, match=f"client 'c1': .*{FAULTS[kind][1]}"):
+    with pytest.raises(ClientError, match=f"client 'c1': .*{FAULTS[kind][1]}"):
         list(rounds(run, model, flower(run, model, grid, THREE.clients)))
 
 
@@ -189,7 +191,7 @@ def test_who_does_not_answer_is_lost_to_that_round_and_goes_on_from_where_it_was
     assert time.monotonic() - begun < 10
     assert [[lost.client for lost in each.lost] for each in played] == [[], ["c1"], [], []]
     assert reason in played[1].lost[0].reason
-    embedded = Embedded(run, model, THREE, faults=Faults(trace={(1, "c1"): 0.0}))
+    embedded = SimulationEngine(run, model, THREE, availability=Availability(trace={(1, "c1"): 0.0}))
     whole = list(rounds(run, model, embedded))
     assert tensors.equal(last(played), last(whole))
     assert [each.traffic.down for each in played] == [each.traffic.down for each in whole]
@@ -206,7 +208,7 @@ def test_a_round_ends_by_its_deadline_though_an_upload_hangs(tmp_path: Path) -> 
     [played] = rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.5))
     over.set()
     assert time.monotonic() - begun < 10
-    assert played.lost == (Lost("c1", "had not sent its whole answer within 0.5 s"),)
+    assert played.lost == (ClientFailure("c1", "had not sent its whole answer within 0.5 s"),)
 
 
 def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_path: Path) -> None:
@@ -216,15 +218,17 @@ def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_pa
     tampered(grid, 11, lambda *_: None)
     engine = flower(run, model, grid, THREE.clients, deadline=0.3)
     engine.clients()
-    found = list(engine.train(ask(run, model, begin(run, model), 0, client)[0] for client in ("c1", "c0", "c2")))
-    assert [(each.client, type(each)) for each in found] == [("c1", Lost), ("c0", Update), ("c2", Update)]
+    found = list(
+        engine.train(make_job(run, model, initial_server(run, model), 0, client)[0] for client in ("c1", "c0", "c2"))
+    )
+    assert [(each.client, type(each)) for each in found] == [("c1", ClientFailure), ("c0", Update), ("c2", Update)]
 
 
 @pytest.mark.parametrize("silent", ["no answer", "an upload that hangs"])
 def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str, tmp_path: Path) -> None:
     """The silent one is asked first, and refusals are no answers: the clock starts with the second update."""
     model, run, over = small(), run_of(fedavg(), 1, minimum=2), threading.Event()
-    grid = wired(run, model, FOUR, tmp_path, Faults(trace={(0, "c3"): 0.0}))
+    grid = wired(run, model, FOUR, tmp_path, Availability(trace={(0, "c3"): 0.0}))
     if silent == "no answer":
         tampered(grid, 12, lambda *_: None)
 
@@ -236,11 +240,16 @@ def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str,
     engine = flower(run, model, grid, FOUR.clients, deadline=600.0, patience=0.2)
     engine.clients()
     order = ("c1", "c3", "c0", "c2")
-    found = list(engine.train(ask(run, model, begin(run, model), 0, client)[0] for client in order))
+    found = list(engine.train(make_job(run, model, initial_server(run, model), 0, client)[0] for client in order))
     over.set()
-    assert [(each.client, type(each)) for each in found] == [("c1", Lost), ("c3", Lost), ("c0", Update), ("c2", Update)]
+    assert [(each.client, type(each)) for each in found] == [
+        ("c1", ClientFailure),
+        ("c3", ClientFailure),
+        ("c0", Update),
+        ("c2", Update),
+    ]
     what = "gave no answer" if silent == "no answer" else "had not sent its whole answer"
-    assert isinstance(found[0], Lost)
+    assert isinstance(found[0], ClientFailure)
     assert found[0].reason.startswith(what)
 
 
@@ -258,7 +267,7 @@ def test_patience_waits_for_enough_and_does_not_hide_an_error(tmp_path: Path) ->
     engine = flower(run, model, grid, THREE.clients, patience=0.0)
     engine.nodes = {"c0": 12, "c1": 11, "c2": 10}
     with pytest.raises(OSError, match="no network"):
-        list(engine.train([ask(run, model, begin(run, model), 0, "c0")[0]]))
+        list(engine.train([make_job(run, model, initial_server(run, model), 0, "c0")[0]]))
 
 
 def test_who_did_not_answer_gets_no_job_until_it_speaks(tmp_path: Path) -> None:
@@ -308,7 +317,7 @@ def test_a_client_that_lost_its_disk_says_so_and_is_sent_everything(how: str, tm
     assert [[(lost.client, lost.empty) for lost in each.lost] for each in played] == [[], [], [("c1", True)], [], []]
     size = model.initial[kernel].numel() * 4
     assert [each.traffic.down[kernel] // size for each in played] == [3, 3, 0, 1, 0]
-    away = Embedded(run, model, THREE, faults=Faults(trace={(2, "c1"): 0.0}))
+    away = SimulationEngine(run, model, THREE, availability=Availability(trace={(2, "c1"): 0.0}))
     assert tensors.equal(last(played), last(list(rounds(run, model, away))))
 
 
@@ -323,7 +332,7 @@ def test_of_an_error_that_may_quote_data_only_the_kind_leaves_the_site(
     model, run = small(), run_of(fedavg(), 1, minimum=0, tolerate=True)
     grid = wired(run, model, Leaky(c0=3), tmp_path)
     [played] = rounds(run, model, flower(run, model, grid, ["c0"]))
-    assert played.lost == (Lost("c0", f"failed with {kind.__name__}; the log of its SuperNode says more"),)
+    assert played.lost == (ClientFailure("c0", f"failed with {kind.__name__}; the log of its SuperNode says more"),)
     assert "patient 4711" in caplog.text
 
 
@@ -333,11 +342,11 @@ def test_a_site_refuses_jobs_of_others_and_models_of_another_shape(tmp_path: Pat
     engine = flower(run, model, grid, THREE.clients)
     engine.clients()
     engine.nodes |= {"c0": engine.nodes["c1"]}
-    jobs = [ask(run, model, begin(run, model), 0, "c0")[0]]
+    jobs = [make_job(run, model, initial_server(run, model), 0, "c0")[0]]
     [lost] = engine.train(jobs)
-    assert lost == Lost("c0", "this site is 'c1'; look at the node config of both")
+    assert lost == ClientFailure("c0", "this site is 'c1'; look at the node config of both")
     [lost] = engine.train([replace(jobs[0], client="c2", params={**jobs[0].params, "head.weight": torch.zeros(9, 4)})])
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, ClientFailure)
     assert lost.reason == "the server's 'head.weight' is (9, 4) and here it is (3, 4); are model and classes the same?"
 
 
@@ -394,10 +403,10 @@ def test_a_site_that_cannot_say_who_it_is_is_asked_again(tmp_path: Path) -> None
 # ---- a server that stops
 
 
-def late_head(model: Model, turn: Turn) -> Plan:
+def late_head(model: Model, round_info: RoundInfo) -> Plan:
     """The head trains from round 2 on: at the checkpoint it is as loaded, at the sites it is not."""
-    plan = share_everything(model, turn)
-    return plan if turn.round >= 2 else plan.narrow(model.every() - model.names("head"))
+    plan = share_everything(model, round_info)
+    return plan if round_info.round >= 2 else plan.narrow(model.all_names() - model.names("head"))
 
 
 @pytest.mark.parametrize("method", [scaffold(), build("fedper"), Method("late head", late_head)], ids=lambda m: m.name)
@@ -411,11 +420,13 @@ def test_a_server_that_goes_on_from_a_checkpoint_ends_where_it_would_have(method
     checkpoint.save(tmp_path, 2, [next(stream) for _ in range(2)][-1].server)
     next(stream), next(stream)
     done, server = checkpoint.load(next(tmp_path.glob("*.safetensors")))
-    server = Server(server.params, server.state, replace(server.ledger, held={}))
+    server = Server(server.params, server.state, replace(server.versions, held={}))
     again = flower(run, model, grid, THREE.clients, session="2", start=done)
     assert tensors.equal(last(list(rounds(run, model, again, server, done))), last(whole))
     one, two = (
-        states(run, lambda client, side=side: Disk(tmp_path / side / client / "states").load(client, 5), THREE.clients)
+        states(
+            run, lambda client, side=side: DiskStore(tmp_path / side / client / "states").load(client, 5), THREE.clients
+        )
         for side in "ab"
     )
     assert alike(one, two)
@@ -488,7 +499,7 @@ def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
         pass
     here, there = (tmp_path / side for side in ("here", "there"))
     assert files_in(there) >= {"config.toml", "environment.json", "plan.json", "rows.jsonl", "result.json"}
-    ends = [checkpoint.load(sealed(folder / "checkpoints")[-1])[1] for folder in (here, there)]
+    ends = [checkpoint.load(list_checksummed(folder / "checkpoints")[-1])[1] for folder in (here, there)]
     assert tensors.equal(ends[0].params, ends[1].params)
     one, two = rows_of(here), rows_of(there)
     if method == "fedfrozen":  # after the stop, sites are sent also what froze before it
@@ -498,7 +509,7 @@ def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
     result = run_folder.finished(there)
     assert result
     assert result["digest"] == tensors.digest(ends[0].params)
-    with pytest.raises(run_folder.RecordError, match="holds a run of another config"):
+    with pytest.raises(run_folder.RunFolderError, match="holds a run of another config"):
         next(flower_app.serve(grid, load(config, ["seed=3"]), settings, "3"))
 
 
@@ -587,7 +598,7 @@ def test_the_command_writes_an_app_and_says_how_to_try_it(tmp_path: Path, monkey
     done = CliRunner().invoke(flower_commands.app, ["init", "app", "--config", str(config), "--set", "seed=4"])
     assert done.exit_code == 0, done.output
     assert "partita flower up app --run" in done.output
-    assert flower_app.recorded(Path("app")) == tmp_path / "runs" / "fedavg-seed-4"
+    assert flower_app.recorded_folder(Path("app")) == tmp_path / "runs" / "fedavg-seed-4"
 
 
 def test_without_flower_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

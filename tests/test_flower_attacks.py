@@ -21,19 +21,19 @@ from grids import one_task as one_task
 from helpers import last, run_of, small
 
 from partita.core import tensors
-from partita.core.client import ClientFault
+from partita.core.client import ClientError
 from partita.core.method import Method, Update
 from partita.core.model import Model
-from partita.core.rounds import Lost, ask, begin, rounds
+from partita.core.rounds import ClientFailure, initial_server, make_job, rounds
 from partita.core.settings import Run
-from partita.engines.availability import Faults
+from partita.engines.availability import Availability
 from partita.engines.flower import messages
-from partita.engines.flower.messages import LONGEST, Refusal
-from partita.engines.simulation import Embedded
+from partita.engines.flower.messages import MAX_TEXT, ErrorReply
+from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.report.page import _lost as lost_table
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 
 MANY = 3_000
 WIDTH = 10
@@ -70,7 +70,7 @@ def without(name: str) -> Tamper:
     return tamper
 
 
-def ticket(**changes: Any) -> Tamper:
+def job_id(**changes: Any) -> Tamper:
     def tamper(message: Message, reply: Message) -> Message:
         record = ConfigRecord({**reply.content["ticket"], **changes})  # type: ignore[dict-item]
         return Message(RecordDict({**reply.content, "ticket": record}), reply_to=message)
@@ -137,18 +137,18 @@ def empty(message: Message, reply: Message) -> Message:
 NO_USE = "its answer is of no use: "
 UNREAD = "its tensors cannot be read"
 ATTACKS: dict[str, Attack] = {
-    **{f"no {name}": Attack(without(name), f"Record '{name}'") for name in ("numbers", "steps", "told", "tensors")},
+    **{f"no {name}": Attack(without(name), f"Record '{name}'") for name in ("numbers", "steps", "metrics", "tensors")},
     **{
         f"a ConfigRecord as {name}": Attack(records(**{name: ConfigRecord({"a": 1})}), f"Record '{name}'")
-        for name in ("numbers", "steps", "told", "tensors")
+        for name in ("numbers", "steps", "metrics", "tensors")
     },
     "no ticket": Attack(without("ticket"), "no ConfigRecord 'ticket'"),
-    "a ticket of numbers": Attack(records(ticket=MetricRecord({"round": 0})), "no ConfigRecord 'ticket'"),
-    "a ticket of another round": Attack(ticket(round=1), "it answers round 1 of client 'c1'"),
-    "a ticket of round -1": Attack(ticket(round=-1), "it answers round -1"),
-    "a ticket of another client": Attack(ticket(client="c0"), "of client 'c0' in session"),
-    "a ticket of another session": Attack(ticket(session="0"), "in session '0', not round 0"),
-    "a ticket with a long name": Attack(ticket(client=LONG), "it answers round 0 of client 'xxx"),
+    "a ticket of numbers": Attack(records(job_id=MetricRecord({"round": 0})), "no ConfigRecord 'ticket'"),
+    "a ticket of another round": Attack(job_id(round=1), "it answers round 1 of client 'c1'"),
+    "a ticket of round -1": Attack(job_id(round=-1), "it answers round -1"),
+    "a ticket of another client": Attack(job_id(client="c0"), "of client 'c0' in session"),
+    "a ticket of another session": Attack(job_id(session="0"), "in session '0', not round 0"),
+    "a ticket with a long name": Attack(job_id(client=LONG), "it answers round 0 of client 'xxx"),
     "a record of its own": Attack(records(more=ConfigRecord({"a": LONG * 10})), "it has a record 'more'"),
     "a record with an odd name": Attack(records(**{ODD: ConfigRecord()}), r"it has a record '\x1b[2J"),
     "an empty message": Attack(empty, "sent a message that cannot be unpacked"),
@@ -174,14 +174,14 @@ ATTACKS: dict[str, Attack] = {
     "steps of many names": Attack(numbers(steps={f"n{i}": 1 for i in range(MANY)}), "sent steps of 'n0'"),
     "a list as steps": Attack(numbers(steps={"head.weight": [1, 2]}), "after [1, 2] steps"),
     "no steps at all": Attack(numbers(steps={"head.weight": 0}), "after 0 steps"),
-    "many numbers told": Attack(numbers(told={f"n{i}": 1.0 for i in range(MANY)}), f"told {MANY} scores"),
-    "a number told": Attack(numbers(told={"a": 1.0}), "told 1 scores; clients of fedavg tell at most 0"),
-    "a layer told of that is not there": Attack(numbers(told={"a/layer.9": 1.0}), "told a score of", "safl"),
-    "a layer told of that is no number": Attack(numbers(told={"a/layer.x": 1.0}), "told a score of", "safl"),
-    "an odd name told": Attack(numbers(told={ODD: 1.0}), "told a score called", "safl"),
-    "a name of 1 MB told": Attack(numbers(told={LONG: 1.0}), "told a score called", "safl"),
-    "1e308 told": Attack(numbers(told={"attention/layer.0": 1e308}), "told 1e+308", "safl"),
-    "nan told": Attack(numbers(told={"attention/layer.0": float("nan")}), "told nan", "safl"),
+    "many numbers told": Attack(numbers(metrics={f"n{i}": 1.0 for i in range(MANY)}), f"told {MANY} scores"),
+    "a number told": Attack(numbers(metrics={"a": 1.0}), "told 1 scores; clients of fedavg tell at most 0"),
+    "a layer told of that is not there": Attack(numbers(metrics={"a/layer.9": 1.0}), "told a score of", "safl"),
+    "a layer told of that is no number": Attack(numbers(metrics={"a/layer.x": 1.0}), "told a score of", "safl"),
+    "an odd name told": Attack(numbers(metrics={ODD: 1.0}), "told a score called", "safl"),
+    "a name of 1 MB told": Attack(numbers(metrics={LONG: 1.0}), "told a score called", "safl"),
+    "1e308 told": Attack(numbers(metrics={"attention/layer.0": 1e308}), "told 1e+308", "safl"),
+    "nan told": Attack(numbers(metrics={"attention/layer.0": float("nan")}), "told nan", "safl"),
     "two blobs": Attack(two_blobs, "are not one safetensors blob"),
     "a pickle": Attack(blob(lambda data: data, "numpy.ndarray"), "are not one safetensors blob"),
     "no bytes": Attack(blob(lambda data: b""), UNREAD),
@@ -265,7 +265,7 @@ def method_of(name: str) -> Method:
 
 def model_for(name: str) -> Model:
     """Small tensors are not quantised."""
-    return Tiny(width=WIDTH, layers=1) if name == "quantise" else small()
+    return ToyTransformer(width=WIDTH, layers=1) if name == "quantise" else small()
 
 
 def run_under(attack: Attack, tolerate: bool) -> Run:
@@ -275,11 +275,13 @@ def run_under(attack: Attack, tolerate: bool) -> Run:
 @cache
 def honest_end(method: str, away: bool) -> str:
     run, model = run_of(method_of(method), 2, drift=False), model_for(method)
-    faults = Faults(trace={(0, "c1"): 0.0} if away else {})
-    return tensors.digest(last(list(rounds(run, model, Embedded(run, model, THREE, faults=faults)))))
+    availability = Availability(trace={(0, "c1"): 0.0} if away else {})
+    return tensors.digest(
+        last(list(rounds(run, model, SimulationEngine(run, model, THREE, availability=availability))))
+    )
 
 
-def strike(attack: Attack, folder: Path, tolerate: bool = True) -> tuple[list[Lost], str]:
+def strike(attack: Attack, folder: Path, tolerate: bool = True) -> tuple[list[ClientFailure], str]:
     """Whom the server lost in a run in which c1 attacks in the first round, and the digest of the model."""
     run, model = run_under(attack, tolerate), model_for(attack.method)
     grid = wired(run, model, THREE, folder)
@@ -298,7 +300,7 @@ def test_no_answer_of_a_site_ends_a_run_or_leaves_a_trace_in_it(kind: str, tmp_p
     assert [each.client for each in lost] == ["c1"]
     reason = lost[0].reason
     assert attack.reason in reason
-    assert len(reason) <= LONGEST
+    assert len(reason) <= MAX_TEXT
     assert reason.isprintable()
     assert attack.kept or end == honest_end(attack.method, away=True)
 
@@ -308,11 +310,11 @@ def test_no_answer_of_a_site_ends_a_run_or_leaves_a_trace_in_it(kind: str, tmp_p
 )
 def test_a_run_that_does_not_tolerate_faults_ends_with_the_client_and_the_fault(kind: str, tmp_path: Path) -> None:
     attack = ATTACKS[kind]
-    with pytest.raises(ClientFault) as ended:
+    with pytest.raises(ClientError) as ended:
         strike(attack, tmp_path, tolerate=False)
     assert ended.value.client == "c1"
     assert attack.reason in ended.value.reason
-    assert len(ended.value.reason) <= LONGEST
+    assert len(ended.value.reason) <= MAX_TEXT
     assert ended.value.reason.isprintable()
 
 
@@ -368,12 +370,12 @@ def test_a_message_that_flower_cannot_unpack_loses_its_site_alone(kind: type[Exc
 
     grid.fetching = breaks
     played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
-    assert played[0].lost == (Lost("c1", f"sent a message that cannot be unpacked ({kind.__name__})"),)
+    assert played[0].lost == (ClientFailure("c1", f"sent a message that cannot be unpacked ({kind.__name__})"),)
 
 
 def test_the_report_shows_a_reason_as_text() -> None:
     class Record:
-        label, seed, rows = "run", 0, [{"round": 0, "lost": {"c1": messages.plain(ODD)}}]
+        label, seed, rows = "run", 0, [{"round": 0, "lost": {"c1": messages.printable_line(ODD)}}]
 
     assert "<script>" not in lost_table([Record()])  # type: ignore[list-item]
 
@@ -385,7 +387,7 @@ def test_the_limit_is_that_of_the_round(tmp_path: Path) -> None:
     kept: list[Update] = []
 
     def note(message: Message, reply: Message) -> Message:
-        kept.append(messages.to_update(reply.content, messages.to_ticket(reply.content), 10**9))
+        kept.append(messages.decode_update(reply.content, messages.decode_job_id(reply.content), 10**9))
         return reply
 
     tampered(grid, 11, note, when=0)
@@ -415,7 +417,7 @@ SCORES: dict[str, tuple[Tamper, str]] = {
     "no scores": (without("scores"), "no MetricRecord 'scores'"),
     "texts": (records(scores=ConfigRecord({"accuracy": "1"})), "no MetricRecord 'scores'"),
     "no ticket": (without("ticket"), "no ConfigRecord 'ticket'"),
-    "an old ticket": (ticket(round=7), "it answers round 7"),
+    "an old ticket": (job_id(round=7), "it answers round 7"),
     "an odd refusal": (refusal(ODD), "<script>"),
 }  # fmt: skip
 
@@ -430,8 +432,8 @@ def evaluated(tamper: Tamper, folder: Path, tolerate: bool) -> list[tuple[str, d
         return tamper(message, reply) if reply and message.metadata.message_type == "evaluate" else reply
 
     grid.nodes[11] = answer
-    engine, server = flower(run, model, grid, THREE.clients, deadline=60.0), begin(run, model)
-    jobs = [ask(run, model, server, 0, name)[0] for name in engine.clients()]
+    engine, server = flower(run, model, grid, THREE.clients, deadline=60.0), initial_server(run, model)
+    jobs = [make_job(run, model, server, 0, name)[0] for name in engine.clients()]
     return list(engine.evaluate(jobs))
 
 
@@ -443,8 +445,8 @@ def test_scores_that_nobody_could_have_measured_are_left_out(
     found = evaluated(tamper, tmp_path / "a", tolerate=True)
     assert [name for name, _ in found] == ["c0", "c2"]
     assert reason in caplog.text
-    assert len(caplog.records[-1].getMessage()) <= LONGEST + 50
-    with pytest.raises(ClientFault, match="client 'c1'"):
+    assert len(caplog.records[-1].getMessage()) <= MAX_TEXT + 50
+    with pytest.raises(ClientError, match="client 'c1'"):
         evaluated(tamper, tmp_path / "b", tolerate=False)
 
 
@@ -460,7 +462,7 @@ NAMES: dict[str, Callable[[Message], Message]] = {
     "an odd name": named(ODD),
     "a number": named(7),
     "no name": lambda message: Message(RecordDict(), reply_to=message),
-    "a refusal of 1 MB": lambda message: Message(messages.of_refusal(Refusal(LONG)), reply_to=message),
+    "a refusal of 1 MB": lambda message: Message(messages.encode_error(ErrorReply(LONG)), reply_to=message),
     "an error of 1 MB": lambda message: Message(Error(5, LONG), reply_to=message),
     "an odd error": lambda message: Message(Error(5, ODD), reply_to=message),
 }
@@ -476,7 +478,7 @@ def test_a_node_with_a_bad_name_is_left_out(kind: str, tmp_path: Path, caplog: p
         assert engine.clients() == ["c0", "c1", "c2"]
     assert 5 not in engine.nodes.values()
     assert 1 <= len(caplog.records) <= 3, "a node that fails for ever does not fill the log"
-    assert all(len(each.getMessage()) <= LONGEST + 100 for each in caplog.records)
+    assert all(len(each.getMessage()) <= MAX_TEXT + 100 for each in caplog.records)
     assert all(each.getMessage().isprintable() for each in caplog.records)
 
 

@@ -20,17 +20,17 @@ from helpers import SMALL_TASK, SMALL_VIT, files_in, run_of, small
 
 from partita.core import tensors
 from partita.core.client import Job
-from partita.core.dp_settings import Private
+from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import Method, Update
 from partita.core.rng import Key
-from partita.core.rounds import ask, begin
-from partita.core.safe_text import component, label_folder
+from partita.core.rounds import initial_server, make_job
+from partita.core.safe_text import label_folder, path_component
 from partita.core.settings import Run
-from partita.engines.availability import Faults
+from partita.engines.availability import Availability
 from partita.engines.flower import answered_rounds, client, messages
 from partita.engines.flower.client import Site, client_app
-from partita.engines.flower.fingerprints import Seals
-from partita.engines.simulation import Embedded
+from partita.engines.flower.fingerprints import Fingerprints
+from partita.engines.simulation import SimulationEngine
 from partita.evaluation import ACCURACY
 from partita.experiment import flower_app
 from partita.experiment.builder import build as build_experiment
@@ -46,7 +46,7 @@ ODD = "\x1b[2J\r\n\u202e<script>alert(1)</script>"
 
 
 def site_at(folder: Path, run: Run, config: str = "") -> Site:
-    return Site(run, small(), "c1", THREE["c1"], folder, Faults(), CPU, ACCURACY, config)
+    return Site(run, small(), "c1", THREE["c1"], folder, Availability(), CPU, ACCURACY, config)
 
 
 def answer_of(site: Site, content: RecordDict, kind: str = "train") -> RecordDict:
@@ -58,10 +58,10 @@ def answer_of(site: Site, content: RecordDict, kind: str = "train") -> RecordDic
 def order(run: Run, round: int = 0, change: Callable[[Job], Job] = lambda job: job, **more: Any) -> RecordDict:
     """What an honest server sends before its first round, with changes; `more` are entries of the job's record."""
     model = small()
-    job, _ = ask(run, model, begin(run, model), round, "c1")
+    job, _ = make_job(run, model, initial_server(run, model), round, "c1")
     about = {"session": "1", "config": "", "void": 0, "settled": 0} | more
     job = change(job)
-    return messages.of_job(job, Seals()(job.params), **about)  # type: ignore[arg-type]
+    return messages.encode_job(job, Fingerprints()(job.params), **about)  # type: ignore[arg-type]
 
 
 def sent(**changes: torch.Tensor) -> Callable[[Job], Job]:
@@ -136,7 +136,7 @@ def test_a_site_refuses_what_its_own_plan_does_not_say(kind: str, asked: str, tm
         forged = order(run, **changes)
     answer = answer_of(site, forged, asked)
     assert set(answer) <= {"refusal", "ticket"}
-    refused = messages.to_refusal(answer)
+    refused = messages.decode_error(answer)
     assert refused
     assert reason in refused.reason
     assert {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)} == files, "its folder is untouched"
@@ -159,7 +159,7 @@ MALFORMED: dict[str, Callable[[RecordDict], dict[str, Any]]] = {
 def test_a_site_refuses_what_it_cannot_read(kind: str, tmp_path: Path) -> None:
     run = run_of(fedavg(), 3)
     answer = answer_of(site_at(tmp_path, run), RecordDict(MALFORMED[kind](order(run))))
-    refused = messages.to_refusal(answer)
+    refused = messages.decode_error(answer)
     assert refused
     assert refused.fault
     assert not files_in(tmp_path)
@@ -169,11 +169,11 @@ def test_a_site_refuses_what_it_cannot_read(kind: str, tmp_path: Path) -> None:
 def test_nothing_but_what_the_plan_sends_up_leaves_a_site(name: str, tmp_path: Path) -> None:
     """Whatever the server claims to need: the seal of the plan's own parameters is the only one that fits."""
     run, model = run_of(method_at_site(name), 3), small()
-    _, plan = ask(run, model, begin(run, model), 0, "c1")
+    _, plan = make_job(run, model, initial_server(run, model), 0, "c1")
     for forged in (order(run), order(run, change=lambda job: replace(job, stale=frozenset())), order(run, void=0)):
         answer = answer_of(site_at(tmp_path, run), forged)
         if "refusal" not in answer:
-            update = messages.to_update(answer, messages.Ticket(0, "c1", ""), 10**9)
+            update = messages.decode_update(answer, messages.JobId(0, "c1", ""), 10**9)
             assert update.delta.keys() <= plan.up
             assert all(part.keys() <= plan.up for part in update.slots.values())
             assert update.steps.keys() <= plan.train
@@ -182,11 +182,11 @@ def test_nothing_but_what_the_plan_sends_up_leaves_a_site(name: str, tmp_path: P
 def test_a_leak_in_a_method_does_not_leave_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(build("fedper"), 1)
 
-    def leaky(self: Embedded, jobs: Any) -> Iterator[Update]:
+    def leaky(self: SimulationEngine, jobs: Any) -> Iterator[Update]:
         yield Update("c1", {"head.weight": HEAD}, {}, 1.0, {"head.weight": 1}, None)
 
-    monkeypatch.setattr(Embedded, "train", leaky)
-    refused = messages.to_refusal(answer_of(site_at(tmp_path, run), order(run)))
+    monkeypatch.setattr(SimulationEngine, "train", leaky)
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run)))
     assert refused
     assert "would send 'head.weight', which the plan of the round does not send up" in refused.reason
 
@@ -200,18 +200,18 @@ def test_an_old_message_does_not_take_a_site_back(tmp_path: Path) -> None:
     asked = [order(run, number, void=number) for number in range(3)]
     assert all("refusal" not in answer_of(site, content) for content in asked)
     files = files_in(tmp_path)
-    refused = messages.to_refusal(answer_of(site, asked[0]))
+    refused = messages.decode_error(answer_of(site, asked[0]))
     assert refused
     assert "was asked for round 0 after round 2; this is an old message" in refused.reason
     assert "refusal" not in answer_of(site, order(run, 1, void=1, session="2")), "a server may go back to a checkpoint"
-    refused = messages.to_refusal(answer_of(site, asked[2]))
+    refused = messages.decode_error(answer_of(site, asked[2]))
     assert refused
     assert "session '1' has ended here; this is an old message" in refused.reason
     assert files_in(tmp_path) < files, "of round 2 the site's state was dropped by the new session"
 
 
 def test_sessions_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answered_rounds, "SESSIONS", 3)
+    monkeypatch.setattr(answered_rounds, "SESSIONS_KEPT", 3)
     run = run_of(fedavg(), 1)
     replies = [answer_of(site_at(tmp_path, run), order(run, session=str(number))) for number in range(6)]
     assert ["refusal" in each for each in replies] == [False] * 3 + [True] * 3
@@ -222,7 +222,7 @@ def test_sessions_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
 
 def private(method: Method | None = None, noise: float = 1.0) -> Run:
     run = run_of(method or fedavg(), 3, steps=1, secret=Key(11))
-    return replace(run, method=replace(run.method, privacy=Private(1.0, noise)))
+    return replace(run, method=replace(run.method, privacy=DPSGDSettings(1.0, noise)))
 
 
 def other_model(job: Job) -> Job:
@@ -231,7 +231,7 @@ def other_model(job: Job) -> Job:
 
 
 def deltas(answer: RecordDict) -> tensors.Tensors:
-    return dict(messages.to_update(answer, messages.Ticket(0, "c1", ""), 10**9).delta)
+    return dict(messages.decode_update(answer, messages.JobId(0, "c1", ""), 10**9).delta)
 
 
 AGAIN: dict[str, dict[str, Any]] = {
@@ -262,7 +262,7 @@ def test_two_answers_with_the_same_noise_would_show_what_it_hides(
 def test_under_privacy_a_round_is_answered_for_one_model_only(kind: str, tmp_path: Path) -> None:
     run = private()
     first = answer_of(site_at(tmp_path, run), order(run))
-    refused = messages.to_refusal(answer_of(site_at(tmp_path, run), order(run, **AGAIN[kind])))
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, **AGAIN[kind])))
     assert refused
     assert "round 0 was already answered for another model; answering again would reuse its noise" in refused.reason
     assert not refused.fault, "the server records the client as lost, and goes on"
@@ -275,7 +275,7 @@ def test_a_server_cannot_change_a_sites_own_state_to_draw_noise_twice(tmp_path: 
     run = private(build("fedper", {"finetune": 0}))
     for number in range(2):
         assert "refusal" not in answer_of(site_at(tmp_path, run), order(run, number, void=number))
-    refused = messages.to_refusal(answer_of(site_at(tmp_path, run), order(run, 1, void=0, session="2")))
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, 1, void=0, session="2")))
     assert refused
     assert "round 1 was already answered" in refused.reason
 
@@ -283,12 +283,12 @@ def test_a_server_cannot_change_a_sites_own_state_to_draw_noise_twice(tmp_path: 
 def test_the_round_is_on_disk_before_it_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = private()
 
-    def dies(self: Embedded, jobs: Any) -> Iterator[Update]:
+    def dies(self: SimulationEngine, jobs: Any) -> Iterator[Update]:
         assert "0" in json.loads((tmp_path / client.ANSWERED).read_text())
         raise RuntimeError("power cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Embedded, "train", dies)
+        patch.setattr(SimulationEngine, "train", dies)
         assert "refusal" in answer_of(site_at(tmp_path, run), order(run))
     assert "refusal" in answer_of(site_at(tmp_path, run), order(run, change=other_model))
     assert "refusal" not in answer_of(site_at(tmp_path, run), order(run))
@@ -299,7 +299,7 @@ def test_a_site_that_cannot_read_what_it_answered_answers_nothing(damage: bytes,
     run = private()
     answer_of(site_at(tmp_path, run), order(run))
     (tmp_path / client.ANSWERED).write_bytes(damage)
-    refused = messages.to_refusal(answer_of(site_at(tmp_path, run), order(run, 1)))
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, 1)))
     assert refused
     assert "answered.json in this site's folder is damaged; restore it from a copy" in refused.reason
 
@@ -330,7 +330,7 @@ def test_without_privacy_a_round_may_be_asked_again(tmp_path: Path) -> None:
 def test_under_privacy_no_scores_are_made_by_training_without_noise(tmp_path: Path) -> None:
     run = private(build("fedper"))
     answer_of(site_at(tmp_path, run), order(run))
-    refused = messages.to_refusal(answer_of(site_at(tmp_path, run), order(run, void=1), "evaluate"))
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, void=1), "evaluate"))
     assert refused
     assert "adapts to training examples before it is scored" in refused.reason
 
@@ -410,12 +410,12 @@ PATHS = ["../x", "a/b", "/etc", ".", "..", "nul\0", "x" * 10_000, "a\\b", "~", "
 
 @pytest.mark.parametrize("name", PATHS, ids=range(len(PATHS)))
 def test_a_name_is_one_folder_inside_the_folder(name: str, tmp_path: Path) -> None:
-    for part in (component(name), label_folder(name)):
+    for part in (path_component(name), label_folder(name)):
         made = tmp_path / part
         made.mkdir(exist_ok=True)
         assert made.parent.resolve() == tmp_path.resolve() == made.resolve().parent
         assert len(part) < 200
-    assert len({component(each) for each in PATHS}) == len(PATHS)
+    assert len({path_component(each) for each in PATHS}) == len(PATHS)
 
 
 @pytest.mark.parametrize("label", ["../../x", "/etc/x", "a/b", "x" * 10_000])

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from partita.core import memory
-from partita.core.options import shown
+from partita.core.options import format_value
 from partita.experiment import builder
 from partita.experiment.compare import expand
 from partita.experiment.config import load, parse
@@ -105,7 +105,11 @@ def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) ->
         [f"{table}.{key}".lstrip(".") for table in SCHEMA if " " not in table for key in SCHEMA[table]]
     )
 
-    @given(st.lists(texts() | st.builds("{}={}".format, named, texts() | strange().map(shown)), min_size=1, max_size=3))
+    @given(
+        st.lists(
+            texts() | st.builds("{}={}".format, named, texts() | strange().map(format_value)), min_size=1, max_size=3
+        )
+    )
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(changes: list[str]) -> None:
         refusal(lambda: load(file, changes))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from partita.core.rng import Key
 from partita.data import load
 from partita.data.labels import label_lists, one_label
-from partita.data.loading import read
+from partita.data.loading import load_dataset
 from partita.engines.availability import read_trace
 
 datasets = pytest.importorskip("datasets")
@@ -100,7 +100,7 @@ def take(file: Path, tokenizer: str) -> object:
         return load("images", Key(0), path=str(file.parent.parent), channels=1)
     if file.name.startswith("tokens"):
         return load("tokens", Key(0), path=str(file), tokenizer=tokenizer, max_length=16)
-    source = read(str(file), Key(0))
+    source = load_dataset(str(file), Key(0))
     return one_label(source, "label"), source.train.texts("text"), source.train.columns()
 
 
@@ -212,4 +212,4 @@ def test_a_broken_trace_is_refused_by_name(text: str, tokenizer: str, tmp_path: 
 
 def test_labels_of_a_list_column_are_read(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text("".join(json.dumps({"label": ["a", "b"]}) + "\n" for _ in range(10)))
-    assert label_lists(read(str(tmp_path / "all.jsonl"), Key(0)), "label")[0] == ("a", "b")
+    assert label_lists(load_dataset(str(tmp_path / "all.jsonl"), Key(0)), "label")[0] == ("a", "b")

@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from partita import SGD, AdamW, Embedded, Key, Run, Training, data, methods, models, rounds
+from partita import SGD, AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core import tensors
-from partita.core.client import ClientState, visit
-from partita.core.client_store import Memory
-from partita.core.dp_settings import Private
+from partita.core.client import ClientState, begin_round
+from partita.core.client_store import MemoryStore
+from partita.core.dp_settings import DPSGDSettings
 from partita.core.model import Model
 from partita.core.optim import Optimizer, Schedule
-from partita.core.rounds import ask, begin
+from partita.core.rounds import initial_server, make_job
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.data import Federation
 from partita.engines import autotune
-from partita.engines.autotune import choose_graphs, half_takes
+from partita.engines.autotune import bf16_slowdown, choose_graphs
 from partita.testing.conformance import states_of
-from partita.training.cuda_graphs import GraphError, Graphs, Recorder, Replay
-from partita.training.local_training import learn
-from partita.training.phase_trainer import LiftError
+from partita.training.cuda_graphs import GraphCache, GraphError, Recorder, Replay
+from partita.training.local_training import train_clients
+from partita.training.phase_trainer import VmapError
 
 
 class Again:
@@ -59,7 +59,7 @@ def scene(method: str, optimizer: Optimizer, count: int = 4, **training: object)
 def play(
     method: str,
     optimizer: Optimizer,
-    graphs: Graphs | None,
+    graphs: GraphCache | None,
     block: int,
     count: int = 4,
     device: str = "cpu",
@@ -67,7 +67,7 @@ def play(
     **training: object,
 ) -> Tensors:
     run, model, federation = scene(method, optimizer, count, **training)
-    engine = Embedded(run, model, federation, block, torch.device(device), graphs=graphs)
+    engine = SimulationEngine(run, model, federation, block, torch.device(device), graphs=graphs)
     engine.ahead = engine.ahead if ahead is None else ahead
     played = list(rounds(run, model, engine))
     ended = {**played[-1].server.params, "losses": torch.tensor([each.loss for each in played])}
@@ -95,7 +95,7 @@ CASES = {
 @pytest.mark.parametrize(("method", "optimizer", "block"), CASES.values(), ids=CASES)
 def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, block: int) -> None:
     again = Again()
-    recorded = play(method, optimizer, Graphs(again), block)
+    recorded = play(method, optimizer, GraphCache(again), block)
     assert again.recorded  # or nothing was tried
     plain = play(method, optimizer, None, block)
     assert recorded.keys() == plain.keys()
@@ -106,13 +106,13 @@ def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, blo
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "local-only"])
 def test_a_block_given_before_the_last_is_answered_for_changes_nothing(method: str, recorded: bool) -> None:
     """Though both may have been computed in the same places."""
-    ended = [play(method, SGD(), Graphs(Again()) if recorded else None, 1, ahead=ahead) for ahead in (0, 1)]
+    ended = [play(method, SGD(), GraphCache(Again()) if recorded else None, 1, ahead=ahead) for ahead in (0, 1)]
     assert tensors.equal(*ended)
 
 
 def test_the_rate_is_not_recorded() -> None:
     schedule = Schedule("linear")
-    recorded = play("fedavg", AdamW(), Graphs(Again()), 4, schedule=schedule)
+    recorded = play("fedavg", AdamW(), GraphCache(Again()), 4, schedule=schedule)
     assert farthest(recorded, play("fedavg", AdamW(), None, 4, schedule=schedule)) < 1e-4
     assert farthest(recorded, play("fedavg", AdamW(), None, 4)) > 1e-2
 
@@ -121,7 +121,7 @@ def test_shapes_met_again_are_not_recorded_again() -> None:
     counts = []
     for rounds_played in (4, 8):
         again = Again()
-        play("fedavg", AdamW(), Graphs(again), 4, rounds_played, steps=6)
+        play("fedavg", AdamW(), GraphCache(again), 4, rounds_played, steps=6)
         counts.append(again.recorded)
     assert counts[0] == counts[1] > 0
 
@@ -132,14 +132,14 @@ def test_what_was_handed_out_outlives_the_places_it_was_made_in() -> None:
     federation = data.split(task, "iid", clients=4, key=key)
     model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
     run = Run(methods.build("fedavg"), Training(1e-2, AdamW(), batch_size=4), rounds=1, key=key)
-    jobs = [ask(run, model, begin(run, model), 0, client)[0] for client in federation.clients]
-    visits = [visit(run, model, job, ClientState(), federation[job.client].train) for job in jobs]
+    jobs = [make_job(run, model, initial_server(run, model), 0, client)[0] for client in federation.clients]
+    visits = [begin_round(run, model, job, ClientState(), federation[job.client].train) for job in jobs]
     again = Again()
-    graphs = Graphs(again)
-    held = [each for pair in (visits[:2], visits[2:]) for each in learn(run, pair, graphs)]
+    graphs = GraphCache(again)
+    held = [each for pair in (visits[:2], visits[2:]) for each in train_clients(run, pair, graphs)]
     before = [tensors.digest(part) for each in held for part in (each.params, each.delta)]
     assert len({*before}) == 8
-    learn(run, visits[:2], graphs)
+    train_clients(run, visits[:2], graphs)
     assert again.recorded
     assert len(graphs.known) == 1
     assert before == [tensors.digest(part) for each in held for part in (each.params, each.delta)]
@@ -156,7 +156,7 @@ def test_a_step_by_tensors_is_a_step(optimizer: Optimizer) -> None:
         for age in (1, 2, 3):
             if by_tensors:
                 ages = {name: torch.tensor(float(age)) for name in values}
-                optimizer.step_by_tensors(values, grads, state, torch.tensor(0.1), ages)
+                optimizer.capturable_step(values, grads, state, torch.tensor(0.1), ages)
             else:
                 optimizer.step(values, grads, state, 0.1, dict.fromkeys(values, age))
         both.append(values)
@@ -171,18 +171,18 @@ def refuse_inside(work: Callable[[], Tensor]) -> Replay:
     try:
         return refuse(work)
     except RuntimeError as error:
-        raise LiftError("vmap cannot lift it; set engine.block = 1") from error
+        raise VmapError("vmap cannot lift it; set engine.block = 1") from error
 
 
 @pytest.mark.parametrize("recorder", [refuse, refuse_inside])
 def test_what_cannot_be_recorded_is_an_error_that_names_the_remedy(recorder: Recorder) -> None:
     with pytest.raises(GraphError, match=r"vit with fedavg cannot be recorded: operation not.*engine\.graphs = false"):
-        play("fedavg", AdamW(), Graphs(recorder), 4)
+        play("fedavg", AdamW(), GraphCache(recorder), 4)
 
 
 def test_or_is_said_and_taken_plainly() -> None:
     with pytest.warns(UserWarning, match="taken one by one"):
-        plainly = play("fedavg", AdamW(), Graphs(refuse, strict=False), 4)
+        plainly = play("fedavg", AdamW(), GraphCache(refuse, strict=False), 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert farthest(plainly, play("fedavg", AdamW(), None, 4)) < 1e-4
@@ -199,7 +199,7 @@ def test_what_can_be_compiled_is_what_it_was(monkeypatch: pytest.MonkeyPatch) ->
     """Traced whole, and played without the compiler's own kernels, which take long to make."""
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="aot_eager", **told))
-    compiled = play("fedprox", SGD(0.9), Graphs(None, compile=True), 4, 2)
+    compiled = play("fedprox", SGD(0.9), GraphCache(None, compile=True), 4, 2)
     assert farthest(compiled, play("fedprox", SGD(0.9), None, 4, 2)) < 1e-4
 
 
@@ -208,12 +208,12 @@ def test_two_plans_and_batches_of_all_sizes_are_compiled(monkeypatch: pytest.Mon
     """Which is more programs than torch makes of one function by itself."""
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="eager", **told))
-    compiled = play("fedfrozen", AdamW(), Graphs(None, compile=True), 4)
+    compiled = play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
     assert farthest(compiled, play("fedfrozen", AdamW(), None, 4)) < 1e-4
     torch.compiler.reset()
     monkeypatch.setattr("partita.training.cuda_graphs.PROGRAMS", 2)
     with pytest.raises(GraphError, match=r"would need more than 2 programs; set engine\.compile = false"):
-        play("fedfrozen", AdamW(), Graphs(None, compile=True), 4)
+        play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
 
 
 def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: 
 
     monkeypatch.setattr(torch, "compile", refused)
     with pytest.raises(GraphError, match=r"cannot be compiled: no compiler here; set engine\.compile = false"):
-        play("fedavg", AdamW(), Graphs(None, compile=True), 4)
+        play("fedavg", AdamW(), GraphCache(None, compile=True), 4)
 
 
 def test_privacy_is_not_recorded() -> None:
@@ -234,9 +234,9 @@ def test_privacy_is_not_recorded() -> None:
     task = data.load("synthetic", key, examples=60, size=8, channels=1)
     federation = data.split(task, "iid", clients=3, key=key)
     model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
-    method = replace(methods.build("fedavg"), privacy=Private(1.0, 1.0))
+    method = replace(methods.build("fedavg"), privacy=DPSGDSettings(1.0, 1.0))
     run = Run(method, Training(1e-2, SGD(), batch_size=4), rounds=2, key=key)
-    list(rounds(run, model, Embedded(run, model, federation, block=3, graphs=Graphs(again))))
+    list(rounds(run, model, SimulationEngine(run, model, federation, block=3, graphs=GraphCache(again))))
     assert not again.recorded
 
 
@@ -245,7 +245,7 @@ def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32
 ) -> None:
     times = {torch.float32: iter([2.0, 1.0, 4.0]), torch.bfloat16: iter([9.0, 8.0, 7.0])}
     monkeypatch.setattr(autotune, "_seconds", lambda square: next(times[square.dtype]))
-    assert half_takes() == 7.0
+    assert bf16_slowdown() == 7.0
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9)], ids=["adamw", "momentum"])
@@ -253,12 +253,14 @@ def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32
 def test_a_run_goes_on_with_new_recordings_bit_for_bit(method: str, optimizer: Optimizer) -> None:
     """After a stop the first steps are taken plainly again, where the whole run replayed its recordings."""
     run, model, federation = scene(method, optimizer)
-    kept = Memory()
-    engines = [Embedded(run, model, federation, 4, store=store, graphs=Graphs(Again())) for store in (None, kept)]
+    kept = MemoryStore()
+    engines = [
+        SimulationEngine(run, model, federation, 4, store=store, graphs=GraphCache(Again())) for store in (None, kept)
+    ]
     *_, last = rounds(run, model, engines[0])
     *_, second = islice(rounds(run, model, engines[1]), 2)
     again = Again()
-    late = Embedded(run, model, federation, 4, store=kept, graphs=Graphs(again))
+    late = SimulationEngine(run, model, federation, 4, store=kept, graphs=GraphCache(again))
     *_, end = rounds(run, model, late, second.server, 2)
     assert again.recorded
     assert tensors.equal(last.server.params, end.server.params)

@@ -17,28 +17,28 @@ from helpers import SMALL_TASK, SMALL_VIT, Clients, Script, last, play, run_of, 
 from hostile import CASES, WHEN, WHO, Case, Hostile
 
 from partita.core import tensors
-from partita.core.client import ClientFault, ClientState, Job
-from partita.core.client_store import Memory
+from partita.core.client import ClientError, ClientState, Job
+from partita.core.client_store import MemoryStore
 from partita.core.data import Examples
-from partita.core.dp_settings import Private
-from partita.core.method import Aggregate, Method, Rule, Server, Update
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import Aggregate, Method, Server, ServerRule, Update
 from partita.core.model import Model
-from partita.core.rounds import Lost, Round, begin, rounds
+from partita.core.rounds import ClientFailure, RoundResult, initial_server, rounds
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Slots, Tensors
-from partita.core.update_checks import MOST_OF_INITIAL
-from partita.engines.availability import Faults
-from partita.engines.simulation import Embedded
-from partita.experiment.alarms import alarms_of_round
+from partita.core.update_checks import MAX_NORM_RATIO
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
+from partita.experiment.alarms import check_round
 from partita.experiment.builder import build as build_experiment
 from partita.experiment.config import parse
-from partita.experiment.runner import play as play_rows
 from partita.experiment.runner import prepare
+from partita.experiment.runner import run_rounds as play_rows
 from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
 from partita.privacy.client_level import protect_clients
-from partita.report import page, read
-from partita.testing.toy import Tiny
+from partita.report import load_run, page
+from partita.testing.toy import ToyTransformer
 
 SIZES = {"a": 5, "b": 6, "c": 7}
 THREE = Clients(**SIZES)
@@ -49,7 +49,7 @@ PRIVATE = {
     "client-level, fedadam": lambda: protect_clients(build("fedadam"), 1.0, 0.1, 3),
     "client-level, quantised": lambda: protect_clients(build("quantise"), 1.0, 0.1, 3),
     "client-level, narrowed": lambda: protect_clients(build("safl", {"select": "static"}), 1.0, 0.1, 3),
-    "example-level": lambda: replace(fedavg(), privacy=Private(1.0, 1.0)),
+    "example-level": lambda: replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0)),
 }
 COMPOSED = ("fedfrozen+scaffold", "fedper+moon+fedadam", "safl+prune+quantise")
 # Those that need another model are not here, nor the one that has a single client.
@@ -62,17 +62,17 @@ class Setting:
     """A federation after its first round, and how it ends if the hostile client is away in the second."""
 
     run: Run
-    model: Tiny
+    model: ToyTransformer
     server: Server
     states: dict[str, tuple[int, ClientState]]
     without: Tensors
 
-    def engine(self, faults: Faults | None = None) -> Embedded:
-        store = Memory()
+    def engine(self, availability: Availability | None = None) -> SimulationEngine:
+        store = MemoryStore()
         store.held = dict(self.states)
-        return Embedded(self.run, self.model, THREE, store=store, faults=faults)
+        return SimulationEngine(self.run, self.model, THREE, store=store, availability=availability)
 
-    def play(self, case: Case, **settings: object) -> list[Round] | None:
+    def play(self, case: Case, **settings: object) -> list[RoundResult] | None:
         """None where the case cannot be: there is no slot to spoil, say."""
         engine = Hostile(self.engine(), case)
         try:
@@ -88,16 +88,16 @@ class Setting:
 def setting(name: str) -> Setting:
     method = PRIVATE[name]() if name in PRIVATE else build(name, BRIEF.get(name, {}))
     run = run_of(method, 3, tolerate=True, drift=False, examples=SIZES)
-    model = Tiny(width=WIDTH.get(name, 4), layers=1)
-    engine = Embedded(run, model, THREE)
+    model = ToyTransformer(width=WIDTH.get(name, 4), layers=1)
+    engine = SimulationEngine(run, model, THREE)
     server = next(rounds(run, model, engine)).server
-    assert isinstance(engine.store, Memory)
+    assert isinstance(engine.store, MemoryStore)
     start = Setting(run, model, server, engine.store.held, {})
-    away = rounds(run, model, start.engine(Faults(trace={(WHEN, WHO): 0.0})), server, WHEN)
+    away = rounds(run, model, start.engine(Availability(trace={(WHEN, WHO): 0.0})), server, WHEN)
     return replace(start, without=last(list(away)))
 
 
-def was_refused(played: list[Round]) -> bool:
+def was_refused(played: list[RoundResult]) -> bool:
     return WHO in {lost.client for lost in played[0].lost}
 
 
@@ -116,8 +116,8 @@ def try_out(name: str, case: Case) -> str | None:
     if played is None:
         return None
     assert [each.number for each in played] == [WHEN, WHEN + 1]
-    assert tensors.finite(last(played))
-    assert all(tensors.finite(part) for part in played[-1].server.state.values() if _floats(part))
+    assert tensors.all_finite(last(played))
+    assert all(tensors.all_finite(part) for part in played[-1].server.state.values() if _floats(part))
     if not was_refused(played):
         assert not case.refused or harmless(name, case), "it was accepted"
         return "accepted"
@@ -127,7 +127,7 @@ def try_out(name: str, case: Case) -> str | None:
     if case.name == "no reply":  # nobody to blame
         assert tensors.equal(last(at.play(case, tolerate=False) or []), at.without)
         return "refused"
-    with pytest.raises(ClientFault) as caught:
+    with pytest.raises(ClientError) as caught:
         at.play(case, tolerate=False)
     assert caught.value.client in (WHO, "a", "c", "mallory", "5", "")
     return "refused"
@@ -181,7 +181,7 @@ ONES = 0.01 * math.sqrt(sum(value.numel() for value in MODEL.initial.values()))
 
 def test_an_update_far_beyond_the_initial_model_is_refused_whatever_the_server_has_become() -> None:
     initial = math.sqrt(sum(float(value.square().sum()) for value in MODEL.initial.values()))
-    most = MOST_OF_INITIAL * initial / ONES
+    most = MAX_NORM_RATIO * initial / ONES
     run = run_of(fedavg(), 1, tolerate=True)
     for server in (None, Server(tensors.scale(MODEL.initial, 1e6))):
         for factor, lost in ((0.99 * most, 0), (1.01 * most, 1)):
@@ -253,7 +253,7 @@ def test_a_round_with_too_few_usable_replies_is_skipped_and_the_run_goes_on() ->
     assert "only 0 of 2 clients answered in round 1 and federation.minimum is 2" in str(played[1].skipped)
     assert tensors.equal(last(played[:1]), last(played[:2]))
     assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
-    with pytest.raises(ClientFault):
+    with pytest.raises(ClientError):
         list(rounds(replace(run, tolerate=False), MODEL, Script(answer)))
 
 
@@ -272,11 +272,11 @@ def test_one_client_can_make_a_round_that_needs_it_not_count_but_not_end_the_run
 def test_clients_that_stay_away_are_an_error_as_ever() -> None:
     run = run_of(fedavg(), 1, minimum=2, tolerate=True)
     with pytest.raises(RunError, match=r"only 0 of 2 clients answered"):
-        list(rounds(run, MODEL, Script(lambda job: Lost(job.client, "is asleep"))))
+        list(rounds(run, MODEL, Script(lambda job: ClientFailure(job.client, "is asleep"))))
 
 
 @dataclass(frozen=True)
-class Explosive(Rule):
+class Explosive(ServerRule):
     """Cannot bear a mean of 2: then its parameters, or its state, are finite no more."""
 
     state: bool
@@ -298,7 +298,7 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
             job.client, {"head.weight": torch.full((3, 4), 1.0 + job.round)}, {}, 1.0, {"head.weight": 1}, 0.5
         )
 
-    run = run_of(Method("explosive", server=Explosive(state)), 3, tolerate=True)
+    run = run_of(Method("explosive", server_rule=Explosive(state)), 3, tolerate=True)
     played = list(rounds(run, MODEL, Script(answer)))
     named = "memory/head.weight" if state else "head.weight"
     assert [each.skipped for each in played] == [
@@ -315,28 +315,28 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
 # ---- what is recorded
 
 
-def norms_of(**norms: float) -> Round:
+def norms_of(**norms: float) -> RoundResult:
     return replace(play(run_of(fedavg(), 1), MODEL, THREE)[0], norms=norms)
 
 
 def test_an_update_far_beyond_the_median_raises_an_alarm_that_names_its_client() -> None:
-    [alarm] = alarms_of_round(norms_of(a=1.0, b=10.1, c=0.5, d=1.0))
+    [alarm] = check_round(norms_of(a=1.0, b=10.1, c=0.5, d=1.0))
     assert (alarm.kind, alarm.round) == ("outlying update", 0)
     assert "the update of b (10.1) is more than 10 times as long as the round's median of 1;" in alarm.text
     for quiet in ({"a": 1.0, "b": 9.9, "c": 1.0}, {"a": 1.0, "b": 50.0}, {"a": 0.0, "b": 0.0, "c": 1.0}, {}):
-        assert alarms_of_round(norms_of(**quiet)) == []
+        assert check_round(norms_of(**quiet)) == []
 
 
 @dataclass
 class Loud:
     """An engine whose client c1 sends its update many times as long, and in round 1 a second time."""
 
-    engine: Embedded
+    engine: SimulationEngine
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         for reply in self.engine.train(jobs):
             assert isinstance(reply, Update)
             if reply.client == "c1":
@@ -356,20 +356,20 @@ def test_rows_and_the_report_tell_of_it(drift: bool, tmp_path: Path) -> None:
     config = parse({**raw, "federation": {"tolerate": True, "max_norm": 1.0}})
     experiment, folder = build_experiment(config), tmp_path / "run"
     prepare(experiment, folder)
-    store = Memory()
-    engine = Loud(Embedded(experiment.run, experiment.model, experiment.federation, store=store))
-    rows = list(play_rows(experiment, folder, engine, store, begin(experiment.run, experiment.model), 0))
+    store = MemoryStore()
+    engine = Loud(SimulationEngine(experiment.run, experiment.model, experiment.federation, store=store))
+    rows = list(play_rows(experiment, folder, engine, store, initial_server(experiment.run, experiment.model), 0))
     assert all(row["alarms"].keys() == {"outlying update"} for row in rows)
     assert all(row["bounded"].keys() == {"c1"} for row in rows)
     assert [list(row.get("refused", {})) for row in rows] == [[], ["c1"]]
     assert not any("skipped" in row or row["lost"] for row in rows)
-    text = page([read(folder)], tmp_path / "page.html").read_text()
+    text = page([load_run(folder)], tmp_path / "page.html").read_text()
     assert "outlying update in round 1 to 2</b>: the update of c1 (" in text
 
 
 def test_a_skipped_round_is_recorded_with_its_alarm() -> None:
     each = replace(norms_of(), skipped="only 0 of 2 clients answered")
-    [alarm] = alarms_of_round(each)
+    [alarm] = check_round(each)
     assert alarm.kind == "skipped round"
     assert alarm.text == "only 0 of 2 clients answered; the server stayed as it was"
 

@@ -14,10 +14,10 @@ import pytest
 from helpers import SMALL_VIT
 
 from partita.core import checkpoint, tensors
-from partita.core.atomic_files import sealed
+from partita.core.atomic_files import list_checksummed
 from partita.experiment import run_folder
 from partita.experiment.config import Config, parse
-from partita.methods import INDEX, ON_TOWERS, build
+from partita.methods import INDEX, NEEDS_DUAL_ENCODER, build
 
 KILLS = 20
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -59,7 +59,7 @@ every = 2
 def settings(method: str, state: str) -> Config:
     optimizer = "adamw" if build(method).takes("adamw") else "sgd"
     raw = tomllib.loads(SETTINGS.format(method=method, state=state, optimizer=optimizer))
-    return parse({**raw, "model": {"name": "clip", "shape": "tiny"}} if method in ON_TOWERS else raw)
+    return parse({**raw, "model": {"name": "clip", "shape": "tiny"}} if method in NEEDS_DUAL_ENCODER else raw)
 
 
 # Every method goes through this, one of them in the fast suite; a resumed run is also compared by conformance.
@@ -77,9 +77,12 @@ def test_twenty_kills_change_nothing(method: str, state: str, tmp_path: Path) ->
     outcome = try_setting(settings(method, state), KILLS, f"{method} {state}", tmp_path)
     assert outcome.kills == KILLS
     assert outcome.same
-    ends = [checkpoint.load(sealed(tmp_path / name / run_folder.CHECKPOINTS)[-1])[1] for name in ("whole", "killed")]
+    ends = [
+        checkpoint.load(list_checksummed(tmp_path / name / run_folder.CHECKPOINTS)[-1])[1]
+        for name in ("whole", "killed")
+    ]
     assert tensors.equal(ends[0].params, ends[1].params)
-    assert ends[0].ledger == ends[1].ledger
+    assert ends[0].versions == ends[1].versions
 
 
 def test_a_fork_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
@@ -92,7 +95,7 @@ def test_a_fork_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path: Path) 
             time.sleep(60)
     child = int(os.read(hear, 20))
     try:
-        with pytest.raises(run_folder.RecordError, match="in use by another process"), run_folder.lock(tmp_path):
+        with pytest.raises(run_folder.RunFolderError, match="in use by another process"), run_folder.lock(tmp_path):
             pass
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partita.core.method import Method, compose
 from partita.core.rng import Key
-from partita.core.rounds import Round
+from partita.core.rounds import RoundResult
 from partita.core.settings import Run, Training
 from partita.lab import commands, experiments, figures
 from partita.lab.model import LabPopulation, LinearAttention, ridge
@@ -27,7 +27,7 @@ from partita.lab.simulate import (
     step_size,
     warm_up,
 )
-from partita.lab.synthetic import Differences, Size, World, draw, stack
+from partita.lab.synthetic import Differences, Federation, Size, draw, stack
 from partita.lab.theory import (
     Data,
     Features,
@@ -51,12 +51,12 @@ TINY = Size(clients=3, examples=5, tokens=4, width=3, rank=2, outputs=2)
 MAPS = ("identity", "elu", "relu", "random")
 
 
-def make(name: str = "identity", level: float = 1.0, seed: int = 0, size: Size = TINY) -> tuple[World, Features]:
+def make(name: str = "identity", level: float = 1.0, seed: int = 0, size: Size = TINY) -> tuple[Federation, Features]:
     features = feature_map(name, size.rank)
     return draw(Key(seed), level, features, size), features
 
 
-def rows_of(world: World, features: Features) -> tuple[Tensor, Tensor]:
+def rows_of(world: Federation, features: Features) -> tuple[Tensor, Tensor]:
     """Z and Y of all examples, one below the other, each row times the root of its weight."""
     data = world.data
     root = (data.weight[:, None] * data.share).sqrt()[..., None, None]
@@ -236,7 +236,7 @@ def test_errors_name_the_thing() -> None:
 # ---- the simulator and the core
 
 
-def core(world: World, features: Features, method: Method, setting: Setting) -> list[Round]:
+def core(world: Federation, features: Features, method: Method, setting: Setting) -> list[RoundResult]:
     training = Training(lr=float(setting.lr), batch_size=1000, steps=setting.steps)
     run = Run(compose(method, ridge(setting.ridge)), training, setting.rounds, Key(0))
     return play(run, LinearAttention(world, features), LabPopulation(world.data), block=3)
@@ -280,7 +280,7 @@ def test_sharpness_foretells_which_frozen_stages_converge() -> None:
     assert ends[0].norm() < 100 < ends[1].norm()
 
 
-def _only_the_steepest(world: World, features: Features) -> Tensor:
+def _only_the_steepest(world: Federation, features: Features) -> Tensor:
     top = torch.linalg.eigvalsh(moments(world.data, world.kernel, features).gram)[:, -1]
     return (top == top.max()).double()
 
@@ -288,7 +288,7 @@ def _only_the_steepest(world: World, features: Features) -> Tensor:
 # ---- the automatic warm-up
 
 
-def frozen_at(played: list[Round]) -> int:
+def frozen_at(played: list[RoundResult]) -> int:
     """The first round whose update left the kernel where it was; one past the last if there is none."""
     kernels = [each.server.params["query.weight"] for each in played]
     return next((t for t in range(1, len(kernels)) if kernels[t] is kernels[t - 1]), len(kernels))

@@ -13,14 +13,14 @@ import torch
 from helpers import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partita.core.current import ParameterVersions
 
 from partita.core import serialization, tensors
 from partita.core.method import Update, average
 from partita.core.model import TagError
-from partita.core.plan import NONE, Phase, Plan, PlanError, Turn, plan_for, share, share_everything
+from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for, share, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Mean, Names, Tensors
-from partita.core.versions import Ledger
 
 quick = settings(max_examples=50)
 NAMES = ("a", "b", "c", "d", "e")
@@ -42,14 +42,14 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def contradictions() -> dict[str, dict[str, Any]]:
-    whole = {"phases": (Phase(frozenset("a")),), "up": frozenset("a"), "down": frozenset("a"), "keep": NONE}
+    whole = {"phases": (Phase(frozenset("a")),), "up": frozenset("a"), "down": frozenset("a"), "keep": NO_NAMES}
     return {
         "kept by the client and also sent up": whole | {"keep": frozenset("a"), "down": frozenset("b")},
         "kept by the client and also sent down": whole
-        | {"phases": (), "up": NONE, "keep": frozenset("a"), "down": frozenset("a")},
+        | {"phases": (), "up": NO_NAMES, "keep": frozenset("a"), "down": frozenset("a")},
         "sent up but never trained": whole | {"phases": ()},
-        "sent up but do not come down": whole | {"down": NONE},
-        "trained and then lost": whole | {"up": NONE, "down": NONE},
+        "sent up but do not come down": whole | {"down": NO_NAMES},
+        "trained and then lost": whole | {"up": NO_NAMES, "down": NO_NAMES},
     }
 
 
@@ -67,12 +67,12 @@ def test_a_long_list_of_names_is_cut() -> None:
 def test_a_plan_is_checked_against_the_model() -> None:
     model = small()
 
-    def stray(model: Any, turn: Turn) -> Plan:
-        return share(model.every() | {"nowhere"}, down=model.every() | {"nowhere"})
+    def stray(model: Any, round_info: RoundInfo) -> Plan:
+        return share(model.all_names() | {"nowhere"}, down=model.all_names() | {"nowhere"})
 
     with pytest.raises(PlanError, match="nowhere: these names are in the plan but not in tiny attention"):
-        plan_for(stray, model, Turn(0, 1, "c"))
-    assert plan_for(share_everything, model, Turn(0, 1, "c")).train == model.every()
+        plan_for(stray, model, RoundInfo(0, 1, "c"))
+    assert plan_for(share_everything, model, RoundInfo(0, 1, "c")).train == model.all_names()
 
 
 def test_an_unknown_tag_is_named_with_the_nearest() -> None:
@@ -209,8 +209,8 @@ def test_tree_arithmetic_by_name(sent: list[tuple[Tensors, float]], names: Names
     assert all(added[name] is whole[name] for name in whole.keys() - part.keys())
     assert tensors.equal(tensors.subtract(part, whole), {name: part[name] - whole[name] for name in part})
     assert tensors.equal(tensors.scale(part, factor), {name: part[name] * factor for name in part})
-    assert tensors.within({"s": part, "t": whole}, names).keys() == {"s", "t"}
-    assert tensors.within({"s": part}, names)["s"].keys() == names & part.keys()
+    assert tensors.restrict_slots({"s": part, "t": whole}, names).keys() == {"s", "t"}
+    assert tensors.restrict_slots({"s": part}, names)["s"].keys() == names & part.keys()
     flat = np.concatenate([value.numpy().astype(np.float64) for value in part.values()]) if part else np.zeros(1)
     assert float(tensors.norm(part)) == pytest.approx(np.linalg.norm(flat), rel=1e-5)
 
@@ -351,7 +351,7 @@ def messages(draw: st.DrawFn) -> dict[str, Tensors]:
 @given(messages())
 @settings(max_examples=120)
 def test_a_message_weighs_what_is_counted_and_comes_out_as_it_went_in(slots: dict[str, Tensors]) -> None:
-    packed, counted = serialization.pack(slots), serialization.count(slots)
+    packed, counted = serialization.pack(slots), serialization.byte_counts(slots)
     assert sum(counted.values()) == (len(packed) if slots else 0)
     for name in set().union(*slots.values()):
         held = [part[name] for part in slots.values() if name in part]
@@ -365,22 +365,22 @@ def test_a_message_weighs_what_is_counted_and_comes_out_as_it_went_in(slots: dic
 @given(st.lists(messages(), max_size=3), st.integers(1, 3))
 @settings(max_examples=40)
 def test_messages_together_weigh_what_each_does(several: list[dict[str, Tensors]], times: int) -> None:
-    counted = [serialization.count(slots) for slots in several * times]
-    assert serialization.total(counted) == sum((Counter(each) for each in counted), Counter())
+    counted = [serialization.byte_counts(slots) for slots in several * times]
+    assert serialization.total_bytes(counted) == sum((Counter(each) for each in counted), Counter())
 
 
 @pytest.mark.parametrize("name", ["ü", "naïve é", "日本語", "😀", "a\\b", 'say "x"', "new\nline", "a/b", "\x7f"])
 def test_a_name_in_any_script_is_counted_in_the_bytes_it_takes(name: str) -> None:
     for repeat in range(1, 9):  # headers are padded, so one length alone could hide a difference
         slots = {"delta": {name * repeat: torch.ones(2)}}
-        assert sum(serialization.count(slots).values()) == len(serialization.pack(slots))
+        assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
         assert serialization.unpack(serialization.pack(slots)).keys() == {"delta"}
 
 
 def test_offsets_of_every_size_are_counted() -> None:
     slots = {"s": {f"n{size}": torch.zeros(size, dtype=kind) for size, kind in enumerate(TYPES * 3, start=9)}}
-    assert sum(serialization.count(slots).values()) == len(serialization.pack(slots))
-    assert serialization.count({}) == serialization.count({"empty": {}}) == {}
+    assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
+    assert serialization.byte_counts({}) == serialization.byte_counts({"empty": {}}) == {}
 
 
 def test_one_tensor_may_travel_under_two_names() -> None:
@@ -388,7 +388,7 @@ def test_one_tensor_may_travel_under_two_names() -> None:
     slots = {"params": {"a": value}, "memory": {"a": value, "b": value}}
     back = serialization.unpack(serialization.pack(slots))
     assert all(tensors.equal(back[slot], slots[slot]) for slot in slots)
-    assert sum(serialization.count(slots).values()) == len(serialization.pack(slots))
+    assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
 
 
 # ---- the ledger
@@ -400,14 +400,14 @@ CLIENTS = ("u", "v", "w")
 @quick
 def test_the_ledger_agrees_with_a_dict_of_dicts(data: st.DataObject, preloaded: bool) -> None:
     """A history of rounds: some clients answer for some names, then some names change."""
-    ledger = Ledger(dict.fromkeys(NAMES, 0), preloaded=preloaded)
+    ledger = ParameterVersions(dict.fromkeys(NAMES, 0), preloaded=preloaded)
     present = dict.fromkeys(NAMES, "initial")
     held: dict[str, dict[str, str]] = {client: dict(present) if preloaded else {} for client in CLIENTS}
     for number in range(data.draw(st.integers(1, 6))):
         for client in CLIENTS:
             for wanted in (frozenset(NAMES), data.draw(subsets)):
                 expected = {name for name in wanted if held[client].get(name) != present[name]}
-                assert ledger.lacks(client, wanted) == expected
+                assert ledger.missing(client, wanted) == expected
         received = data.draw(
             st.lists(st.tuples(st.sampled_from(CLIENTS), subsets), max_size=3, unique_by=lambda pair: pair[0])
         )
@@ -421,25 +421,27 @@ def test_the_ledger_agrees_with_a_dict_of_dicts(data: st.DataObject, preloaded: 
 
 def test_who_acknowledged_lacks_nothing_until_a_name_changes() -> None:
     everything = frozenset(NAMES)
-    ledger = Ledger(dict.fromkeys(NAMES, 0))
-    assert ledger.lacks("u", everything) == everything
+    ledger = ParameterVersions(dict.fromkeys(NAMES, 0))
+    assert ledger.missing("u", everything) == everything
     ledger = ledger.acknowledge([("u", everything)])
-    assert ledger.lacks("u", everything) == NONE
-    assert ledger.lacks("v", everything) == everything
+    assert ledger.missing("u", everything) == NO_NAMES
+    assert ledger.missing("v", everything) == everything
     ledger = ledger.changed(frozenset("ab"), 1)
-    assert ledger.lacks("u", everything) == frozenset("ab")
-    assert ledger.lacks("u", frozenset("bc")) == frozenset("b")
+    assert ledger.missing("u", everything) == frozenset("ab")
+    assert ledger.missing("u", frozenset("bc")) == frozenset("b")
     # Two rounds missed: what changed in either, once.
     ledger = ledger.changed(frozenset("bd"), 2)
-    assert ledger.lacks("u", everything) == frozenset("abd")
+    assert ledger.missing("u", everything) == frozenset("abd")
 
 
 def test_preloaded_clients_lack_only_what_changed() -> None:
-    ledger = Ledger(dict.fromkeys(NAMES, 0), preloaded=True)
-    assert ledger.lacks("new", frozenset(NAMES)) == NONE
-    assert ledger.changed(frozenset("c"), 1).lacks("new", frozenset(NAMES)) == frozenset("c")
+    ledger = ParameterVersions(dict.fromkeys(NAMES, 0), preloaded=True)
+    assert ledger.missing("new", frozenset(NAMES)) == NO_NAMES
+    assert ledger.changed(frozenset("c"), 1).missing("new", frozenset(NAMES)) == frozenset("c")
 
 
 def test_clients_in_step_share_one_row() -> None:
-    ledger = Ledger(dict.fromkeys(NAMES, 0)).acknowledge((str(number), frozenset(NAMES)) for number in range(100))
+    ledger = ParameterVersions(dict.fromkeys(NAMES, 0)).acknowledge(
+        (str(number), frozenset(NAMES)) for number in range(100)
+    )
     assert len({id(row) for row in ledger.held.values()}) == 1

@@ -15,28 +15,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.batch_schedule import deal
-from partita.core.client import ClientFault, ClientState, Job, reply, visit
-from partita.core.client_store import Disk
+from partita.core.batch_schedule import shuffled_batches
+from partita.core.client import ClientError, ClientState, Job, begin_round, finish_round
+from partita.core.client_store import DiskStore
 from partita.core.data import Examples
-from partita.core.method import Choice, Context, Local, Method, MethodError
+from partita.core.method import ClientRule, Context, LayerSelection, Method, MethodError
 from partita.core.model import Model, Output
 from partita.core.optim import SGD, AdamW, Schedule
-from partita.core.plan import NONE, Phase, Plan, Turn, share
+from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, share
 from partita.core.rng import Key
-from partita.core.rounds import ask, begin, rounds
+from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.settings import Run, RunError, Training
 from partita.core.tensors import Names, Slots, Tensors
-from partita.engines.availability import Faults
-from partita.engines.simulation import Embedded
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
 from partita.methods.centralized import centralized
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
 from partita.methods.local_only import local_only
-from partita.testing.toy import Tiny, TinyExamples, Wide, WidePopulation
-from partita.training.local_training import kind, learn
-from partita.training.phase_trainer import LiftError
+from partita.testing.toy import Float64Model, Float64Population, ToyExamples, ToyTransformer
+from partita.training.local_training import group_key, train_clients
+from partita.training.phase_trainer import VmapError
 
 ALONE = Clients(c=10)
 PAIR = Clients(c=10, d=7)
@@ -49,9 +49,9 @@ def job_of(model: Model, client: str = "c", number: int = 0, **more: Any) -> Job
 
 def attend(run: Run, model: Model, examples: Examples, state: ClientState | None = None, **more: Any) -> Any:
     """One visit from job to reply: (learned, update, state)."""
-    each = visit(run, model, job_of(model), state or ClientState(), examples, **more)
-    [learned] = learn(run, [each])
-    return learned, *reply(run, each, learned)
+    each = begin_round(run, model, job_of(model), state or ClientState(), examples, **more)
+    [learned] = train_clients(run, [each])
+    return learned, *finish_round(run, each, learned)
 
 
 # ---- equal to torch.optim
@@ -80,7 +80,7 @@ def test_one_client_is_a_plain_loop_bit_for_bit(kind: str, more: dict[str, Any])
 def test_local_only_over_rounds_is_one_loop_with_one_optimizer(kind: str) -> None:
     model, examples = small(), ALONE["c"].train
     run = run_of(local_only(), 5, OPTIMIZERS[kind])
-    engine = Embedded(run, model, ALONE)
+    engine = SimulationEngine(run, model, ALONE)
     loop = TorchLoop(model, run.training)
     for each in rounds(run, model, engine):
         loop.fit(examples, batches_of(run, each.number, "c", examples))
@@ -93,9 +93,9 @@ def test_local_only_over_rounds_is_one_loop_with_one_optimizer(kind: str) -> Non
 def test_centralized_is_one_loop_on_the_pooled_data() -> None:
     model, parts = small(), [PAIR[client].train for client in PAIR.clients]
     pooled = Clients(pooled=1)
-    pooled.parts["pooled"] = TinyExamples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+    pooled.parts["pooled"] = ToyExamples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
     run = run_of(centralized(), 5, OPTIMIZERS["adamw"], clip=0.5)
-    engine = Embedded(run, model, pooled)
+    engine = SimulationEngine(run, model, pooled)
     assert len(list(rounds(run, model, engine))) == 5
     loop = TorchLoop(model, run.training)
     for number in range(5):
@@ -109,7 +109,7 @@ def test_fedavg_with_one_client_is_a_loop_with_a_new_optimizer_each_round(kind: 
     model, examples = small(), ALONE["c"].train
     run = run_of(fedavg(), 5, OPTIMIZERS[kind])
     server = model.initial
-    for each in rounds(run, model, Embedded(run, model, ALONE)):
+    for each in rounds(run, model, SimulationEngine(run, model, ALONE)):
         loop = TorchLoop(model, run.training, server)
         loop.fit(examples, batches_of(run, each.number, "c", examples))
         for name, value in loop.values().items():
@@ -122,7 +122,7 @@ def test_fedavg_with_one_client_is_a_loop_with_a_new_optimizer_each_round(kind: 
 def test_the_schedule_sets_the_rate_of_a_round() -> None:
     model, examples = small(), ALONE["c"].train
     run = run_of(local_only(), 3, schedule=Schedule("linear"))
-    engine = Embedded(run, model, ALONE)
+    engine = SimulationEngine(run, model, ALONE)
     loop = TorchLoop(model, run.training)
     for each in rounds(run, model, engine):
         loop.optimizer.param_groups[0]["lr"] = run.training.lr * (1 - each.number / 3)
@@ -133,17 +133,17 @@ def test_the_schedule_sets_the_rate_of_a_round() -> None:
 # ---- phases
 
 
-def in_phases(*phases: Phase, keep: Names = NONE) -> Any:
-    def plan(model: Model, turn: Turn) -> Plan:
-        train = NONE.union(*(phase.names for phase in phases))
-        return Plan(phases, up=train - keep, down=model.every() - keep, keep=keep)
+def in_phases(*phases: Phase, keep: Names = NO_NAMES) -> Any:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        train = NO_NAMES.union(*(phase.names for phase in phases))
+        return Plan(phases, up=train - keep, down=model.all_names() - keep, keep=keep)
 
     return plan
 
 
 def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
     model, examples = small(), ALONE["c"].train
-    body = model.every() - HEAD
+    body = model.all_names() - HEAD
     method = Method("two phases", in_phases(Phase(HEAD, epochs=2), Phase(body), keep=HEAD))
     run = run_of(method, optimizer=OPTIMIZERS["momentum"], steps=4)
     learned, update, state = attend(run, model, examples)
@@ -152,7 +152,7 @@ def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
     for index, (names, epochs) in enumerate([(HEAD, 2), (body, None)]):
         for name, value in loop.params.items():
             value.requires_grad_(name in names).grad = None
-        loop.fit(examples, deal(10, run.training, epochs, key / index))
+        loop.fit(examples, shuffled_batches(10, run.training, epochs, key / index))
     assert tensors.equal(learned.params, loop.values())
     assert update.steps == {**dict.fromkeys(HEAD, 6), **dict.fromkeys(body, 4)}
     assert update.delta.keys() == body
@@ -162,16 +162,16 @@ def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
 
 def test_a_name_in_two_phases_counts_the_steps_of_both() -> None:
     model = small()
-    method = Method("overlap", in_phases(Phase(HEAD), Phase(model.every())))
+    method = Method("overlap", in_phases(Phase(HEAD), Phase(model.all_names())))
     _, update, _ = attend(run_of(method), model, ALONE["c"].train)
-    assert update.steps == {**dict.fromkeys(model.every(), 3), "head.weight": 6}
+    assert update.steps == {**dict.fromkeys(model.all_names(), 3), "head.weight": 6}
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_phases_that_overlap_train_alike_in_blocks(kind: str) -> None:
     """The second phase goes on with the optimizer of the first, whose age differs among clients of different sizes."""
-    model, population = Wide(small()), WidePopulation(Clients(c=4, d=17))
-    method = Method("overlap", in_phases(Phase(HEAD), Phase(model.every())))
+    model, population = Float64Model(small()), Float64Population(Clients(c=4, d=17))
+    method = Method("overlap", in_phases(Phase(HEAD), Phase(model.all_names())))
     run = run_of(method, 2, OPTIMIZERS[kind])
     single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
     assert distance(single, block) < 1e-10
@@ -181,7 +181,7 @@ def test_phases_that_overlap_train_alike_in_blocks(kind: str) -> None:
 
 
 @dataclass(frozen=True)
-class Remember(Local):
+class Remember(ClientRule):
     """Sends and remembers how far every name moved, whatever the plan says."""
 
     slots: Names = frozenset({"moved"})
@@ -191,13 +191,13 @@ class Remember(Local):
         return moved, moved
 
 
-@pytest.mark.parametrize("keep", [NONE, HEAD])
+@pytest.mark.parametrize("keep", [NO_NAMES, HEAD])
 def test_what_a_rule_hands_back_is_gated_by_the_plan(keep: Names) -> None:
     model = small()
-    train = model.every() - KERNEL
+    train = model.all_names() - KERNEL
 
-    def plan(model: Model, turn: Turn) -> Plan:
-        return share(train, down=model.every() - keep, keep=keep)
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        return share(train, down=model.all_names() - keep, keep=keep)
 
     _, update, state = attend(run_of(Method("m", plan, (Remember(),))), model, ALONE["c"].train)
     assert update.delta.keys() == update.slots["moved"].keys() == train - keep
@@ -210,13 +210,15 @@ def test_memory_of_names_that_did_not_train_is_handed_on() -> None:
     before = {"moved": {name: torch.full_like(value, 7.0) for name, value in model.initial.items()}}
     run = run_of(Method("m", fedfrozen(warmup=0).plan, (Remember(),)))
     _, _, state = attend(run, model, ALONE["c"].train, ClientState(memory=before))
-    assert state.memory["moved"].keys() == model.every()
+    assert state.memory["moved"].keys() == model.all_names()
     assert all(torch.equal(state.memory["moved"][name], before["moved"][name]) for name in KERNEL)
-    assert not any(torch.equal(state.memory["moved"][name], before["moved"][name]) for name in model.every() - KERNEL)
+    assert not any(
+        torch.equal(state.memory["moved"][name], before["moved"][name]) for name in model.all_names() - KERNEL
+    )
 
 
 @dataclass(frozen=True)
-class Foreign(Local):
+class Foreign(ClientRule):
     remembers: bool
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
@@ -226,12 +228,12 @@ class Foreign(Local):
 
 @pytest.mark.parametrize("remembers", [False, True])
 def test_a_slot_that_is_not_the_rules_own_is_refused(remembers: bool) -> None:
-    with pytest.raises(ClientFault, match="client 'c': Foreign hands back the slot 'foreign', not among its own"):
-        attend(run_of(Method("m", local=(Foreign(remembers),))), small(), ALONE["c"].train)
+    with pytest.raises(ClientError, match="client 'c': Foreign hands back the slot 'foreign', not among its own"):
+        attend(run_of(Method("m", client_rules=(Foreign(remembers),))), small(), ALONE["c"].train)
 
 
 @dataclass(frozen=True)
-class Pull(Local):
+class Pull(ClientRule):
     """A penalty and a gradient that ask for motion of every name, frozen ones too."""
 
     def penalty(self, out: Output, params: Tensors, batch: Any, ctx: Context) -> Tensor:
@@ -247,13 +249,13 @@ def test_no_rule_can_move_a_frozen_name() -> None:
     method = Method("m", fedfrozen(warmup=0).plan, (Pull(),))
     played = play(run_of(method, 2, AdamW(weight_decay=0.1)), model, PAIR)
     assert tensors.equal(tensors.select(last(played), KERNEL), tensors.select(model.initial, KERNEL))
-    assert not any(torch.equal(last(played)[name], model.initial[name]) for name in model.every() - KERNEL)
+    assert not any(torch.equal(last(played)[name], model.initial[name]) for name in model.all_names() - KERNEL)
 
 
 def test_penalty_and_gradient_enter_as_written() -> None:
     """The penalty's slope is 1 everywhere and the correction adds the anchor: the loop does both by hand."""
     model, examples = small(), ALONE["c"].train
-    run = run_of(Method("m", local=(Pull(),)), steps=1)
+    run = run_of(Method("m", client_rules=(Pull(),)), steps=1)
     learned, _, _ = attend(run, model, examples)
     [indices] = batches_of(run, 0, "c", examples)
     params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
@@ -269,31 +271,31 @@ def test_penalty_and_gradient_enter_as_written() -> None:
 
 
 @dataclass(frozen=True)
-class Only(Local):
+class Only(ClientRule):
     """Trains only the names asked for; the first batch of data may be looked at."""
 
     wanted: Names
 
-    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         assert len(probe.take(torch.arange(2)).targets) == 2
-        return Choice(self.wanted)
+        return LayerSelection(self.wanted)
 
 
 def test_a_client_can_narrow_its_plan_and_never_widen_it() -> None:
     model = small()
     asked = HEAD | KERNEL | {"nowhere"}
-    method = Method("m", fedfrozen(warmup=0).plan, (Only(asked), Only(model.every())))
+    method = Method("m", fedfrozen(warmup=0).plan, (Only(asked), Only(model.all_names())))
     learned, update, _ = attend(run_of(method), model, ALONE["c"].train)
     assert learned.params.keys() == update.delta.keys() == update.steps.keys() == HEAD
 
 
 def test_a_client_that_narrows_to_nothing_answers_with_nothing() -> None:
-    _, update, _ = attend(run_of(Method("m", local=(Only(NONE),))), small(), ALONE["c"].train)
+    _, update, _ = attend(run_of(Method("m", client_rules=(Only(NO_NAMES),))), small(), ALONE["c"].train)
     assert (update.delta, update.steps, update.loss) == ({}, {}, None)
 
 
 @dataclass(frozen=True)
-class Inertia(Local):
+class Inertia(ClientRule):
     """Steps also along the way it went at its last visit; a first visit has none."""
 
     slots: Names = frozenset({"way"})
@@ -308,12 +310,12 @@ class Inertia(Local):
 
 def test_newcomers_and_returning_clients_train_side_by_side_as_alone() -> None:
     """In the second round one client has memory and the other none yet."""
-    model, population = Wide(small()), WidePopulation(PAIR)
-    run, faults = run_of(Method("inertia", local=(Inertia(),)), 2), Faults(trace={(0, "d"): 0.0})
-    single = last(play(run, model, population, faults=faults))
+    model, population = Float64Model(small()), Float64Population(PAIR)
+    run, availability = run_of(Method("inertia", client_rules=(Inertia(),)), 2), Availability(trace={(0, "d"): 0.0})
+    single = last(play(run, model, population, availability=availability))
     for order in (("c", "d"), ("d", "c")):
         population.clients = order
-        assert distance(single, last(play(run, model, population, faults=faults, block=2))) < 1e-10
+        assert distance(single, last(play(run, model, population, availability=availability, block=2))) < 1e-10
 
 
 @dataclass(frozen=True)
@@ -325,8 +327,8 @@ class Started(Inertia):
 
 
 def test_clients_side_by_side_remember_each_for_itself() -> None:
-    model, population = Wide(small()), WidePopulation(PAIR)
-    plain, run = (run_of(Method("m", local=local), 3) for local in ((), (Started(),)))
+    model, population = Float64Model(small()), Float64Population(PAIR)
+    plain, run = (run_of(Method("m", client_rules=local), 3) for local in ((), (Started(),)))
     single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
     assert distance(single, block) < 1e-10
     assert distance(single, last(play(plain, model, population))) > 1e-3
@@ -334,24 +336,24 @@ def test_clients_side_by_side_remember_each_for_itself() -> None:
 
 def test_clients_with_equal_phases_and_unequal_plans_train_side_by_side_as_alone() -> None:
     """A proximal term holds what came from the server: for one client the head, for the other not."""
-    model, population = Wide(small()), WidePopulation(PAIR)
+    model, population = Float64Model(small()), Float64Population(PAIR)
 
-    def plan(model: Model, turn: Turn) -> Plan:
-        keep = HEAD if turn.client == "d" else NONE
-        return share(model.every(), down=model.every() - keep, keep=keep)
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        keep = HEAD if round_info.client == "d" else NO_NAMES
+        return share(model.all_names(), down=model.all_names() - keep, keep=keep)
 
-    run = run_of(Method("m", plan, fedprox(5.0).local), 2)
+    run = run_of(Method("m", plan, fedprox(5.0).client_rules), 2)
     single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
     assert distance(single, block) < 1e-10
 
 
 @dataclass(frozen=True)
-class OnlySGD(Local):
+class OnlySGD(ClientRule):
     optimizers: Names = frozenset({"sgd"})
 
 
 def test_a_rule_says_which_optimizers_it_is_right_for() -> None:
-    method = Method("scaffold", local=(OnlySGD(),))
+    method = Method("scaffold", client_rules=(OnlySGD(),))
     assert run_of(method, optimizer=SGD(weight_decay=0.1))
     with pytest.raises(MethodError, match=r"scaffold: OnlySGD is derived for sgd, not for adamw; set training\.opt"):
         run_of(method, optimizer=AdamW())
@@ -367,7 +369,7 @@ def test_a_rule_says_which_optimizers_it_is_right_for() -> None:
     size=st.integers(1, 12),
     epochs=st.integers(1, 3),
     seed=st.integers(0, 99),
-    work=st.floats(0, 1),
+    completed_fraction=st.floats(0, 1),
 )
 @settings(max_examples=60)
 def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
@@ -375,14 +377,14 @@ def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
 ) -> None:
     training = Training(lr=1.0, batch_size=size, epochs=epochs)
     key = Key(seed) / "deal"
-    batches = list(deal(count, training, None, key))
+    batches = list(shuffled_batches(count, training, None, key))
     per_epoch = -(-count // size)
     assert len(batches) == epochs * per_epoch
     for epoch in range(epochs):
         own = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert all(len(batch) == size for batch in own[:-1])
         assert sorted(torch.cat(own).tolist()) == list(range(count))
-    again = list(deal(count, training, None, key, work))
+    again = list(shuffled_batches(count, training, None, key, work))
     assert len(again) == max(1, int(len(batches) * work))
     assert all(torch.equal(one, two) for one, two in zip(batches, again, strict=False))
 
@@ -394,11 +396,11 @@ def test_dealing_follows_its_key_its_phase_and_its_steps() -> None:
         key = Key(0)
         for step in path:
             key = key / step
-        return deal(10, more.pop("training", training), more.pop("epochs", None), key).order.tolist()
+        return shuffled_batches(10, more.pop("training", training), more.pop("epochs", None), key).order.tolist()
 
     assert flat("a") == flat("a") != flat("b")
-    assert len(deal(10, training, None, Key(0))) == 7
-    assert len(deal(10, training, 2, Key(0))) == 6  # a phase's own epochs come before the run's steps
+    assert len(shuffled_batches(10, training, None, Key(0))) == 7
+    assert len(shuffled_batches(10, training, 2, Key(0))) == 6  # a phase's own epochs come before the run's steps
     assert flat("a")[:10] == flat("a", epochs=1)
     assert flat("a")[:10] != flat("a")[10:20]
 
@@ -406,7 +408,11 @@ def test_dealing_follows_its_key_its_phase_and_its_steps() -> None:
 def test_batches_differ_by_client_and_by_round() -> None:
     model, run = small(), run_of(fedavg(), 2)
     seen = {
-        tuple(visit(run, model, job_of(model, client, number), ClientState(), ALONE["c"].train).deals[0].order.tolist())
+        tuple(
+            begin_round(run, model, job_of(model, client, number), ClientState(), ALONE["c"].train)
+            .schedules[0]
+            .order.tolist()
+        )
         for client in ("c", "d")
         for number in (0, 1)
     }
@@ -416,7 +422,7 @@ def test_batches_differ_by_client_and_by_round() -> None:
 def test_a_straggler_takes_its_share_of_the_same_steps() -> None:
     model, examples = small(), ALONE["c"].train
     run = run_of(fedavg(), epochs=4)
-    learned, update, _ = attend(run, model, examples, work=0.5)
+    learned, update, _ = attend(run, model, examples, completed_fraction=0.5)
     loop = TorchLoop(model, run.training)
     loop.fit(examples, batches_of(run, 0, "c", examples)[:6])
     assert tensors.equal(learned.params, loop.values())
@@ -430,14 +436,14 @@ def test_a_straggler_takes_its_share_of_the_same_steps() -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_block_is_each_client_alone(kind: str) -> None:
     """Of different sizes, so that short batches are padded and some finish early."""
-    model, population = Wide(small()), WidePopulation(Clients(a=5, b=14, c=9))
+    model, population = Float64Model(small()), Float64Population(Clients(a=5, b=14, c=9))
     run = run_of(fedavg(), optimizer=OPTIMIZERS[kind], clip=0.5, epochs=2)
     visits = [
-        visit(run, model, job_of(model, client), ClientState(), population[client].train)
+        begin_round(run, model, job_of(model, client), ClientState(), population[client].train)
         for client in population.clients
     ]
-    for each, together in zip(visits, learn(run, visits), strict=True):
-        [alone] = learn(run, [each])
+    for each, together in zip(visits, train_clients(run, visits), strict=True):
+        [alone] = train_clients(run, [each])
         assert alone.steps == together.steps
         assert distance(alone.params, together.params) < 1e-9
         torch.testing.assert_close(alone.losses, together.losses, rtol=1e-12, atol=1e-12)
@@ -448,18 +454,20 @@ def test_a_delta_is_the_parameters_less_the_anchor_bit_for_bit(count: int) -> No
     """Also where phases overlap, and where each client has an anchor of its own."""
     model, population = small(), Clients(a=5, b=14, c=9)
     middle = frozenset({"layers.0.value.weight"})
-    phases = in_phases(Phase(HEAD | middle, epochs=2), Phase(model.every() - HEAD), keep=HEAD)
+    phases = in_phases(Phase(HEAD | middle, epochs=2), Phase(model.all_names() - HEAD), keep=HEAD)
     run = run_of(Method("overlap", phases), optimizer=OPTIMIZERS["adamw"])
     visits = []
     for number, client in enumerate(population.clients[:count]):
         job = job_of(model, client)
         mine = {name: job.params[name] + number for name in middle}
         state = ClientState(personal={name: model.initial[name] * number for name in HEAD})
-        visits.append(visit(run, model, replace(job, params={**job.params, **mine}), state, population[client].train))
-    for each, learned in zip(visits, learn(run, visits), strict=True):
-        update, _ = reply(run, each, learned)
-        assert list(update.delta) == sorted(model.every() - HEAD)
-        assert list(learned.params) == sorted(model.every())
+        visits.append(
+            begin_round(run, model, replace(job, params={**job.params, **mine}), state, population[client].train)
+        )
+    for each, learned in zip(visits, train_clients(run, visits), strict=True):
+        update, _ = finish_round(run, each, learned)
+        assert list(update.delta) == sorted(model.all_names() - HEAD)
+        assert list(learned.params) == sorted(model.all_names())
         assert tensors.equal(
             update.delta, tensors.subtract(tensors.select(learned.params, each.plan.up), each.ctx.anchor)
         )
@@ -467,11 +475,11 @@ def test_a_delta_is_the_parameters_less_the_anchor_bit_for_bit(count: int) -> No
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_carried_optimizers_of_different_ages_are_not_mixed_up_in_a_block(kind: str) -> None:
-    model, population = Wide(small()), WidePopulation(Clients(a=5, b=14, c=9))
+    model, population = Float64Model(small()), Float64Population(Clients(a=5, b=14, c=9))
     run = run_of(local_only(), 3, OPTIMIZERS[kind])
     states = []
     for block in (1, 3):
-        engine = Embedded(run, model, population, block=block, faults=Faults(trace={(1, "b"): 0.0}))
+        engine = SimulationEngine(run, model, population, block=block, availability=Availability(trace={(1, "b"): 0.0}))
         list(rounds(run, model, engine))
         states.append({client: engine.store.load(client, 3).personal for client in population.clients})
     for client in population.clients:
@@ -491,10 +499,10 @@ def test_a_client_adapts_a_copy_and_nothing_of_it_remains() -> None:
     tuned = replace(plain, method=replace(plain.method, adapt=head_first))
     scores = []
     for run, block in ((plain, 1), (tuned, 1), (tuned, 2)):
-        engine = Embedded(run, model, PAIR, block=block)
+        engine = SimulationEngine(run, model, PAIR, block=block)
         first = next(iter(rounds(run, model, engine)))
         digest = tensors.digest(first.server.params)
-        jobs = [ask(run, model, first.server, 0, client)[0] for client in PAIR.clients]
+        jobs = [make_job(run, model, first.server, 0, client)[0] for client in PAIR.clients]
         scores.append(dict(engine.evaluate(jobs)))
         assert scores[-1] == dict(engine.evaluate(jobs))
         assert tensors.digest(first.server.params) == digest
@@ -509,7 +517,7 @@ def test_a_client_adapts_a_copy_and_nothing_of_it_remains() -> None:
 
 def test_a_client_is_evaluated_as_it_is_after_the_round(tmp_path: Path) -> None:
     model, run = small(), run_of(local_only(), 2)
-    engine = Embedded(run, model, PAIR, store=Disk(tmp_path))
+    engine = SimulationEngine(run, model, PAIR, store=DiskStore(tmp_path))
     list(rounds(run, model, engine))
     for client, scores in engine.evaluate([Job(1, client, {}, frozenset()) for client in PAIR.clients]):
         part = PAIR[client].test
@@ -520,18 +528,18 @@ def test_a_client_is_evaluated_as_it_is_after_the_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("local", [(), (Pull(),)], ids=["plain", "with a rule"])
-def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[Local, ...]) -> None:
+def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[ClientRule, ...]) -> None:
     """Plainly: the method's rules belong to its own rounds."""
     model, examples = small(), ALONE["c"].train
-    method = replace(fedavg(), local=local, adapt=lambda model: (Phase(HEAD, epochs=2),))
+    method = replace(fedavg(), client_rules=local, adapt=lambda model: (Phase(HEAD, epochs=2),))
     run = run_of(method)
-    engine = Embedded(run, model, ALONE)
+    engine = SimulationEngine(run, model, ALONE)
     [(_, scores)] = engine.evaluate([job_of(model)])
     loop = TorchLoop(model, run.training)
     for name, value in loop.params.items():
         value.requires_grad_(name in HEAD)
     key = run.key / "round" / 0 / "client" / "c" / "adapt" / "batches" / 0
-    loop.fit(examples, deal(10, run.training, 2, key))
+    loop.fit(examples, shuffled_batches(10, run.training, 2, key))
     whole = examples.take(torch.arange(10))
     expected = float(model.losses(model(loop.values(), whole.inputs), whole.targets).mean())
     assert scores["loss"] == pytest.approx(expected, rel=1e-6)
@@ -560,17 +568,17 @@ def test_a_loss_that_is_not_a_number_names_client_and_step() -> None:
     [_, second, _] = batches_of(run, 0, "c", examples)
     x = examples.x.clone()
     x[second[0]] = float("nan")
-    with pytest.raises(ClientFault, match=r"'c': the loss is nan at step 2 of 3 in round 0; lower training.lr") as info:
-        attend(run, model, TinyExamples(x, examples.y))
+    with pytest.raises(ClientError, match=r"'c': the loss is nan at step 2 of 3 in round 0; lower training.lr") as info:
+        attend(run, model, ToyExamples(x, examples.y))
     assert info.value.client == "c"
 
 
 def test_a_client_without_examples_is_named() -> None:
-    with pytest.raises(ClientFault, match="client 'c': has no training examples; give it some or leave it out"):
+    with pytest.raises(ClientError, match="client 'c': has no training examples; give it some or leave it out"):
         attend(run_of(fedavg()), small(), Clients(c=0)["c"].train)
 
 
-class Branching(Tiny):
+class Branching(ToyTransformer):
     """Takes a different way for different data."""
 
     name = "branching model"
@@ -583,7 +591,7 @@ class Branching(Tiny):
 def test_a_model_that_vmap_cannot_lift_is_named_and_runs_one_by_one() -> None:
     model, run = Branching(width=4, layers=1), run_of(fedavg(), 1)
     with pytest.raises(
-        LiftError, match=r"vmap cannot lift branching model with fedavg over clients: .*; set engine.block = 1"
+        VmapError, match=r"vmap cannot lift branching model with fedavg over clients: .*; set engine.block = 1"
     ):
         play(run, model, PAIR, block=2)
     assert len(play(run, model, PAIR, block=1)) == 1
@@ -610,16 +618,16 @@ def test_a_visit_starts_from_what_was_sent_what_is_kept_and_what_was_loaded() ->
     model = small()
     sent, kept = HEAD, KERNEL
 
-    def plan(model: Model, turn: Turn) -> Plan:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
         return Plan((Phase(sent | kept),), up=sent, down=sent, keep=kept)
 
     run = run_of(Method("m", plan))
     job = Job(0, "c", {name: model.initial[name] + 1 for name in sent}, sent)
     own = {name: model.initial[name] + 2 for name in sorted(kept)[:1]}
-    each = visit(run, model, job, ClientState(own), ALONE["c"].train)
+    each = begin_round(run, model, job, ClientState(own), ALONE["c"].train)
     expected = {**model.initial, **job.params, **own}
     assert tensors.equal(each.ctx.anchor, expected)
-    assert begin(run, model).params.keys() == model.every()
+    assert initial_server(run, model).params.keys() == model.all_names()
 
 
 # ---- what a mutation check found untested
@@ -627,18 +635,20 @@ def test_a_visit_starts_from_what_was_sent_what_is_kept_and_what_was_loaded() ->
 
 def test_rules_see_the_plan_as_it_was_narrowed() -> None:
     model = small()
-    each = visit(run_of(Method("m", local=(Only(HEAD),))), model, job_of(model), ClientState(), ALONE["c"].train)
+    each = begin_round(
+        run_of(Method("m", client_rules=(Only(HEAD),))), model, job_of(model), ClientState(), ALONE["c"].train
+    )
     assert each.plan.train == each.ctx.plan.train == HEAD
 
 
 def test_a_name_without_an_age_is_not_one_year_old() -> None:
     """A carried optimizer may know some names only. Clients whose ages differ must not share a block."""
     model, run = small(), run_of(local_only(), optimizer=AdamW())
-    names = sorted(model.every())
+    names = sorted(model.all_names())
 
     def aged(ages: Mapping[str, int]) -> Any:
         state = ClientState(memory={"optimizer.age": {name: torch.tensor(age) for name, age in ages.items()}})
-        return kind(run, visit(run, model, job_of(model), state, ALONE["c"].train))
+        return group_key(run, begin_round(run, model, job_of(model), state, ALONE["c"].train))
 
     some, every = dict.fromkeys(names[1:], 1), dict.fromkeys(names, 1)
     assert aged(some) != aged(every)
@@ -646,7 +656,7 @@ def test_a_name_without_an_age_is_not_one_year_old() -> None:
     assert aged(every) == aged(dict(reversed(every.items())))
 
 
-class Spare(Tiny):
+class Spare(ToyTransformer):
     """A parameter that the loss does not depend on."""
 
     def __init__(self) -> None:
@@ -664,15 +674,15 @@ def test_a_parameter_that_the_loss_does_not_depend_on_stays(block: int) -> None:
 
 
 @dataclass(frozen=True)
-class Halved(Local):
+class Halved(ClientRule):
     def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
         return {name: grad / 2 for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("others", [(Local(), Halved()), (Halved(), Local())], ids=["first", "second"])
-def test_one_rule_with_a_correction_is_enough_to_correct(others: tuple[Local, ...]) -> None:
+@pytest.mark.parametrize("others", [(ClientRule(), Halved()), (Halved(), ClientRule())], ids=["first", "second"])
+def test_one_rule_with_a_correction_is_enough_to_correct(others: tuple[ClientRule, ...]) -> None:
     alone, among, plain = (
-        last(play(run_of(Method("m", local=local), 2), small(), PAIR)) for local in ((Halved(),), others, ())
+        last(play(run_of(Method("m", client_rules=local), 2), small(), PAIR)) for local in ((Halved(),), others, ())
     )
     assert tensors.equal(alone, among)
     assert distance(alone, plain) > 1e-3
@@ -680,5 +690,5 @@ def test_one_rule_with_a_correction_is_enough_to_correct(others: tuple[Local, ..
 
 def test_mixed_precision_is_not_blamed_for_what_blocks_cannot_do() -> None:
     run = run_of(fedavg(), 1, precision="bfloat16")
-    with pytest.raises(LiftError, match=r"over clients: .*; set engine\.block = 1"):
+    with pytest.raises(VmapError, match=r"over clients: .*; set engine\.block = 1"):
         play(run, Branching(width=4, layers=1), PAIR, block=2)

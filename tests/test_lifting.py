@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from partita.models.vmap_layers import Linear, Patches, lift_well
+from partita.models.vmap_layers import Linear, LinearPatchEmbedding, use_vmap_layers
 
 
 @pytest.mark.parametrize(("size", "kernel"), [((8, 8), (4, 4)), ((10, 7), (4, 2)), ((3, 3), (3, 3))])
@@ -15,8 +15,8 @@ def test_products_are_the_convolution(size: tuple[int, int], kernel: tuple[int, 
     pixels = torch.randn(2, 3, *size, requires_grad=True)
     wanted = conv(pixels)
     slopes = torch.autograd.grad(wanted.square().sum(), [pixels, *conv.parameters()])
-    lift_well(conv)
-    assert isinstance(conv, Patches)
+    use_vmap_layers(conv)
+    assert isinstance(conv, LinearPatchEmbedding)
     found = conv(pixels)
     torch.testing.assert_close(found, wanted)
     for mine, theirs in zip(
@@ -30,7 +30,7 @@ def test_products_are_the_convolution(size: tuple[int, int], kernel: tuple[int, 
 )
 def test_others_are_left_alone(options: dict[str, int]) -> None:
     module = nn.Sequential(nn.Conv2d(4, 4, 2, **options))
-    lift_well(module)
+    use_vmap_layers(module)
     assert type(module[0]) is nn.Conv2d
 
 
@@ -38,7 +38,7 @@ def test_a_layer_has_the_precision_of_autocast_also_under_vmap() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 4) for _ in range(3)]
     module = nn.Sequential(nn.Linear(6, 4))
-    lift_well(module)
+    use_vmap_layers(module)
     assert type(module[0]) is Linear
     params = {
         f"0.{name}": torch.stack([dict(layer.named_parameters())[name] for layer in layers])
@@ -61,5 +61,5 @@ def test_alone_a_layer_is_torchs_own_to_the_last_bit() -> None:
     module = nn.Sequential(nn.Linear(6, 4))
     given = torch.randn(5, 6)
     wanted = module(given)
-    lift_well(module)
+    use_vmap_layers(module)
     assert torch.equal(module(given), wanted)

@@ -8,11 +8,11 @@ import pytest
 from helpers import SMALL_TASK, SMALL_VIT
 
 from partita.core.rounds import rounds
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.evaluation import score
 from partita.experiment.builder import build
 from partita.experiment.config import parse
-from partita.experiment.round_log import measure
+from partita.experiment.round_log import evaluate_round
 
 CONFIG = (
     """
@@ -33,9 +33,9 @@ name = "{method}"
 def test_the_central_test_is_of_the_model_that_clients_would_use(method: str, common: bool) -> None:
     experiment = build(parse(tomllib.loads(CONFIG.format(method=method))))
     run, model, federation = experiment.run, experiment.model, experiment.federation
-    engine = Embedded(run, model, federation)
+    engine = SimulationEngine(run, model, federation)
     (played,) = rounds(run, model, engine)
-    found = measure(experiment, engine, played)["test"]["loss"]
+    found = evaluate_round(experiment, engine, played)["test"]["loss"]
     of_the_server = score(model, played.server.params, federation.test)["loss"]
     assert (found == of_the_server) == common
 

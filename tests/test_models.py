@@ -55,10 +55,10 @@ from partita.core.model import TagError
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import INDEX, Kind, ModelError, architectures, build
-from partita.models.adapter import Adapted, adapt
+from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ROLES, Architecture, tags_of
-from partita.models.attention import ALIGNED, attend, watched_by
-from partita.models.pretrained import drawing_from, pretrained
+from partita.models.attention import ALIGNMENT, attention_hook, scaled_dot_product
+from partita.models.pretrained import pretrained, seeded
 from partita.models.vit import vit
 
 
@@ -76,7 +76,7 @@ TASK, KEY = Images(), Key(7) / "model"
 CLIENTS, EXAMPLES, TOKENS = 3, 5, 5
 
 
-def small(task: Images = TASK, key: Key = KEY, **options: object) -> Adapted:
+def small(task: Images = TASK, key: Key = KEY, **options: object) -> FunctionalModel:
     return vit(task, key, **{"layers": 2, "width": 16, "heads": 2, **options})  # type: ignore[arg-type]
 
 
@@ -93,7 +93,7 @@ def moved(params: Tensors, seed: int = 1) -> Tensors:
     return {name: value + 0.3 * noise(seed, *value.shape) for name, value in params.items()}
 
 
-def plain(model: Adapted, params: Tensors, attention: str = "eager") -> ViTForImageClassification:
+def plain(model: FunctionalModel, params: Tensors, attention: str = "eager") -> ViTForImageClassification:
     """The same weights in transformers' own hands."""
     config = ViTConfig(**model.module.config.to_dict(), attn_implementation=attention)
     with torch.random.fork_rng(devices=[]):
@@ -168,7 +168,7 @@ def test_a_call_leaves_parameters_and_module_as_they_were() -> None:
     assert torch.equal(model(model.initial, images()).logits, first)
     assert tensors.digest(model.initial) == before
     assert {name: id(value) for name, value in model.module.named_parameters()} == {n: id(v) for n, v in held.items()}
-    assert set(held) == set(small().initial) - model.every()
+    assert set(held) == set(small().initial) - model.all_names()
 
 
 @pytest.mark.parametrize(("change", "message"), [("drop", "missing: classifier.bias"), ("add", "unknown: extra")])
@@ -189,10 +189,10 @@ def test_tied_weights_are_one_parameter_in_two_places() -> None:
         module.vit.layers[1].mlp.fc1.weight = module.vit.layers[0].mlp.fc1.weight
         return module
 
-    model = adapt("tied", tied(small().initial))
-    assert "vit.layers.1.mlp.fc1.weight" not in model.every()
+    model = from_module("tied", tied(small().initial))
+    assert "vit.layers.1.mlp.fc1.weight" not in model.all_names()
     params = moved(small().initial)
-    out = model(tensors.select(params, model.every()), images())
+    out = model(tensors.select(params, model.all_names()), images())
     assert close(out.logits, tied(params)(**images()).logits)
 
 
@@ -203,7 +203,7 @@ def test_dropout_stays_off() -> None:
         **model.module.config.to_dict() | {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
     )
     with torch.random.fork_rng(devices=[]):
-        dropping = adapt("dropping", ViTForImageClassification(config).train())
+        dropping = from_module("dropping", ViTForImageClassification(config).train())
     state = torch.get_rng_state()
     assert torch.equal(dropping(params, images()).logits, model(params, images()).logits)
     assert torch.equal(torch.get_rng_state(), state)
@@ -218,11 +218,11 @@ def test_dropout_stays_off() -> None:
 def test_every_parameter_has_one_role_and_layers_are_counted() -> None:
     model = small(layers=3)
     by_role = {role: model.names(role) for role in ROLES}
-    assert sum(map(len, by_role.values())) == len(model.every())
-    assert frozenset().union(*by_role.values()) == model.every() == model.tags.keys()
+    assert sum(map(len, by_role.values())) == len(model.all_names())
+    assert frozenset().union(*by_role.values()) == model.all_names() == model.tags.keys()
     layers = [model.names(f"layer.{index}") for index in range(3)]
     assert [len(names) for names in layers] == [16, 16, 16]
-    assert model.every() - layers[0] - layers[1] - layers[2] == (
+    assert model.all_names() - layers[0] - layers[1] - layers[2] == (
         by_role["embedding"] | by_role["head"] | {"vit.layernorm.weight", "vit.layernorm.bias"}
     )
     with pytest.raises(TagError, match="Did you mean 'query'"):
@@ -295,7 +295,7 @@ def test_the_key_alone_decides_and_global_random_state_is_untouched(tmp_path: Pa
 def test_what_is_frozen_stays_inside() -> None:
     whole, part = small(), small(frozen=["embedding", "layer.0", "classifier.bias"])
     inside = whole.names("embedding", "layer.0") | {"classifier.bias"}
-    assert part.every() == part.tags.keys() == whole.every() - inside
+    assert part.all_names() == part.tags.keys() == whole.all_names() - inside
     held = dict(part.module.named_parameters())
     assert held.keys() == inside
     assert not any(value.requires_grad for value in held.values())
@@ -457,7 +457,7 @@ WORDS = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 8]]), "attention_mask": to
 
 
 def saved(module: type, config: PreTrainedConfig, folder: Path) -> str:
-    with drawing_from(KEY):
+    with seeded(KEY):
         module(config).save_pretrained(folder)
     return str(folder)
 
@@ -499,7 +499,7 @@ def test_one_checkpoint_serves_every_kind_of_task(
     params = moved(model.initial)
     model.save_pretrained(params, tmp_path / "tuned")
     tuned = pretrained(task, Key(8), path=str(tmp_path / "tuned"))
-    assert tensors.equal(tensors.select(tuned.initial, model.every()), tensors.select(params, model.every()))
+    assert tensors.equal(tensors.select(tuned.initial, model.all_names()), tensors.select(params, model.all_names()))
     config = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"}
     assert (config.get("problem_type") == "multi_label_classification") == (objective == "multi")
@@ -567,7 +567,7 @@ def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None
     assert model.fixed["input_ids"].tolist() == [[0, 3, 7, 4, 1], [0, 3, 7, 5, 1], [0, 3, 7, 6, 1]]
     plain = CLIPModel.from_pretrained(path).eval()
     assert close(model(model.initial, images()).logits, plain(**images(), **model.fixed).logits_per_image)
-    assert not any(name.startswith("text") for name in model.every())
+    assert not any(name.startswith("text") for name in model.all_names())
     saved(CLIPVisionModelWithProjection, CLIPVisionConfig(**sight, projection_dim=8), tmp_path / "tower")
     alone = pretrained(TASK, KEY, path=str(tmp_path / "tower"))
     held = load_file(tmp_path / "tower" / "model.safetensors")
@@ -626,7 +626,7 @@ def test_a_model_can_be_sent_to_another_process() -> None:
 # Blocks of clients
 
 
-def block() -> tuple[Adapted, list[Tensors], Tensor, Tensor]:
+def block() -> tuple[FunctionalModel, list[Tensors], Tensor, Tensor]:
     model = small()
     inputs = torch.stack([images(client)["pixel_values"] for client in range(CLIENTS)])
     targets = torch.arange(CLIENTS * EXAMPLES).view(CLIENTS, EXAMPLES) % 3
@@ -732,14 +732,14 @@ def test_attention_is_softmax_of_scores_times_values(
         mask, bias = mask[0], bias[0]
 
     def attended(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None = None) -> Tensor:
-        return attend(q, k, v, m, 0.7, causal=kind == "causal")
+        return scaled_dot_product(q, k, v, m, 0.7, causal=kind == "causal")
 
     each_key, each_value = (part.repeat_interleave(sharing, 2) for part in (key, value))
     weights = torch.softmax(query @ each_key.mT * 0.7 + bias, -1)
     expected = weights @ each_value
     dims = (None if shared == "query" else 0, 0, 0, None if mask is None or shared == "mask" else 0)
     own_query = query[0] if shared == "query" else query
-    with no_slow_path(), patch.dict(ALIGNED, {"cpu": aligned}):
+    with no_slow_path(), patch.dict(ALIGNMENT, {"cpu": aligned}):
         lifted = torch.vmap(attended, dims)(own_query, key, value, mask)
         squares = torch.vmap(  # torch.func.grad under vmap takes the written-out path
             torch.func.grad(lambda v, q, k, m: attended(q, k, v, m).square().sum() / 2), (0, dims[0], 0, dims[3])
@@ -755,8 +755,8 @@ def test_attention_is_softmax_of_scores_times_values(
 
 def test_an_example_that_is_all_padding_stays_finite() -> None:
     query, mask = noise(0, 2, 1, 3, 4), torch.zeros(2, 1, 3, 3, dtype=torch.bool)
-    assert attend(query, query, query, mask, None).isfinite().all()
-    grad = torch.func.grad(lambda q: attend(q, q, q, mask, None).sum())(query)
+    assert scaled_dot_product(query, query, query, mask, None).isfinite().all()
+    grad = torch.func.grad(lambda q: scaled_dot_product(q, q, q, mask, None).sum())(query)
     assert grad.isfinite().all()
 
 
@@ -771,7 +771,7 @@ def test_in_half_precision_a_cpu_takes_the_fused_kernel_for_no_backward_pass_of_
 
     def slopes(dtype: torch.dtype) -> list[Tensor]:
         leaves = [part.detach().to(dtype).requires_grad_() for part in parts]
-        out = attend(*leaves, mask, None, kind == "causal")
+        out = scaled_dot_product(*leaves, mask, None, kind == "causal")
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
     exact = slopes(torch.float32)
@@ -780,7 +780,7 @@ def test_in_half_precision_a_cpu_takes_the_fused_kernel_for_no_backward_pass_of_
         assert half.dtype == torch.bfloat16
         assert close(half.float(), full, 0.05)
     assert not calls
-    attend(*(part.bfloat16() for part in parts), mask, None)
+    scaled_dot_product(*(part.bfloat16() for part in parts), mask, None)
     monkeypatch.setattr("partita.models.attention.SHORT", 4)
     slopes(torch.bfloat16)
     assert len(calls) == 2
@@ -803,9 +803,9 @@ def test_no_mask_is_made_where_lengths_tell_who_sees_whom(recording: bool, monke
 
     def watch(module: object, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any) -> Tensor:
         seen.append(mask)
-        return attend(query, key, value, mask, *more)
+        return scaled_dot_product(query, key, value, mask, *more)
 
-    with watched_by(watch):
+    with attention_hook(watch):
         model(model.initial, images())
     assert len(seen) == 2
     assert seen == [None, None]

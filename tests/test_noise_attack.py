@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partita.core.noise import add_noise, gaussian
+from partita.core.noise import add_noise, gaussian_noise
 from partita.core.rng import Key
 
 BITS, SIZE, SIGNAL = 14, 512, 0.01
@@ -32,7 +32,7 @@ def old_scheme(total: Tensor, secret: int) -> Tensor:
 
 
 def new_scheme(total: Tensor, secret: int) -> Tensor:
-    return add_noise(total, gaussian({"w": total}, Key(secret), 1.0)["w"], 1.0)
+    return add_noise(total, gaussian_noise({"w": total}, Key(secret), 1.0)["w"], 1.0)
 
 
 def attack(released: Tensor, known: int) -> Tensor | None:

@@ -10,7 +10,7 @@ from helpers import OPTIMIZERS
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.optim import SGD, AdamW, Optimizer, Schedule, clip
+from partita.core.optim import SGD, AdamW, Optimizer, Schedule, clip_gradients
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 
@@ -112,7 +112,7 @@ def test_clipping_equals_torchs_bit_for_bit(limit: float) -> None:
     for param, grad in zip(theirs, grads.values(), strict=True):
         param.grad = grad.clone()
     total = torch.nn.utils.clip_grad_norm_(theirs, limit)
-    clipped = clip(grads, tensors.norm(grads), limit)
+    clipped = clip_gradients(grads, tensors.norm(grads), limit)
     assert torch.equal(tensors.norm(grads), total)
     assert tensors.equal(clipped, {name: param.grad for name, param in zip(grads, theirs, strict=True)})
     assert float(tensors.norm(clipped)) <= limit * (1 + 1e-6)

@@ -11,9 +11,16 @@ from helpers import run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core.method import Local, Method, MethodError
+from partita.core.method import ClientRule, Method, MethodError
 from partita.core.optim import SGD
-from partita.core.options import OptionError, bind, describe, fits, nearest, pick
+from partita.core.options import (
+    OptionError,
+    closest_match,
+    describe,
+    import_from_registry,
+    matches_type,
+    validate_options,
+)
 from partita.core.plan import Phase, PlanError
 from partita.core.settings import RunError, Training
 from partita.methods import INDEX, build
@@ -76,7 +83,7 @@ FITS: list[tuple[Any, Any, bool]] = [
     ("value", "hint", "expected"), FITS, ids=[f"{value!r} {hint}" for value, hint, _ in FITS[:-1]] + ["any"]
 )
 def test_fits(value: Any, hint: Any, expected: bool) -> None:
-    assert fits(value, hint) is expected
+    assert matches_type(value, hint) is expected
 
 
 @pytest.mark.parametrize(
@@ -99,13 +106,13 @@ def test_describe(hint: Any, words: str) -> None:
 
 
 def test_bind_hands_on_what_fits() -> None:
-    assert bind(sample, {"rate": 1}, "method") == {"rate": 1}
+    assert validate_options(sample, {"rate": 1}, "method") == {"rate": 1}
     given_all = {"rate": 0.5, "count": 2, "kind": "two", "limit": None, "names": ["a", "b"]}
-    assert bind(sample, given_all, "method") == {**given_all, "names": ("a", "b")}
-    assert bind(Settings, {"size": 3, "flag": True}, "data") == {"size": 3, "flag": True}
-    assert bind(sample, {"count": 2}, "method", given=["rate"]) == {"count": 2}
-    sample(**bind(sample, given_all, "method"))
-    assert bind(lambda size, **rest: None, {"size": 1, "other": "x"}, "split") == {"size": 1, "other": "x"}
+    assert validate_options(sample, given_all, "method") == {**given_all, "names": ("a", "b")}
+    assert validate_options(Settings, {"size": 3, "flag": True}, "data") == {"size": 3, "flag": True}
+    assert validate_options(sample, {"count": 2}, "method", given=["rate"]) == {"count": 2}
+    sample(**validate_options(sample, given_all, "method"))
+    assert validate_options(lambda size, **rest: None, {"size": 1, "other": "x"}, "split") == {"size": 1, "other": "x"}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +137,7 @@ def test_bind_names_key_value_and_remedy(
     target: Any, options: dict[str, Any], given_names: list[str], message: str
 ) -> None:
     with pytest.raises(OptionError, match=f"^{message}"):
-        bind(target, options, "method", given_names)
+        validate_options(target, options, "method", given_names)
 
 
 @given(
@@ -144,18 +151,18 @@ def test_bind_takes_what_fits_and_refuses_the_rest(options: dict[str, Any]) -> N
     numbers = {key: value for key, value in options.items() if key != "precision"}
     right = "lr" in options and "lrr" not in options and all(isinstance(value, int) for value in numbers.values())
     if right and options.get("precision", "float32") == "float32":
-        assert bind(Training, options, "training") == options
+        assert validate_options(Training, options, "training") == options
     else:
         with pytest.raises(OptionError, match="training"):
-            bind(Training, options, "training")
+            validate_options(Training, options, "training")
 
 
 def test_nearest_and_pick() -> None:
-    assert nearest("fedprx", INDEX) == "did you mean 'fedprox'?"
-    assert nearest("qqq", ["b", "a"]) == "it can be: a, b"
-    assert pick(INDEX, "fedavg", "method")().name == "fedavg"
+    assert closest_match("fedprx", INDEX) == "did you mean 'fedprox'?"
+    assert closest_match("qqq", ["b", "a"]) == "it can be: a, b"
+    assert import_from_registry(INDEX, "fedavg", "method")().name == "fedavg"
     with pytest.raises(OptionError, match=r"unknown method 'fedporx'; did you mean 'fedprox'\?"):
-        pick(INDEX, "fedporx", "method")
+        import_from_registry(INDEX, "fedporx", "method")
 
 
 def test_methods_are_built_by_name_with_their_options() -> None:
@@ -163,10 +170,10 @@ def test_methods_are_built_by_name_with_their_options() -> None:
         built = build(name)
         assert isinstance(built, Method)
         assert built.name == name
-    assert build("fedprox", {"mu": 0.5}).local[0] == build("fedavg+fedprox", {"mu": 0.5}).local[0]
+    assert build("fedprox", {"mu": 0.5}).client_rules[0] == build("fedavg+fedprox", {"mu": 0.5}).client_rules[0]
     both = build("fedfrozen+fedprox", {"mu": 0.5, "warmup": 2})
     assert both.name == "fedfrozen+fedprox"
-    assert both.local == build("fedprox", {"mu": 0.5}).local
+    assert both.client_rules == build("fedprox", {"mu": 0.5}).client_rules
 
 
 @pytest.mark.parametrize(
@@ -215,8 +222,8 @@ def test_settings_that_make_no_sense_are_refused_by_name() -> None:
     with pytest.raises(RunError, match=r"federation\.cohort is -0\.5"):
         run_of(fedavg(), 1, cohort=-0.5).cohort_size(4)
     with pytest.raises(MethodError, match="a slot cannot be called 'delta'"):
-        Method("m", local=(TakesDelta(),))
+        Method("m", client_rules=(TakesDelta(),))
 
 
-class TakesDelta(Local):
+class TakesDelta(ClientRule):
     slots = frozenset({"delta"})

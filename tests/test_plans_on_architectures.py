@@ -11,7 +11,7 @@ from partita.core.method import Method
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedper import fedper
 from partita.methods.safl import safl
-from partita.models.adapter import Adapted
+from partita.models.adapter import FunctionalModel
 from partita.testing.conformance import check_method
 
 QUICK = ("distilbert-tokens", "llama-text")
@@ -24,7 +24,7 @@ CASES = [
 ]
 
 
-def model_of(case: str) -> Adapted:
+def model_of(case: str) -> FunctionalModel:
     """Away from where biases are zero: under rounding alone a key's would move, by nothing that can be compared."""
     model = adapted(case)
     if case.endswith("-tokens"):

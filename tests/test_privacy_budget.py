@@ -16,11 +16,11 @@ from helpers import Clients, play, run_of, small
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from partita.core.dp_settings import PrivacyError, Private
-from partita.core.method import Local, Method, Release
+from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.method import ClientRule, Method, PrivacyRelease
 from partita.core.model import Model
 from partita.core.options import OptionError
-from partita.core.plan import Phase, Plan, Turn
+from partita.core.plan import Phase, Plan, RoundInfo
 from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
 from partita.methods import build as method_of
@@ -28,11 +28,11 @@ from partita.methods.fedavg import fedavg
 from partita.privacy import budget
 from partita.privacy.accountant import INTERVAL, ORDERS, epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
-from partita.privacy.guard import Guard, Terms, protect
-from partita.privacy.spending import TRAINING, Account, find_noise, releases_of, round_up
+from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
+from partita.privacy.spending import TRAINING, PrivacySpending, find_noise, releases_of, round_up
 
-STEPS = Release(TRAINING, noise=1.2, share=0.2, count=30)
-CHOICE = Release("layers", noise=4.0, share=1.0, count=3)
+STEPS = PrivacyRelease(TRAINING, noise=1.2, share=0.2, count=30)
+CHOICE = PrivacyRelease("layers", noise=4.0, share=1.0, count=3)
 
 
 def theirs(accountant: library.PrivacyAccountant) -> float:
@@ -63,20 +63,22 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
 @pytest.mark.parametrize(("noise", "times"), [(1.0, 1), (3.0, 20)])
 def test_gaussian_releases_have_a_closed_form(noise: float, times: int) -> None:
     wanted = gaussian_epsilon(noise / math.sqrt(times), 1e-5)
-    assert epsilon({Release(TRAINING, noise, 1.0, times): 1}, 1e-5) == pytest.approx(wanted, rel=1e-3)
+    assert epsilon({PrivacyRelease(TRAINING, noise, 1.0, times): 1}, 1e-5) == pytest.approx(wanted, rel=1e-3)
     # A client in another's place moves a sum by twice the clip.
-    assert epsilon({Release(TRAINING, 2 * noise, 1.0): times}, 1e-5, of_clients=True) == pytest.approx(wanted, rel=1e-3)
+    assert epsilon({PrivacyRelease(TRAINING, 2 * noise, 1.0): times}, 1e-5, of_clients=True) == pytest.approx(
+        wanted, rel=1e-3
+    )
 
 
 def test_nothing_costs_nothing_and_no_noise_costs_everything() -> None:
     assert epsilon({}, 1e-5) == epsilon({}, 1e-5, "rdp") == 0
-    assert epsilon({Release(TRAINING, 0.0, 0.1): 1}, 1e-5) == math.inf
+    assert epsilon({PrivacyRelease(TRAINING, 0.0, 0.1): 1}, 1e-5) == math.inf
 
 
-def account_of(**clients: tuple[float, int]) -> Account:
-    account = Account(1e-5)
+def account_of(**clients: tuple[float, int]) -> PrivacySpending:
+    account = PrivacySpending(1e-5)
     for client, (share, count) in clients.items():
-        account.charge(client, [Release(TRAINING, 1.0, share, count)])
+        account.charge(client, [PrivacyRelease(TRAINING, 1.0, share, count)])
     return account
 
 
@@ -89,7 +91,7 @@ def test_a_run_costs_what_it_costs_the_worst_placed_client() -> None:
 
 
 def test_charging_twice_is_charging_the_sum() -> None:
-    account = Account(1e-5)
+    account = PrivacySpending(1e-5)
     account.charge("a", [STEPS])
     account.charge("a", [replace(STEPS, count=10)])
     assert account.epsilon() == epsilon({replace(STEPS, count=40): 1}, 1e-5)
@@ -115,39 +117,43 @@ def test_a_choice_is_charged_and_leaves_less_for_training() -> None:
         find_noise(account_of(a=(1.0, 10**7)), 1e-3)
 
 
-class Choosing(Local):
-    looks = True
-    release = Release("layers", noise=4.0, share=1.0)
+class Choosing(ClientRule):
+    uses_data = True
+    release = PrivacyRelease("layers", noise=4.0, share=1.0)
 
 
 def test_what_a_client_releases_in_a_round() -> None:
     poisson, shuffle = (
-        replace(method_of("fedrep"), privacy=Private(1.0, 2.0, kind)) for kind in ("poisson", "shuffle")
+        replace(method_of("fedrep"), privacy=DPSGDSettings(1.0, 2.0, kind)) for kind in ("poisson", "shuffle")
     )
     model = small()
     run = run_of(poisson, batch_size=4, epochs=2)
-    plan = poisson.plan(model, Turn(0, 3, "a"))
+    plan = poisson.plan(model, RoundInfo(0, 3, "a"))
     assert len(plan.phases) == 2
     first, second = plan.phases
     epochs = [phase.epochs or 2 for phase in (first, second)]
-    assert releases_of(run, plan, 10) == [Release(TRAINING, 2.0, 0.4, 3 * each) for each in epochs]
-    assert releases_of(run_of(shuffle, epochs=2), plan, 10) == [Release(TRAINING, 2.0, 1.0, each) for each in epochs]
-    some = run_of(replace(fedavg(), privacy=Private(1.0, 2.0, "shuffle")), steps=4)
-    plain = fedavg().plan(model, Turn(0, 3, "a"))
-    assert releases_of(some, plain, 10) == [Release(TRAINING, 2.0, 1.0, 2)]  # the fourth step is of a second epoch
-    choosing = Method("choosing", local=(Choosing(),), privacy=Private(1.0, 2.0))
-    assert releases_of(run_of(choosing), plain, 3) == [Choosing.release, Release(TRAINING, 2.0, 1.0, 1)]
+    assert releases_of(run, plan, 10) == [PrivacyRelease(TRAINING, 2.0, 0.4, 3 * each) for each in epochs]
+    assert releases_of(run_of(shuffle, epochs=2), plan, 10) == [
+        PrivacyRelease(TRAINING, 2.0, 1.0, each) for each in epochs
+    ]
+    some = run_of(replace(fedavg(), privacy=DPSGDSettings(1.0, 2.0, "shuffle")), steps=4)
+    plain = fedavg().plan(model, RoundInfo(0, 3, "a"))
+    assert releases_of(some, plain, 10) == [
+        PrivacyRelease(TRAINING, 2.0, 1.0, 2)
+    ]  # the fourth step is of a second epoch
+    choosing = Method("choosing", client_rules=(Choosing(),), privacy=DPSGDSettings(1.0, 2.0))
+    assert releases_of(run_of(choosing), plain, 3) == [Choosing.release, PrivacyRelease(TRAINING, 2.0, 1.0, 1)]
 
 
-def guarded(terms: Terms, **more: object) -> Guard:
-    return protect(run_of(fedavg(), **more), small(), SIZES, terms)  # type: ignore[arg-type]
+def guarded(privacy_config: PrivacyConfig, **more: object) -> PrivacyGuard:
+    return make_private(run_of(fedavg(), **more), small(), SIZES, privacy_config)  # type: ignore[arg-type]
 
 
 SIZES = {"a": 12, "b": 40, "c": 20, "d": 16}
 
 
 def test_a_budget_is_spent_as_planned() -> None:
-    guard = guarded(Terms(epsilon=0.5), count=3, cohort=2)
+    guard = guarded(PrivacyConfig(epsilon=0.5), count=3, cohort=2)
     assert guard.planned is not None
     assert 0.49 < guard.planned <= 0.5
     spent = []
@@ -156,7 +162,7 @@ def test_a_budget_is_spent_as_planned() -> None:
         spent.append(guard.spent())
     assert spent == sorted(spent)
     assert spent[-1] == guard.planned
-    assert guard.ahead(2).epsilon() == spent[1]
+    assert guard.forecast(2).epsilon() == spent[1]
     for number in (3, 4):
         guard.charge(number, SIZES, {})
     with pytest.raises(PrivacyError, match=r"beyond the budget of 0\.5"):
@@ -164,7 +170,7 @@ def test_a_budget_is_spent_as_planned() -> None:
 
 
 def test_whoever_is_asked_more_often_decides() -> None:
-    guard = guarded(Terms(noise=5.0), count=6, cohort=1)
+    guard = guarded(PrivacyConfig(noise=5.0), count=6, cohort=1)
     asked = Counter(guard.run.draw_cohort(number, list(SIZES))[0] for number in range(6))
     assert max(asked.values()) < 6
     costs = {
@@ -174,8 +180,8 @@ def test_whoever_is_asked_more_often_decides() -> None:
     assert guard.planned == pytest.approx(max(costs.values()))
 
 
-def plan_of(guard: Guard):  # type: ignore[no-untyped-def]
-    return guard.run.method.plan(small(), Turn(0, 1, "a"))
+def plan_of(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
+    return guard.run.method.plan(small(), RoundInfo(0, 1, "a"))
 
 
 @pytest.mark.parametrize(
@@ -190,22 +196,22 @@ def plan_of(guard: Guard):  # type: ignore[no-untyped-def]
         ({"noise": 0.1, "epsilon": 1.0}, "leave the noise out to have it found"),
     ],
 )
-def test_terms_that_promise_nothing_are_refused(terms: dict[str, object], said: str) -> None:
+def test_terms_that_promise_nothing_are_refused(privacy_config: dict[str, object], said: str) -> None:
     with pytest.raises(PrivacyError, match=said):
-        guarded(Terms(**terms))  # type: ignore[arg-type]
+        guarded(PrivacyConfig(**privacy_config))  # type: ignore[arg-type]
 
 
 def test_delta_is_small_beside_the_examples() -> None:
-    assert guarded(Terms(noise=5.0)).terms.delta == 1e-5
-    many = protect(run_of(fedavg()), small(), {"a": 10**6}, Terms(noise=5.0))
-    assert many.terms.delta == pytest.approx(1e-7)
+    assert guarded(PrivacyConfig(noise=5.0)).privacy_config.delta == 1e-5
+    many = make_private(run_of(fedavg()), small(), {"a": 10**6}, PrivacyConfig(noise=5.0))
+    assert many.privacy_config.delta == pytest.approx(1e-7)
 
 
 def test_sizes_that_are_not_known_here() -> None:
     sizes = {"here": 12, "there": 0}
     with pytest.raises(PrivacyError, match="find the noise with 'partita budget'"):
-        protect(run_of(fedavg()), small(), sizes, Terms(epsilon=1.0))
-    guard = protect(run_of(fedavg()), small(), sizes, Terms(noise=1.0))
+        make_private(run_of(fedavg()), small(), sizes, PrivacyConfig(epsilon=1.0))
+    guard = make_private(run_of(fedavg()), small(), sizes, PrivacyConfig(noise=1.0))
     guard.charge(0, ["here", "there"], {})
     assert guard.planned is None
     assert guard.spent() is None
@@ -234,11 +240,11 @@ def test_a_forecast_of_one_client() -> None:
 
 @pytest.mark.slow
 def test_a_forecast_of_a_run() -> None:
-    guard = guarded(Terms(noise=20.0), count=2, cohort=2)
+    guard = guarded(PrivacyConfig(noise=20.0), count=2, cohort=2)
     found = forecast_run(guard)
     assert found.after[2] == found.epsilon == guard.planned
     assert found.instead["twice the rounds"] > 20.0 > found.instead["half the batch"]
-    unknown = protect(run_of(fedavg()), small(), {"a": 0}, Terms(noise=1.0))
+    unknown = make_private(run_of(fedavg()), small(), {"a": 0}, PrivacyConfig(noise=1.0))
     with pytest.raises(PrivacyError, match="give --examples instead"):
         forecast_run(unknown)
 
@@ -291,8 +297,8 @@ def test_the_table_is_checked() -> None:
     ids=["below the clip", "far below it", "where epsilon falls to zero", "far above the clip"],
 )
 def test_the_least_noise_is_found_wherever_it_lies(share: float, count: int, target: float) -> None:
-    account = Account(1e-5, "rdp")
-    account.charge("a", [Release(TRAINING, 1.0, share, count)])
+    account = PrivacySpending(1e-5, "rdp")
+    account.charge("a", [PrivacyRelease(TRAINING, 1.0, share, count)])
     noise = find_noise(account, target)
     assert account.with_noise(noise).epsilon() <= target < account.with_noise(0.99 * noise).epsilon()
 
@@ -307,9 +313,9 @@ def test_a_noise_is_rounded_up_to_four_digits(noise: float, rounded: float) -> N
 
 def test_a_client_is_billed_for_its_steps_and_its_share() -> None:
     [bill] = Client(examples=100, batch=30, rounds=6, epochs=2).bill(5, 1e-6).bills.values()
-    assert bill == {Release(TRAINING, 1.0, 0.3): 2 * 4 * 5}
+    assert bill == {PrivacyRelease(TRAINING, 1.0, 0.3): 2 * 4 * 5}
     account = Client(examples=10, batch=30, rounds=6).bill(6, 1e-6)
-    assert account.bills == {"client": {Release(TRAINING, 1.0, 1.0): 6}}
+    assert account.bills == {"client": {PrivacyRelease(TRAINING, 1.0, 1.0): 6}}
     assert account.delta == 1e-6
 
 
@@ -317,10 +323,10 @@ def test_a_client_is_billed_for_its_steps_and_its_share() -> None:
 def plain_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epsilon is steps times share over noise, and so the noise for an epsilon is known in closed form."""
 
-    def cost(account: Account) -> float:
+    def cost(account: PrivacySpending) -> float:
         return max(sum(r.share * n / r.noise for r, n in bill.items()) for bill in account.bills.values())
 
-    monkeypatch.setattr(Account, "epsilon", cost)
+    monkeypatch.setattr(PrivacySpending, "epsilon", cost)
     monkeypatch.setattr(budget, "find_noise", lambda account, target: cost(account.with_noise(1.0)) / target)
 
 
@@ -358,32 +364,32 @@ def test_the_other_choices_of_a_forecast_are_twice_and_half(monkeypatch: pytest.
     forecast_client(Client(examples=100, batch=10, rounds=6), None, 2.0, None)
     bills = [dict(account.bills["client"]) for account, _ in seen]
     assert bills == [
-        {Release(TRAINING, 1.0, 0.1): 120},
-        {Release(TRAINING, 1.0, 0.05): 120},
-        {Release(TRAINING, 1.0, 0.05): 120},
-        {Release(TRAINING, 1.0, 0.1): 60},
+        {PrivacyRelease(TRAINING, 1.0, 0.1): 120},
+        {PrivacyRelease(TRAINING, 1.0, 0.05): 120},
+        {PrivacyRelease(TRAINING, 1.0, 0.05): 120},
+        {PrivacyRelease(TRAINING, 1.0, 0.1): 60},
     ]
     assert [target for _, target in seen] == [3.0, 3.0, 3.0, 1.5]
     seen.clear()
-    guard = guarded(Terms(noise=20.0), count=3, batch_size=4, steps=2)
+    guard = guarded(PrivacyConfig(noise=20.0), count=3, batch_size=4, steps=2)
     forecast_run(guard)
     assert [max(sum(bill.values()) for bill in account.bills.values()) for account, _ in seen] == [12, 6, 6]
     half, whole = ({release.share for release in account.bills["b"]} for account, _ in seen[1:])
     assert (half, whole) == ({2 / 40}, {4 / 40})
     seen.clear()
-    forecast_run(guarded(Terms(noise=20.0), count=1, batch_size=1, steps=2))
+    forecast_run(guarded(PrivacyConfig(noise=20.0), count=1, batch_size=1, steps=2))
     assert {release.share for release in seen[1][0].bills["b"]} == {1 / 40}, "a batch of one cannot be halved"
     seen.clear()
     forecast_client(Client(examples=12, batch=1, rounds=1), None, 2.0, None)
-    assert dict(seen[1][0].bills["client"]) == {Release(TRAINING, 1.0, 1 / 12): 12}
+    assert dict(seen[1][0].bills["client"]) == {PrivacyRelease(TRAINING, 1.0, 1 / 12): 12}
     seen.clear()
-    of_clients = forecast_run(guarded(Terms(unit="client", noise=20.0, accountant="rdp"), count=2, cohort=2))
+    of_clients = forecast_run(guarded(PrivacyConfig(unit="client", noise=20.0, accountant="rdp"), count=2, cohort=2))
     assert list(of_clients.instead) == ["twice the rounds", "half the epsilon"]
 
 
 @pytest.mark.usefixtures("plain_costs")
 def test_without_noise_no_other_noise_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Account, "epsilon", lambda account: math.inf)
+    monkeypatch.setattr(PrivacySpending, "epsilon", lambda account: math.inf)
     found = forecast_client(Client(examples=100, batch=10, rounds=6), None, 0.0, None)
     assert (found.epsilon, found.instead) == (math.inf, {})
     assert "for the same epsilon" not in found.to_text()
@@ -391,16 +397,16 @@ def test_without_noise_no_other_noise_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_charged_beside_training() -> None:
     """Only a rule that looks releases anything, and only as it says it does."""
-    plan = fedavg().plan(small(), Turn(0, 3, "a"))
-    quiet = replace(fedavg(), local=(Quiet(),))
+    plan = fedavg().plan(small(), RoundInfo(0, 3, "a"))
+    quiet = replace(fedavg(), client_rules=(Quiet(),))
     assert releases_of(run_of(quiet), plan, 10) == []
-    assert releases_of(run_of(replace(fedavg(), local=(Choosing(),))), plan, 10) == [Choosing.release]
-    private = replace(fedavg(), local=(Choosing(),), privacy=Private(1.0, 2.0))
+    assert releases_of(run_of(replace(fedavg(), client_rules=(Choosing(),))), plan, 10) == [Choosing.release]
+    private = replace(fedavg(), client_rules=(Choosing(),), privacy=DPSGDSettings(1.0, 2.0))
     assert releases_of(run_of(private), plan, 0) == [Choosing.release], "of no examples nothing is trained"
 
 
-class Quiet(Local):
-    release = Release("layers", noise=4.0, share=1.0)
+class Quiet(ClientRule):
+    release = PrivacyRelease("layers", noise=4.0, share=1.0)
 
 
 @pytest.mark.usefixtures("plain_costs")
@@ -409,18 +415,18 @@ def test_a_plan_knows_of_twice_the_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     seen = []
     monkeypatch.setattr(budget, "find_noise", lambda account, target: seen.append(account) or 1.0)
 
-    def plan(model: Model, turn: Turn) -> Plan:
-        return Plan((Phase(model.every(), epochs=turn.rounds),), up=model.every(), down=model.every())
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        return Plan((Phase(model.all_names(), epochs=round_info.rounds),), up=model.all_names(), down=model.all_names())
 
     run = run_of(Method("growing", plan), 3, batch_size=40)
-    forecast_run(protect(run, small(), {"b": 40}, Terms(noise=20.0)))
+    forecast_run(make_private(run, small(), {"b": 40}, PrivacyConfig(noise=20.0)))
     assert [sum(account.bills["b"].values()) for account in seen] == [36, 18, 9]
 
 
 def test_a_guard_says_what_it_resolved() -> None:
-    found = guarded(Terms(epsilon=2.0, accountant="rdp"), count=1)
+    found = guarded(PrivacyConfig(epsilon=2.0, accountant="rdp"), count=1)
     assert found.run.method.privacy is not None
-    assert found.terms.noise == found.about()["noise"] == found.run.method.privacy.noise
+    assert found.privacy_config.noise == found.about()["noise"] == found.run.method.privacy.noise
     assert (found.about()["sampling"], found.about()["delta"]) == ("poisson", 1e-5)
-    of_clients = guarded(Terms(unit="client", noise=3.0, accountant="rdp"), count=1, cohort=2)
+    of_clients = guarded(PrivacyConfig(unit="client", noise=3.0, accountant="rdp"), count=1, cohort=2)
     assert (of_clients.about()["sampling"], of_clients.about()["unit"]) == ("cohort", "client")

@@ -12,20 +12,20 @@ from helpers import Clients, distance, last, play, run_of, small
 
 from partita.core import tensors
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Aggregate, Local, Method, MethodError, Rule, Server, Transform, Update
+from partita.core.method import Aggregate, ClientRule, Method, MethodError, Server, ServerRule, Update, UpdateTransform
 from partita.core.model import Model
-from partita.core.noise import add_noise, gaussian
-from partita.core.plan import Plan, Turn, share
+from partita.core.noise import add_noise, gaussian_noise
+from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.engines.availability import Faults
+from partita.engines.availability import Availability
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedopt import fedadam
 from partita.privacy.client_level import ClippedUpdates, OverCohort, protect_clients
-from partita.privacy.guard import Terms, protect
+from partita.privacy.guard import PrivacyConfig, make_private
 from partita.testing.conformance import check_method
-from partita.testing.toy import Tiny, TinyPopulation
+from partita.testing.toy import ToyPopulation, ToyTransformer
 
 
 def update(seed: int, size: float, client: str = "a") -> Update:
@@ -46,7 +46,7 @@ def test_delta_and_slots_are_clipped_together_and_nothing_else_is_told(size: flo
     ratio = after.delta["w"] / before.delta["w"]
     assert torch.allclose(ratio, after.slots["control"]["w"] / before.slots["control"]["w"])
     assert (after.weight, after.loss) == (1.0, None)
-    again = ClippedUpdates(1.0, 0.0, 2).open(replace(after, delta=tensors.scale(after.delta, 9.0)))
+    again = ClippedUpdates(1.0, 0.0, 2).decode_update(replace(after, delta=tensors.scale(after.delta, 9.0)))
     assert length(again) <= 1 + 1e-6
 
 
@@ -56,7 +56,8 @@ def test_one_client_in_anothers_place_moves_the_mean_by_twice_the_clip_at_most()
     one, other = (Update("x", tensors.scale(opposite, sign), {}, 100.0, {"w": 1}, None) for sign in (1.0, -1.0))
     rest = [replace(update(seed, 1.0, f"c{seed}"), slots={}) for seed in range(3)]
     means = [
-        rule.reduce(server, [transform.open(each) for each in (*rest, last)], 9).delta["w"] for last in (one, other)
+        rule.reduce(server, [transform.decode_update(each) for each in (*rest, last)], 9).delta["w"]
+        for last in (one, other)
     ]
     assert float((means[0] - means[1]).norm()) == pytest.approx(2.0 / 4, rel=1e-5)
 
@@ -64,12 +65,12 @@ def test_one_client_in_anothers_place_moves_the_mean_by_twice_the_clip_at_most()
 def test_noise_is_keyed_and_in_proportion_to_clip_and_cohort() -> None:
     transform = ClippedUpdates(clip=0.5, noise=2.0, cohort=4)
     zero = Aggregate({"w": torch.zeros(10_000)}, {"control": {"w": torch.zeros(10_000)}}, 4)
-    noisy = transform.decode(zero, Key(1))
+    noisy = transform.decode_aggregate(zero, Key(1))
     assert float(noisy.delta["w"].std()) == pytest.approx(2.0 * 0.5 / 4, rel=0.03)
     assert not torch.equal(noisy.delta["w"], noisy.slots["control"]["w"])
-    noise = gaussian(zero.delta, Key(1) / "delta", 0.25)["w"]
+    noise = gaussian_noise(zero.delta, Key(1) / "delta", 0.25)["w"]
     assert torch.equal(noisy.delta["w"], add_noise(zero.delta["w"], noise, 0.25))
-    assert not torch.equal(noisy.delta["w"], transform.decode(zero, Key(2)).delta["w"])
+    assert not torch.equal(noisy.delta["w"], transform.decode_aggregate(zero, Key(2)).delta["w"])
     hidden = replace(transform, secret=Key(9)).decode(zero, Key(1))
     assert not torch.equal(noisy.delta["w"], hidden.delta["w"])
 
@@ -84,29 +85,29 @@ def test_who_does_not_answer_does_not_change_what_the_others_weigh() -> None:
     run = run_of(protect_clients(fedavg(), math.inf, 0.0, 2), count=1)
     model, clients = small(), Clients(a=8, b=8)
     [whole] = play(run, model, clients)
-    [half] = play(run, model, clients, faults=Faults(trace={(0, "b"): 0.0}))
-    [rest] = play(run, model, clients, faults=Faults(trace={(0, "a"): 0.0}))
+    [half] = play(run, model, clients, availability=Availability(trace={(0, "b"): 0.0}))
+    [rest] = play(run, model, clients, availability=Availability(trace={(0, "a"): 0.0}))
     deltas = [tensors.subtract(each.server.params, model.initial) for each in (half, rest)]
     assert distance(tensors.add(*deltas), tensors.subtract(whole.server.params, model.initial)) < 1e-6
 
 
-class Few(TinyPopulation):
+class Few(ToyPopulation):
     clients = ("c0", "c1", "c2", "c3")
 
 
 @pytest.mark.parametrize("method", [fedavg, fedadam])
 def test_a_method_under_client_level_privacy_conforms(method: Callable[[], Method]) -> None:
-    check_method(protect_clients(method(), 0.1, 0.5, 2), Tiny(width=3, layers=1), Few())
+    check_method(protect_clients(method(), 0.1, 0.5, 2), ToyTransformer(width=3, layers=1), Few())
 
 
 @dataclass(frozen=True)
-class Doubling(Transform):
-    def decode(self, aggregate: Aggregate, key: Key) -> Aggregate:
+class Doubling(UpdateTransform):
+    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
         return replace(aggregate, delta=tensors.scale(aggregate.delta, 2.0))
 
 
-class Looking(Local):
-    looks = True
+class Looking(ClientRule):
+    uses_data = True
 
 
 @pytest.mark.parametrize(
@@ -115,8 +116,8 @@ class Looking(Local):
         *((build(name), "takes a mean of its own") for name in ("scaffold", "fednova", "feddyn", "fedtp", "flora")),
         (build("fedfrozen", {"warmup": "auto"}), "Disagreement takes a mean of its own"),
         (build("centralized"), "has one client"),
-        (Method("looking", local=(Looking(),)), "with Looking each client chooses"),
-        (Method("doubling", channel=(Doubling(),)), "Doubling changes the sum"),
+        (Method("looking", client_rules=(Looking(),)), "with Looking each client chooses"),
+        (Method("doubling", transforms=(Doubling(),)), "Doubling changes the sum"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",
 )
@@ -126,8 +127,8 @@ def test_what_cannot_be_kept_is_refused(method: Method, said: str) -> None:
 
 
 def test_names_that_tell_who_took_part_are_refused() -> None:
-    def plan(model: Model, turn: Turn) -> Plan:
-        return share(model.every() if turn.client == "a" else model.names("head"), down=model.every())
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        return share(model.all_names() if round_info.client == "a" else model.names("head"), down=model.all_names())
 
     run = run_of(protect_clients(Method("own", plan=plan), 1.0, 1.0, 2))
     with pytest.raises(MethodError, match="sends other names than the client before it"):
@@ -147,26 +148,28 @@ def params_of(*sizes: int) -> dict[str, int]:
 def test_every_client_pays_for_every_round() -> None:
     """A cohort of fixed size is drawn without replacement, and who was drawn is not to be known."""
     sizes = params_of(8, 8, 8, 8)
-    some = protect(run_of(fedavg(), cohort=2), small(), sizes, Terms("client", noise=8.0))
-    everyone = protect(run_of(fedavg()), small(), sizes, Terms("client", noise=8.0))
+    some = make_private(run_of(fedavg(), cohort=2), small(), sizes, PrivacyConfig("client", noise=8.0))
+    everyone = make_private(run_of(fedavg()), small(), sizes, PrivacyConfig("client", noise=8.0))
     assert (some.account.by, everyone.account.by) == ("rdp", "pld")
     assert some.planned is not None
     assert everyone.planned is not None
     assert some.planned < everyone.planned
-    assert isinstance(some.run.method.server, OverCohort)
+    assert isinstance(some.run.method.server_rule, OverCohort)
     some.charge(0, ["c1", "c2"], {})
-    assert some.spent() == some.ahead(1).epsilon() < some.planned
+    assert some.spent() == some.forecast(1).epsilon() < some.planned
     before = some.spent()
     some.charge(1, ["c1", "c2"], {}, population=2)  # the others were away, so these two were certain to be drawn
     assert before is not None
-    assert (some.spent() or 0) - before > some.ahead(2).epsilon() - before
+    assert (some.spent() or 0) - before > some.forecast(2).epsilon() - before
     with pytest.raises(PrivacyError, match=r"privacy\.accountant = 'rdp'"):
-        protect(run_of(fedavg(), cohort=2), small(), sizes, Terms("client", noise=8.0, accountant="pld"))
+        make_private(run_of(fedavg(), cohort=2), small(), sizes, PrivacyConfig("client", noise=8.0, accountant="pld"))
 
 
 @pytest.mark.slow
 def test_a_budget_for_clients_is_met() -> None:
-    guard = protect(run_of(fedavg(), cohort=2), small(), params_of(*[8] * 20), Terms("client", epsilon=1.0))
+    guard = make_private(
+        run_of(fedavg(), cohort=2), small(), params_of(*[8] * 20), PrivacyConfig("client", epsilon=1.0)
+    )
     assert guard.planned is not None
     assert 0.99 < guard.planned <= 1.0
     moved: Tensors = last(play(guard.run, small(), Clients(**params_of(*[8] * 20))))
@@ -196,7 +199,7 @@ def test_slots_are_summed_over_the_cohort_like_the_delta() -> None:
         part = {"w": torch.full((2,), size)}
         return Update(client, part, {"way": {"w": 10 * part["w"]}}, 100 * size, {"w": 1}, None)
 
-    rule = OverCohort(Rule(), 4)
+    rule = OverCohort(ServerRule(), 4)
     found = rule.reduce(Server({}), [sized("a", 1.0), sized("b", 3.0)], 9)
     assert torch.allclose(found.delta["w"], torch.full((2,), 1.0))
     assert torch.allclose(found.slots["way"]["w"], torch.full((2,), 10.0))

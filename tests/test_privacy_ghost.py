@@ -13,20 +13,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import Batch, ClientData
-from partita.core.dp_settings import Private
+from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import Method
 from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.methods import build
 from partita.methods.fedavg import fedavg
-from partita.models.adapter import Adapted, adapt
-from partita.models.pretrained import drawing_from
-from partita.privacy.guard import Terms
+from partita.models.adapter import FunctionalModel, from_module
+from partita.models.pretrained import seeded
+from partita.privacy.guard import PrivacyConfig
 from partita.training import phase_trainer
-from partita.training.dp_sgd import by_example, clipped_sum
+from partita.training.dp_sgd import clipped_sum, per_example_gradients
 from partita.training.ghost_clipping import GhostError, check_norms, ghost_sum
-from partita.training.phase_trainer import LiftError
+from partita.training.phase_trainer import VmapError
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "num_labels": 3}
 WORDS = {**SIZES, "vocab_size": 20, "max_position_embeddings": 16, "pad_token_id": 0}
@@ -37,11 +37,11 @@ KINDS: dict[str, Any] = {
 }
 
 
-def model_of(kind: str, frozen: tuple[str, ...] = ("embedding",)) -> Adapted:
+def model_of(kind: str, frozen: tuple[str, ...] = ("embedding",)) -> FunctionalModel:
     name, sizes = KINDS[kind]
-    with drawing_from(Key(0)):
+    with seeded(Key(0)):
         module = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
-    return adapt(kind.lower(), module, frozen)
+    return from_module(kind.lower(), module, frozen)
 
 
 def batch_of(kind: str, count: int = 5) -> Batch:
@@ -62,8 +62,8 @@ def away(model: Model) -> Tensors:
 
 
 def one_of(model: Model, rest: Tensors):  # type: ignore[no-untyped-def]
-    def loss(live: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
-        task = model.losses(model({**rest, **live}, inputs), targets).sum()
+    def loss(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        task = model.losses(model({**rest, **trainable}, inputs), targets).sum()
         return task, task
 
     return loss
@@ -74,15 +74,19 @@ def one_of(model: Model, rest: Tensors):  # type: ignore[no-untyped-def]
 def test_sums_are_those_of_gradients_of_examples(kind: str, tags: tuple[str, ...]) -> None:
     model, batch = model_of(kind), batch_of(kind)
     params = away(model)
-    names = model.names(*tags) if tags else model.every()
-    live = {name: params[name] for name in sorted(names)}
-    rest = {name: value for name, value in params.items() if name not in live}
+    names = model.names(*tags) if tags else model.all_names()
+    trainable = {name: params[name] for name in sorted(names)}
+    rest = {name: value for name, value in params.items() if name not in trainable}
     loss = one_of(model, rest)
-    _, norms, losses = by_example(loss, live, batch.inputs, batch.targets)
-    private, mask = Private(clip=float(norms.median()), noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
-    wanted, _ = clipped_sum(loss, live, batch.inputs, batch.targets, mask, private)
+    _, norms, losses = per_example_gradients(loss, trainable, batch.inputs, batch.targets)
+    private, mask = DPSGDSettings(clip=float(norms.median()), noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
+    wanted, _ = clipped_sum(loss, trainable, batch.inputs, batch.targets, mask, private)
     found, same, read = ghost_sum(
-        lambda live: model.losses(model({**rest, **live}, batch.inputs), batch.targets), live, mask, 5, private
+        lambda trainable: model.losses(model({**rest, **trainable}, batch.inputs), batch.targets),
+        trainable,
+        mask,
+        5,
+        private,
     )
     scale = max(float(value.abs().max()) for value in wanted.values())
     assert distance(found, wanted) < 1e-5 * scale
@@ -114,9 +118,13 @@ class Words(Model):
 def test_embeddings_and_both_ways_of_a_linear_layer(width: int) -> None:
     model = Words(width)
     tokens, targets = torch.arange(48).reshape(4, 12) % 5, torch.tensor([0, 1, 2, 1])
-    _, norms, _ = by_example(one_of(model, {}), model.initial, {"tokens": tokens}, targets)
+    _, norms, _ = per_example_gradients(one_of(model, {}), model.initial, {"tokens": tokens}, targets)
     *_, read = ghost_sum(
-        lambda live: model.losses(model(live, {"tokens": tokens}), targets), model.initial, None, 4, Private(1.0, 0.0)
+        lambda trainable: model.losses(model(trainable, {"tokens": tokens}), targets),
+        model.initial,
+        None,
+        4,
+        DPSGDSettings(1.0, 0.0),
     )
     assert torch.allclose(read, norms, rtol=1e-5)
 
@@ -140,7 +148,7 @@ class Texts:
 
 
 def ended(norms: str, noise: float = 0.5) -> Tensors:
-    method = replace(build("fedprox"), privacy=Private(0.3, noise, norms=norms))  # type: ignore[arg-type]
+    method = replace(build("fedprox"), privacy=DPSGDSettings(0.3, noise, norms=norms))  # type: ignore[arg-type]
     return last(play(run_of(method, count=2), model_of("Bert"), Texts()))
 
 
@@ -150,32 +158,32 @@ def test_a_run_is_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < distance(ended("direct", 0.0), ended("ghost", 0.0)) < 1e-5
     assert distance(direct, {name: model_of("Bert").initial[name] for name in direct}) > 0.01
     assert distance(direct, ended("auto")) == 0  # gradients of examples are small here
-    monkeypatch.setattr(phase_trainer, "LARGE", 0)
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
     assert distance(ghost, ended("auto")) == 0
 
 
 def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model multiplies its embedding by itself."""
-    monkeypatch.setattr(phase_trainer, "LARGE", 0)
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
     direct, auto, ghost = (
-        replace(fedavg(), privacy=Private(0.3, 0.5, norms=norms))  # type: ignore[arg-type]
+        replace(fedavg(), privacy=DPSGDSettings(0.3, 0.5, norms=norms))  # type: ignore[arg-type]
         for norms in ("direct", "auto", "ghost")
     )
     played = [last(play(run_of(method, count=1), small(), Clients(a=8))) for method in (direct, auto)]
     assert distance(*played) == 0
-    with pytest.raises(LiftError, match=r"'embed.weight' is used by .*matmul.*; set it to 'direct'"):
+    with pytest.raises(VmapError, match=r"'embed.weight' is used by .*matmul.*; set it to 'direct'"):
         play(run_of(ghost), small(), Clients(a=8))
-    with pytest.raises(LiftError, match=r"engine\.block = 1"):
+    with pytest.raises(VmapError, match=r"engine\.block = 1"):
         play(run_of(ghost), small(), Clients(a=8, b=8), block=2)
-    moon = Method("moon", local=build("moon").local, privacy=Private(1.0, 1.0, norms="ghost"))
-    with pytest.raises(LiftError, match=r"privacy\.norms = 'direct'"):
+    moon = Method("moon", client_rules=build("moon").client_rules, privacy=DPSGDSettings(1.0, 1.0, norms="ghost"))
+    with pytest.raises(VmapError, match=r"privacy\.norms = 'direct'"):
         play(run_of(moon), small(), Clients(a=8))
 
 
 def sums(use) -> None:  # type: ignore[no-untyped-def]
-    live = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)), "b": torch.ones(3)}
+    trainable = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)), "b": torch.ones(3)}
     given = torch.ones(4, 3)
-    ghost_sum(lambda live: use(live, given), live, None, 4, Private(1.0, 0.0))
+    ghost_sum(lambda trainable: use(trainable, given), trainable, None, 4, DPSGDSettings(1.0, 0.0))
 
 
 def test_uses_that_would_go_wrong_are_named() -> None:
@@ -183,26 +191,26 @@ def test_uses_that_would_go_wrong_are_named() -> None:
         return functional.linear(x, w)
 
     with pytest.raises(GhostError, match="'w' is used more than once"):
-        sums(lambda live, x: linear(linear(x, live["w"]), live["w"]).sum(1))
+        sums(lambda trainable, x: linear(linear(x, trainable["w"]), trainable["w"]).sum(1))
     with pytest.raises(GhostError, match="'b' is used in a way that cannot be watched"):
-        sums(lambda live, x: (linear(x, live["w"]) + torch.stack([live["b"]])).sum(1))
+        sums(lambda trainable, x: (linear(x, trainable["w"]) + torch.stack([trainable["b"]])).sum(1))
     with pytest.raises(GhostError, match="not laid out by example"):
-        sums(lambda live, x: linear(x.repeat(2, 1), live["w"]).sum(1)[:4])
+        sums(lambda trainable, x: linear(x.repeat(2, 1), trainable["w"]).sum(1)[:4])
     with pytest.raises(GhostError, match="more than one dimension"):
-        sums(lambda live, x: (x.unsqueeze(1) * live["w"]).sum((1, 2)))
+        sums(lambda trainable, x: (x.unsqueeze(1) * trainable["w"]).sum((1, 2)))
     with pytest.raises(GhostError, match="not those of its gradients"):
-        check_norms(mixed, {"w": torch.randn(3, 4)}, {"x": torch.randn(2, 4)}, torch.zeros(2), Private(1.0, 0.0))
+        check_norms(mixed, {"w": torch.randn(3, 4)}, {"x": torch.randn(2, 4)}, torch.zeros(2), DPSGDSettings(1.0, 0.0))
 
 
-def mixed(live: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
+def mixed(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
     """Looks like a loss by example, and is one of neighbours."""
-    out = functional.linear(inputs["x"], live["w"])
+    out = functional.linear(inputs["x"], trainable["w"])
     return (out * out.roll(1, 0)).sum(1)
 
 
 def test_clients_have_no_examples_to_read_norms_of() -> None:
     with pytest.raises(ValueError, match=r"privacy\.norms is about a client's examples"):
-        Terms("client", noise=1.0, norms="ghost")
+        PrivacyConfig("client", noise=1.0, norms="ghost")
 
 
 class Sums(Model):
@@ -249,8 +257,8 @@ def test_an_infinite_gradient_is_left_out_either_way(
     fill: float, place: int, norms: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum is that of the other examples. Read off layers, the norm is infinite times what the other token holds."""
-    monkeypatch.setattr(phase_trainer, "LARGE", 0)
-    private = Private(0.5, 0.0, sampling="shuffle", norms=norms)  # type: ignore[arg-type]
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
+    private = DPSGDSettings(0.5, 0.0, sampling="shuffle", norms=norms)  # type: ignore[arg-type]
     run = run_of(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
     order = (run.key / "round" / 0 / "client" / "a" / "batches" / 0 / 0).permutation(6)
     wrong = int(order[place])
@@ -266,19 +274,23 @@ def test_norms_are_read_off_by_themselves_where_gradients_of_a_batch_are_many(mo
     """It is the batch times the parameters that counts: at most six examples here, and at least one in most steps."""
     size = sum(value.numel() for value in model_of("Bert").initial.values())
     direct, ghost = ended("direct", 0.0), ended("ghost", 0.0)  # the grid of noisy sums would hide the rounding
-    monkeypatch.setattr(phase_trainer, "LARGE", 6 * size)
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 6 * size)
     assert distance(direct, ended("auto", 0.0)) == 0
-    monkeypatch.setattr(phase_trainer, "LARGE", size)
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", size)
     assert distance(direct, ended("auto", 0.0)) > 0
-    monkeypatch.setattr(phase_trainer, "LARGE", size - 1)
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", size - 1)
     assert distance(ghost, ended("auto", 0.0)) == 0
 
 
 def test_a_parameter_that_no_loss_depends_on_has_no_gradient() -> None:
-    live = {"w": torch.ones(2, 3), "spare": torch.ones(4)}
+    trainable = {"w": torch.ones(2, 3), "spare": torch.ones(4)}
     x = torch.arange(12.0).reshape(4, 3)
     total, _, norms = ghost_sum(
-        lambda live: functional.linear(x, live["w"]).sum(1), live, None, 4, Private(clip=1e3, noise=0.0)
+        lambda trainable: functional.linear(x, trainable["w"]).sum(1),
+        trainable,
+        None,
+        4,
+        DPSGDSettings(clip=1e3, noise=0.0),
     )
     assert torch.equal(total["spare"], torch.zeros(4))
     assert torch.allclose(total["w"], x.sum(0).expand(2, 3))

@@ -25,15 +25,15 @@ from test_architectures import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita.core.data import IGNORED, Batch
-from partita.core.model import Model, TagError, before_layers, layers_of
+from partita.core.data import IGNORE_INDEX, Batch
+from partita.core.model import Model, TagError, input_side_names, layer_tags
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.attention import attend, watched_by
-from partita.models.attention_scores import _Scores, settled
+from partita.models.attention import attention_hook, scaled_dot_product
+from partita.models.attention_scores import _Scores, resolve_tokens
 from partita.models.frozen_cache import cache_frozen
-from partita.testing.toy import Tiny, TinyPopulation
+from partita.testing.toy import ToyPopulation, ToyTransformer
 
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in KIN else name for name in NAMES]
 TAGS = {"O": 0, "B-drug": 1, "I-drug": 2}
@@ -51,7 +51,7 @@ def batch_of(it: Case, left: bool = False) -> Batch:
     if not it.each_token:
         return Batch(inputs, torch.zeros(EXAMPLES).long())
     drawn = torch.randint(0, 3, (EXAMPLES, TOKENS), generator=torch.Generator().manual_seed(3))
-    return Batch(inputs, drawn.where(inputs["attention_mask"] == 1, IGNORED))
+    return Batch(inputs, drawn.where(inputs["attention_mask"] == 1, IGNORE_INDEX))
 
 
 def maps(it: Case, inputs: Tensors) -> list[Tensor]:
@@ -126,7 +126,7 @@ def test_scores_are_those_of_the_maps_of_attention(case: str) -> None:
     ],
 )
 def test_auto_is_what_the_task_asks_about_and_else_the_class_token_of_an_encoder(case: str, means: str) -> None:
-    assert settled(case_of(case).model, "auto") == means
+    assert resolve_tokens(case_of(case).model, "auto") == means
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_where_a_layer_leaves_the_scale_open_it_is_that_of_its_own_width() -> No
     def scored(module: Any, *given: Any) -> Tensor:
         watch = _Scores(it.model, batch, "cls", None, {module: "layer.0"})
         open_scale = (*given[:4], None, given[5])
-        assert torch.allclose(watch(module, *open_scale), attend(*open_scale), atol=1e-6)
+        assert torch.allclose(watch(module, *open_scale), scaled_dot_product(*open_scale), atol=1e-6)
         seen.append(watch.found["layer.0"])
-        return attend(*given)
+        return scaled_dot_product(*given)
 
     it = case_of("vit-image")
     batch = batch_of(it)
-    with watched_by(scored):
+    with attention_hook(scored):
         it.model(it.params, batch.inputs)
     assert torch.allclose(torch.stack(seen, 1), stacked(it.model.attention(it.params, batch, "cls")), atol=1e-6)
 
@@ -313,17 +313,17 @@ def test_what_comes_before_the_layers() -> None:
     }
     for case, name in expected.items():
         model = made(case).model
-        assert name in (before := before_layers(model))
+        assert name in (before := input_side_names(model))
         assert model.names("embedding") <= before
-        assert not before & model.names(*layers_of(model))
-    assert not any("final" in name or "post" in name for name in before_layers(made("clip-towers").model))
-    assert "logit_scale" not in before_layers(made("clip-towers").model)
-    assert before_layers(Tiny()) == {"embed.weight"}
-    assert layers_of(Tiny(layers=12)) == [f"layer.{number}" for number in range(12)]
+        assert not before & model.names(*layer_tags(model))
+    assert not any("final" in name or "post" in name for name in input_side_names(made("clip-towers").model))
+    assert "logit_scale" not in input_side_names(made("clip-towers").model)
+    assert input_side_names(ToyTransformer()) == {"embed.weight"}
+    assert layer_tags(ToyTransformer(layers=12)) == [f"layer.{number}" for number in range(12)]
 
 
 def test_the_small_model_scores_its_first_token_and_a_plain_one_says_that_it_cannot() -> None:
-    model, examples = Tiny(), TinyPopulation()["c3"].train
+    model, examples = ToyTransformer(), ToyPopulation()["c3"].train
     scores = model.attention(model.initial, examples.take(torch.arange(5)), "auto")
     assert [value.shape for value in scores.values()] == [(5, 1)] * 2
     assert all(0 < float(value.mean()) < 1 for value in scores.values())

@@ -27,16 +27,16 @@ from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.tensors import Tensors
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.experiment.builder import build as build_experiment
 from partita.experiment.config import parse
-from partita.methods import ON_TOWERS, build
+from partita.methods import NEEDS_DUAL_ENCODER, build
 from partita.methods.pfeddc import pfeddc
 from partita.models import ModelError
 from partita.models.prompts.clip import SHAPES, clip
-from partita.models.prompts.optimal_transport import transport
+from partita.models.prompts.optimal_transport import sinkhorn
 from partita.models.prompts.prompts import ASKING, fuse
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 
 KEY = Key(5)
 PIXELS = {"pixel_values": pairs.images().double()}
@@ -184,7 +184,7 @@ def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
     towers = pairs.loaded(dtype="bfloat16")
     assert not any(value.requires_grad for value in towers.module.parameters())
     assert {value.dtype for value in towers.module.parameters()} == {torch.bfloat16}
-    assert towers.every() == {"logit_scale"}
+    assert towers.all_names() == {"logit_scale"}
     assert towers.initial["logit_scale"].dtype == torch.float32
     model = towers.prompted("prompts", KEY, text=2, vision=2, owners=("global", "local"), fusion="both")
     assert model.towers.module is towers.module, "held once"  # type: ignore[attr-defined]
@@ -259,7 +259,7 @@ def test_tags_tell_owners_towers_and_fusion_apart() -> None:
     assert model.names("local") == {"prompt.text.local", "prompt.vision.local"}
     assert model.names("prompt") == model.names("global", "local")
     assert len(model.names("fusion")) == 2 * 2 * 4
-    assert model.names("text") | model.names("vision") == model.every() - {"logit_scale"}
+    assert model.names("text") | model.names("vision") == model.all_names() - {"logit_scale"}
     assert not model.names("text") & model.names("vision")
 
 
@@ -281,7 +281,7 @@ def test_prompts_are_drawn_by_name_from_the_key_alone() -> None:
 # ---- transport
 
 
-def sinkhorn(cost: np.ndarray[Any, Any], mass: float, smoothing: float, iterations: int) -> np.ndarray[Any, Any]:
+def numpy_sinkhorn(cost: np.ndarray[Any, Any], mass: float, smoothing: float, iterations: int) -> np.ndarray[Any, Any]:
     """Entropic transport with patches that may give less, as the paper has it: one pair at a time, in plain numpy."""
     patches, texts = cost.shape
     kernel = np.exp(-cost / smoothing)
@@ -297,9 +297,9 @@ def sinkhorn(cost: np.ndarray[Any, Any], mass: float, smoothing: float, iteratio
 @pytest.mark.parametrize("mass", [0.3, 0.8, 1.0])
 def test_transport_against_sinkhorn_in_numpy(mass: float) -> None:
     cost = torch.rand(2, 3, 6, 2, generator=KEY.generator(), dtype=torch.float64)
-    plan = transport(cost, mass, 0.1, 400)
+    plan = sinkhorn(cost, mass, 0.1, 400)
     for place in np.ndindex(2, 3):
-        assert np.allclose(plan[place], sinkhorn(cost[place].numpy(), mass, 0.1, 400), atol=1e-9)
+        assert np.allclose(plan[place], numpy_sinkhorn(cost[place].numpy(), mass, 0.1, 400), atol=1e-9)
     assert close(plan.sum(-2), torch.full((2, 3, 2), mass / 2, dtype=torch.float64), 1e-12)
     assert (plan.sum(-1) <= 1 / 6 + 1e-6).all()
     assert mass == 1.0 or (plan.sum(-1) < 1 / 6 - 1e-3).any(), "where less is taken, some patches give less"
@@ -307,10 +307,10 @@ def test_transport_against_sinkhorn_in_numpy(mass: float) -> None:
 
 def test_transport_at_its_limits() -> None:
     cost = torch.rand(6, 2, generator=KEY.generator(), dtype=torch.float64)
-    assert close(transport(cost, 0.6, 1e6, 50), torch.full((6, 2), 0.05, dtype=torch.float64)), "smoothed to a mean"
+    assert close(sinkhorn(cost, 0.6, 1e6, 50), torch.full((6, 2), 0.05, dtype=torch.float64)), "smoothed to a mean"
     dear = cost + torch.tensor([5.0, 0, 0, 0, 0, 0], dtype=torch.float64).unsqueeze(1)
-    assert transport(dear, 0.5, 0.05, 200)[0].sum() < 1e-9, "what is far from all texts is left out"
-    assert torch.isfinite(transport((40 * cost).float(), 0.8, 0.01, 50)).all(), "no kernel vanishes as a whole"
+    assert sinkhorn(dear, 0.5, 0.05, 200)[0].sum() < 1e-9, "what is far from all texts is left out"
+    assert torch.isfinite(sinkhorn((40 * cost).float(), 0.8, 0.01, 50)).all(), "no kernel vanishes as a whole"
 
 
 # ---- learning
@@ -330,7 +330,7 @@ def test_a_run_leaves_the_towers_and_the_temperature_as_they_were() -> None:
     assert not torch.equal(played[-1].server.params["prompt.text.global"], model.initial["prompt.text.global"])
 
 
-@pytest.mark.parametrize("name", ON_TOWERS)
+@pytest.mark.parametrize("name", NEEDS_DUAL_ENCODER)
 def test_bytes_are_those_of_the_shared_tensors_and_the_envelope(name: str) -> None:
     method = build(name)
     assert method.extend
@@ -360,7 +360,7 @@ def wide() -> Model:
         return clip(pictures, KEY, shape="b16")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ON_TOWERS)
+@pytest.mark.parametrize("name", NEEDS_DUAL_ENCODER)
 def test_cards_state_the_bytes_for_vit_b16(name: str, wide: Model) -> None:
     method = build(name)
     assert method.extend
@@ -381,7 +381,7 @@ def test_own_prompts_and_momentum_wait_for_a_client_that_is_away() -> None:
     assert method.extend
     model = method.extend(albums.towers("float32"), KEY)
     run = run_of(method, 8, SGD(momentum=0.9), cohort=1)
-    engine = Embedded(run, model, albums.FOUR)
+    engine = SimulationEngine(run, model, albums.FOUR)
     states: dict[str, Tensors] = {}
     away: dict[str, int] = {}
     for each in rounds(run, model, engine):
@@ -423,7 +423,7 @@ def test_a_config_reaches_them() -> None:
     assert random.initial["prompt.text.global"].shape == (2, 16)
 
 
-TEXT_ONLY = [name for name in ON_TOWERS if name not in ("vpfl", "pfeddc")]
+TEXT_ONLY = [name for name in NEEDS_DUAL_ENCODER if name not in ("vpfl", "pfeddc")]
 
 
 @pytest.mark.parametrize("name", ["zero-shot", *TEXT_ONLY])
@@ -508,7 +508,7 @@ def test_prompts_that_cannot_be_are_refused(kind: str, options: dict[str, Any], 
 
 def test_other_models_take_no_prompts() -> None:
     with pytest.raises(TagError, match=r"cannot take prompts; use a pair of towers, model\.name = 'clip'"):
-        Tiny().prompted("prompts", KEY)
+        ToyTransformer().prompted("prompts", KEY)
 
 
 def test_random_towers_know_the_words_they_were_made_of() -> None:

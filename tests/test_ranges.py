@@ -23,15 +23,15 @@ from partita.core.options import (
     PositiveShare,
     Range,
     Text,
-    bind,
     describe,
-    fits,
+    format_value,
+    matches_type,
     one_line,
-    shown,
+    validate_options,
 )
-from partita.core.rounds import begin
+from partita.core.rounds import initial_server
 from partita.experiment.builder import build
-from partita.experiment.config import ConfigError, load, overlay, parse, schema
+from partita.experiment.config import ConfigError, apply_override, load, parse, schema
 from partita.experiment.runner import start
 from partita.methods import build as build_method
 
@@ -62,7 +62,7 @@ def test_a_number_without_a_range_is_noticed() -> None:
 def test_every_default_is_in_its_range() -> None:
     for table, option in OPTIONS:
         if option.default is not MISSING and option.default is not None:
-            assert fits(option.default, option.hint), f"{table}.{option.name}"
+            assert matches_type(option.default, option.hint), f"{table}.{option.name}"
 
 
 def test_the_schema_has_every_table() -> None:
@@ -137,7 +137,7 @@ def sample(
 )
 def test_what_is_out_of_range_is_named(key: str, value: Any, words: str) -> None:
     with pytest.raises(OptionError, match=words) as found:
-        bind(sample, {key: value}, "")
+        validate_options(sample, {key: value}, "")
     assert len(str(found.value).splitlines()) == 1
     assert len(str(found.value)) < 600
 
@@ -155,14 +155,14 @@ def test_what_is_out_of_range_is_named(key: str, value: Any, words: str) -> None
     ],
 )
 def test_what_is_in_range_passes(key: str, value: Any) -> None:
-    assert bind(sample, {key: value}, "") in ({key: value}, {key: (1,)})
+    assert validate_options(sample, {key: value}, "") in ({key: value}, {key: (1,)})
 
 
 def test_values_are_shown_on_one_short_line() -> None:
-    assert shown("a\nb") == "'a\\nb'"
-    assert len(shown("x" * 10_000)) < 300
-    assert len(shown([["x" * 1000] * 100] * 100)) < 300
-    assert shown(16**5000) == "a number of thousands of digits"
+    assert format_value("a\nb") == "'a\\nb'"
+    assert len(format_value("x" * 10_000)) < 300
+    assert len(format_value([["x" * 1000] * 100] * 100)) < 300
+    assert format_value(16**5000) == "a number of thousands of digits"
     assert one_line("a\u00a0b")
     assert not one_line("a\rb")
     assert describe(types.NoneType) == "left out"
@@ -230,7 +230,7 @@ def bare_texts(hint: Any) -> int:
 )
 def test_what_ended_in_a_traceback_is_refused_by_name(change: str) -> None:
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
-    overlay(raw, change)
+    apply_override(raw, change)
     with pytest.raises(OptionError) as found:
         parse(raw)
     assert change.partition("=")[0].removesuffix(".name") in str(found.value) or "twice" in str(found.value)
@@ -279,7 +279,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_allocated(
 def test_a_hypernetwork_that_does_not_fit_is_refused() -> None:
     large = build(parse({**TINY, "method": {"name": "fedtp", "hidden": 10**9}}))
     with pytest.raises(SizeError, match=r"fedtp would take .* EB, but .* are free; lower method\.hidden"):
-        begin(large.run, large.model)
+        initial_server(large.run, large.model)
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 10**9}, {"steps": 10**9}])

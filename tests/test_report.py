@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from partita import report
-from partita.report import Record, ReportError, compare, find, page, picture, read
+from partita.report import ReportError, RunRecord, compare, find, load_run, page, picture
 from partita.report.metric import ACCURACY, Metric
-from partita.report.plan_stages import FATES, changes, fate, plan_grid, plans
+from partita.report.plan_stages import STATUSES, changes, plan_grid, plans, status
 from partita.report.plot_style import styles, svg
 from partita.report.plots import (
     curve,
@@ -161,14 +161,14 @@ def accuracies(values: list[float | None]) -> Callable[[dict[str, Any]], dict[st
     return edit
 
 
-def run_of(root: Path, label: str, seed: int, values: list[float | None], **more: Any) -> Record:
-    return read(write_run(root, label, seed, rounds=len(values), planned=16, edit=accuracies(values), **more))
+def run_of(root: Path, label: str, seed: int, values: list[float | None], **more: Any) -> RunRecord:
+    return load_run(write_run(root, label, seed, rounds=len(values), planned=16, edit=accuracies(values), **more))
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[RunRecord]:
     root = tmp_path_factory.mktemp("runs")
-    return [read(write_run(root, label, seed)) for label in LABELS for seed in range(3)]
+    return [load_run(write_run(root, label, seed)) for label in LABELS for seed in range(3)]
 
 
 def cells(comparison: report.Comparison, heading: str) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def cells(comparison: report.Comparison, heading: str) -> tuple[str, ...]:
 
 
 def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
-    record = read(write_run(tmp_path, "fedfrozen", 2))
+    record = load_run(write_run(tmp_path, "fedfrozen", 2))
     assert (record.label, record.seed, record.finished) == ("fedfrozen", 2, True)
     assert [row["round"] for row in record.rows] == list(range(ROUNDS))
     assert [(stage["first"], stage["last"]) for stage in record.plan] == [(0, WARM_UP - 1), (WARM_UP, ROUNDS - 1)]
@@ -194,7 +194,7 @@ def test_runs_are_found_in_order_and_an_unfinished_one_is_told(tmp_path: Path) -
     (tmp_path / "no-run" / "rows.jsonl").write_text("")
     assert find(tmp_path) == [first, second]
     assert find(first) == [first]
-    assert [read(folder).finished for folder in find(tmp_path)] == [True, False]
+    assert [load_run(folder).finished for folder in find(tmp_path)] == [True, False]
 
 
 def test_half_a_last_line_is_left_out_and_any_other_fault_is_named(tmp_path: Path) -> None:
@@ -204,9 +204,9 @@ def test_half_a_last_line_is_left_out_and_any_other_fault_is_named(tmp_path: Pat
     lines = whole.splitlines(keepends=True)
     for cut in (1, len(lines[-1]) // 2, len(lines[-1]) - 2):
         rows.write_text("".join(lines[:-1]) + lines[-1][:cut])
-        assert len(read(folder).rows) == ROUNDS - 1
+        assert len(load_run(folder).rows) == ROUNDS - 1
     rows.write_text(whole.rstrip("\n"))
-    assert len(read(folder).rows) == ROUNDS
+    assert len(load_run(folder).rows) == ROUNDS
     for faulty, message in (
         ("".join(lines[:4]) + lines[4][:50] + "\n" + "".join(lines[5:]), "line 5 is not a row"),
         ("".join(lines[:4]) + lines[2], "line 5: round 2 comes after round 3"),
@@ -216,28 +216,28 @@ def test_half_a_last_line_is_left_out_and_any_other_fault_is_named(tmp_path: Pat
     ):
         rows.write_text(faulty)
         with pytest.raises(ReportError, match=message):
-            read(folder)
+            load_run(folder)
 
 
 def test_errors_name_the_folder_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"no run at or below .*a run folder holds config\.toml and rows\.jsonl"):
         find(tmp_path)
     with pytest.raises(ReportError, match=r"is not a run folder: it has no config\.toml"):
-        read(tmp_path)
+        load_run(tmp_path)
     folder = write_run(tmp_path, "fedavg", 0)
     (folder / "config.toml").write_text("seed = 0")
     with pytest.raises(ReportError, match="has no 'label'"):
-        read(folder)
+        load_run(folder)
     (folder / "config.toml").write_text("seed = ")
     with pytest.raises(ReportError, match="not valid TOML"):
-        read(folder)
+        load_run(folder)
 
 
 def test_old_runs_without_plan_and_environment_stay_reportable(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fedavg", 0, edit=lambda row: {"round": row["round"], "test": row["test"]})
     (folder / "plan.json").unlink()
     (folder / "environment.json").unlink()
-    record = read(folder)
+    record = load_run(folder)
     line = compare([record]).lines[0]
     assert line.final is not None
     assert (line.up, line.down, line.total_mb, line.seconds, line.personal) == (None,) * 5
@@ -248,7 +248,7 @@ def test_old_runs_without_plan_and_environment_stay_reportable(tmp_path: Path) -
 # The comparison
 
 
-def test_numbers_are_those_of_numpy_and_scipy(records: list[Record]) -> None:
+def test_numbers_are_those_of_numpy_and_scipy(records: list[RunRecord]) -> None:
     comparison = compare(records)
     assert [line.label for line in comparison.lines] == list(LABELS)
     curves = {
@@ -299,7 +299,7 @@ def test_numbers_are_those_of_numpy_and_scipy(records: list[Record]) -> None:
     assert any("(n = 3)" in comment for comment in comparison.comments)
 
 
-def test_two_labels_are_one_test_and_the_table_says_so(records: list[Record]) -> None:
+def test_two_labels_are_one_test_and_the_table_says_so(records: list[RunRecord]) -> None:
     comparison = compare([record for record in records if record.label != "fedprox"])
     each = comparison.lines[1].difference
     assert each is not None
@@ -428,25 +428,25 @@ def test_missing_personal_values_are_left_out_and_told(tmp_path: Path) -> None:
     def edit(row: dict[str, Any]) -> dict[str, Any]:
         return {**row, "personal": {"accuracy": {"c0": 0.5, "c1": 0.7, "c2": None, "c3": math.nan}}}
 
-    comparison = compare([read(write_run(tmp_path, "a", 0, edit=edit))])
+    comparison = compare([load_run(write_run(tmp_path, "a", 0, edit=edit))])
     assert comparison.lines[0].personal == pytest.approx(0.6)
     assert "a: 2 of 4 personal values are missing and left out." in comparison.comments
 
 
 def test_repeats_must_be_repeats(tmp_path: Path) -> None:
-    one = read(write_run(tmp_path / "x", "fedavg", 0))
+    one = load_run(write_run(tmp_path / "x", "fedavg", 0))
     with pytest.raises(ReportError, match="two runs are called 'fedavg' with seed 0"):
-        compare([one, read(write_run(tmp_path / "y", "fedavg", 0))])
+        compare([one, load_run(write_run(tmp_path / "y", "fedavg", 0))])
     with pytest.raises(ReportError, match="no run to report"):
         compare([])
     folder = write_run(tmp_path, "fedavg", 1)
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.001", "lr = 0.1"))
-    comments = compare([one, read(folder)]).comments
+    comments = compare([one, load_run(folder)]).comments
     assert any("differ in more than the seed (training.lr)" in comment for comment in comments)
 
 
-def by_themselves(record: Record) -> Record:
+def by_themselves(record: RunRecord) -> RunRecord:
     return replace(record, config={**record.config, "method": {"name": "local-only"}})
 
 
@@ -455,11 +455,13 @@ def test_what_a_client_gains_over_learning_alone_is_told_client_by_client(tmp_pa
         return lambda row: {**row, "personal": {"accuracy": values}}
 
     alone = [
-        by_themselves(read(write_run(tmp_path, "alone", seed, edit=own({"c0": 0.5, "c1": 0.6, "c2": 0.7, "c3": None}))))
+        by_themselves(
+            load_run(write_run(tmp_path, "alone", seed, edit=own({"c0": 0.5, "c1": 0.6, "c2": 0.7, "c3": None})))
+        )
         for seed in (0, 1)
     ]
     shared = [
-        read(write_run(tmp_path, "shared", seed, edit=own(values)))
+        load_run(write_run(tmp_path, "shared", seed, edit=own(values)))
         for seed, values in (
             (0, {"c0": 0.7, "c1": 0.5, "c2": 0.7, "c3": 0.9}),  # gains 0.2, -0.1, 0; of c3 nobody knows
             (1, {"c2": 0.9, "c0": 0.6}),  # gains 0.2, 0.1, in whatever order clients come
@@ -490,7 +492,7 @@ def test_a_gain_is_an_improvement_also_where_less_is_better(tmp_path: Path) -> N
     assert (line.gain.mean, line.gain.better) == (pytest.approx(10.0), 1.0)
 
 
-def test_where_nobody_learns_alone_nothing_is_said_of_gains(records: list[Record]) -> None:
+def test_where_nobody_learns_alone_nothing_is_said_of_gains(records: list[RunRecord]) -> None:
     comparison = compare(records)
     assert all(line.gain is None for line in comparison.lines)
     assert not any(column.heading == "gain" for column in columns(comparison))
@@ -499,13 +501,13 @@ def test_where_nobody_learns_alone_nothing_is_said_of_gains(records: list[Record
 
 
 def test_another_metric(tmp_path: Path) -> None:
-    record = read(write_run(tmp_path, "a", 0, edit=lambda row: {**row, "test": {"accuracy": 0.1, "f1": 0.7}}))
+    record = load_run(write_run(tmp_path, "a", 0, edit=lambda row: {**row, "test": {"accuracy": 0.1, "f1": 0.7}}))
     comparison = compare([record], metric="f1")
     assert comparison.lines[0].final == 0.7
     assert cells(comparison, "f1, %") == ("70.0",)
 
 
-def perplexities(root: Path, label: str, seed: int, values: list[float]) -> Record:
+def perplexities(root: Path, label: str, seed: int, values: list[float]) -> RunRecord:
     """A language model's run; the clients' own values are 1 to 20 above the last."""
 
     def edit(row: dict[str, Any]) -> dict[str, Any]:
@@ -517,7 +519,7 @@ def perplexities(root: Path, label: str, seed: int, values: list[float]) -> Reco
     plan = json.loads((folder / "plan.json").read_text())
     metric = {"name": "perplexity", "higher_is_better": False}
     (folder / "plan.json").write_text(json.dumps({"metric": metric, **plan}))
-    return read(folder)
+    return load_run(folder)
 
 
 def test_a_metric_of_which_less_is_better(tmp_path: Path) -> None:
@@ -579,7 +581,7 @@ def test_values_as_they_are_shown(metric: Metric, value: float | None, shown: st
     assert metric.show(value) == shown
 
 
-def test_every_way_of_showing_has_every_number(records: list[Record]) -> None:
+def test_every_way_of_showing_has_every_number(records: list[RunRecord]) -> None:
     comparison = compare(records)
     plain = json.loads(report.to_json(comparison), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
     assert [line["label"] for line in plain["lines"]] == list(LABELS)
@@ -614,7 +616,7 @@ def test_labels_may_hold_markup(tmp_path: Path) -> None:
 # Figures
 
 
-def test_curves_are_mean_and_sample_deviation(records: list[Record]) -> None:
+def test_curves_are_mean_and_sample_deviation(records: list[RunRecord]) -> None:
     runs = [record for record in records if record.label == "fedprox"]
     values = 100 * np.array([[row["test"]["accuracy"] for row in run.rows] for run in runs])  # (seed, round)
     sent = np.array([[row["bytes"]["up"] for row in run.rows] for run in runs]) / 1e6
@@ -625,12 +627,12 @@ def test_curves_are_mean_and_sample_deviation(records: list[Record]) -> None:
     assert found.megabytes == pytest.approx(sent.cumsum(axis=1).mean(axis=0))
 
 
-def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[Record]) -> None:
+def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[RunRecord]) -> None:
     figure = metric_by_round(records)
     assert figure is not None
     verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARM_UP + 0.5] * 2]
     assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].colour]
-    early = [Record(**{**vars(record), "rows": record.rows[:WARM_UP], "finished": False}) for record in records]
+    early = [RunRecord(**{**vars(record), "rows": record.rows[:WARM_UP], "finished": False}) for record in records]
     assert changes(early) == []  # the plan tells of stages that an unfinished run has not come to
     drift = drift_by_role(records)
     assert drift is not None
@@ -640,7 +642,7 @@ def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[Rec
     assert "layer.0" not in lengths
 
 
-def test_the_plan_is_drawn_once_for_equal_plans(records: list[Record]) -> None:
+def test_the_plan_is_drawn_once_for_equal_plans(records: list[RunRecord]) -> None:
     assert [each.labels for each in plans(records)] == [["fedavg", "fedprox"], ["fedfrozen"]]
     figure = plan_grid(records)
     assert figure is not None
@@ -648,21 +650,23 @@ def test_the_plan_is_drawn_once_for_equal_plans(records: list[Record]) -> None:
     assert [panel.get_title(loc="left") for panel in panels] == [
         "fedavg, fedprox\nrounds 1 to 16", "fedfrozen\nrounds 1 to 6", "fedfrozen\nrounds 7 to 16",
     ]  # fmt: skip
-    down_only = matplotlib.colors.to_rgba(FATES["comes down, does not train"])
+    down_only = matplotlib.colors.to_rgba(STATUSES["comes down, does not train"])
     assert [sum(patch.get_facecolor() == down_only for patch in panel.patches) for panel in panels] == [0, 0, 8]
 
 
 def test_a_cell_is_divided_by_parameters(tmp_path: Path) -> None:
-    record = read(write_run(tmp_path, "fedper", 0))
+    record = load_run(write_run(tmp_path, "fedper", 0))
     rows = [
         {"name": name, "layer": "layer.0", "role": "query", "parameters": count, "trains": up, "up": up, "down": True}
         for name, count, up in (("weight", 75, True), ("bias", 25, False))
     ]
-    figure = plan_grid([Record(**{**vars(record), "plan": ({"first": 0, "last": 0, "client": "c0", "rows": rows},)})])
+    figure = plan_grid(
+        [RunRecord(**{**vars(record), "plan": ({"first": 0, "last": 0, "client": "c0", "rows": rows},)})]
+    )
     assert figure is not None
     assert [patch.get_width() for patch in figure.axes[0].patches] == pytest.approx([0.675, 0.225])
-    assert {fate(row) for row in record.plan[0]["rows"] if row["role"] == "head"} == {"stays with the client"}
-    assert fate({"trains": False, "up": False, "down": False, "keep": False}) == "untouched"
+    assert {status(row) for row in record.plan[0]["rows"] if row["role"] == "head"} == {"stays with the client"}
+    assert status({"trains": False, "up": False, "down": False, "keep": False}) == "untouched"
 
 
 @pytest.mark.parametrize("count", [1, 15])
@@ -670,7 +674,7 @@ def test_legends_cover_no_data_and_labels_look_different(tmp_path: Path, count: 
     labels = ["fedavg", "_hidden", "fedfrozen", "a label that is far too long to be shown as it is"]
     labels = [*labels, *(f"method {number}" for number in range(count))][:count]
     assert len({(style.colour, str(style.dash)) for style in styles(labels).values()}) == count
-    runs = [read(write_run(tmp_path, label, 0, rounds=8)) for label in labels]
+    runs = [load_run(write_run(tmp_path, label, 0, rounds=8)) for label in labels]
     for make in (metric_by_round, drift_by_role):
         figure = make(runs)
         assert figure is not None
@@ -685,7 +689,7 @@ def test_legends_cover_no_data_and_labels_look_different(tmp_path: Path, count: 
     assert len(strips.axes[0].get_yticks()) == count
 
 
-def test_the_picture_is_a_wide_png_and_matplotlib_stays_as_it_was(records: list[Record], tmp_path: Path) -> None:
+def test_the_picture_is_a_wide_png_and_matplotlib_stays_as_it_was(records: list[RunRecord], tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     data = picture(records, tmp_path / "deep" / "out.png").read_bytes()
     figure = personal_by_client(records)
@@ -698,7 +702,7 @@ def test_the_picture_is_a_wide_png_and_matplotlib_stays_as_it_was(records: list[
     assert len(data) > 20_000
 
 
-def test_without_matplotlib_the_remedy_is_named(records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_remedy_is_named(records: list[RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ReportError, match=re.escape("pip install 'partita[report]'")):
         metric_by_round(records)
@@ -744,7 +748,7 @@ def parsed(text: str) -> Reader:
     return reader
 
 
-def test_the_page_holds_everything_itself(records: list[Record], tmp_path: Path) -> None:
+def test_the_page_holds_everything_itself(records: list[RunRecord], tmp_path: Path) -> None:
     text = page(records, tmp_path / "page.html", title="Kernel & drift").read_text()
     reader = parsed(text)
     assert "http" not in text
@@ -772,7 +776,7 @@ def test_the_page_holds_everything_itself(records: list[Record], tmp_path: Path)
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     label, reason = "<script>alert('a')</script> & \"b\"", "<img src=x>"
-    record = read(
+    record = load_run(
         write_run(
             tmp_path,
             label,
@@ -789,7 +793,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 
 
 def test_one_run_of_one_round_makes_a_page(tmp_path: Path) -> None:
-    record = read(write_run(tmp_path, "fedavg", 0, rounds=1, finished=False))
+    record = load_run(write_run(tmp_path, "fedavg", 0, rounds=1, finished=False))
     text = page([record], tmp_path / "page.html").read_text()
     assert "unfinished (1 of 16 rounds)" in text
     assert "there is one seed, so no spread" in text
@@ -806,7 +810,7 @@ def test_a_failed_page_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        page([Record("a", 0, {}, ({"round": 0},), (), {}, True, tmp_path)], out)
+        page([RunRecord("a", 0, {}, ({"round": 0},), (), {}, True, tmp_path)], out)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert out.read_text() == "old"
 

@@ -14,29 +14,29 @@ from helpers import KERNEL, Clients, Script, last, play, run_of, small
 from torch import Tensor
 
 from partita.core import serialization, tensors
-from partita.core.client import ClientFault, Job, Learned, Visit
-from partita.core.method import Aggregate, Method, Rule, Server, Transform, Update
+from partita.core.client import ClientError, ClientRound, Job, LocalResult
+from partita.core.method import Aggregate, Method, Server, ServerRule, Update, UpdateTransform
 from partita.core.model import Model
 from partita.core.optim import AdamW
-from partita.core.plan import Plan, Turn, share_everything
+from partita.core.plan import Plan, RoundInfo, share_everything
 from partita.core.rng import Key
-from partita.core.rounds import Lost, Round, ask, begin, rounds
+from partita.core.rounds import ClientFailure, RoundResult, initial_server, make_job, rounds
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Names, Slots, Tensors
-from partita.engines.availability import Faults
-from partita.engines.dry_run import Rehearsal
-from partita.engines.simulation import Embedded
+from partita.engines.availability import Availability
+from partita.engines.dry_run import DryRunEngine
+from partita.engines.simulation import SimulationEngine
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.local_only import local_only
-from partita.testing.toy import TinyExamples
-from partita.training.local_training import launch
-from partita.training.phase_trainer import Block
+from partita.testing.toy import ToyExamples
+from partita.training.local_training import start_training
+from partita.training.phase_trainer import PhaseTrainer
 
 FOUR = Clients(a=5, b=6, c=7, d=8)
 MODEL = small()
 SIZE = {name: value.numel() * value.element_size() for name, value in MODEL.initial.items()}
-EVERY = MODEL.every()
+EVERY = MODEL.all_names()
 
 
 def moved(job: Job, by: float = 1.0) -> Tensors:
@@ -64,7 +64,7 @@ def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
             assert down[name] == (4 * SIZE[name] if trains or each.number == warmup else 0)
     for early, late in ((1, 2), (1, 4)):
         saved = sum(played[early].traffic.up.values()) - sum(played[late].traffic.up.values())
-        headers = played[early].traffic.up[serialization.ENVELOPE] - played[late].traffic.up[serialization.ENVELOPE]
+        headers = played[early].traffic.up[serialization.HEADER] - played[late].traffic.up[serialization.HEADER]
         assert saved - headers == 4 * sum(SIZE[name] for name in KERNEL)
         assert headers > 0
 
@@ -72,8 +72,8 @@ def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
 @pytest.mark.parametrize("engine", [{}, {"wire": True}, {"block": 3}], ids=["plain", "wire", "block"])
 def test_a_client_that_missed_the_last_warm_up_round_gets_the_final_kernel_once(engine: dict[str, Any]) -> None:
     """Client c is away in the last warm-up round and in the first after it."""
-    faults = Faults(trace={(1, "c"): 0.0, (2, "c"): 0.0})
-    played = play(run_of(fedfrozen(2), 6), MODEL, FOUR, faults=faults, **engine)
+    availability = Availability(trace={(1, "c"): 0.0, (2, "c"): 0.0})
+    played = play(run_of(fedfrozen(2), 6), MODEL, FOUR, availability=availability, **engine)
     for name in KERNEL:
         sent = [each.traffic.down[name] // SIZE[name] for each in played]
         # Asked in vain in rounds 1 and 2, c costs bytes then too; in round 3 it alone lacks the kernel.
@@ -85,7 +85,9 @@ def test_downloads_under_partial_participation_follow_who_answered_when() -> Non
     warmup, run = 3, run_of(fedfrozen(3), 14, cohort=2, minimum=0)
     made, held = 0, dict[str, int]()  # the kernel's version, and the one each client holds
     late = 0
-    for each in rounds(replace(run, drift=False), MODEL, Rehearsal(run, MODEL, FOUR.clients, Faults(dropout=0.3))):
+    for each in rounds(
+        replace(run, drift=False), MODEL, DryRunEngine(run, MODEL, FOUR.clients, Availability(dropout=0.3))
+    ):
         lacking = [client for client in each.cohort if held.get(client) != made]
         for name in KERNEL:
             assert each.traffic.down[name] == SIZE[name] * len(lacking)
@@ -106,7 +108,7 @@ def test_preloaded_clients_are_not_sent_the_initial_model() -> None:
 
 def test_what_is_counted_is_what_messages_weigh() -> None:
     run = run_of(fedfrozen(1), 3)
-    engine = Embedded(run, MODEL, FOUR)
+    engine = SimulationEngine(run, MODEL, FOUR)
     seen: list[tuple[int, int]] = []
 
     class Scales:
@@ -116,7 +118,7 @@ def test_what_is_counted_is_what_messages_weigh() -> None:
         def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
             return engine.evaluate(jobs)
 
-        def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+        def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
             down = up = 0
             for job in jobs:
                 stale = tensors.select(job.params, job.stale)
@@ -153,7 +155,7 @@ def test_the_kernel_is_bit_for_bit_still_after_the_warm_up() -> None:
 
 
 @dataclass(frozen=True)
-class Favour(Rule):
+class Favour(ServerRule):
     """In one round, client a gets the head doubled; in all others everyone gets the server's."""
 
     when: int
@@ -173,7 +175,7 @@ class Favour(Rule):
 
 
 @dataclass(frozen=True)
-class Generous(Rule):
+class Generous(ServerRule):
     """Sends a slot beside every name, whatever is asked, to all clients but one."""
 
     but: str = ""
@@ -187,7 +189,7 @@ class Generous(Rule):
 
 @pytest.mark.parametrize(("but", "times"), [("", 2), ("a", 1), ("b", 1)])
 def test_slots_come_down_for_what_trains_and_are_counted(but: str, times: int) -> None:
-    method = Method("generous", fedfrozen(0).plan, server=Generous(but))
+    method = Method("generous", fedfrozen(0).plan, server_rule=Generous(but))
     engine = Script(lambda job: reply_to(job, {}))
     played = list(rounds(run_of(method, 2, preloaded=True), MODEL, engine))
     assert {frozenset(job.slots["beside"]) for job in engine.jobs if job.client != but} == {EVERY - KERNEL}
@@ -195,15 +197,15 @@ def test_slots_come_down_for_what_trains_and_are_counted(but: str, times: int) -
         assert all(each.traffic.down[name] == (0 if name in KERNEL else times * SIZE[name]) for name in EVERY)
 
 
-def frozen_head(model: Model, turn: Turn) -> Plan:
-    plan = share_everything(model, turn)
-    return plan.narrow(model.every() - {"head.weight"})
+def frozen_head(model: Model, round_info: RoundInfo) -> Plan:
+    plan = share_everything(model, round_info)
+    return plan.narrow(model.all_names() - {"head.weight"})
 
 
 @pytest.mark.parametrize(("when", "times"), [(0, [4, 1, 0, 0]), (1, [4, 1, 1, 0])])
 def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers(when: int, times: list[int]) -> None:
     """The head never changes, so a client that was favoured once must be sent the server's head afterwards."""
-    run = run_of(Method("favour", frozen_head, server=Favour(when)), 4)
+    run = run_of(Method("favour", frozen_head, server_rule=Favour(when)), 4)
     plain, packed = (play(run, MODEL, FOUR, wire=wire) for wire in (False, True))
     assert tensors.equal(last(plain), last(packed))
     sent = [each.traffic.down["head.weight"] // SIZE["head.weight"] for each in plain]
@@ -227,13 +229,13 @@ def test_the_cohort_is_keyed_and_of_the_size_asked_for() -> None:
 
 
 def test_a_lost_client_is_recorded_and_sent_everything_again() -> None:
-    def answer(job: Job) -> Update | Lost:
-        return Lost("b", "the battery died") if job.client == "b" and job.round < 2 else reply_to(job, {})
+    def answer(job: Job) -> Update | ClientFailure:
+        return ClientFailure("b", "the battery died") if job.client == "b" and job.round < 2 else reply_to(job, {})
 
     engine = Script(answer)
     run = run_of(fedavg(), 4)
     for each in rounds(run, MODEL, engine):
-        assert each.lost == ((Lost("b", "the battery died"),) if each.number < 2 else ())
+        assert each.lost == ((ClientFailure("b", "the battery died"),) if each.number < 2 else ())
         assert set(each.cohort) == {"a", "b"}
     stale = {(job.round, job.client): job.stale for job in engine.jobs}
     assert [len(stale[number, "a"]) for number in range(4)] == [len(EVERY), 0, 0, 0]
@@ -241,8 +243,8 @@ def test_a_lost_client_is_recorded_and_sent_everything_again() -> None:
 
 
 def test_too_few_answers_are_an_error_that_gives_the_reasons() -> None:
-    def answer(job: Job) -> Update | Lost:
-        return Lost(job.client, "is asleep") if job.client != "a" else reply_to(job)
+    def answer(job: Job) -> Update | ClientFailure:
+        return ClientFailure(job.client, "is asleep") if job.client != "a" else reply_to(job)
 
     run = run_of(fedavg(), 1, minimum=2)
     with pytest.raises(
@@ -253,20 +255,20 @@ def test_too_few_answers_are_an_error_that_gives_the_reasons() -> None:
 
 
 def test_a_minimum_above_the_cohort_is_an_error_that_says_so() -> None:
-    with pytest.raises((ClientFault, RunError), match=r"federation.minimum is 3"):
+    with pytest.raises((ClientError, RunError), match=r"federation.minimum is 3"):
         next(rounds(run_of(fedavg(), 1, minimum=3), MODEL, Script(reply_to)))
 
 
 def poisoned() -> Clients:
     bad = Clients(a=5, b=6, c=7)
-    bad.parts["b"] = TinyExamples(bad.parts["b"].x * float("nan"), bad.parts["b"].y)
+    bad.parts["b"] = ToyExamples(bad.parts["b"].x * float("nan"), bad.parts["b"].y)
     return bad
 
 
 @pytest.mark.parametrize("block", [1, 3])
 def test_a_client_with_nan_ends_the_run_or_is_recorded_as_told(block: int) -> None:
     run = run_of(fedavg(), 2)
-    with pytest.raises(ClientFault, match="client 'b': the loss is nan at step 1 of 2 in round 0"):
+    with pytest.raises(ClientError, match="client 'b': the loss is nan at step 1 of 2 in round 0"):
         play(run, MODEL, poisoned(), block=block)
     tolerant = replace(run, tolerate=True)
     played = play(tolerant, MODEL, poisoned(), block=block)
@@ -274,8 +276,8 @@ def test_a_client_with_nan_ends_the_run_or_is_recorded_as_told(block: int) -> No
     assert "the loss is nan" in played[0].lost[0].reason
     assert all(bool(torch.isfinite(value).all()) for value in last(played).values())
     if block == 1:
-        away = Faults(trace={(0, "b"): 0.0, (1, "b"): 0.0})
-        assert tensors.equal(last(played), last(play(run, MODEL, Clients(a=5, b=6, c=7), faults=away)))
+        away = Availability(trace={(0, "b"): 0.0, (1, "b"): 0.0})
+        assert tensors.equal(last(played), last(play(run, MODEL, Clients(a=5, b=6, c=7), availability=away)))
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -310,7 +312,7 @@ def test_a_bad_update_is_refused_and_its_client_named(kind: str) -> None:
         return reply_to(job, make(job) if job.client == "b" else {"head.weight": torch.ones(3, 4)})
 
     run = run_of(fedfrozen(0), 2)
-    with pytest.raises(ClientFault, match=f"client 'b': {message}"):
+    with pytest.raises(ClientError, match=f"client 'b': {message}"):
         next(rounds(run, MODEL, Script(answer)))
     engine = Script(answer)
     played = list(rounds(replace(run, tolerate=True), MODEL, engine))
@@ -321,16 +323,16 @@ def test_a_bad_update_is_refused_and_its_client_named(kind: str) -> None:
 
 def test_a_bad_slot_is_refused_like_a_bad_delta() -> None:
     for part in ({"nowhere": torch.zeros(2)}, {"head.weight": torch.zeros(3, 4)}):
-        with pytest.raises(ClientFault, match="client 'a': sent the slot 'slot', which fedavg does not have"):
+        with pytest.raises(ClientError, match="client 'a': sent the slot 'slot', which fedavg does not have"):
             next(rounds(run_of(fedavg(), 1), MODEL, Script(lambda job: reply_to(job, {}, slots={"slot": part}), "a")))  # noqa: B023
 
 
 @pytest.mark.parametrize("block", [1, 3])
 def test_a_delta_that_is_not_finite_is_found_though_every_loss_is(block: int) -> None:
     far = Clients(a=5, b=6, c=7)
-    far.parts["b"] = TinyExamples(far.parts["b"].x * 1e9, far.parts["b"].y)
+    far.parts["b"] = ToyExamples(far.parts["b"].x * 1e9, far.parts["b"].y)
     run = run_of(fedavg(), 1, lr=1e30, steps=1, minimum=0)
-    with pytest.raises(ClientFault, match=r"norm .* is implausible"):
+    with pytest.raises(ClientError, match=r"norm .* is implausible"):
         play(run, MODEL, far, block=block)
     [played] = play(replace(run, tolerate=True), MODEL, far, block=block)
     reasons = {lost.client: lost.reason for lost in played.lost}
@@ -342,8 +344,8 @@ def test_a_delta_that_is_not_finite_is_found_though_every_loss_is(block: int) ->
 def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it_came_as_a_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks, largest = [], tensors.largest
-    monkeypatch.setattr(tensors, "largest", lambda part: looks.append(len(part)) or largest(part))
+    looks, largest = [], tensors.max_abs
+    monkeypatch.setattr(tensors, "max_abs", lambda part: looks.append(len(part)) or largest(part))
     counts = []
     for real in (False, True):
         looks.clear()
@@ -352,14 +354,14 @@ def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it
     assert counts == [2 + 1, 2 + 1], "one look at each block and one at the server; norms tell of the rest"
 
 
-class Spoil(Transform):
+class Spoil(UpdateTransform):
     def encode(self, update: Update, key: Key) -> Update:
         return replace(update, delta={name: value * float("nan") for name, value in update.delta.items()})
 
 
 def test_what_a_transform_made_is_looked_at() -> None:
-    with pytest.raises(ClientFault, match="with values that are not finite"):
-        play(run_of(replace(fedavg(), channel=(Spoil(),)), 1), MODEL, FOUR, block=2)
+    with pytest.raises(ClientError, match="with values that are not finite"):
+        play(run_of(replace(fedavg(), transforms=(Spoil(),)), 1), MODEL, FOUR, block=2)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 0.0, 1e12])
@@ -367,7 +369,7 @@ def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
     def answer(job: Job) -> Update:
         return reply_to(job, weight=weight if job.client == "b" else 1.0)
 
-    with pytest.raises(ClientFault, match="client 'b'"):
+    with pytest.raises(ClientError, match="client 'b'"):
         next(rounds(run_of(fedavg(), 1), MODEL, Script(answer)))
 
 
@@ -385,7 +387,10 @@ def test_the_server_takes_the_weighted_mean_over_those_who_sent_a_name() -> None
     torch.testing.assert_close(new["head.weight"], MODEL.initial["head.weight"] + 3.0)
     torch.testing.assert_close(new["embed.weight"], MODEL.initial["embed.weight"] + 1.0)
     assert all(new[name] is MODEL.initial[name] for name in EVERY - {"head.weight", "embed.weight"})
-    assert {name for name, version in each.server.ledger.versions.items() if version} == {"head.weight", "embed.weight"}
+    assert {name for name, version in each.server.versions.current.items() if version} == {
+        "head.weight",
+        "embed.weight",
+    }
 
 
 def test_the_rounds_loss_is_weighted_by_examples() -> None:
@@ -397,7 +402,7 @@ def test_the_rounds_loss_is_weighted_by_examples() -> None:
 
 
 @dataclass(frozen=True)
-class Affine(Transform):
+class Affine(UpdateTransform):
     """Multiplies and adds at the client, and takes both back from each update or from the aggregate."""
 
     factor: float
@@ -406,10 +411,10 @@ class Affine(Transform):
     def encode(self, update: Update, key: Key) -> Update:
         return replace(update, delta={name: value * self.factor + 1 for name, value in update.delta.items()})
 
-    def open(self, update: Update) -> Update:
+    def decode_update(self, update: Update) -> Update:
         return update if self.late else replace(update, delta=self._undo(update.delta))
 
-    def decode(self, aggregate: Aggregate, key: Key) -> Aggregate:
+    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
         return replace(aggregate, delta=self._undo(aggregate.delta)) if self.late else aggregate
 
     def _undo(self, delta: Tensors) -> Tensors:
@@ -418,14 +423,16 @@ class Affine(Transform):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_transforms_are_undone_in_reverse(late: bool) -> None:
-    plain, coded = (run_of(Method("m", channel=channel), 2) for channel in ((), (Affine(2.0, late), Affine(4.0, late))))
+    plain, coded = (
+        run_of(Method("m", transforms=channel), 2) for channel in ((), (Affine(2.0, late), Affine(4.0, late)))
+    )
     one, two = (last(play(run, MODEL, FOUR)) for run in (plain, coded))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-5)
 
 
 @dataclass(frozen=True)
-class Noted(Transform):
+class Noted(UpdateTransform):
     """Draws from its key."""
 
     def encode(self, update: Update, key: Key) -> Update:
@@ -433,10 +440,10 @@ class Noted(Transform):
 
 
 def test_transforms_draw_by_round_client_and_place() -> None:
-    once, twice = (run_of(Method("m", channel=(Noted(),) * count), 2, lr=1e-30) for count in (1, 2))
+    once, twice = (run_of(Method("m", transforms=(Noted(),) * count), 2, lr=1e-30) for count in (1, 2))
     drawn = set()
     for run in (once, twice):
-        engine = Embedded(run, MODEL, FOUR)
+        engine = SimulationEngine(run, MODEL, FOUR)
         for number in range(2):
             jobs = [Job(number, client, MODEL.initial, frozenset()) for client in FOUR.clients]
             drawn |= {float(reply.delta["head.weight"][0, 0]) for reply in engine.train(jobs)}  # type: ignore[union-attr]
@@ -444,7 +451,7 @@ def test_transforms_draw_by_round_client_and_place() -> None:
 
 
 @dataclass(frozen=True)
-class Watchful(Rule):
+class Watchful(ServerRule):
     """Tells the plan how many rounds it has seen."""
 
     def init(self, model: Model) -> Slots:
@@ -458,11 +465,11 @@ class Watchful(Rule):
 
 
 def test_what_the_server_saw_reaches_the_plan_on_both_sides() -> None:
-    def plan(model: Model, turn: Turn) -> Plan:
-        whole = share_everything(model, turn)
-        return whole if turn.signal["seen"] < 2 else whole.narrow(model.every() - KERNEL)
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        whole = share_everything(model, round_info)
+        return whole if round_info.signal["seen"] < 2 else whole.narrow(model.all_names() - KERNEL)
 
-    played = play(run_of(Method("automatic", plan, server=Watchful()), 4), MODEL, FOUR)
+    played = play(run_of(Method("automatic", plan, server_rule=Watchful()), 4), MODEL, FOUR)
     sent = [bool(each.traffic.up[sorted(KERNEL)[0]]) for each in played]
     assert sent == [True, True, False, False]
 
@@ -473,7 +480,7 @@ def test_what_the_server_saw_reaches_the_plan_on_both_sides() -> None:
 class Counted:
     """Counts how many of an engine's updates, and of their tensors, are alive whenever another is handed out."""
 
-    def __init__(self, engine: Embedded) -> None:
+    def __init__(self, engine: SimulationEngine) -> None:
         self.engine, self.most, self.handed = engine, 0, 0
 
     def clients(self) -> Sequence[str]:
@@ -482,7 +489,7 @@ class Counted:
     def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs)
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         alive: list[weakref.ref[Tensor]] = []
         for reply in self.engine.train(jobs):
             assert isinstance(reply, Update)
@@ -497,7 +504,7 @@ class Counted:
 def test_updates_stream_so_that_memory_does_not_grow_with_the_cohort(block: int) -> None:
     crowd = Clients(**{f"c{number}": 3 for number in range(12)})
     run = run_of(fedavg(), 1, batch_size=3)
-    counted = Counted(Embedded(run, MODEL, crowd, block=block))
+    counted = Counted(SimulationEngine(run, MODEL, crowd, block=block))
     [each] = rounds(run, MODEL, counted)
     assert counted.handed == len(each.cohort) == 12
     assert counted.most <= block + 1
@@ -506,16 +513,16 @@ def test_updates_stream_so_that_memory_does_not_grow_with_the_cohort(block: int)
 def test_the_loop_is_lazy_and_its_server_a_value() -> None:
     run = run_of(fedavg(), 3)
     engine = Script(reply_to)
-    start = begin(run, MODEL)
+    start = initial_server(run, MODEL)
     stream = rounds(run, MODEL, engine, start)
     assert engine.jobs == []
-    first: Round = next(stream)
+    first: RoundResult = next(stream)
     assert len(engine.jobs) == 2
     kept = tensors.digest(first.server.params)
     list(stream)
     assert tensors.digest(first.server.params) == kept
     assert tensors.equal(start.params, MODEL.initial)
-    assert start.ledger.held == {}
+    assert start.versions.held == {}
 
 
 def test_going_on_from_a_server_gives_the_rest_of_the_rounds() -> None:
@@ -549,18 +556,20 @@ def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
 ) -> None:
     told: list[str] = []
 
-    def watched(run: Run, visits: Sequence[Visit], blocks: Callable[..., Block]) -> Callable[[], list[Learned]]:
+    def watched(
+        run: Run, visits: Sequence[ClientRound], blocks: Callable[..., PhaseTrainer]
+    ) -> Callable[[], list[LocalResult]]:
         [client] = [each.job.client for each in visits]
         told.append(f"give {client}")
-        wait = launch(run, visits, blocks)
+        wait = start_training(run, visits, blocks)
         return lambda: told.append(f"wait {client}") or wait()  # type: ignore[func-returns-value]
 
     monkeypatch.setattr("partita.engines.simulation.launch", watched)
     run, clients = run_of(fedavg(), 1), Clients(a=4, b=4, c=4)
-    engine = Embedded(run, MODEL, clients)
+    engine = SimulationEngine(run, MODEL, clients)
     assert engine.ahead == 0  # on a CPU
     engine.ahead = ahead
-    jobs = [ask(run, MODEL, begin(run, MODEL), 0, client)[0] for client in "abc"]
+    jobs = [make_job(run, MODEL, initial_server(run, MODEL), 0, client)[0] for client in "abc"]
     assert [each.client for each in engine.train(jobs)] == ["a", "b", "c"]
     assert told == said
 
@@ -581,7 +590,7 @@ def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: py
 
 def test_an_answer_nobody_asked_for_is_an_error_or_dropped() -> None:
     run, engine = run_of(fedavg(), 1), Script(lambda job: replace(reply_to(job), client="b"), "ab")
-    with pytest.raises(ClientFault, match="client 'b': answered in round 0 without being asked, or twice"):
+    with pytest.raises(ClientError, match="client 'b': answered in round 0 without being asked, or twice"):
         next(rounds(run, MODEL, engine))
     [each] = rounds(replace(run, tolerate=True), MODEL, engine)
     assert each.sent.keys() == {"b"}

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_graphs import farthest, scene
 from torch import Tensor
 
-from partita import SGD, AdamW, Embedded, rounds
+from partita import SGD, AdamW, SimulationEngine, rounds
 from partita.core import serialization, tensors
-from partita.core.packed import ALIGNED, Laid, form_of
-from partita.core.rounds import Round
+from partita.core.packed import ALIGNMENT, PackedTensors, layout_for
+from partita.core.rounds import RoundResult
 from partita.core.tensors import Mean, Tensors
 from partita.training import phase_trainer
 
@@ -27,35 +27,35 @@ def random_tensors(shapes: list[tuple[int, ...]], clients: int, seed: int = 0) -
     return {f"n{i}": torch.randn(clients, *shape, generator=generator) for i, shape in enumerate(shapes)}
 
 
-def laid(joined: Tensors) -> list[Laid]:
-    form = form_of(tuple(joined), tuple(value.shape[1:] for value in joined.values()))
-    return form.each(form.lay(list(joined.values())))
+def packed(joined: Tensors) -> list[PackedTensors]:
+    layout = layout_for(tuple(joined), tuple(value.shape[1:] for value in joined.values()))
+    return layout.per_client(layout.pack(list(joined.values())))
 
 
 @given(shapes=SHAPES, clients=st.integers(1, 3))
 def test_what_is_laid_in_a_row_is_found_in_it(shapes: list[tuple[int, ...]], clients: int) -> None:
     joined = random_tensors(shapes, clients)
-    for rank, each in enumerate(laid(joined)):
+    for rank, each in enumerate(packed(joined)):
         assert tensors.equal(each, {name: value[rank] for name, value in joined.items()})
-        assert all(value.storage_offset() % ALIGNED == 0 for value in each.values())
-        assert all(value.data_ptr() >= each.row.data_ptr() for value in each.values())
+        assert all(value.storage_offset() % ALIGNMENT == 0 for value in each.values())
+        assert all(value.data_ptr() >= each.buffer.data_ptr() for value in each.values())
         assert tensors.equal(serialization.unpack(serialization.pack({"delta": each}))["delta"], {**each})
-        assert serialization.count({"delta": each}) == serialization.count({"delta": {**each}})
+        assert serialization.byte_counts({"delta": each}) == serialization.byte_counts({"delta": {**each}})
 
 
 def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
-    left, right = laid(random_tensors([(3,), (2, 2)], 2))
+    left, right = packed(random_tensors([(3,), (2, 2)], 2))
     left.finite, left.squares = True, {"n0": 1.0, "n1": 2.0}
     first, second = pickle.loads(pickle.dumps([left, right]))
     assert tensors.equal(first, left)
-    assert first.form is second.form is left.form
-    assert first["n1"].data_ptr() == first.row[ALIGNED:].data_ptr()
+    assert first.layout is second.layout is left.layout
+    assert first["n1"].data_ptr() == first.buffer[ALIGNMENT:].data_ptr()
     assert (first.finite, second.finite) == (True, False)
     assert (first.squares, second.squares) == (left.squares, None)
 
 
 def test_of_a_row_nothing_is_changed_by_itself() -> None:
-    [row] = laid(random_tensors([(3,)], 1))
+    [row] = packed(random_tensors([(3,)], 1))
     with pytest.raises(TypeError, match="'Laid' object does not support item assignment"):
         operator.setitem(row, "n0", torch.zeros(3))
     assert {**row, "n0": 1}["n0"] == 1
@@ -67,7 +67,7 @@ def test_the_mean_of_rows_is_the_mean_of_their_tensors(
 ) -> None:
     """Also where one of them comes without a row, or not with all names."""
     by_row, by_name = Mean(), Mean()
-    for place, (each, weight) in enumerate(zip(laid(random_tensors(shapes, len(weights))), weights, strict=True)):
+    for place, (each, weight) in enumerate(zip(packed(random_tensors(shapes, len(weights))), weights, strict=True)):
         given = {name: value for name, value in each.items() if name != "n0"} if place == stray else each
         by_row.add(given, weight)
         by_name.add(dict(given), weight)
@@ -76,7 +76,7 @@ def test_the_mean_of_rows_is_the_mean_of_their_tensors(
 
 
 def test_a_mean_is_not_what_was_first_added() -> None:
-    first, second = laid(random_tensors([(3,)], 2))
+    first, second = packed(random_tensors([(3,)], 2))
     before, mean = first["n0"].clone(), Mean()
     mean.add(first, 1.0)
     mean.add(second, 1.0)
@@ -93,9 +93,9 @@ CASES = {
 }
 
 
-def play(method: str, optimizer: AdamW | SGD, **engine: bool) -> tuple[list[Round], Tensors]:
+def play(method: str, optimizer: AdamW | SGD, **engine: bool) -> tuple[list[RoundResult], Tensors]:
     run, model, federation = scene(method, optimizer, 3)
-    played = list(rounds(run, model, Embedded(run, model, federation, block=4, **engine)))
+    played = list(rounds(run, model, SimulationEngine(run, model, federation, block=4, **engine)))
     return played, played[-1].server.params
 
 
@@ -104,12 +104,12 @@ def test_a_run_in_rows_is_the_run(
     method: str, optimizer: AdamW | SGD, engine: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, params = play(method, optimizer, **engine)
-    monkeypatch.setattr(phase_trainer, "IN_ROWS", ("cpu",))
+    monkeypatch.setattr(phase_trainer, "PACKED_DEVICES", ("cpu",))
     seen: list[bool] = []
     add = Mean.add
 
     def watched(self: Mean, given: Tensors, weight: float) -> None:
-        seen.append(isinstance(given, Laid))
+        seen.append(isinstance(given, PackedTensors))
         add(self, given, weight)
 
     monkeypatch.setattr(Mean, "add", watched)
@@ -124,14 +124,14 @@ def test_a_run_in_rows_is_the_run(
 
 
 def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase_trainer, "IN_ROWS", ("cpu",))
-    moved = phase_trainer.Block.moved
+    monkeypatch.setattr(phase_trainer, "PACKED_DEVICES", ("cpu",))
+    moved = phase_trainer.PhaseTrainer.deltas
 
-    def broken(self: phase_trainer.Block) -> tuple[list[Tensors], Tensor, Tensor | None]:
+    def broken(self: phase_trainer.PhaseTrainer) -> tuple[list[Tensors], Tensor, Tensor | None]:
         deltas, _, squares = moved(self)
         deltas[1]["classifier.bias"].fill_(torch.nan)
-        return deltas, tensors.largest(deltas[1]), squares
+        return deltas, tensors.max_abs(deltas[1]), squares
 
-    monkeypatch.setattr(phase_trainer.Block, "moved", broken)
+    monkeypatch.setattr(phase_trainer.PhaseTrainer, "moved", broken)
     with pytest.raises(Exception, match=r"sent 'classifier.bias' with values that are not finite"):
         play("fedavg", AdamW())

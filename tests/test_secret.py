@@ -49,7 +49,7 @@ def test_a_private_run_makes_a_secret_that_only_its_owner_can_read(tmp_path: Pat
 
 def test_the_secret_is_in_no_other_file(tmp_path: Path) -> None:
     played(CONFIG, tmp_path / "run")
-    report.page([report.read(tmp_path / "run")], tmp_path / "run" / "report.html")
+    report.page([report.load_run(tmp_path / "run")], tmp_path / "run" / "report.html")
     words = (tmp_path / "run" / secret.FILE).read_bytes()
     forms = [words, words.hex().encode(), str(int.from_bytes(words, "big")).encode(), words[:12]]
     others = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != secret.FILE.name]
@@ -113,12 +113,13 @@ def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -
     assert played(REPEATABLE, tmp_path / "a") == played(REPEATABLE, tmp_path / "b")
     assert not (tmp_path / "a" / "private").exists()
     assert json.loads((tmp_path / "a" / "privacy.json").read_text())["repeatable"] is True
-    page = report.page([report.read(tmp_path / "a")], tmp_path / "a.html").read_text()
+    page = report.page([report.load_run(tmp_path / "a")], tmp_path / "a.html").read_text()
     assert "its epsilon is a simulation" in page
     played(CONFIG, tmp_path / "c")
     assert json.loads((tmp_path / "c" / "privacy.json").read_text())["repeatable"] is False
     assert (
-        "its epsilon is a simulation" not in report.page([report.read(tmp_path / "c")], tmp_path / "c.html").read_text()
+        "its epsilon is a simulation"
+        not in report.page([report.load_run(tmp_path / "c")], tmp_path / "c.html").read_text()
     )
 
 

@@ -19,7 +19,7 @@ from scipy import stats
 from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.data import SPLITS, DataError, Federation, Table, Task, split
-from partita.data.task import Cut, Partition
+from partita.data.task import ClientSplit, Partition
 
 needs_flwr = pytest.mark.skipif(
     importlib.util.find_spec("flwr_datasets") is None, reason="the reference, flwr-datasets, is not installed"
@@ -45,7 +45,7 @@ def make_task(labels: Any, **columns: Any) -> Task:
 
 
 def partition_of(federation: Federation) -> Partition:
-    assert isinstance(federation.parts, Cut)
+    assert isinstance(federation.parts, ClientSplit)
     return federation.parts.partition
 
 

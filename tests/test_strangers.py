@@ -19,19 +19,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partita.core.current import ParameterVersions
 from test_cli import Shell
 from test_report import write_run
 
 from partita.core import atomic_files, checkpoint
 from partita.core.atomic_files import DamageError, LinkError
 from partita.core.client import ClientState
-from partita.core.client_store import Disk
+from partita.core.client_store import DiskStore
 from partita.core.method import Server
-from partita.core.safe_text import clean, component, label_folder, named
-from partita.core.versions import Ledger
+from partita.core.safe_text import client_of_folder, label_folder, path_component, printable
 from partita.experiment.compare import expand
 from partita.experiment.config import ConfigError, load
-from partita.report import Record, ReportError, compare, page, read, to_json, to_markdown, to_text
+from partita.report import ReportError, RunRecord, compare, load_run, page, to_json, to_markdown, to_text
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "partita"
 NAMES = [
@@ -50,8 +50,8 @@ def partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_any_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    disk = Disk(tmp_path / "clients")
-    names = [*NAMES, "x" * 10_001, "ü" * 201, *(component(name) for name in ("", "x" * 10_000))]
+    disk = DiskStore(tmp_path / "clients")
+    names = [*NAMES, "x" * 10_001, "ü" * 201, *(path_component(name) for name in ("", "x" * 10_000))]
     for value, name in enumerate(names):
         disk.save(name, 0, ClientState({"w": torch.tensor(float(value))}))
     assert [float(disk.load(name, 1).personal["w"]) for name in names] == list(map(float, range(len(names))))
@@ -66,10 +66,10 @@ def test_any_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
 @given(st.text(), st.text())
 @settings(max_examples=40)
 def test_a_component_is_a_plain_name(one: str, other: str) -> None:
-    folder = component(one)
+    folder = path_component(one)
     assert re.fullmatch(r"[\w%@~-]{1,220}", folder, re.ASCII)
-    assert named(folder) in (one, None)
-    assert (component(other) == folder) == (one == other)
+    assert client_of_folder(folder) in (one, None)
+    assert (path_component(other) == folder) == (one == other)
     assert re.fullmatch(r"[\w.=+@-]+", label_folder(one))
     assert len(label_folder(one).encode()) < 220
     assert label_folder(one) not in (".", "..")
@@ -148,8 +148,8 @@ def usable(name: str) -> bool:
     return bool(name) and "\0" not in name
 
 
-def skeleton_of(root: Path, name: str) -> tuple[Skeleton, str, list[Record]]:
-    records = [read(named_run(root, name, place)) for place in (1, 2)]
+def skeleton_of(root: Path, name: str) -> tuple[Skeleton, str, list[RunRecord]]:
+    records = [load_run(named_run(root, name, place)) for place in (1, 2)]
     text = page(records, root / "page.html").read_text(encoding="utf-8")
     found = Skeleton()
     found.feed(text)
@@ -195,7 +195,7 @@ def test_a_name_makes_no_element_and_no_attribute(name: str, plain: Skeleton, tm
 @given(st.text(alphabet=st.characters()))
 @settings(max_examples=40)
 def test_clean_text_moves_no_cursor(text: str) -> None:
-    shown = clean(text)
+    shown = printable(text)
     assert all(each.isprintable() or each.isspace() for each in shown)
     assert not re.search(r"[\x00-\x1f\x7f-\x9f]", shown)
     assert shown.encode() or not text
@@ -225,14 +225,14 @@ def test_a_report_follows_no_link(name: str, tmp_path: Path) -> None:
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/etc/passwd")
     with pytest.raises(LinkError, match=f"{name} is a symbolic link"):
-        read(folder)
+        load_run(folder)
 
 
 def test_a_report_does_not_write_through_a_link(tmp_path: Path) -> None:
     folder, target = write_run(tmp_path, "a", 0, rounds=2), tmp_path / "target"
     target.write_text("mine")
     (folder / "report.html").symlink_to(target)
-    page([read(folder)], folder / "report.html")
+    page([load_run(folder)], folder / "report.html")
     assert target.read_text() == "mine"
     assert not (folder / "report.html").is_symlink()
 
@@ -258,7 +258,7 @@ def test_a_report_opens_nothing_that_the_config_names(tmp_path: Path) -> None:
     (folder / "config.toml").write_text(f'{plain}trace = "{secret}"\n{tables}')
     OPENED = []
     try:
-        record = read(folder)
+        record = load_run(folder)
         opened = OPENED
         to_text(compare([record]))
     finally:
@@ -290,7 +290,7 @@ def test_what_cannot_be_reported_names_its_file(what: str, tmp_path: Path) -> No
     name, spoil = HOSTILE[what]
     spoil(folder / name)
     with pytest.raises((ReportError, DamageError), match=name):
-        read(folder)
+        load_run(folder)
 
 
 def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
     with (folder / "rows.jsonl").open("wb") as file:
         file.truncate(2**30)  # sparse: a gigabyte of zeros
     with pytest.raises(DamageError, match=r"rows\.jsonl, line 1 has more than"):
-        read(folder)
+        load_run(folder)
     with (folder / "plan.json").open("wb") as file:
         file.truncate(2**34)
     with pytest.raises(DamageError, match=r"plan\.json holds 17,179,869,184 bytes"):
@@ -342,7 +342,7 @@ def test_a_report_of_any_values_is_made_or_names_the_file(count: int, drawn: int
         for _ in range(draws.choice([1, 1, 3])):
             spoilt(folder, draws)
         try:
-            record = read(folder)
+            record = load_run(folder)
         except (ReportError, DamageError) as error:
             refused += str(folder) in str(error) or pytest.fail(f"{number}: {error} does not name the file")
             continue
@@ -376,17 +376,17 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_tensors_that_a_stranger_sealed_are_refused(kind: str, tmp_path: Path) -> None:
     data = TENSORS[kind]
-    path = atomic_files.seal(tmp_path / "checkpoints", 1, data)
+    path = atomic_files.write_checksummed(tmp_path / "checkpoints", 1, data)
     with pytest.raises(DamageError, match=path.name):
         checkpoint.read(path)
-    state = atomic_files.seal(tmp_path / "clients" / "c0", 1, data)
+    state = atomic_files.write_checksummed(tmp_path / "clients" / "c0", 1, data)
     if kind != "no metadata":
         with pytest.raises(DamageError, match=state.name):
-            Disk(tmp_path / "clients").load("c0", 2)
+            DiskStore(tmp_path / "clients").load("c0", 2)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    one, two = (Server({"w": torch.zeros(size)}, {}, Ledger({"w": 0})) for size in (2, 3))
+    one, two = (Server({"w": torch.zeros(size)}, {}, ParameterVersions({"w": 0})) for size in (2, 3))
     path = checkpoint.save(tmp_path, 1, one)
     assert checkpoint.read(path, like=one).done == 1
     with pytest.raises(DamageError, match="of another model or method"):

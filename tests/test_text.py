@@ -19,24 +19,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from partita.core.data import IGNORED, Batch, Examples
+from partita.core.data import IGNORE_INDEX, Batch, Examples
 from partita.core.optim import SGD
 from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.settings import Run, Training
 from partita.data import DataError, Task, load, split
-from partita.data.ragged import Ragged, ragged
-from partita.engines.simulation import Embedded
-from partita.evaluation import ACCURACY, MeasureError, measure_for, score
-from partita.evaluation.metrics import Answers, Entities, MultiLabel, NextToken, SingleLabel
+from partita.data.ragged import RaggedExamples, ragged
+from partita.engines.simulation import SimulationEngine
+from partita.evaluation import ACCURACY, EvaluationError, evaluator_for, score
+from partita.evaluation.metrics import Entities, MultiLabel, NextToken, Predictions, SingleLabel
 from partita.experiment import run_folder
 from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.models import build
-from partita.models.pretrained import drawing_from
-from partita.report import compare, read
+from partita.models.pretrained import seeded
+from partita.report import compare, load_run
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
@@ -57,7 +57,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     BertTokenizer(vocab=VOCABULARY, model_max_length=20).save_pretrained(folder)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     sizes |= {"vocab_size": len(VOCABULARY), "max_position_embeddings": 20}
-    with drawing_from(Key(0)):
+    with seeded(Key(0)):
         BertModel(BertConfig(**sizes, initializer_range=0.5)).save_pretrained(folder)
     return folder
 
@@ -72,7 +72,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {word: place for place, word in enumerate([*sorted(ByteLevel.alphabet()), "<|endoftext|>"])}
     GPT2Tokenizer(vocab=vocabulary, merges=[], model_max_length=32).save_pretrained(folder)
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 32}
-    with drawing_from(Key(0)):
+    with seeded(Key(0)):
         GPT2LMHeadModel(GPT2Config(vocab_size=len(vocabulary), **sizes)).save_pretrained(folder)
     return folder
 
@@ -148,7 +148,7 @@ def test_a_batch_is_its_rows_padded_to_the_longest(rows: list[list[int]], limit:
     assert plain.targets.tolist() == picked
     assert torch.equal(each.inputs["input_ids"], plain.inputs["input_ids"])
     assert each.targets.tolist() == [
-        [3 * value for value in rows[place]] + [IGNORED] * (width - len(rows[place])) for place in picked
+        [3 * value for value in rows[place]] + [IGNORE_INDEX] * (width - len(rows[place])) for place in picked
     ]
 
 
@@ -434,7 +434,7 @@ def test_the_first_piece_of_a_word_bears_its_tag(tmp_path: Path, bert: Path) -> 
     batch = task.train.take(torch.tensor([0, 1]))
     pieces = ["[CLS]", "patient", "reports", "severe", "heart", "##burn", "##s", "[UNK]", "[UNK]", "fever", "[SEP]"]
     assert batch.inputs["input_ids"][0, :11].tolist() == [VOCABULARY[piece] for piece in pieces]
-    begin, inside, outside, none = 0, 1, 2, IGNORED
+    begin, inside, outside, none = 0, 1, 2, IGNORE_INDEX
     assert batch.targets[0].tolist() == [
         none, outside, outside, begin, inside, none, none, outside, outside, begin, none, *[none] * 5,
     ]  # fmt: skip
@@ -445,7 +445,7 @@ def test_words_of_a_tokenizer_of_bytes_have_a_space_before_them(tmp_path: Path, 
     write(tmp_path / "all.jsonl", [{"tokens": ["no", "fever"], "tags": ["O", "B-Sign"]}] * 5)
     task = load("tokens", Key(0), path=tmp_path / "all.jsonl", tokenizer=str(gpt), max_length=16)
     batch = task.train.take(torch.tensor([0]))
-    assert (batch.targets[0] != IGNORED).nonzero().flatten().tolist() == [0, 3]  # of " no fever"
+    assert (batch.targets[0] != IGNORE_INDEX).nonzero().flatten().tolist() == [0, 3]  # of " no fever"
 
 
 def test_long_sentences_are_refused_unless_they_may_be_cut(tmp_path: Path, bert: Path) -> None:
@@ -458,7 +458,7 @@ def test_long_sentences_are_refused_unless_they_may_be_cut(tmp_path: Path, bert:
     with pytest.raises(DataError, match=told):
         load("tokens", Key(0), **options)
     batch = load("tokens", Key(0), truncate=True, **options).train.take(torch.tensor([1]))
-    assert batch.targets.tolist() == [[IGNORED, *[0] * 7]]
+    assert batch.targets.tolist() == [[IGNORE_INDEX, *[0] * 7]]
 
 
 @pytest.mark.parametrize(
@@ -515,7 +515,7 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
         for place in places:
             batch = task.train.take(torch.tensor([place]))
             real = batch.inputs["attention_mask"][0].bool()
-            assert torch.equal(real, batch.targets[0] != IGNORED)
+            assert torch.equal(real, batch.targets[0] != IGNORE_INDEX)
             inputs += batch.inputs["input_ids"][0][real].tolist()
             targets += batch.targets[0][real].tolist()
         assert inputs == stream[:-1]
@@ -523,7 +523,7 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
         assert len(places) == math.ceil((len(stream) - 1) / 8)
     whole = load("lm", Key(0), **options)
     assert whole.columns == {}
-    assert int((everything(whole.train).targets != IGNORED).sum()) == sum(len(row["text"]) + 1 for row in rows) - 1
+    assert int((everything(whole.train).targets != IGNORE_INDEX).sum()) == sum(len(row["text"]) + 1 for row in rows) - 1
     assert list(split(task, "by_column", key=Key(0), column="role").clients) == ["a", "b"]
     with pytest.raises(DataError, match="one class for each example"):
         split(task, "dirichlet", 2, key=Key(0), alpha=1.0, smallest=1)
@@ -534,9 +534,9 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
 # How answers are judged
 
 
-def answers(logits: Tensor, targets: Tensor, losses: Tensor, size: int = 7) -> Iterator[Answers]:
+def answers(logits: Tensor, targets: Tensor, losses: Tensor, size: int = 7) -> Iterator[Predictions]:
     for part in torch.arange(len(targets)).split(size):
-        yield Answers(logits[part], targets[part], losses[part])
+        yield Predictions(logits[part], targets[part], losses[part])
 
 
 def draws(*shape: int, seed: int = 0) -> Tensor:
@@ -597,13 +597,15 @@ def test_entities_are_judged_as_seqeval_does() -> None:
     from seqeval.scheme import IOB2
 
     tags = ("O", "B-Drug", "I-Drug", "B-Sign", "I-Sign")
-    targets = torch.tensor([[0, 1, 2, 0, 3, IGNORED], [IGNORED, 3, 4, 4, IGNORED, 1], [0, 0, IGNORED, 0, 0, 0]])
+    targets = torch.tensor(
+        [[0, 1, 2, 0, 3, IGNORE_INDEX], [IGNORE_INDEX, 3, 4, 4, IGNORE_INDEX, 1], [0, 0, IGNORE_INDEX, 0, 0, 0]]
+    )
     told = torch.tensor([[0, 1, 2, 0, 4, 1], [1, 3, 4, 0, 2, 1], [0, 3, 4, 0, 0, 0]])
     logits = functional.one_hot(told, 5).float()
     each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(3, 6)
-    losses = each.sum(1) / (targets != IGNORED).sum(1)
+    losses = each.sum(1) / (targets != IGNORE_INDEX).sum(1)
     found = Entities(tags)(answers(logits, targets, losses, size=2))
-    kept = targets != IGNORED
+    kept = targets != IGNORE_INDEX
     truths, guesses = (
         [[tags[tag] for tag in row[real]] for row, real in zip(rows, kept, strict=True)] for rows in (targets, told)
     )
@@ -614,7 +616,7 @@ def test_entities_are_judged_as_seqeval_does() -> None:
             "recall": seqeval.recall_score(truths, guesses, **strict),
             "f1": seqeval.f1_score(truths, guesses, **strict),
             "accuracy": seqeval.accuracy_score(truths, guesses),
-            "loss": float(each.sum() / (targets != IGNORED).sum()),
+            "loss": float(each.sum() / (targets != IGNORE_INDEX).sum()),
         }
     )
     assert (found["precision"], found["recall"]) == (2 / 4, 2 / 4)  # I-Sign alone is no entity; half a one is wrong
@@ -624,11 +626,11 @@ def test_entities_are_judged_as_seqeval_does() -> None:
 
 def test_without_seqeval_the_remedy_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partita.evaluation.metrics.find_spec", lambda name: None)
-    with pytest.raises(MeasureError, match=re.escape("pip install 'partita[text]'")):
-        measure_for(Task("toy", tokens_table(), tokens_table(), tuple(TAGS), kind="tokens"))
+    with pytest.raises(EvaluationError, match=re.escape("pip install 'partita[text]'")):
+        evaluator_for(Task("toy", tokens_table(), tokens_table(), tuple(TAGS), kind="tokens"))
 
 
-def tokens_table() -> Ragged:
+def tokens_table() -> RaggedExamples:
     return ragged([[1, 2]], 4, tags=[[0, 1]])
 
 
@@ -643,9 +645,9 @@ def test_perplexity_is_of_the_mean_token_and_not_of_the_mean_text(tmp_path: Path
     batch = everything(task.train)
     with torch.no_grad():
         logits = model(model.initial, batch.inputs).logits
-    loss = float(functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED))
+    loss = float(functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX))
     assert found == pytest.approx({"loss": loss, "perplexity": math.exp(loss)}, rel=1e-4)
-    far = NextToken()(iter([Answers(torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.tensor([800.0]))]))
+    far = NextToken()(iter([Predictions(torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.tensor([800.0]))]))
     assert far["perplexity"] == math.inf
 
 
@@ -690,7 +692,7 @@ def test_clients_of_different_lengths_train_side_by_side_as_alone(
     assert any(len(set(at_one_step)) > 1 for at_one_step in zip(*widths, strict=False))
     results = []
     for block in 1, len(federation.clients):
-        (played,) = rounds(run, model, Embedded(run, model, federation, block))
+        (played,) = rounds(run, model, SimulationEngine(run, model, federation, block))
         results.append(played.server.params)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, atol=1e-5, rtol=0)
@@ -734,7 +736,7 @@ def test_a_run_from_end_to_end(kind: str, tmp_path: Path, request: pytest.Fixtur
     if kind == "lm":
         assert rows[1]["test"]["perplexity"] == pytest.approx(math.exp(rows[1]["test"]["loss"]))
     name, higher = PRIMARY[kind]
-    read_back = read(tmp_path / "run")
+    read_back = load_run(tmp_path / "run")
     assert (read_back.metric.name, read_back.metric.higher_is_better) == (name, higher)
     assert compare([read_back]).lines[0].final == rows[1]["test"].get(name)
     assert run_folder.finished(tmp_path / "run") is not None

@@ -13,7 +13,7 @@ from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.settings import Run, Training
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
@@ -92,5 +92,5 @@ def test_momentum_on_the_client_changes_the_fixed_point_by_its_own_map() -> None
     fixed = rest(bowls.p, np.stack(B), bowls.a)
     run = Run(fedavg(), Training(LR, SGD(momentum=beta), batch_size=9, steps=steps), 24, Key(0), drift=False)
     model = Quadratic()
-    *_, final = rounds(run, model, Embedded(run, model, bowls, block=4))
+    *_, final = rounds(run, model, SimulationEngine(run, model, bowls, block=4))
     np.testing.assert_allclose(flat(final.server.params), fixed, rtol=0, atol=1e-7)

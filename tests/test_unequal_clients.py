@@ -16,31 +16,31 @@ import torch
 from helpers import OPTIMIZERS, distance, run_of, small
 from torch import Tensor
 
-from partita.core.batch_schedule import Deal
-from partita.core.client import ClientState, Job, Learned, visit
-from partita.core.data import IGNORED, Batch
-from partita.core.dp_settings import Private
-from partita.core.method import Context, Local, Method
+from partita.core.batch_schedule import BatchSchedule
+from partita.core.client import ClientState, Job, LocalResult, begin_round
+from partita.core.data import IGNORE_INDEX, Batch
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import ClientRule, Context, Method
 from partita.core.model import Model
 from partita.core.optim import SGD
-from partita.core.plan import NONE, Phase, Plan, Turn, share
+from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, share
 from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
 from partita.data.split import split
 from partita.data.task import Federation, Table, Task
-from partita.engines.availability import Faults
-from partita.engines.simulation import Embedded
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.local_only import local_only
 from partita.testing.conformance import states_of
-from partita.testing.toy import Wide
-from partita.training.batching import collate, stage
-from partita.training.local_training import kind, learn
+from partita.testing.toy import Float64Model
+from partita.training.batching import collate, iterate_batches
+from partita.training.local_training import group_key, train_clients
 
 HEAD = frozenset({"head.weight"})
-NOISY = Private(clip=0.5, noise=0.8)
+NOISY = DPSGDSettings(clip=0.5, noise=0.8)
 
 
 BATCH = 6
@@ -72,8 +72,8 @@ def setting(method: Method, count: int, *more: Any, **options: Any) -> Run:
 
 def ended(run: Run, block: int, federation: Federation = FEDERATION, **engine: Any) -> dict[str, Tensors]:
     """All that there is after the last round: the server's parameters and slots, and what each client keeps."""
-    model = Wide(small())
-    made = Embedded(run, model, federation, block=block, **engine)
+    model = Float64Model(small())
+    made = SimulationEngine(run, model, federation, block=block, **engine)
     *_, final = rounds(run, model, made)
     slots = {f"{slot}/{name}": value for slot, part in final.server.state.items() for name, value in part.items()}
     return {"server": {**final.server.params, **slots}, **states_of(run, made)}
@@ -104,8 +104,8 @@ def test_methods_train_in_blocks_as_alone(name: str) -> None:
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_carried_optimizers_train_in_blocks_as_alone(kind: str) -> None:
     """With ages that differ, since one client misses a round and another one is late."""
-    faults = Faults(trace={(0, "c1"): 0.0, (1, "c4"): 0.5})
-    check_blocks(setting(local_only(), 3, OPTIMIZERS[kind], epochs=2), faults=faults)
+    availability = Availability(trace={(0, "c1"): 0.0, (1, "c4"): 0.5})
+    check_blocks(setting(local_only(), 3, OPTIMIZERS[kind], epochs=2), availability=availability)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedprox"])
@@ -119,7 +119,7 @@ def test_private_clients_with_an_optimizer_of_ages_train_in_blocks_as_alone() ->
 
 
 @dataclass(frozen=True)
-class Inertia(Local):
+class Inertia(ClientRule):
     """A penalty, a correction and a memory, all of which differ between clients."""
 
     slots: Names = frozenset({"way"})
@@ -136,20 +136,20 @@ class Inertia(Local):
         return way, way
 
 
-def by_client(model: Model, turn: Turn) -> Plan:
+def by_client(model: Model, round_info: RoundInfo) -> Plan:
     """Odd clients keep the head, and the third trains nothing else."""
-    keep = HEAD if int(turn.client[1:]) % 2 else NONE
-    train = HEAD if turn.client == "c2" else model.every()
-    return share(train, down=model.every() - keep, keep=keep)
+    keep = HEAD if int(round_info.client[1:]) % 2 else NO_NAMES
+    train = HEAD if round_info.client == "c2" else model.all_names()
+    return share(train, down=model.all_names() - keep, keep=keep)
 
 
 def test_clients_with_different_plans_and_memories_train_in_blocks_as_alone() -> None:
     run = setting(Method("inertia", by_client, (Inertia(),)), 3, SGD(momentum=0.9))
-    check_blocks(run, blocks=(2, 6), faults=Faults(trace={(0, "c3"): 0.0}))
+    check_blocks(run, blocks=(2, 6), availability=Availability(trace={(0, "c3"): 0.0}))
 
 
-def in_two_phases(model: Model, turn: Turn) -> Plan:
-    return Plan((Phase(HEAD, epochs=2), Phase(model.every())), up=model.every(), down=model.every())
+def in_two_phases(model: Model, round_info: RoundInfo) -> Plan:
+    return Plan((Phase(HEAD, epochs=2), Phase(model.all_names())), up=model.all_names(), down=model.all_names())
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
@@ -158,24 +158,24 @@ def test_phases_that_share_names_train_in_blocks_as_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("private", [None, NOISY], ids=["open", "private"])
-def test_each_client_of_a_block_learns_from_its_own_rows(private: Private | None) -> None:
+def test_each_client_of_a_block_learns_from_its_own_rows(private: DPSGDSettings | None) -> None:
     """One by one, and in any order: parameters, losses, steps and deltas."""
-    run, model = setting(replace(build("fedavg"), privacy=private), 1, epochs=2), Wide(small())
+    run, model = setting(replace(build("fedavg"), privacy=private), 1, epochs=2), Float64Model(small())
     visits = [
-        visit(run, model, Job(0, client, dict(model.initial), NONE), ClientState(), FEDERATION[client].train)
+        begin_round(run, model, Job(0, client, dict(model.initial), NO_NAMES), ClientState(), FEDERATION[client].train)
         for client in FEDERATION.clients
     ]
-    assert len({kind(run, each) for each in visits}) == 1, "they fit one block"
-    alone = [learn(run, [each])[0] for each in visits]
-    assert len({tuple(map(len, each.deals)) for each in visits}) > 3
+    assert len({group_key(run, each) for each in visits}) == 1, "they fit one block"
+    alone = [train_clients(run, [each])[0] for each in visits]
+    assert len({tuple(map(len, each.schedules)) for each in visits}) > 3
     for order in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 5, 0]):
-        for place, found in zip(order, learn(run, [visits[place] for place in order]), strict=True):
+        for place, found in zip(order, train_clients(run, [visits[place] for place in order]), strict=True):
             same(alone[place], found)
     apart = [distance(alone[0].params, other.params) for other in alone[1:]]
     assert min(apart) > 1e-3, "clients differ by much more than the tolerance"
 
 
-def same(one: Learned, two: Learned) -> None:
+def same(one: LocalResult, two: LocalResult) -> None:
     assert one.steps == two.steps
     assert distance(one.params, two.params) < 1e-10
     assert distance(one.delta, two.delta) < 1e-10
@@ -186,12 +186,12 @@ def test_a_block_is_staged_row_by_row() -> None:
     """Of one table with one call, and of tables apart: what each client takes by itself, and a mask for the rest."""
     sizes = {"c0": (4, 4, 1), "c3": (2, 3), "c1": (3, 0), "c5": (1,)}
     parts = [FEDERATION[client].train for client in sizes]
-    deals = [Deal((Key(7) / client).permutation(sum(own)), own) for client, own in sizes.items()]
-    deals = [replace(each, order=each.order % len(part)) for each, part in zip(deals, parts, strict=True)]
+    schedules = [BatchSchedule((Key(7) / client).permutation(sum(own)), own) for client, own in sizes.items()]
+    schedules = [replace(each, order=each.order % len(part)) for each, part in zip(schedules, parts, strict=True)]
     apart = [replace(part, table=replace(part.table)) for part in parts]  # type: ignore[type-var, attr-defined]
     for examples in (parts, apart):
-        for step, batch in enumerate(stage(examples, deals, torch.device("cpu"))):
-            here = [(part, list(deal)[step]) for part, deal in zip(parts, deals, strict=True) if step < len(deal)]
+        for step, batch in enumerate(iterate_batches(examples, schedules, torch.device("cpu"))):
+            here = [(part, list(deal)[step]) for part, deal in zip(parts, schedules, strict=True) if step < len(deal)]
             assert len(batch.targets) == len(here)
             assert (batch.mask is None) == (len({len(indices) for _, indices in here}) == 1), "no mask for nothing"
             for rank, (part, indices) in enumerate(here):
@@ -209,7 +209,7 @@ def test_rows_of_different_lengths_are_padded_with_what_does_not_count() -> None
     for place, order in ((1, [long, short]), (0, [short, long])):
         joined = collate(order)
         assert joined.inputs["tokens"][place].tolist() == [[7, 8, 0], [7, 8, 0]]
-        assert joined.targets[place].tolist() == [[5, 6, IGNORED], [5, 6, IGNORED]]
+        assert joined.targets[place].tolist() == [[5, 6, IGNORE_INDEX], [5, 6, IGNORE_INDEX]]
         assert torch.equal(joined.inputs["tokens"][1 - place], long.inputs["tokens"])
         assert torch.equal(joined.targets[1 - place], long.targets)
         assert joined.mask is not None
@@ -225,15 +225,15 @@ def test_a_step_without_any_example_is_one_that_does_not_count() -> None:
     """Of one table, of tables apart, and of one client."""
     parts = [FEDERATION[client].train for client in ("c0", "c1")]
     apart = [replace(part, table=replace(part.table)) for part in parts]  # type: ignore[type-var, attr-defined]
-    deals = [Deal(torch.arange(2), (0, 2)), Deal(torch.arange(1), (0, 1))]
+    schedules = [BatchSchedule(torch.arange(2), (0, 2)), BatchSchedule(torch.arange(1), (0, 1))]
     for examples in (parts, apart):
-        nothing, something = stage(examples, deals, torch.device("cpu"))
+        nothing, something = iterate_batches(examples, schedules, torch.device("cpu"))
         assert nothing.mask is not None
         assert nothing.mask.tolist() == [[0], [0]]
         assert nothing.inputs["x"].shape == (2, 1, 4, 4)
         assert something.mask is not None
         assert something.mask.tolist() == [[1, 1], [1, 0]]
-    nothing, something = stage(parts[:1], deals[:1], torch.device("cpu"))
+    nothing, something = iterate_batches(parts[:1], schedules[:1], torch.device("cpu"))
     assert nothing.mask is not None
     assert (nothing.mask.tolist(), something.mask) == ([0], None)
     assert torch.equal(something.targets, parts[0].take(torch.arange(2)).targets)

@@ -20,22 +20,22 @@ from helpers import Clients, run_of, small, small_config
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.client import ClientFault
-from partita.core.client_store import Memory
+from partita.core.client import ClientError
+from partita.core.client_store import MemoryStore
 from partita.core.method import Server
-from partita.core.rounds import ask, begin, rounds
+from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
-from partita.engines.autotune import choose_block, use_kernels
-from partita.engines.availability import Faults
-from partita.engines.ipc import board, places, receive, send
-from partita.engines.multiprocess import Workers, _Worker
-from partita.engines.simulation import Embedded
+from partita.engines.autotune import choose_block, configure_backends
+from partita.engines.availability import Availability
+from partita.engines.ipc import receive, send, shared_buffer, tensor_views
+from partita.engines.multiprocess import MultiprocessEngine, _Worker
+from partita.engines.simulation import SimulationEngine
 from partita.experiment import runner
 from partita.experiment.builder import build as build_experiment
 from partita.methods import build
 from partita.testing.conformance import states_of
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)
@@ -43,20 +43,20 @@ CPU = torch.device("cpu")
 STARTS = pytest.mark.parametrize("anew", [False, True], ids=["forks", "new processes"])
 
 
-def made(name: str, block: int = 1, lr: float = 0.05) -> Embedded:
+def made(name: str, block: int = 1, lr: float = 0.05) -> SimulationEngine:
     """Found by its name in new processes, which choose kernels as this one did."""
-    use_kernels("auto")
+    configure_backends("auto")
     run = run_of(build(name), lr=lr, count=4, cohort=4)
-    return Embedded(run, small(), CLIENTS, block, faults=Faults(dropout=0.2, straggle=0.3))
+    return SimulationEngine(run, small(), CLIENTS, block, availability=Availability(dropout=0.2, straggle=0.3))
 
 
-def broken() -> Embedded:
+def broken() -> SimulationEngine:
     raise RunError("no engine can be built here")
 
 
 @contextmanager
-def workers(make: Callable[[], Embedded], anew: bool = False, count: int = 2) -> Iterator[Workers]:
-    engine = Workers(make(), count, make if anew else None)
+def workers(make: Callable[[], SimulationEngine], anew: bool = False, count: int = 2) -> Iterator[MultiprocessEngine]:
+    engine = MultiprocessEngine(make(), count, make if anew else None)
     try:
         yield engine
     finally:
@@ -88,7 +88,7 @@ def test_workers_give_what_the_engine_gives(name: str, block: int, anew: bool) -
         kept = states_of(run, engine.engine)
         for client, expected in states_of(run, alone).items():
             assert tensors.equal(kept[client], expected), client
-        jobs = [ask(run, model, one[-1].server, 3, client)[0] for client in CLIENTS.clients]
+        jobs = [make_job(run, model, one[-1].server, 3, client)[0] for client in CLIENTS.clients]
         assert dict(engine.evaluate(jobs)) == dict(alone.evaluate(jobs))
 
 
@@ -96,8 +96,8 @@ def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:
     plain = made("fedavg")
     run, model = plain.run, plain.model
     with workers(partial(made, "fedavg"), count=3) as engine:
-        server = begin(run, model)
-        first = next(engine.train(ask(run, model, server, 0, client)[0] for client in CLIENTS.clients))
+        server = initial_server(run, model)
+        first = next(engine.train(make_job(run, model, server, 0, client)[0] for client in CLIENTS.clients))
         assert first.client == "c0"
         again = list(rounds(run, model, engine))
         assert tensors.equal(again[-1].server.params, list(rounds(run, model, plain))[-1].server.params)
@@ -107,7 +107,7 @@ def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:
 def test_a_clients_fault_comes_through_with_its_name(anew: bool) -> None:
     with (
         workers(partial(made, "fedavg", lr=1e30), anew) as engine,
-        pytest.raises(ClientFault, match=r"client 'c\d': (the loss is nan|sent an update of norm)"),
+        pytest.raises(ClientError, match=r"client 'c\d': (the loss is nan|sent an update of norm)"),
     ):
         list(rounds(engine.engine.run, engine.engine.model, engine))
 
@@ -130,7 +130,7 @@ def at_work(pid: int) -> bool:
 
 def train_for_ever(anew: bool, tell: int) -> None:
     make = partial(made, "fedavg")
-    engine = Workers(make(), 3, make if anew else None)
+    engine = MultiprocessEngine(make(), 3, make if anew else None)
     while True:
         list(rounds(engine.engine.run, engine.engine.model, engine))
         os.write(tell, " ".join(str(process.pid) for process in engine.processes).encode() + b"\n")
@@ -156,7 +156,7 @@ def test_workers_end_with_a_parent_that_is_killed(anew: bool) -> None:
 
 def test_an_engine_that_cannot_be_built_anew_says_why() -> None:
     alone = made("fedavg")
-    engine = Workers(alone, 2, broken)
+    engine = MultiprocessEngine(alone, 2, broken)
     try:
         with pytest.raises(RunError, match="no engine can be built here"):
             list(rounds(alone.run, alone.model, engine))
@@ -167,15 +167,15 @@ def test_an_engine_that_cannot_be_built_anew_says_why() -> None:
 def test_what_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = made("fedavg")
     with pytest.raises(RunError, match=r"engine\.workers is 0"):
-        Workers(alone, 0)
+        MultiprocessEngine(alone, 0)
     with pytest.raises(RunError, match="real messages"):
-        Workers(Embedded(alone.run, alone.model, CLIENTS, wire=True), 2)
+        MultiprocessEngine(SimulationEngine(alone.run, alone.model, CLIENTS, wire=True), 2)
     alone.device = torch.device("cuda")
     with pytest.raises(RunError, match="cannot be forks; give Workers a `build`"):
-        Workers(alone, 2)
+        MultiprocessEngine(alone, 2)
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(RunError, match="as on Linux; leave it at 1"):
-        Workers(alone, 2)
+        MultiprocessEngine(alone, 2)
 
 
 def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
@@ -187,13 +187,13 @@ def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
 
         def read(server: Server, **own: Tensor) -> tuple[Tensors, Tensors]:
             """What two clients of a round get, of whom the second has parameters made for it alone."""
-            one, two = (ask(run, model, server, 0, client)[0] for client in ("c0", "c1"))
+            one, two = (make_job(run, model, server, 0, client)[0] for client in ("c0", "c1"))
             orders = engine._orders([one, replace(two, params={**two.params, **own})])
             first, second = (worker._job(order).params for order in orders)
             assert first.keys() == second.keys() == model.initial.keys()
             return first, second
 
-        server, own = begin(run, model), torch.ones(3, 4)
+        server, own = initial_server(run, model), torch.ones(3, 4)
         first, second = read(server, **{"head.weight": own})
         assert second["head.weight"] is own
         assert all(
@@ -213,8 +213,8 @@ def test_each_parameter_has_its_own_place_on_the_board() -> None:
         "c": torch.randn(3, 5).bfloat16(),
         "e": torch.empty(0),
     }
-    flat = board(like)
-    shown = places(flat, like)
+    flat = shared_buffer(like)
+    shown = tensor_views(flat, like)
     for name, value in like.items():
         shown[name].copy_(value)
     assert tensors.equal(shown, like)
@@ -229,7 +229,7 @@ def test_workers_of_one_gpu_share_what_it_has_free(
     workers: int, gpus: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each also needs what this process already holds; a GPU with 12 GB free of which half is to be left."""
-    monkeypatch.setattr(Tiny, "to", lambda self, device: None)
+    monkeypatch.setattr(ToyTransformer, "to", lambda self, device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * 10**9)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * 10**9)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
@@ -280,7 +280,7 @@ def test_a_message_that_breaks_off_is_the_end() -> None:
 def test_a_worker_builds_the_engine_of_the_experiment() -> None:
     """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
     experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
-    engines = runner._engine(experiment, Memory()), runner.build_engine(runner._resolved(experiment), None)
+    engines = runner._engine(experiment, MemoryStore()), runner.build_engine(runner._resolved(experiment), None)
     assert [engine.block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
     assert tensors.equal(one, other)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.core.noise import gaussian
+from partita.core.noise import gaussian_noise
 from partita.core.rng import Key
 
 SIZE = 4096  # numbers in a tensor
@@ -40,15 +40,15 @@ def by_seed(seed: int) -> Tensor:
 def draw_noise(scheme: str, bits: int) -> Tensor:
     if scheme == "seeds":
         return by_seed(secrets.randbits(31) << 32 | secrets.randbits(bits))
-    return gaussian({"w": torch.empty(SIZE)}, Key(secrets.randbits(256)), 1.0)["w"].float()
+    return gaussian_noise({"w": torch.empty(SIZE)}, Key(secrets.randbits(256)), 1.0)["w"].float()
 
 
 def bit_ranges(x: float, y: float) -> list[int]:
     """In which ranges the low 24 bits behind a Box-Muller pair lie, given the pair up to SLACK: (start, width) each."""
     radius, spread = math.hypot(x, y), 1.5 * SLACK
     near, far = (1 - math.exp(-0.5 * r * r) for r in (max(0.0, radius - spread), radius + spread))
-    turn, wide = math.atan2(y, x) / (2 * math.pi), spread / (2 * math.pi * max(radius, spread))
-    start = int((turn - wide) * 2**24) % 2**24
+    round_info, wide = math.atan2(y, x) / (2 * math.pi), spread / (2 * math.pi * max(radius, spread))
+    start = int((round_info - wide) * 2**24) % 2**24
     return [int(near * 2**24), int((far - near) * 2**24) + 2, start, int(2 * wide * 2**24) + 2]
 
 

@@ -8,10 +8,10 @@ import torch
 from work import HEADS, LR, WEIGHT_DECAY, Part, Shape, Work
 
 from partita import AdamW, Key, Model, Run, Training, data, methods, models
-from partita.core.batch_schedule import deal
+from partita.core.batch_schedule import shuffled_batches
 from partita.core.data import Examples
 from partita.data import Federation
-from partita.engines.autotune import use_kernels
+from partita.engines.autotune import configure_backends
 
 STEPS, BATCH, EXAMPLES = 5, 32, 250  # the last for each client
 FIXED: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH}
@@ -32,9 +32,9 @@ def lay_out(shape: Shape, run: Run, model: Model, federation: Federation) -> Wor
     for client in federation.clients:
         examples = federation[client].train
         draws = [run.key / "round" / number / "client" / client / "batches" / 0 for number in range(run.rounds)]
-        batches = [torch.stack(list(deal(len(examples), run.training, None, draw))) for draw in draws]
+        batches = [torch.stack(list(shuffled_batches(len(examples), run.training, None, draw))) for draw in draws]
         parts.append(Part(*whole(examples), torch.stack(batches)))
-    return Work(shape, use_kernels("auto"), dict(model.initial), tuple(parts), whole(federation.test))
+    return Work(shape, configure_backends("auto"), dict(model.initial), tuple(parts), whole(federation.test))
 
 
 def whole(examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:

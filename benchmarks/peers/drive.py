@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from work import Shape, save
 
 from partita.core.tensors import Tensors
-from partita.engines.autotune import use_kernels
+from partita.engines.autotune import configure_backends
 
 HERE = Path(__file__).parent
 CLIENTS = 10
@@ -114,60 +114,60 @@ def main() -> None:
     if chosen.threads:
         os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
     for size in sizes:
-        row = measure(size, chosen.clients, chosen.rounds, ["bare", *chosen.sides], chosen.home)
+        row = evaluator(size, chosen.clients, chosen.rounds, ["bare", *chosen.sides], chosen.home)
         row["threads"] = chosen.threads or "each side's own choice"
         show(row)
         if chosen.out:
             write(chosen.out, row)
 
 
-def measure(size: str, clients: int, rounds: int, names: list[str], home: Path) -> dict[str, Any]:
+def evaluator(size: str, clients: int, rounds: int, names: list[str], home: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"model": size, "clients": clients, "load before": round(os.getloadavg()[0], 2)}
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         shape = SIZES[size]
         save(lay_out(shape, *setting(shape, clients, rounds)), folder / "work.safetensors")
-        faults: dict[str, str] = {}
+        availability: dict[str, str] = {}
         sides: dict[str, Side] = {}
         try:
             for name in dict.fromkeys(names):
-                with noted(faults, name):
+                with noted(availability, name):
                     sides[name] = launch(name, folder, home)
             for number in range(rounds):
                 order = list(sides)
-                turn = number % len(order)
-                for name in order[turn:] + order[:turn]:  # nobody always comes after the same one
-                    with noted(faults, name):
+                round_info = number % len(order)
+                for name in order[round_info:] + order[:round_info]:  # nobody always comes after the same one
+                    with noted(availability, name):
                         play(sides[name])
             finals: dict[str, Tensors] = {}
             for name, side in sides.items():
-                with noted(faults, name):
+                with noted(availability, name):
                     finals[name] = finish(side)
         finally:
             for side in sides.values():
                 side.close()
         if "bare" not in finals:
-            raise SystemExit(f"{size}: the bare loop failed: {faults['bare']}")
+            raise SystemExit(f"{size}: the bare loop failed: {availability['bare']}")
         row["sides"] = {}
         for name in sides:
-            if name in faults:
+            if name in availability:
                 continue
             difference = apart(finals["bare"], finals[name])
             if not difference <= TOLERANCE:
-                faults[name] = f"void: its tensors differ from the bare loop's by {difference:.1e}"
+                availability[name] = f"void: its tensors differ from the bare loop's by {difference:.1e}"
                 continue
             row["sides"][name] = tell(sides[name], sides["bare"], difference)
-        row["not run"] = faults
+        row["not run"] = availability
     return row
 
 
 @contextmanager
-def noted(faults: dict[str, str], name: str) -> Iterator[None]:
+def noted(availability: dict[str, str], name: str) -> Iterator[None]:
     """One side's fault is written down, and the others play on. Of several, the first tells why."""
     try:
         yield
     except (SideError, OSError) as error:
-        faults.setdefault(name, str(error))
+        availability.setdefault(name, str(error))
 
 
 def launch(name: str, folder: Path, home: Path) -> Side:
@@ -275,7 +275,7 @@ def write(path: Path, row: dict[str, Any]) -> None:
     about = {
         "device": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "onednn": str(use_kernels("auto")),
+        "onednn": str(configure_backends("auto")),
         "machine": "shared with other work; sides in turn, round by round; 'load before' says how much there was",
         "work": f"{STEPS} AdamW steps x batch {BATCH} a client; medians of the rounds after the first",
         "memory": "megabytes of a side's processes at the end of its last round, shared pages once",

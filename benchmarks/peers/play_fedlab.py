@@ -1,7 +1,5 @@
 """FedLab's standalone simulation, with its serial trainer and synchronous server: play_fedlab.py WORK FINAL."""
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import contextlib
@@ -17,12 +15,12 @@ for kernel in ("nms", "qnms"):
     with contextlib.suppress(RuntimeError):
         torch.library.define(f"torchvision::{kernel}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-from fedlab.contrib.algorithm.fedavg import FedAvgSerialClientTrainer, FedAvgServerHandler
-from fedlab.contrib.dataset.basic_dataset import BaseDataset, FedDataset
-from fedlab.core.standalone import StandalonePipeline
-from fedlab.utils import Aggregators, SerializationTool
-from torch.utils.data import DataLoader
-from work import LR, WEIGHT_DECAY, Told, Work, load, started
+from fedlab.contrib.algorithm.fedavg import FedAvgSerialClientTrainer, FedAvgServerHandler  # noqa: E402
+from fedlab.contrib.dataset.basic_dataset import BaseDataset, FedDataset  # noqa: E402
+from fedlab.core.standalone import StandalonePipeline  # noqa: E402
+from fedlab.utils import Aggregators, SerializationTool  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+from work import LR, WEIGHT_DECAY, Told, Work, load, started  # noqa: E402
 
 
 class Logits(torch.nn.Module):

@@ -9,10 +9,10 @@ import torch
 from deals import setting
 from work import Told, load
 
-from partita import Embedded, rounds
+from partita import SimulationEngine, rounds
 from partita.core.rounds import Engine
 from partita.engines.autotune import choose_block
-from partita.engines.multiprocess import Workers
+from partita.engines.multiprocess import MultiprocessEngine
 
 
 def main() -> None:
@@ -21,13 +21,13 @@ def main() -> None:
     work = load(path)
     run, model, federation = setting(work.shape, len(work.parts), work.rounds)
     block = choose_block(run, model, federation, torch.device("cpu"), workers=count)
-    embedded = Embedded(run, model, federation, block=block)
+    embedded = SimulationEngine(run, model, federation, block=block)
     with ExitStack() as stack:
         engine: Engine = embedded
         if count == 1:
             told.ready(block=block)
         else:
-            engine = stack.enter_context(closing(Workers(embedded, count)))
+            engine = stack.enter_context(closing(MultiprocessEngine(embedded, count)))
             told.ready(threads=f"{count} x 1", block=block)
         played = rounds(run, model, engine)
         for _ in range(work.rounds):

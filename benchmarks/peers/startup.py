@@ -92,7 +92,7 @@ def main() -> None:
     results = []
     for short in chosen.sizes:
         size = next(full for full in SIZES if full.split()[0] == short)
-        row = measure(size, chosen.rounds, chosen.repeats, chosen.sides, chosen.home)
+        row = evaluator(size, chosen.rounds, chosen.repeats, chosen.sides, chosen.home)
         results.append(row)
         show(row)
     if chosen.out:
@@ -106,34 +106,34 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def measure(size: str, rounds: int, repeats: int, names: list[str], home: Path) -> dict[str, Any]:
+def evaluator(size: str, rounds: int, repeats: int, names: list[str], home: Path) -> dict[str, Any]:
     shape = SIZES[size]
     row: dict[str, Any] = {"model": size, "load before": round(os.getloadavg()[0], 2)}
     times: dict[str, list[float]] = {name: [] for name in names}
     reached: dict[str, float] = {}
-    faults: dict[str, str] = {}
+    availability: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         prepare(folder, shape, rounds)
         for repeat in range(repeats):
             print(f"{size}: {repeat} of {repeats} repeats done", file=sys.stderr, flush=True)
             for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-                if name not in faults:
+                if name not in availability:
                     try:
                         seconds, reached[name] = play(name, folder, home)
                         times[name].append(seconds)
                     except (OSError, ValueError) as error:
-                        faults[name] = str(error)[-400:]
+                        availability[name] = str(error)[-400:]
     ours = [reached[name] for name in reached if name.startswith("partita")]
     for name in list(reached):
         if ours and abs(reached[name] - ours[0]) > 0.01:
-            faults[name] = f"void: it ends with an accuracy of {reached[name]}, and partita with {ours[0]}"
+            availability[name] = f"void: it ends with an accuracy of {reached[name]}, and partita with {ours[0]}"
     row["sides"] = {
         name: {"seconds": statistics.median(kept), "each": kept, "accuracy": reached[name]}
         for name, kept in times.items()
-        if name not in faults
+        if name not in availability
     }
-    row["not run"] = faults
+    row["not run"] = availability
     return row
 
 

@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from partita import data, methods, models
     from partita.core.data import Batch, ClientData, Examples, Population
-    from partita.core.method import Aggregate, Context, Local, Method, Rule, Server, Transform, Update, average, compose
+    from partita.core.method import (
+        Aggregate,
+        ClientRule,
+        Context,
+        Method,
+        Server,
+        ServerRule,
+        Update,
+        UpdateTransform,
+        average,
+        compose,
+    )
     from partita.core.model import Model, Output
     from partita.core.optim import SGD, AdamW, Schedule
-    from partita.core.plan import Phase, Plan, Turn, share, share_everything
+    from partita.core.plan import Phase, Plan, RoundInfo, share, share_everything
     from partita.core.rng import Key
-    from partita.core.rounds import Round, rounds
+    from partita.core.rounds import RoundResult, rounds
     from partita.core.settings import Run, Training
-    from partita.engines.availability import Faults
-    from partita.engines.simulation import Embedded
+    from partita.engines.availability import Availability
+    from partita.engines.simulation import SimulationEngine
     from partita.evaluation import score
     from partita.testing.conformance import check_method
 
@@ -27,29 +38,29 @@ __all__ = [
     "SGD",
     "AdamW",
     "Aggregate",
+    "Availability",
     "Batch",
     "ClientData",
+    "ClientRule",
     "Context",
-    "Embedded",
     "Examples",
-    "Faults",
     "Key",
-    "Local",
     "Method",
     "Model",
     "Output",
     "Phase",
     "Plan",
     "Population",
-    "Round",
-    "Rule",
+    "RoundInfo",
+    "RoundResult",
     "Run",
     "Schedule",
     "Server",
+    "ServerRule",
+    "SimulationEngine",
     "Training",
-    "Transform",
-    "Turn",
     "Update",
+    "UpdateTransform",
     "average",
     "check_method",
     "compose",
@@ -66,17 +77,18 @@ __all__ = [
 _HOMES = {
     "testing.conformance": ["check_method"],
     "core.method": [
-        "Aggregate", "Context", "Local", "Method", "Rule", "Server", "Transform", "Update", "average", "compose",
+        "Aggregate", "ClientRule", "Context", "Method", "Server", "ServerRule", "Update", "UpdateTransform", "average",
+        "compose",
     ],
     "core.data": ["Batch", "ClientData", "Examples", "Population"],
     "core.model": ["Model", "Output"],
     "core.optim": ["SGD", "AdamW", "Schedule"],
-    "core.plan": ["Phase", "Plan", "Turn", "share", "share_everything"],
+    "core.plan": ["Phase", "Plan", "RoundInfo", "share", "share_everything"],
     "core.rng": ["Key"],
-    "core.rounds": ["Round", "rounds"],
+    "core.rounds": ["RoundResult", "rounds"],
     "core.settings": ["Run", "Training"],
-    "engines.simulation": ["Embedded"],
-    "engines.availability": ["Faults"],
+    "engines.simulation": ["SimulationEngine"],
+    "engines.availability": ["Availability"],
     "evaluation": ["score"],
 }  # fmt: skip
 _HOME = {name: f"partita.{module}" for module, names in _HOMES.items() for name in names}

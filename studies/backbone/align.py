@@ -33,9 +33,9 @@ from transformers import (
 from partita import data
 from partita.core.rng import Key
 from partita.data import Task
-from partita.data.task import Rows
+from partita.data.task import Subset
 from partita.evaluation import score
-from partita.models.adapter import quiet
+from partita.models.adapter import without_logs
 from partita.models.prompts.clip import clip
 
 TEMPLATES = ("a photo of a {}.", "{}", "a picture of the {}.", "a small photo of one {}.", "this is a {}.")
@@ -126,7 +126,7 @@ def align(settings: Settings, out: Path) -> dict[str, Any]:
     weight = fit(texts, prototypes(images, labels, len(names)), ridge)
     pair.text_projection.weight.data = weight
     pair.logit_scale.data = temperature(texts[0] @ weight.T, images, labels)
-    with quiet():
+    with without_logs():
         pair.cpu().half().save_pretrained(out, max_shard_size=SHARD)
     tokenizer.save_pretrained(out)
     result = {
@@ -149,7 +149,7 @@ def align(settings: Settings, out: Path) -> dict[str, Any]:
 
 def towers(settings: Settings) -> tuple[Any, Any, tuple[tuple[float, ...], tuple[float, ...]]]:
     """The two put side by side; images keep their own features, or CLIP's projection of them."""
-    with quiet():
+    with without_logs():
         text, tokenizer = AutoModel.from_pretrained(settings.text), AutoTokenizer.from_pretrained(settings.text)
         kind = str(AutoConfig.from_pretrained(settings.images).model_type)
         if kind.startswith("clip"):
@@ -310,7 +310,7 @@ def zero_shot(folder: Path, task: Task, settings: Settings) -> dict[str, float]:
     model = clip(task, Key(0), path=str(folder))
     model.to(torch.device(settings.device))
     rows = torch.arange(0, len(task.test), -(-len(task.test) // settings.most))
-    accuracy = score(model, model.initial, Rows(task.test, rows))["accuracy"]
+    accuracy = score(model, model.initial, Subset(task.test, rows))["accuracy"]
     return {"accuracy": round(accuracy, 4), "chance": round(1 / len(task.classes), 4), "images": len(rows)}
 
 
@@ -326,7 +326,7 @@ def make_tiny(folder: Path) -> Settings:
     phrases = [word for template in TEMPLATES for word in re.findall(r"\w+|\.", template)]
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *colours, "black", "yellow", *phrases]
     tokenizer = BertTokenizer(vocab={word: place for place, word in enumerate(dict.fromkeys(words))})
-    with quiet():
+    with without_logs():
         Dinov2Model(Dinov2Config(**shape, mlp_ratio=2, image_size=8, patch_size=4)).save_pretrained(folder / "images")
         BertModel(BertConfig(**shape, intermediate_size=32, vocab_size=len(tokenizer))).save_pretrained(folder / "text")
     tokenizer.save_pretrained(folder / "text")

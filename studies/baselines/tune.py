@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from partita.core.data import Batch
-from partita.core.rounds import ask, rounds
-from partita.engines.simulation import Embedded
+from partita.core.rounds import make_job, rounds
+from partita.engines.simulation import SimulationEngine
 from partita.evaluation import score
 from partita.experiment.builder import Experiment, build
 from partita.experiment.config import load
@@ -58,13 +58,16 @@ def validate(method: str, setting: dict[str, float]) -> float:
     changes = [f"method.name={method}", f"seed={SEED}", *(f"{key}={value}" for key, value in setting.items())]
     experiment = build(load(CONFIG, changes))
     run, model = experiment.run, experiment.model
-    engine = Embedded(run, model, experiment.federation, experiment.block, experiment.device, faults=experiment.faults)
+    engine = SimulationEngine(
+        run, model, experiment.federation, experiment.block, experiment.device, availability=experiment.availability
+    )
     examples, found = Validation(experiment), []
     for each in rounds(run, model, engine):
         if each.number >= run.rounds - 5:
             if method == "fedtp":
                 jobs = (
-                    ask(run, model, each.server, each.number, client)[0] for client in experiment.federation.clients
+                    make_job(run, model, each.server, each.number, client)[0]
+                    for client in experiment.federation.clients
                 )
                 scores = [score["accuracy"] for _, score in engine.evaluate(jobs, examples)]
                 found.append(sum(scores) / len(scores))

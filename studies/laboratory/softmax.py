@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from partita import AdamW, Embedded, Key, Run, Training, data, methods, models, rounds, score
-from partita.core.batch_schedule import deal
+from partita import AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds, score
+from partita.core.batch_schedule import shuffled_batches
 from partita.core.data import Batch, ClientData, Examples
 from partita.core.method import Method, Server
 from partita.core.model import Model
-from partita.core.rounds import begin
+from partita.core.rounds import initial_server
 from partita.core.tensors import Tensors
 
 Numbers = NDArray[np.float64]
@@ -111,10 +111,13 @@ def federated(
     method: Method, model: Model, people: Shifted, key: Key, start: Tensors | None, count: int
 ) -> list[Server]:
     run = Run(method, TRAINING, count, key, drift=False)
-    server = begin(run, model)
+    server = initial_server(run, model)
     if start is not None:
         server = Server(start, server.state, server.ledger)
-    return [server, *(each.server for each in rounds(run, model, Embedded(run, model, people, block=10), server))]
+    return [
+        server,
+        *(each.server for each in rounds(run, model, SimulationEngine(run, model, people, block=10), server)),
+    ]
 
 
 def central(model: Model, people: Shifted, key: Key, start: Tensors, epochs: int) -> Tensors:
@@ -124,7 +127,7 @@ def central(model: Model, people: Shifted, key: Key, start: Tensors, epochs: int
     held = {name: start[name] for name in kernel}
     optimizer = torch.optim.AdamW(list(live.values()), TRAINING.lr, weight_decay=0.01)
     training = Training(lr=TRAINING.lr, batch_size=TRAINING.batch_size, epochs=epochs)
-    for indices in deal(len(pooled), training, None, key / "central"):
+    for indices in shuffled_batches(len(pooled), training, None, key / "central"):
         batch = pooled.take(indices)
         # Joined sorts a batch by owner, which changes nothing in its mean.
         loss = model.losses(model({**held, **live}, batch.inputs), batch.targets).mean()

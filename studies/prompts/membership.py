@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 from transformers import AutoModel
 
-from partita.core.client import ClientState, assemble
+from partita.core.client import ClientState, client_params
 from partita.core.data import Examples
 from partita.core.method import Update
-from partita.core.rounds import ask, rounds
-from partita.engines.simulation import Embedded
+from partita.core.rounds import make_job, rounds
+from partita.engines.simulation import SimulationEngine
 from partita.experiment.builder import build
 from partita.experiment.config import parse
-from partita.models.adapter import quiet
-from partita.privacy.canaries import alignments, first, losses_of
+from partita.models.adapter import without_logs
+from partita.privacy.canaries import first, gradient_cosines, losses_of
 from partita.privacy.membership import Array, roc
 
 FULL = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.01, "batch_size": 32, "epochs": 1}
@@ -45,7 +45,7 @@ def arms(pair: Path, data: Path, folder: Path) -> dict[str, Found]:
     """The config of each method on Office-Caltech10, four domains of three clients each."""
     shared = tomllib.loads((Path(__file__).parent / "office.toml").read_text())
     shared["data"]["path"] = str(data / "office_caltech10")
-    with quiet():
+    with without_logs():
         AutoModel.from_pretrained(pair).vision_model.float().save_pretrained(folder)
     whole = {"model": {"name": "pretrained", "path": str(folder)}, "method": {"name": "fedavg"}, "training": FULL}
     # In the precision of FedAvg's model: what is attacked are gradients.
@@ -69,13 +69,13 @@ def attack(config: Found, seed: int, numbers: int, most: int, device: str) -> li
     engine_table = {"device": device, "block": 1, "deterministic": False}
     experiment = build(parse({**config, "seed": seed, "rounds": numbers, "engine": engine_table}))
     run, model, federation = experiment.run, experiment.model, experiment.federation
-    engine = Embedded(run, model, federation, device=experiment.device)
+    engine = SimulationEngine(run, model, federation, device=experiment.device)
     *_, last = rounds(run, model, engine)
     scores: dict[str, Scores] = {}
     sent = 0
     for client in federation.clients:
         data = federation[client]
-        job, plan = ask(run, model, last.server, numbers - 1, client)
+        job, plan = make_job(run, model, last.server, numbers - 1, client)
         states = {"what travels": ClientState()}
         if plan.keep:
             states["own parts too"] = engine.store.load(client, numbers)
@@ -85,13 +85,13 @@ def attack(config: Found, seed: int, numbers: int, most: int, device: str) -> li
         sent = sum(value.numel() for value in update.delta.values())
         outside = [part for part in (data.validation, data.test) if len(part)]
         for knows, state in states.items():
-            _, params = assemble(run, model, job, state)
+            _, params = client_params(run, model, job, state)
 
             def by_loss(part: Examples, params: Any = params) -> Array:
                 return -losses_of(model, params, part, most)
 
             def by_update(part: Examples, params: Any = params, delta: Any = update.delta) -> Array:
-                return np.asarray(alignments(model, params, delta, first(part, most)).double())
+                return np.asarray(gradient_cosines(model, params, delta, first(part, most)).double())
 
             for name, score in ("loss", by_loss), ("update", by_update):
                 both = score(data.train), np.concatenate([score(part) for part in outside])

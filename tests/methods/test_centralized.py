@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from partita.core.method import Rule
+from partita.core.method import ServerRule
 from partita.methods.centralized import centralized
 from partita.methods.local_only import local_only
 
@@ -12,5 +12,5 @@ from partita.methods.local_only import local_only
 def test_it_differs_from_local_only_in_where_the_data_is() -> None:
     alone, whole = local_only(), centralized()
     assert whole == replace(alone, name="centralized", server=whole.server, pool=True)
-    assert type(whole.server) is type(alone.server) is Rule
+    assert type(whole.server) is type(alone.server) is ServerRule
     assert not alone.pool

@@ -10,7 +10,7 @@ from helpers import batches_of, run_of
 from partita.core.optim import SGD
 from partita.core.rng import Key
 from partita.core.rounds import rounds
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.methods.coop import coop
 
 NAME = "prompt.text.local"
@@ -22,7 +22,7 @@ def test_a_client_is_a_plain_loop_with_torchs_sgd_over_all_rounds(momentum: floa
     assert method.extend
     model = method.extend(albums.towers("float32"), Key(4))
     run = run_of(method, 3, SGD(momentum=momentum))
-    engine = Embedded(run, model, albums.FOUR)
+    engine = SimulationEngine(run, model, albums.FOUR)
     played = list(rounds(run, model, engine))
     assert all(not each.traffic.up and not each.traffic.down for each in played)
     for client in albums.FOUR.clients:

@@ -7,11 +7,11 @@ import torch
 from helpers import Clients, TorchLoop, last, play, run_of, small
 
 from partita.core import tensors
-from partita.core.batch_schedule import deal
+from partita.core.batch_schedule import shuffled_batches
 from partita.core.method import MethodError
-from partita.core.plan import Phase, Turn, plan_for
-from partita.core.rounds import ask
-from partita.engines.simulation import Embedded
+from partita.core.plan import Phase, RoundInfo, plan_for
+from partita.core.rounds import make_job
+from partita.engines.simulation import SimulationEngine
 from partita.evaluation import score
 from partita.methods.fedavg import fedavg
 from partita.methods.fedbabu import fedbabu
@@ -19,11 +19,11 @@ from partita.methods.fedbabu import fedbabu
 CLIENTS = Clients(a=5, b=9, c=6)
 MODEL = small()
 HEAD = MODEL.names("head")
-BODY = MODEL.every() - HEAD
+BODY = MODEL.all_names() - HEAD
 
 
 def test_the_plan() -> None:
-    plan = plan_for(fedbabu().plan, MODEL, Turn(0, 3, "a"))
+    plan = plan_for(fedbabu().plan, MODEL, RoundInfo(0, 3, "a"))
     assert plan.train == plan.up == plan.down == BODY
     assert not plan.keep
 
@@ -34,7 +34,7 @@ def test_the_head_stays_as_it_was_drawn() -> None:
     assert all(not torch.equal(final[name], MODEL.initial[name]) for name in MODEL.names("value", "mlp"))
 
 
-@pytest.mark.parametrize(("tune", "names"), [("all", MODEL.every()), ("head", HEAD), ("body", BODY)])
+@pytest.mark.parametrize(("tune", "names"), [("all", MODEL.all_names()), ("head", HEAD), ("body", BODY)])
 def test_what_is_fitted_before_a_test(tune: str, names: frozenset[str]) -> None:
     adapt = fedbabu(finetune=3, tune=tune).adapt  # type: ignore[arg-type]
     assert adapt is not None
@@ -45,12 +45,12 @@ def test_what_is_fitted_before_a_test(tune: str, names: frozenset[str]) -> None:
 def test_a_client_is_tested_as_a_plain_loop_on_its_data_leaves_it() -> None:
     run = run_of(fedbabu(finetune=2), 2)
     (*_, final) = play(run, MODEL, CLIENTS)
-    job, _ = ask(run, MODEL, final.server, 1, "b")
-    ((client, scores),) = Embedded(run, MODEL, CLIENTS).evaluate([job])
+    job, _ = make_job(run, MODEL, final.server, 1, "b")
+    ((client, scores),) = SimulationEngine(run, MODEL, CLIENTS).evaluate([job])
     data = CLIENTS[client].train
     loop = TorchLoop(MODEL, run.training, final.server.params)
     key = run.key / "round" / 1 / "client" / "b" / "adapt" / "batches" / 0
-    loop.fit(data, deal(len(data), run.training, 2, key))
+    loop.fit(data, shuffled_batches(len(data), run.training, 2, key))
     assert scores == pytest.approx(score(MODEL, loop.values(), data), abs=1e-6)
     assert scores["loss"] < score(MODEL, final.server.params, data)["loss"]
 

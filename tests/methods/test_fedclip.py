@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from partita.core.model import Model
-from partita.core.plan import Turn, plan_for
+from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.methods.fedclip import fedclip
 
@@ -46,7 +46,7 @@ def test_where_all_entries_weigh_the_same_it_answers_as_the_towers() -> None:
 
 def test_the_adapter_travels_whole() -> None:
     model = extended()
-    plan = plan_for(fedclip().plan, model, Turn(0, 3, "a"))
+    plan = plan_for(fedclip().plan, model, RoundInfo(0, 3, "a"))
     assert plan.train == plan.up == plan.down == model.names("adapter")
     assert len(plan.up) == 4
     assert not plan.keep

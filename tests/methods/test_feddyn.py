@@ -9,13 +9,13 @@ from quadratics import LR, Bowls, end, flat, pull, rest, start
 from quadratics import play as play_bowls
 
 from partita.core import tensors
-from partita.core.client import ClientState, reply, visit
+from partita.core.client import ClientState, begin_round, finish_round
 from partita.core.method import MethodError, compose
-from partita.core.rounds import ask, begin
+from partita.core.rounds import initial_server, make_job
 from partita.methods.feddyn import feddyn
 from partita.methods.fedper import fedper
 from partita.methods.fedprox import fedprox
-from partita.training.local_training import learn
+from partita.training.local_training import train_clients
 
 EVEN = (2, 2, 2, 2)
 
@@ -48,9 +48,9 @@ def test_a_first_visit_is_fedproxs_bit_for_bit() -> None:
     model, clients, updates = small(), Clients(a=7, b=5), []
     for method in (feddyn(0.3), fedprox(0.3)):
         run = run_of(method, 1)
-        job, _ = ask(run, model, begin(run, model), 0, "a")
-        each = visit(run, model, job, ClientState(), clients["a"].train)
-        updates.append(reply(run, each, learn(run, [each])[0])[0])
+        job, _ = make_job(run, model, initial_server(run, model), 0, "a")
+        each = begin_round(run, model, job, ClientState(), clients["a"].train)
+        updates.append(finish_round(run, each, train_clients(run, [each])[0])[0])
     assert tensors.equal(updates[0].delta, updates[1].delta)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from partita.core.model import Model
-from partita.methods.fedfrozen import frozen
+from partita.methods.fedfrozen import frozen_names
 
 
 class Shelf(Model):
@@ -28,11 +28,11 @@ def places(names: frozenset[str], kind: str) -> set[str]:
 
 def test_it_freezes_as_many_of_each_shape_as_the_kernel_has() -> None:
     for draw in range(5):
-        names = frozen(Shelf(), "random", draw)
+        names = frozen_names(Shelf(), "random", draw)
         assert (len(places(names, "matrix")), len(places(names, "vector"))) == (4, 2)
 
 
 def test_it_draws_each_shape_apart() -> None:
     """By one stream for both shapes, the vectors would be drawn from the places of the matrices every time."""
-    drawn = [frozen(Shelf(), "random", draw) for draw in range(5)]
+    drawn = [frozen_names(Shelf(), "random", draw) for draw in range(5)]
     assert not all(places(names, "vector") <= places(names, "matrix") for names in drawn)

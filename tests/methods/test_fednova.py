@@ -11,15 +11,15 @@ from quadratics import LR, Bowls, Quadratic, X, flat, powers, rest, start
 from partita.core import tensors
 from partita.core.method import Method, MethodError, Server
 from partita.core.optim import AdamW
-from partita.core.rounds import Round
-from partita.core.versions import Ledger
+from partita.core.rounds import RoundResult
+from partita.core.versions import ParameterVersions
 from partita.methods.fedavg import fedavg
 from partita.methods.fednova import fednova
 
 STEPS = np.array([1, 2, 3, 4])  # one epoch in batches of one: as many steps as examples
 
 
-def played(method: Method, count: int, cohort: float = 1.0) -> list[Round]:
+def played(method: Method, count: int, cohort: float = 1.0) -> list[RoundResult]:
     return play(run_of(method, count, lr=LR, batch_size=1, cohort=cohort, drift=False), Quadratic(), Bowls(), block=1)
 
 
@@ -62,7 +62,7 @@ def test_the_federation_rests_where_the_formula_says() -> None:
 def test_fedavg_leaves_the_optimum_at_once_and_fednova_only_in_second_order() -> None:
     """From the optimum, a round with half the rate goes half as far under FedAvg and a quarter as far under FedNova."""
     best = torch.tensor(Bowls().optimum())
-    there = Server({"x": best[:X], "y": best[X:]}, ledger=Ledger({"x": 0, "y": 0}))
+    there = Server({"x": best[:X], "y": best[X:]}, versions=ParameterVersions({"x": 0, "y": 0}))
     moved = {}
     for method in (fedavg(), fednova()):
         for rate in (0.01, 0.005):

@@ -14,11 +14,11 @@ from torch.testing import assert_close
 
 from partita.core import tensors
 from partita.core.method import Method, MethodError
-from partita.core.rounds import begin, rounds
-from partita.engines.simulation import Embedded
+from partita.core.rounds import initial_server, rounds
+from partita.engines.simulation import SimulationEngine
 from partita.methods.fedavg import fedavg
 from partita.methods.fedopt import fedadagrad, fedadam, fedyogi
-from partita.testing.toy import Wide, WidePopulation
+from partita.testing.toy import Float64Model, Float64Population
 
 CLIENTS = Clients(a=5, b=9, c=6)
 
@@ -31,13 +31,13 @@ def test_fedadam_is_torchs_adam() -> None:
 
 def test_fedadam_in_a_federation_is_torchs_adam_on_the_mean_delta() -> None:
     """FedAvg's round from where FedAdam is gives the mean delta that Adam is fed."""
-    model, clients = Wide(small()), WidePopulation(CLIENTS)
+    model, clients = Float64Model(small()), Float64Population(CLIENTS)
     values = {name: value.clone() for name, value in model.initial.items()}
     adam = torch.optim.Adam(list(values.values()), lr=0.02, betas=(0.9, 0.99), eps=1e-3)
     run = run_of(fedavg(), 3, cohort=2)
-    server = begin(run, model)
+    server = initial_server(run, model)
     for number, each in enumerate(play(run_of(fedadam(0.02), 3, cohort=2), model, clients)):
-        mean = next(rounds(run, model, Embedded(run, model, clients), server, number)).server.params
+        mean = next(rounds(run, model, SimulationEngine(run, model, clients), server, number)).server.params
         for name, value in values.items():
             value.grad = server.params[name] - mean[name]
         adam.step()
@@ -58,7 +58,7 @@ def test_without_debiasing_fedadam_and_fedyogi_are_the_papers_algorithm() -> Non
             m = beta1 * m + (1 - beta1) * d
             v = squares[method.name](v, d)
             w = w + lr * m / (np.sqrt(v) + tau)
-        np.testing.assert_allclose(apply_all(method.server, drawn_deltas())["a"], w, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(apply_all(method.server_rule, drawn_deltas())["a"], w, rtol=0, atol=1e-12)
 
 
 def test_fedadagrad_is_torchs_adagrad() -> None:

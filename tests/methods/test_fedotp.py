@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from partita.core.method import MethodError
 from partita.core.model import Model
-from partita.core.plan import Turn, plan_for
+from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.methods.fedotp import fedotp
-from partita.models.prompts.optimal_transport import transport
+from partita.models.prompts.optimal_transport import sinkhorn
 
 INPUTS = {"pixel_values": albums.pictures(5, seed=9).pixels}
 
@@ -43,7 +43,7 @@ def test_a_logit_is_the_similarity_under_the_transport() -> None:
     logits = model(model.initial, INPUTS).logits
     for example in range(5):
         for name in range(3):
-            plan = transport(1 - alike[example, name], 0.7, 0.1, 60)
+            plan = sinkhorn(1 - alike[example, name], 0.7, 0.1, 60)
             assert torch.allclose(logits[example, name], scale * (plan * alike[example, name]).sum(), atol=1e-9)
 
 
@@ -57,7 +57,7 @@ def test_no_gradient_goes_through_the_transport() -> None:
     model = extended(iterations=20)
     params = {name: value.double().requires_grad_() for name, value in model.initial.items()}
     model(params, INPUTS).logits.sum().backward()
-    plan = transport(1 - cosines(model), 0.8, 0.1, 20)
+    plan = sinkhorn(1 - cosines(model), 0.8, 0.1, 20)
     towers = albums.towers()
     context = model.initial["prompt.text.local"].double().requires_grad_()
     texts = functional.normalize(towers.read(context), dim=-1)
@@ -72,14 +72,14 @@ def test_alike_contexts_share_alike() -> None:
     model = extended()
     same = {**model.initial, "prompt.text.local": model.initial["prompt.text.global"]}
     model.initial.update(same)
-    plan = transport(1 - cosines(model), 0.8, 0.1, 100)
+    plan = sinkhorn(1 - cosines(model), 0.8, 0.1, 100)
     assert torch.allclose(plan[..., 0], plan[..., 1], atol=1e-12)
 
 
 def test_the_own_context_stays() -> None:
     method = fedotp(text=2)
     model = extended()
-    plan = plan_for(method.plan, model, Turn(0, 3, "a"))
+    plan = plan_for(method.plan, model, RoundInfo(0, 3, "a"))
     assert plan.up == plan.down == {"prompt.text.global"}
     assert plan.keep == {"prompt.text.local"}
 

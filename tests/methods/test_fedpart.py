@@ -7,30 +7,30 @@ from helpers import Clients, last, play, run_of, small
 
 from partita.core import tensors
 from partita.core.method import MethodError
-from partita.core.plan import Turn, plan_for
+from partita.core.plan import RoundInfo, plan_for
 from partita.methods.fedavg import fedavg
 from partita.methods.fedpart import fedpart, groups
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 
 CLIENTS = Clients(a=5, b=9, c=6)
 
 
 def test_groups_go_from_the_input_to_the_head_and_leave_nothing_out() -> None:
-    model = Tiny(layers=12)
+    model = ToyTransformer(layers=12)
     found = groups(model)
     wanted = [model.names("embedding"), *(model.names(f"layer.{n}") for n in range(12)), model.names("head")]
     assert found == wanted
-    assert frozenset().union(*found) == model.every()
-    assert sum(map(len, found)) == len(model.every())
+    assert frozenset().union(*found) == model.all_names()
+    assert sum(map(len, found)) == len(model.all_names())
 
 
 def test_a_cycle() -> None:
-    model = Tiny(layers=2)
+    model = ToyTransformer(layers=2)
     a, b, c, d = groups(model)
-    whole = model.every()
+    whole = model.all_names()
     cycle = [whole, whole, whole, a, a, b, b, c, c, d, d]
     planner = fedpart(full=3, each=2).plan
-    plans = [plan_for(planner, model, Turn(number, 99, "a")) for number in range(22)]
+    plans = [plan_for(planner, model, RoundInfo(number, 99, "a")) for number in range(22)]
     assert [plan.train for plan in plans] == cycle * 2
     assert all(plan.up == plan.train and plan.down == whole and not plan.keep for plan in plans)
 

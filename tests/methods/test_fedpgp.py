@@ -12,9 +12,9 @@ from partita.core import tensors
 from partita.core.data import Batch
 from partita.core.method import Context, MethodError
 from partita.core.model import Model, Output
-from partita.core.plan import NONE, Plan, Turn, plan_for
+from partita.core.plan import NO_NAMES, Plan, RoundInfo, plan_for
 from partita.core.rng import Key
-from partita.methods.fedpgp import TowardsWritten, fedpgp
+from partita.methods.fedpgp import TextContrast, fedpgp
 from partita.methods.promptfl import promptfl
 
 INPUTS = {"pixel_values": albums.pictures(5, seed=9).pixels}
@@ -28,7 +28,7 @@ def extended(**options: object) -> Model:
 
 
 def context(model: Model) -> Context:
-    return Context(model, Plan((), NONE, NONE), {}, {}, {}, 0.1)
+    return Context(model, Plan((), NO_NAMES, NO_NAMES), {}, {}, {}, 0.1)
 
 
 def test_with_own_factors_of_zero_it_answers_as_promptfl() -> None:
@@ -45,7 +45,7 @@ def test_the_penalty_is_the_cross_entropy_of_two_similarities() -> None:
     """As the authors' code has it: the written text is the right one of two."""
     model = extended()
     out = model(model.initial, INPUTS)
-    penalty = TowardsWritten(3.0, 0.5).penalty(out, model.initial, Batch(INPUTS, torch.zeros(5)), context(model))
+    penalty = TextContrast(3.0, 0.5).penalty(out, model.initial, Batch(INPUTS, torch.zeros(5)), context(model))
     towers = albums.towers()
     shared = towers.read(model.initial[SHARED])
     own = towers.read(model.initial[SHARED] + model.initial[LEFT] @ model.initial[RIGHT])
@@ -69,7 +69,7 @@ def test_with_a_large_weight_the_shared_context_nears_the_written_text() -> None
 
 def test_own_factors_stay() -> None:
     model = extended()
-    plan = plan_for(fedpgp().plan, model, Turn(0, 3, "a"))
+    plan = plan_for(fedpgp().plan, model, RoundInfo(0, 3, "a"))
     assert plan.up == plan.down == {SHARED}
     assert plan.keep == {LEFT, RIGHT}
 
@@ -78,8 +78,8 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(MethodError, match=r"method\.mu is -1 and method\.temperature 0\.5"):
         fedpgp(mu=-1)
     with pytest.raises(MethodError, match="fedpgp compares texts, and tiny attention gives none"):
-        TowardsWritten(1.0, 0.5).penalty(Output(torch.zeros(1)), {}, Batch({}, torch.zeros(1)), context(small()))
-    assert not fedpgp(mu=0.0).local
+        TextContrast(1.0, 0.5).penalty(Output(torch.zeros(1)), {}, Batch({}, torch.zeros(1)), context(small()))
+    assert not fedpgp(mu=0.0).client_rules
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:

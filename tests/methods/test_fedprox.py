@@ -10,19 +10,19 @@ from partita.core.data import Batch
 from partita.core.method import Context
 from partita.core.model import Output
 from partita.core.plan import Plan, share
-from partita.methods.fedprox import Proximal
+from partita.methods.fedprox import FedProxClient
 
 MODEL = small()
 HEAD = MODEL.names("head")
-BODY = MODEL.every() - HEAD
+BODY = MODEL.all_names() - HEAD
 
 
 @pytest.mark.parametrize(
     ("plan", "held"),
     [
-        (share(MODEL.every(), down=MODEL.every()), MODEL.every()),
-        (share(BODY, down=MODEL.every()), BODY),
-        (share(MODEL.every(), down=BODY, keep=HEAD), BODY),
+        (share(MODEL.all_names(), down=MODEL.all_names()), MODEL.all_names()),
+        (share(BODY, down=MODEL.all_names()), BODY),
+        (share(MODEL.all_names(), down=BODY, keep=HEAD), BODY),
     ],
     ids=["all", "a frozen head", "a personal head"],
 )
@@ -32,14 +32,14 @@ def test_it_holds_what_trains_and_came_from_the_server(plan: Plan, held: frozens
     params = {name: value + step * (name in plan.train) for name, value in MODEL.initial.items()}
     ctx = Context(MODEL, plan, MODEL.initial, sent={}, memory={}, lr=0.1)
     nothing = torch.zeros(0)
-    penalty = Proximal(mu).penalty(Output(nothing), params, Batch({}, nothing), ctx)
+    penalty = FedProxClient(mu).penalty(Output(nothing), params, Batch({}, nothing), ctx)
     count = sum(MODEL.initial[name].numel() for name in held)
     assert penalty is not None
     assert penalty.item() == pytest.approx(mu / 2 * step**2 * count, rel=1e-5)
 
 
 def test_with_nothing_to_hold_there_is_no_term() -> None:
-    plan = share(MODEL.every(), down=frozenset(), keep=MODEL.every())
+    plan = share(MODEL.all_names(), down=frozenset(), keep=MODEL.all_names())
     ctx = Context(MODEL, plan, MODEL.initial, sent={}, memory={}, lr=0.1)
     nothing = torch.zeros(0)
-    assert Proximal(1.0).penalty(Output(nothing), MODEL.initial, Batch({}, nothing), ctx) is None
+    assert FedProxClient(1.0).penalty(Output(nothing), MODEL.initial, Batch({}, nothing), ctx) is None

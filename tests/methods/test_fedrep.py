@@ -5,9 +5,9 @@ from __future__ import annotations
 from helpers import Clients, TorchLoop, distance, last, play, run_of, small
 
 from partita.core import tensors
-from partita.core.batch_schedule import deal
-from partita.core.client_store import Memory
-from partita.core.plan import Phase, Turn, plan_for
+from partita.core.batch_schedule import shuffled_batches
+from partita.core.client_store import MemoryStore
+from partita.core.plan import Phase, RoundInfo, plan_for
 from partita.core.tensors import Names, Tensors
 from partita.methods.fedavg import fedavg
 from partita.methods.fedrep import fedrep
@@ -15,18 +15,18 @@ from partita.methods.fedrep import fedrep
 CLIENTS = Clients(a=5, b=9, c=6)
 MODEL = small()
 HEAD = MODEL.names("head")
-BODY = MODEL.every() - HEAD
+BODY = MODEL.all_names() - HEAD
 
 
 def test_the_plan() -> None:
-    plan = plan_for(fedrep(head_epochs=7, body_epochs=2).plan, MODEL, Turn(0, 3, "a"))
+    plan = plan_for(fedrep(head_epochs=7, body_epochs=2).plan, MODEL, RoundInfo(0, 3, "a"))
     assert plan.phases == (Phase(HEAD, 7), Phase(BODY, 2))
     assert plan.up == plan.down == BODY
     assert plan.keep == HEAD
 
 
 def test_a_round_is_two_plain_loops_one_after_the_other() -> None:
-    run, store = run_of(fedrep(head_epochs=2, body_epochs=1), 1, cohort=1), Memory()
+    run, store = run_of(fedrep(head_epochs=2, body_epochs=1), 1, cohort=1), MemoryStore()
     (played,) = play(run, MODEL, CLIENTS, store=store)
     (client,) = played.cohort
     data = CLIENTS[client].train
@@ -35,7 +35,7 @@ def test_a_round_is_two_plain_loops_one_after_the_other() -> None:
         key = run.key / "round" / 0 / "client" / client / "batches" / index
         loop = TorchLoop(MODEL, run.training, values)
         _only(loop, names)
-        loop.fit(data, deal(len(data), run.training, epochs, key))
+        loop.fit(data, shuffled_batches(len(data), run.training, epochs, key))
         values = loop.values()
     assert distance(store.load(client, 1).personal, tensors.select(values, HEAD)) < 1e-7
     assert distance(tensors.select(played.server.params, BODY), tensors.select(values, BODY)) < 1e-7

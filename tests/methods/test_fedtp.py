@@ -13,7 +13,7 @@ from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg
 from partita.methods.fedtp import fedtp
-from partita.testing.toy import Wide, WidePopulation
+from partita.testing.toy import Float64Model, Float64Population
 
 CLIENTS = Clients(a=6, b=6, c=6)
 MODEL = small()
@@ -44,7 +44,7 @@ def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas()
         state.setdefault(slot, {})[name] = value
     goal = torch.zeros(())
     for client in "ab":
-        made, _ = rule.send(Server(server.params, state), client, MODEL.every())
+        made, _ = rule.send(Server(server.params, state), client, MODEL.all_names())
         for name in MADE:
             goal = goal + weights[client] / 4.0 * (made[name] * deltas[client][name]).sum()
     slopes = torch.autograd.grad(goal, list(leaves.values()), allow_unused=True)
@@ -54,7 +54,7 @@ def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas()
         assert_close(after.state[slot][name], wanted, rtol=1e-4, atol=1e-5)
         if slot != "embedding" or name != "c":
             assert not torch.equal(after.state[slot][name], old), f"{slot} {name} did not learn"
-    rest = MODEL.every() - MADE
+    rest = MODEL.all_names() - MADE
     for name in rest:
         mean = (deltas["a"][name] + 3 * deltas["b"][name]) / 4
         assert_close(after.params[name], server.params[name] + mean)
@@ -63,11 +63,11 @@ def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas()
 
 def test_every_client_is_sent_weights_of_its_own_and_the_rest_is_common() -> None:
     rule, server = fedtp(0.3, embedding=3, hidden=4).server, trained()
-    one, two = (rule.send(server, client, MODEL.every())[0] for client in "ab")
+    one, two = (rule.send(server, client, MODEL.all_names())[0] for client in "ab")
     # No loss feels a key's bias, so that one moves by rounding alone.
     assert all(not torch.equal(one[name], two[name]) for name in MADE - {"layers.0.key.bias"})
-    assert all(one[name] is two[name] for name in MODEL.every() - MADE)
-    assert tensors.equal(one, rule.send(server, "a", MODEL.every())[0])
+    assert all(one[name] is two[name] for name in MODEL.all_names() - MADE)
+    assert tensors.equal(one, rule.send(server, "a", MODEL.all_names())[0])
 
 
 def test_only_what_is_asked_for_is_made() -> None:
@@ -83,14 +83,16 @@ def test_a_client_that_weighs_nothing_teaches_nothing() -> None:
 
 
 def test_a_newcomer_is_served_too() -> None:
-    made, _ = fedtp(0.3, embedding=3, hidden=4).server.send(trained(), "never seen", MODEL.every())
+    made, _ = fedtp(0.3, embedding=3, hidden=4).server.send(trained(), "never seen", MODEL.all_names())
     assert all(bool(torch.isfinite(value).all()) for value in made.values())
 
 
 def test_newcomers_are_told_apart() -> None:
     method = fedtp(0.3)
     server = play(run_of(method, 2, lr=0.3), MODEL, CLIENTS)[-1].server
-    one, two = (method.server.send(server, client, MODEL.every())[0] for client in ("never seen", "nor this one"))
+    one, two = (
+        method.server_rule.send(server, client, MODEL.all_names())[0] for client in ("never seen", "nor this one")
+    )
     # Softmax does not feel a key's bias, so its gradient is rounding, or none at all.
     assert all(not torch.equal(one[name], two[name]) for name in MADE - {"layers.0.key.bias"})
 
@@ -104,7 +106,7 @@ def test_layers_are_drawn_apart_and_keep_the_size_of_what_they_are_given() -> No
 
 def test_all_start_from_the_model_as_it_was_loaded() -> None:
     rule = fedtp().server
-    made, _ = rule.send(Server(dict(MODEL.initial), rule.init(MODEL)), "a", MODEL.every())
+    made, _ = rule.send(Server(dict(MODEL.initial), rule.init(MODEL)), "a", MODEL.all_names())
     assert tensors.equal(made, MODEL.initial)
 
 
@@ -113,18 +115,18 @@ def test_without_a_hidden_layer_the_first_round_is_fedavgs_bit_for_bit_and_the_o
     plain = play(run_of(fedavg(), 4), MODEL, CLIENTS)
     rule = fedtp(lr=1.0, hidden=0)
     ours = play(run_of(rule, 4), MODEL, CLIENTS)
-    sent = [rule.server.send(each.server, "a", MODEL.every())[0] for each in ours]
+    sent = [rule.server.send(each.server, "a", MODEL.all_names())[0] for each in ours]
     assert tensors.equal(sent[0], last(plain[:1]))
     assert distance(sent[3], last(plain)) < 1e-5
 
 
 def test_the_first_round_is_fedavgs_for_all_that_is_shared() -> None:
     one, two = (last(play(run_of(method, 1), MODEL, CLIENTS)) for method in (fedtp(), fedavg()))
-    assert tensors.equal(tensors.select(one, MODEL.every() - MADE), tensors.select(two, MODEL.every() - MADE))
+    assert tensors.equal(tensors.select(one, MODEL.all_names() - MADE), tensors.select(two, MODEL.all_names() - MADE))
 
 
 def test_another_draw_gives_other_embeddings_and_wide_models_work() -> None:
-    model, clients = Wide(MODEL), WidePopulation(CLIENTS)
+    model, clients = Float64Model(MODEL), Float64Population(CLIENTS)
     one, two = (play(run_of(fedtp(0.3, draw=draw), 2), model, clients)[-1].server for draw in (0, 1))
     assert not torch.equal(one.state["embedding"]["a"], two.state["embedding"]["a"])
     assert one.state["maps"][sorted(MADE)[0]].dtype == torch.float64

@@ -18,9 +18,9 @@ from partita.core import tensors
 from partita.core.client import Job
 from partita.core.method import Aggregate, Method, Update
 from partita.core.rng import Key
-from partita.core.rounds import Lost, Round, begin, rounds
+from partita.core.rounds import ClientFailure, RoundResult, initial_server, rounds
 from partita.core.tensors import Tensors
-from partita.engines.simulation import Embedded
+from partita.engines.simulation import SimulationEngine
 from partita.methods.flora import flora
 from partita.methods.lora import lora
 from partita.models import ModelError
@@ -39,13 +39,13 @@ LAYERS = ("vit.layers.0.attention.q_proj", "vit.layers.0.attention.v_proj")
 class Tap:
     """An engine that remembers what its clients sent."""
 
-    engine: Embedded
+    engine: SimulationEngine
     sent: list[Update] = field(default_factory=list)
 
     def clients(self) -> Any:
         return self.engine.clients()
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         for reply in self.engine.train(jobs):
             assert isinstance(reply, Update)
             self.sent.append(reply)
@@ -55,10 +55,10 @@ class Tap:
         raise NotImplementedError
 
 
-def played(method: Method, clients: Albums) -> tuple[Round, list[Update]]:
+def played(method: Method, clients: Albums) -> tuple[RoundResult, list[Update]]:
     """One round of many steps, so that the factors of clients are far apart."""
     run = run_of(method, 1, lr=1.0, steps=12)
-    tap = Tap(Embedded(run, MODEL, clients))
+    tap = Tap(SimulationEngine(run, MODEL, clients))
     return next(iter(rounds(run, MODEL, tap))), tap.sent
 
 
@@ -142,13 +142,13 @@ def test_the_base_comes_down_each_round_and_the_zeros_once() -> None:
 
 
 def test_a_round_without_answers_moves_nothing() -> None:
-    before = begin(run_of(FLORA), MODEL)
+    before = initial_server(run_of(FLORA), MODEL)
     after = FLORA.server.apply(before, Aggregate({}, {}, 0))
     assert all(after.params[name] is value for name, value in before.params.items())
 
 
 def test_a_factor_that_did_not_travel_is_the_servers() -> None:
-    server, B = begin(run_of(FLORA), MODEL), torch.ones(4, 2)
+    server, B = initial_server(run_of(FLORA), MODEL), torch.ones(4, 2)
     half = Update("a", {f"{LAYERS[0]}.lora_B.weight": B}, {}, 1.0, {}, None)
     delta = FLORA.server.reduce(server, [half], 1).delta
     expected = 1.5 * (B @ MODEL.initial[f"{LAYERS[0]}.lora_A.weight"])
@@ -165,7 +165,7 @@ def test_updates_are_let_go_as_they_stream_past() -> None:
             assert len(alive) <= 3 * len(delta)
             yield Update("a", delta, {}, 1.0, {}, None)
 
-    assert FLORA.server.reduce(begin(run_of(FLORA), MODEL), updates(), 40).cohort == 40
+    assert FLORA.server.reduce(initial_server(run_of(FLORA), MODEL), updates(), 40).cohort == 40
 
 
 def test_what_it_learned_is_saved_merged(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ from transformers import ViTForImageClassification
 
 from partita.core import tensors
 from partita.core.model import Model, TagError
-from partita.core.plan import Turn, plan_for
+from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.engines.availability import Faults
+from partita.engines.availability import Availability
 from partita.methods.fedavg import fedavg
 from partita.methods.lora import lora
 from partita.models import ModelError
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 
 INPUTS = {"pixel_values": pictures(6, seed=9).pixels}
 BODY = ("embedding", "query", "key", "value", "output", "mlp", "norm")
@@ -77,12 +77,12 @@ def test_factors_are_drawn_from_the_key_by_name_and_from_nothing_else() -> None:
 
 def test_the_merged_model_gives_the_same_outputs_in_plain_transformers(tmp_path: Path) -> None:
     model = extended(layers=2)
-    params = moved(model.initial, model.every())
+    params = moved(model.initial, model.all_names())
     logits = model(params, INPUTS).logits
     assert close(model.base(model.merged(params), INPUTS).logits, logits)
     model.save_merged(params, tmp_path)
     assert close(load(tmp_path)(**INPUTS).logits, logits)
-    without = moved(model.initial, model.every() - model.names("lora"))
+    without = moved(model.initial, model.all_names() - model.names("lora"))
     assert not torch.allclose(model(without, INPUTS).logits, logits, atol=1e-2), "the factors matter"
 
 
@@ -126,7 +126,7 @@ def test_a_block_shares_the_base_and_takes_no_slow_path() -> None:
 
 def test_it_can_be_sent_to_another_process_and_moved_to_a_device() -> None:
     model = extended(frozen=("embedding",))
-    params = moved(model.initial, model.every())
+    params = moved(model.initial, model.all_names())
     assert torch.equal(pickle.loads(pickle.dumps(model))(params, INPUTS).logits, model(params, INPUTS).logits)
     model.to(torch.device("meta"))
     assert all(value.is_meta for value in [*model.initial.values(), *model.base.module.parameters()])
@@ -156,7 +156,7 @@ def test_what_cannot_be_extended_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ModelError, match="vit has low-rank factors already"):
         extend(extended(), Key(0))
     with pytest.raises(TagError, match="use a Hugging Face model"):
-        extend(Tiny(), Key(0))
+        extend(ToyTransformer(), Key(0))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"pip install 'partita\[lora\]'"):
         lora(rank=2).extend(small(), Key(0))  # type: ignore[misc]
@@ -167,21 +167,21 @@ def test_what_cannot_be_extended_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_it_is_fedavg_on_a_model_whose_base_is_frozen() -> None:
     open_, frozen = extended(), extended(frozen=BODY)
-    assert frozen.every() == open_.names("lora", "head")
-    faults = Faults(dropout=0.2, straggle=0.3)
+    assert frozen.all_names() == open_.names("lora", "head")
+    availability = Availability(dropout=0.2, straggle=0.3)
     rounds = [
-        play(run_of(method, 3, OPTIMIZERS["adamw"], cohort=0.5, minimum=0), model, FOUR, faults=faults)
+        play(run_of(method, 3, OPTIMIZERS["adamw"], cohort=0.5, minimum=0), model, FOUR, availability=availability)
         for method, model in ((lora(rank=2, alpha=3.0), open_), (fedavg(), frozen))
     ]
     for one, two in zip(*rounds, strict=True):
-        assert tensors.equal(tensors.select(one.server.params, frozen.every()), two.server.params)
+        assert tensors.equal(tensors.select(one.server.params, frozen.all_names()), two.server.params)
         assert (one.traffic, one.loss, one.lost) == (two.traffic, two.loss, two.lost)
     assert not any(torch.equal(value, frozen.initial[name]) for name, value in last(rounds[1]).items())
 
 
 def test_the_base_neither_moves_nor_travels() -> None:
     model = extended()
-    base = model.every() - model.names("lora", "head")
+    base = model.all_names() - model.names("lora", "head")
     for each in play(run_of(lora(rank=2, alpha=3.0), 2), model, FOUR):
         assert all(each.server.params[name] is model.initial[name] for name in base)
         assert base.isdisjoint(each.traffic.up.keys() | each.traffic.down.keys())
@@ -203,5 +203,5 @@ class Tied(Model):
 
 def test_a_head_trains_if_asked_to_and_if_it_is_not_the_embedding() -> None:
     for head, wanted in ((True, {"q.lora_A.weight", "bias"}), (False, {"q.lora_A.weight"})):
-        plan = plan_for(lora(head=head).plan, Tied(), Turn(0, 1, "a"))
+        plan = plan_for(lora(head=head).plan, Tied(), RoundInfo(0, 1, "a"))
         assert plan.train == plan.up == plan.down == wanted

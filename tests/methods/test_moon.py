@@ -12,18 +12,18 @@ from torch.nn import functional
 from partita.core import tensors
 from partita.core.method import Context, Method, MethodError
 from partita.core.model import Output
-from partita.core.plan import Turn, share_everything
+from partita.core.plan import RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.methods.fedavg import fedavg
-from partita.methods.moon import Contrastive, moon
-from partita.testing.toy import Tiny, Wide, WidePopulation
+from partita.methods.moon import MoonClient, moon
+from partita.testing.toy import Float64Model, Float64Population, ToyTransformer
 
 
 def test_three_rounds_of_two_clients_are_the_papers() -> None:
     """Two, since a single client's last model is the one it is sent, and the contrast then pulls nowhere."""
     mu, temperature, rate = 2.0, 0.3, 0.2
-    model, clients = Wide(small()), WidePopulation(Clients(a=6, b=6))
+    model, clients = Float64Model(small()), Float64Population(Clients(a=6, b=6))
     run = run_of(moon(mu, temperature), 3, lr=rate)
     ours, sent = play(run, model, clients), dict(model.initial)
     last = dict.fromkeys(clients.clients, sent)
@@ -59,9 +59,9 @@ def test_padding_has_no_say() -> None:
         name: value + 0.3 * torch.randn(value.shape, generator=Key(1).generator())
         for name, value in model.initial.items()
     }
-    plan = share_everything(model, Turn(0, 1, "a"))
+    plan = share_everything(model, RoundInfo(0, 1, "a"))
     ctx = Context(model, plan, model.initial, {}, {"last": other}, 0.1)
-    rule, live = Contrastive(1.0, 0.5), tensors.scale(other, 0.7)
+    rule, live = MoonClient(1.0, 0.5), tensors.scale(other, 0.7)
     whole, padded = data.take(torch.arange(3)), data.take(torch.tensor([0, 1, 2, 0]))
     masked = replace(padded, mask=torch.tensor([1.0, 1.0, 1.0, 0.0]))
     penalties = [rule.penalty(model(live, batch.inputs), live, batch, ctx) for batch in (whole, masked, padded)]
@@ -75,7 +75,7 @@ def test_without_weight_it_is_fedavg_bit_for_bit() -> None:
     assert tensors.equal(last(one), last(two))
 
 
-class Blind(Tiny):
+class Blind(ToyTransformer):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return Output(super().__call__(params, inputs).logits)
 

@@ -14,10 +14,10 @@ from partita.core.client import ClientState
 from partita.core.method import Method, MethodError
 from partita.core.model import Model
 from partita.core.optim import SGD
-from partita.core.plan import Turn, plan_for
+from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
-from partita.core.rounds import Round, rounds
-from partita.engines.simulation import Embedded
+from partita.core.rounds import RoundResult, rounds
+from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.pfeddc import pfeddc
 from partita.methods.promptfl import promptfl
@@ -31,7 +31,7 @@ def extended(method: Method) -> Model:
     return method.extend(albums.towers("float32"), Key(4))
 
 
-def played(method: Method) -> list[Round]:
+def played(method: Method) -> list[RoundResult]:
     return play(run_of(method, 3, SGD(momentum=0.9), cohort=0.5), extended(method), albums.FOUR, block=2)
 
 
@@ -42,20 +42,20 @@ def alike(one: Method, two: Method) -> bool:
 
 
 def test_without_own_prompts_and_vision_it_is_promptfl() -> None:
-    assert alike(pfeddc(text=3, vision=0, local=False), promptfl(text=3))
+    assert alike(pfeddc(text=3, vision=0, client_rules=False), promptfl(text=3))
     assert not alike(pfeddc(text=3, vision=0), promptfl(text=3))
 
 
 def test_without_own_prompts_and_text_it_is_vpfl() -> None:
-    assert alike(pfeddc(text=0, vision=3, depth=2, local=False), vpfl(vision=3, depth=2))
+    assert alike(pfeddc(text=0, vision=3, depth=2, client_rules=False), vpfl(vision=3, depth=2))
 
 
 def test_without_own_prompts_it_is_federated_prompts_in_both_towers() -> None:
     """From the same start as each alone, with all that is learnt shared."""
-    model, text, vision = (extended(each) for each in (pfeddc(3, 2, local=False), promptfl(3), vpfl(2)))
+    model, text, vision = (extended(each) for each in (pfeddc(3, 2, client_rules=False), promptfl(3), vpfl(2)))
     assert tensors.equal(model.initial, {**text.initial, **vision.initial})
-    method = pfeddc(3, 2, local=False)
-    plan = plan_for(method.plan, model, Turn(0, 3, "a"))
+    method = pfeddc(3, 2, client_rules=False)
+    plan = plan_for(method.plan, model, RoundInfo(0, 3, "a"))
     assert plan.train == plan.up == plan.down == {"prompt.text.global", "prompt.vision.global"}
     assert not plan.keep
 
@@ -67,9 +67,9 @@ def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_ke
     assert torch.equal(model(model.initial, INPUTS).logits, longer(both, INPUTS).logits)
 
     # And the first step of training is the same step.
-    def stepped(method: Method, model: Model) -> tuple[ClientState, Round]:
+    def stepped(method: Method, model: Model) -> tuple[ClientState, RoundResult]:
         run = run_of(method, 1, SGD(), lr=0.5, steps=1)
-        engine = Embedded(run, model, albums.Albums(a=4))
+        engine = SimulationEngine(run, model, albums.Albums(a=4))
         [only] = list(rounds(run, model, engine))
         return engine.store.load("a", 1), only
 
@@ -87,9 +87,9 @@ def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_ke
 def test_only_shared_prompts_travel(fusion: Any) -> None:
     method = pfeddc(text=2, vision=2, fusion=fusion)
     model = extended(method)
-    plan = plan_for(method.plan, model, Turn(0, 3, "a"))
+    plan = plan_for(method.plan, model, RoundInfo(0, 3, "a"))
     assert plan.up == plan.down == model.names("global")
-    assert plan.keep == model.every() - model.names("global") - {"logit_scale"}
+    assert plan.keep == model.all_names() - model.names("global") - {"logit_scale"}
     assert plan.train == plan.up | plan.keep
     [only] = play(run_of(method, 1), model, albums.FOUR)
     assert model.names("global") <= set(only.traffic.up)
@@ -114,7 +114,7 @@ def test_own_prompts_of_clients_part_ways() -> None:
     method = pfeddc(text=2, vision=2)
     model = extended(method)
     run = run_of(method, 2)
-    engine = Embedded(run, model, albums.FOUR)
+    engine = SimulationEngine(run, model, albums.FOUR)
     params = last(list(rounds(run, model, engine)))
     own = [engine.store.load(client, 2).personal for client in albums.FOUR.clients]
     for name in model.names("local"):

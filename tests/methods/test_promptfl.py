@@ -12,7 +12,7 @@ from partita.core import tensors
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.optim import SGD
-from partita.core.plan import Turn, plan_for, share
+from partita.core.plan import RoundInfo, plan_for, share
 from partita.core.rng import Key
 from partita.methods.promptfl import promptfl, share_global
 
@@ -25,7 +25,7 @@ def extended(method: Method, dtype: Literal["float32", "float64"] = "float32") -
 def test_only_the_context_trains_and_travels() -> None:
     method = promptfl(text=3)
     model = extended(method)
-    plan = plan_for(method.plan, model, Turn(0, 5, "a"))
+    plan = plan_for(method.plan, model, RoundInfo(0, 5, "a"))
     assert plan == share(frozenset({"prompt.text.global"}), down=frozenset({"prompt.text.global"}))
 
 
@@ -66,6 +66,6 @@ def test_momentum_goes_on_from_round_to_round() -> None:
 def test_what_is_a_clients_own_trains_and_stays() -> None:
     """The plan that methods with own prompts share."""
     model = albums.towers("float32").prompted("prompts", Key(4), text=2, owners=("global", "local"), fusion="none")
-    plan = plan_for(share_global, model, Turn(0, 5, "a"))
+    plan = plan_for(share_global, model, RoundInfo(0, 5, "a"))
     shared, own = frozenset({"prompt.text.global"}), frozenset({"prompt.text.local"})
     assert (plan.train, plan.up, plan.down, plan.keep) == (shared | own, shared, shared, own)

@@ -11,30 +11,30 @@ from test_architectures import Few, adapted, inputs_of, made
 from torch import nn
 
 from partita.core import serialization, tensors
-from partita.core.client import ClientState, reply, visit
-from partita.core.method import Method, MethodError, Release, Rule, Server, Update, compose
-from partita.core.model import Model, layer_of
-from partita.core.rounds import Round, ask, begin
-from partita.engines.availability import Faults
+from partita.core.client import ClientState, begin_round, finish_round
+from partita.core.method import Method, MethodError, PrivacyRelease, Server, ServerRule, Update, compose
+from partita.core.model import Model, layer_tag
+from partita.core.rounds import RoundResult, initial_server, make_job
+from partita.engines.availability import Availability
 from partita.experiment.config import parse
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
 from partita.methods.layer_skipping import layer_skipping
-from partita.methods.safl import OverCohort, safl
+from partita.methods.safl import CohortMean, safl
 from partita.methods.selectors import Attention, TopLayers
 from partita.testing.conformance import check_method
-from partita.testing.toy import Tiny
-from partita.training.local_training import learn
+from partita.testing.toy import ToyTransformer
+from partita.training.local_training import train_clients
 
-MODEL = Tiny(width=4, layers=3)
+MODEL = ToyTransformer(width=4, layers=3)
 FOUR = Clients(a=5, b=6, c=7, d=8)
 
 
-def played(method: Method, count: int = 3, model: Model = MODEL, **more: Any) -> list[Round]:
+def played(method: Method, count: int = 3, model: Model = MODEL, **more: Any) -> list[RoundResult]:
     run = run_of(method, count, OPTIMIZERS["adamw"], cohort=0.5, minimum=0)
-    return play(run, model, FOUR, faults=Faults(dropout=0.1, straggle=0.3), **more)
+    return play(run, model, FOUR, availability=Availability(dropout=0.1, straggle=0.3), **more)
 
 
 # ---- reductions
@@ -73,8 +73,8 @@ def test_what_nobody_chose_is_handed_on_as_the_same_object_and_costs_nothing() -
         sent = frozenset[str]().union(*each.sent.values())
         for name, value in each.server.params.items():
             assert (value is before[name]) == (name not in sent)
-        assert each.traffic.up.keys() - {serialization.ENVELOPE} == sent
-        kinds.add(frozenset(layer for name in sent if (layer := layer_of(MODEL.tags[name]))))
+        assert each.traffic.up.keys() - {serialization.HEADER} == sent
+        kinds.add(frozenset(layer for name in sent if (layer := layer_tag(MODEL.tags[name]))))
         assert "embed.weight" not in sent
         before = each.server.params
     assert len(kinds) > 1
@@ -84,7 +84,7 @@ def test_a_client_sends_the_bytes_of_its_layers_and_head_and_no_more() -> None:
     [each] = played(safl(k=1), 1)
     wanted = 0
     for names in each.sent.values():
-        assert len({layer for name in names if (layer := layer_of(MODEL.tags[name]))}) == 1
+        assert len({layer for name in names if (layer := layer_tag(MODEL.tags[name]))}) == 1
         wanted += len(serialization.pack({"delta": tensors.select(MODEL.initial, names)}))
     assert sum(each.traffic.up.values()) == wanted > 0
 
@@ -92,11 +92,11 @@ def test_a_client_sends_the_bytes_of_its_layers_and_head_and_no_more() -> None:
 def test_what_was_not_chosen_is_untouched_at_the_client_too() -> None:
     """Bit for bit, whatever the optimizer does: no weight decay, no momentum."""
     run = run_of(safl(k=1), 1, OPTIMIZERS["adamw"])
-    server = begin(run, MODEL)
-    job, _ = ask(run, MODEL, server, 0, "a")
-    each = visit(run, MODEL, job, ClientState(), FOUR["a"].train)
-    [learned] = learn(run, [each])
-    update, _ = reply(run, each, learned)
+    server = initial_server(run, MODEL)
+    job, _ = make_job(run, MODEL, server, 0, "a")
+    each = begin_round(run, MODEL, job, ClientState(), FOUR["a"].train)
+    [learned] = train_clients(run, [each])
+    update, _ = finish_round(run, each, learned)
     assert learned.params.keys() == update.delta.keys() == update.steps.keys() == each.plan.train
     assert all(float(value.abs().max()) > 0 for value in update.delta.values())
 
@@ -119,7 +119,7 @@ def test_the_backward_pass_stops_at_the_lowest_layer_that_was_chosen(case: str, 
 
         return hook
 
-    depth = len({layer for tags in model.tags.values() if (layer := layer_of(tags))})
+    depth = len({layer for tags in model.tags.values() if (layer := layer_tag(tags))})
     for path, part in model.module.named_modules():
         if isinstance(part, nn.Module) and path.rpartition(".")[2].isdigit():
             part.register_forward_hook(see(int(path.rpartition(".")[2])))
@@ -142,8 +142,8 @@ def test_senders_or_the_cohort_share_a_layer() -> None:
         after = rule.apply(server, rule.reduce(server, iter(updates), 2))
         assert [float(after.params[name]) for name in ("x", "y", "head")] == [x, y, 4.0]
         assert after.params["z"] is server.params["z"]
-    assert type(safl().server) is Rule
-    assert safl(over="cohort").server == OverCohort()
+    assert type(safl().server) is ServerRule
+    assert safl(over="cohort").server == CohortMean()
 
 
 # ---- options
@@ -151,11 +151,11 @@ def test_senders_or_the_cohort_share_a_layer() -> None:
 
 def test_it_says_that_it_looks_and_how_private_that_is() -> None:
     for select, looks in (("attention", True), ("gradient", True), ("random", False), ("static", False)):
-        [rule] = safl(select=select).local  # type: ignore[arg-type]
-        assert (rule.looks, rule.release) == (looks, None)
-    [rule] = safl(noise=2.0, probe=0.25, clip=0.5).local
-    assert rule.looks
-    assert rule.release == Release("layer choice", 2.0, 0.25)
+        [rule] = safl(select=select).client_rules  # type: ignore[arg-type]
+        assert (rule.uses_data, rule.release) == (looks, None)
+    [rule] = safl(noise=2.0, probe=0.25, clip=0.5).client_rules
+    assert rule.uses_data
+    assert rule.release == PrivacyRelease("layer choice", 2.0, 0.25)
     assert isinstance(rule, TopLayers)
     assert rule.select == Attention("auto", 0.25, 2.0, 0.5)
 
@@ -182,11 +182,11 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> N
 def test_capacities_can_be_said_in_a_config() -> None:
     config = parse({"method": {"name": "safl", "k": 1, "capacity": {"c3": 2, "c4": 0.5}}})
     method = build("safl", {key: value for key, value in config.method.items() if key != "name"})
-    assert isinstance(rule := method.local[0], TopLayers)
+    assert isinstance(rule := method.client_rules[0], TopLayers)
     assert rule.capacity == (("c3", 2), ("c4", 0.5))
     assert method.clients == {"c3", "c4"}, "so that one who is not there is noticed"
     assert safl(capacity={"a": 1}, depth={"b": 1}).clients == {"a", "b"}
-    assert hash(method.local)
+    assert hash(method.client_rules)
 
 
 # ---- clients of different depth
@@ -197,11 +197,11 @@ def test_a_shallower_client_runs_trains_and_is_sent_only_the_layers_it_has() -> 
     run = run_of(method)
     lacks = {"a": {"layer.1"}, "b": {"layer.1", "layer.2"}, "c": set()}
     for client, without in lacks.items():
-        job, plan = ask(run, MODEL, begin(run, MODEL), 0, client)
+        job, plan = make_job(run, MODEL, initial_server(run, MODEL), 0, client)
         missing = MODEL.names(*without) if without else frozenset()
-        assert plan.down == plan.up == MODEL.every() - missing == job.params.keys()
-        each = visit(run, MODEL, job, ClientState(), FOUR["c"].train)
-        assert each.plan.train == MODEL.every() - missing
+        assert plan.down == plan.up == MODEL.all_names() - missing == job.params.keys()
+        each = begin_round(run, MODEL, job, ClientState(), FOUR["c"].train)
+        assert each.plan.train == MODEL.all_names() - missing
         # What it lacks has no say in what it computes.
         noisy = {name: value + (name in missing) for name, value in MODEL.initial.items()}
         batch = FOUR["c"].train.take(torch.arange(3))
@@ -215,7 +215,7 @@ def test_clients_of_different_depth_train_one_model() -> None:
     for each in rounds:
         for client, depth in {"a": 2, "b": 1, "c": 3, "d": 3}.items():
             if client in each.sent:
-                assert len({layer for name in each.sent[client] if (layer := layer_of(MODEL.tags[name]))}) == depth
+                assert len({layer for name in each.sent[client] if (layer := layer_tag(MODEL.tags[name]))}) == depth
     assert distance(last(rounds), MODEL.initial) > 1e-3
 
 
@@ -252,7 +252,7 @@ def test_under_fedfrozen_a_chosen_layer_leaves_its_kernel_at_home() -> None:
 def test_it_needs_no_plan_of_its_own_so_that_any_other_plan_goes_with_it() -> None:
     frozen = fedfrozen()
     assert compose(frozen, safl()).plan is compose(safl(), frozen).plan is frozen.plan
-    assert compose(fedprox(0.1), safl()).local == (*fedprox(0.1).local, *safl().local)
+    assert compose(fedprox(0.1), safl()).client_rules == (*fedprox(0.1).client_rules, *safl().client_rules)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from quadratics import LR, Bowls, end, flat, pull, rest, start
 from quadratics import play as play_bowls
 
 from partita.core import tensors
-from partita.core.client_store import Memory
+from partita.core.client_store import MemoryStore
 from partita.core.method import Context, MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Phase, Plan
 from partita.methods.fedavg import fedavg
-from partita.methods.scaffold import Corrected, scaffold
-from partita.testing.toy import Tiny
+from partita.methods.scaffold import ScaffoldClient, scaffold
+from partita.testing.toy import ToyTransformer
 
 EVEN = (2, 2, 2, 2)
 
@@ -64,7 +64,7 @@ def test_fedavg_of_half_the_clients_misses_it_by_the_same_bias_on_average() -> N
 
 
 def test_the_common_variate_stays_the_mean_of_all_clients_own() -> None:
-    store = Memory()
+    store = MemoryStore()
     *_, final = play_bowls(scaffold(), Bowls(), 3, 9, cohort=0.5, store=store)
     own = [flat(store.load(client, 9).memory["control"]) for client in Bowls.clients if store.load(client, 9).memory]
     np.testing.assert_allclose(flat(final.server.state["control"]), np.sum(own, 0) / 4, rtol=0, atol=1e-12)
@@ -78,16 +78,16 @@ def test_the_first_round_is_fedavgs_bit_for_bit() -> None:
 
 
 def test_what_a_client_keeps_is_not_corrected() -> None:
-    model = Tiny(width=4, layers=1)
-    head, body = model.names("head"), model.every() - model.names("head")
-    plan = Plan((Phase(model.every()),), up=body, down=body, keep=head)
+    model = ToyTransformer(width=4, layers=1)
+    head, body = model.names("head"), model.all_names() - model.names("head")
+    plan = Plan((Phase(model.all_names()),), up=body, down=body, keep=head)
     ones = {name: torch.ones_like(value) for name, value in model.initial.items()}
     sent = {"control": tensors.scale(ones, 2.0)}
     ctx = Context(model, plan, model.initial, sent, {"control": tensors.scale(ones, 5.0)}, 0.1)
     part = {"layers.0.mlp.weight": ones["layers.0.mlp.weight"]}  # a phase that trains one tensor
-    assert Corrected().gradient(part, ctx).keys() == part.keys()
-    corrected = Corrected().gradient(ones, ctx)
-    for name in model.every():
+    assert ScaffoldClient().gradient(part, ctx).keys() == part.keys()
+    corrected = ScaffoldClient().gradient(ones, ctx)
+    for name in model.all_names():
         assert torch.equal(corrected[name], ones[name] * (1.0 if name in head else -2.0))
 
 

@@ -11,12 +11,12 @@ import torch
 from helpers import Clients, play, run_of
 from torch import Tensor
 
-from partita.core.client_store import Memory
+from partita.core.client_store import MemoryStore
 from partita.core.data import Batch, Examples
-from partita.core.method import Choice, Context, MethodError
-from partita.core.model import ATTENTION, layer_of
-from partita.core.noise import add_noise, gaussian
-from partita.core.plan import Plan, Turn, plan_for, share_everything
+from partita.core.method import Context, LayerSelection, MethodError
+from partita.core.model import ATTENTION, layer_tag
+from partita.core.noise import add_noise, gaussian_noise
+from partita.core.plan import Plan, RoundInfo, plan_for, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.methods.fedfrozen import fedfrozen
@@ -30,23 +30,23 @@ from partita.methods.selectors import (
     Selector,
     Static,
     TopLayers,
-    clipped,
-    how_many,
+    clip_rows,
+    resolve_count,
     sample,
 )
-from partita.testing.toy import Tiny
+from partita.testing.toy import ToyTransformer
 
-MODEL = Tiny(width=4, layers=4)
+MODEL = ToyTransformer(width=4, layers=4)
 LAYERS = [f"layer.{number}" for number in range(4)]
 CLIENTS = Clients(a=40, b=9, c=6)
-PLAN = plan_for(share_everything, MODEL, Turn(0, 3, "a"))
+PLAN = plan_for(share_everything, MODEL, RoundInfo(0, 3, "a"))
 
 
 def key_of(round: int = 0, client: str = "a") -> Key:
     return Key(7) / "round" / round / "client" / client / "narrow" / 0
 
 
-def context(model: Tiny = MODEL, plan: Plan = PLAN, **more: object) -> Context:
+def context(model: ToyTransformer = MODEL, plan: Plan = PLAN, **more: object) -> Context:
     return Context(model, plan, model.initial, {}, {}, 0.1, **more)  # type: ignore[arg-type]
 
 
@@ -54,12 +54,12 @@ def rule_of(select: Selector, k: float = 2, **more: object) -> TopLayers:
     return TopLayers(select, k, **more)  # type: ignore[arg-type]
 
 
-def chosen(choice: Choice) -> list[str]:
-    return sorted({layer for name in choice.names if (layer := layer_of(MODEL.tags[name]))})
+def chosen(choice: LayerSelection) -> list[str]:
+    return sorted({layer for name in choice.names if (layer := layer_tag(MODEL.tags[name]))})
 
 
-def narrow(rule: TopLayers, round: int = 0, client: str = "a", ctx: Context | None = None) -> Choice:
-    ctx = replace(ctx or context(), turn=Turn(round, 10, client))
+def narrow(rule: TopLayers, round: int = 0, client: str = "a", ctx: Context | None = None) -> LayerSelection:
+    ctx = replace(ctx or context(), round_info=RoundInfo(round, 10, client))
     return rule.narrow(ctx.plan, CLIENTS[client].train, ctx, key_of(round, client))
 
 
@@ -81,7 +81,7 @@ def test_the_layers_that_pay_most_attention_in_the_mean_are_chosen_with_the_head
     assert chosen(choice) == sorted(best)
     assert choice.names == MODEL.names("head", *best)
     told = {f"attention/{layer}": pytest.approx(float(score)) for layer, score in zip(LAYERS, scores, strict=True)}
-    assert choice.told == told
+    assert choice.metrics == told
     assert choice.notes[ATTENTION].keys() == set(LAYERS)
     assert all(value.shape == (1,) for value in choice.notes[ATTENTION].values())
 
@@ -101,13 +101,13 @@ def test_clients_choose_for_themselves_and_look_at_no_more_than_the_probe() -> N
 
     watched = Watched(CLIENTS["a"].train)
     told = [
-        rule_of(Attention(probe=probe)).narrow(PLAN, watched, context(), key_of()).told for probe in (5, 0.25, 1000)
+        rule_of(Attention(probe=probe)).narrow(PLAN, watched, context(), key_of()).metrics for probe in (5, 0.25, 1000)
     ]
     counts = [5, 10, 40]
     assert [len(set(part)) for part in (watched.seen[:5], watched.seen[5:15], watched.seen[15:])] == counts
     assert len(watched.seen) == sum(counts)
     assert told[0] != told[1] != told[2]
-    everyone = {client: narrow(rule_of(Attention()), client=client).told["attention/layer.0"] for client in "abc"}
+    everyone = {client: narrow(rule_of(Attention()), client=client).metrics["attention/layer.0"] for client in "abc"}
     assert len(set(everyone.values())) == 3
 
 
@@ -115,10 +115,10 @@ def test_a_long_probe_is_looked_at_in_pieces_that_do_not_matter() -> None:
     many = Clients(a=150)["a"].train
     choice = rule_of(Attention(probe=150)).narrow(PLAN, many, context(), key_of())
     scores = each_examples_scores(many, torch.arange(150)).mean(0)
-    assert list(choice.told.values()) == pytest.approx(scores.tolist(), rel=1e-5)
+    assert list(choice.metrics.values()) == pytest.approx(scores.tolist(), rel=1e-5)
 
 
-class Blank(Tiny):
+class Blank(ToyTransformer):
     """Pays the same to the chosen tokens everywhere."""
 
     paid = 0.0
@@ -133,12 +133,12 @@ def test_a_probe_without_chosen_tokens_or_without_others_is_refused(paid: float,
     model.paid = paid
     with pytest.raises(MethodError, match=rf"none of the 6 examples that a client looked at {message}.*method.probe"):
         narrow(rule_of(Attention("entities")), client="c", ctx=context(model))
-    told = narrow(rule_of(Attention(probe=0.5, noise=1.0)), ctx=context(model)).told
+    told = narrow(rule_of(Attention(probe=0.5, noise=1.0)), ctx=context(model)).metrics
     assert len(told) == 4, "under noise an error would itself tell of the data"
 
 
 def test_a_layer_that_has_no_score_is_named() -> None:
-    class Short(Tiny):
+    class Short(ToyTransformer):
         def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
             return {
                 layer: paid for layer, paid in super().attention(params, batch, tokens).items() if layer != LAYERS[2]
@@ -155,7 +155,7 @@ def test_one_example_more_or_less_moves_the_sum_by_no_more_than_the_clip() -> No
     rows = 3 * torch.rand(50, 6, generator=Key(1).generator(), dtype=torch.float64)
     rows[:5] *= 1e-3
     for norm in (0.3, 1.0, 5.0):
-        cut = clipped(rows, norm)
+        cut = clip_rows(rows, norm)
         assert float(cut.norm(dim=1).max()) <= norm * (1 + 1e-12)
         assert torch.allclose(cut / cut.norm(dim=1, keepdim=True), rows / rows.norm(dim=1, keepdim=True))
         assert torch.equal(cut[:5], rows[:5]), "what is short enough stays as it is"
@@ -175,15 +175,15 @@ def test_a_poisson_sample_takes_each_example_by_itself() -> None:
 
 def test_scores_are_the_direction_of_the_clipped_sum_with_gaussian_noise_of_the_said_width() -> None:
     examples = CLIENTS["a"].train
-    exact = clipped(each_examples_scores(examples, torch.arange(40)).double(), 0.2).sum(0)
+    exact = clip_rows(each_examples_scores(examples, torch.arange(40)).double(), 0.2).sum(0)
     almost = narrow(rule_of(Attention(probe=1.0, noise=1e-9, clip=0.2)))
-    assert list(almost.told.values()) == pytest.approx((exact / exact.norm()).tolist(), rel=1e-6)
+    assert list(almost.metrics.values()) == pytest.approx((exact / exact.norm()).tolist(), rel=1e-6)
     assert almost.notes[ATTENTION] == {}, "heads are not part of what is released"
     draws = []
     for round in range(200):
-        draw = gaussian({"scores": exact}, key_of(round) / "noise", 1.0)["scores"]
+        draw = gaussian_noise({"scores": exact}, key_of(round) / "noise", 1.0)["scores"]
         noisy = add_noise(exact, 3.0 * 0.2 * draw, 3.0 * 0.2)
-        told = list(narrow(rule_of(Attention(probe=1.0, noise=3.0, clip=0.2)), round).told.values())
+        told = list(narrow(rule_of(Attention(probe=1.0, noise=3.0, clip=0.2)), round).metrics.values())
         assert told == pytest.approx((noisy / noisy.norm()).tolist(), rel=1e-6)
         draws.append(draw)
     assert float(torch.stack(draws).std()) == pytest.approx(1, abs=0.1)
@@ -191,7 +191,7 @@ def test_scores_are_the_direction_of_the_clipped_sum_with_gaussian_noise_of_the_
 
 def test_an_empty_sample_is_noise_alone() -> None:
     choice = narrow(rule_of(Attention(probe=1e-9, noise=1.0)))
-    assert torch.tensor(list(choice.told.values())).norm() == pytest.approx(1)
+    assert torch.tensor(list(choice.metrics.values())).norm() == pytest.approx(1)
     assert len(chosen(choice)) == 2
 
 
@@ -208,13 +208,13 @@ def test_by_gradients_the_layers_with_the_largest_are_chosen() -> None:
         slopes = [live[name].grad for name in MODEL.names(layer)]
         norms[layer] = math.sqrt(sum(float(slope.square().sum()) for slope in slopes if slope is not None))
     choice = narrow(rule_of(Gradient(probe=1.0)))
-    assert choice.told == {f"gradient/{layer}": pytest.approx(norm, rel=1e-4) for layer, norm in norms.items()}
+    assert choice.metrics == {f"gradient/{layer}": pytest.approx(norm, rel=1e-4) for layer, norm in norms.items()}
     assert chosen(choice) == sorted(sorted(LAYERS, key=lambda layer: -norms[layer])[:2])
 
 
 def test_a_gradient_in_pieces_is_the_gradient_of_all() -> None:
     many = Clients(a=150)["a"].train
-    whole = rule_of(Gradient(probe=150)).narrow(PLAN, many, context(), key_of()).told
+    whole = rule_of(Gradient(probe=150)).narrow(PLAN, many, context(), key_of()).metrics
     batch = many.take(torch.arange(150))
     live = {name: value.clone().requires_grad_() for name, value in MODEL.initial.items()}
     MODEL.losses(MODEL(live, batch.inputs), batch.targets).mean().backward()
@@ -223,8 +223,8 @@ def test_a_gradient_in_pieces_is_the_gradient_of_all() -> None:
 
 
 def test_what_the_plan_freezes_has_no_gradient_to_rank_by() -> None:
-    frozen = plan_for(fedfrozen(0).plan, MODEL, Turn(0, 3, "a"))
-    told = [narrow(rule_of(Gradient()), ctx=context(plan=plan)).told["gradient/layer.0"] for plan in (PLAN, frozen)]
+    frozen = plan_for(fedfrozen(0).plan, MODEL, RoundInfo(0, 3, "a"))
+    told = [narrow(rule_of(Gradient()), ctx=context(plan=plan)).metrics["gradient/layer.0"] for plan in (PLAN, frozen)]
     assert told[1] < told[0]
 
 
@@ -249,14 +249,14 @@ def test_in_turn_all_layers_come_up_equally_often_and_clients_agree() -> None:
 
 def test_the_topmost_are_those_of_layer_skipping() -> None:
     for k in (1, 2, 0.5, 1.0):
-        plan = plan_for(layer_skipping(k if isinstance(k, float) else k / 4).plan, MODEL, Turn(0, 3, "a"))
+        plan = plan_for(layer_skipping(k if isinstance(k, float) else k / 4).plan, MODEL, RoundInfo(0, 3, "a"))
         assert PLAN.narrow(narrow(rule_of(Static(), k)).names) == plan
 
 
 @pytest.mark.parametrize("select", [Random(), Static(), RoundRobin()])
 def test_those_that_need_no_data_look_at_none_and_tell_nothing(select: Selector) -> None:
     choice = rule_of(select).narrow(PLAN, None, context(), key_of())  # type: ignore[arg-type]
-    assert choice.told == {}
+    assert choice.metrics == {}
     assert len(chosen(choice)) == 2
 
 
@@ -278,13 +278,13 @@ def test_those_that_need_no_data_look_at_none_and_tell_nothing(select: Selector)
     ],
 )
 def test_a_number_is_a_number_and_a_fraction_at_least_one(k: float, layers: int, count: int) -> None:
-    assert how_many(k, layers) == count
+    assert resolve_count(k, layers) == count
 
 
 @pytest.mark.parametrize("k", [0, -1, 0.0, 1.5, float("nan")])
 def test_no_layers_or_more_than_all_are_refused(k: float) -> None:
     with pytest.raises(MethodError, match=r"method\.k is"):
-        how_many(k, 4)
+        resolve_count(k, 4)
 
 
 def test_a_client_has_its_own_capacity() -> None:
@@ -313,7 +313,7 @@ def test_embeddings_train_when_asked_to() -> None:
 
 
 @dataclass
-class Counted(Tiny):
+class Counted(ToyTransformer):
     """Counts how often its attention is asked for."""
 
     asked: list[int] = field(default_factory=list)
@@ -333,39 +333,39 @@ def test_a_choice_lasts_for_the_rounds_asked_and_tells_its_scores_once() -> None
     sent = [each.sent for each in played]
     assert sent[0] == sent[1] == sent[2]
     assert sent[3] == sent[4] == sent[5]
-    assert [bool(each.told) for each in played] == [True, False, False, True, False, False, True]
+    assert [bool(each.metrics) for each in played] == [True, False, False, True, False, False, True]
 
 
 def test_of_choices_that_follow_each_other_only_the_last_one_counts() -> None:
     for each in play(run_of(safl(k=1, every=2, select="random"), 8, steps=1), MODEL, CLIENTS):
         for names in each.sent.values():
-            assert len({layer for name in names if (layer := layer_of(MODEL.tags[name]))}) == 1
+            assert len({layer for name in names if (layer := layer_tag(MODEL.tags[name]))}) == 1
 
 
 def test_who_was_away_chooses_anew_when_the_choice_is_too_old() -> None:
-    rule = safl(k=1, every=3).local[0]
+    rule = safl(k=1, every=3).client_rules[0]
     assert isinstance(rule, TopLayers)
 
-    def later(choice: Choice, round: int, plan: Plan = PLAN) -> Choice:
+    def later(choice: LayerSelection, round: int, plan: Plan = PLAN) -> LayerSelection:
         ctx = replace(context(plan=plan), notes=choice.notes)
         _, remember = rule.finish({}, {}, ctx)
         return narrow(rule, round, ctx=replace(context(plan=plan), memory=remember))
 
     first = narrow(rule, 4)
-    assert first.told
-    assert not later(first, 6).told
+    assert first.metrics
+    assert not later(first, 6).metrics
     assert later(first, 6).names == first.names
     for layer, paid in later(first, 6).notes[ATTENTION].items():
         assert torch.equal(paid, first.notes[ATTENTION][layer])
-    assert later(first, 7).told
-    assert not later(later(first, 5), 6).told
-    assert later(later(first, 5), 7).told, "a choice does not live longer by being used"
+    assert later(first, 7).metrics
+    assert not later(later(first, 5), 6).metrics
+    assert later(later(first, 5), 7).metrics, "a choice does not live longer by being used"
     elsewhere = PLAN.narrow(PLAN.train - first.names)
-    assert later(first, 5, elsewhere).told, "what it chose is not in the plan any more"
+    assert later(first, 5, elsewhere).metrics, "what it chose is not in the plan any more"
 
 
 def test_a_choice_of_every_round_is_not_remembered() -> None:
-    store = Memory()
+    store = MemoryStore()
     play(run_of(safl(k=1), 2), MODEL, CLIENTS, store=store)
     assert not store.load("a", 2).memory
     play(run_of(safl(k=1, every=2), 2), MODEL, CLIENTS, store=store)

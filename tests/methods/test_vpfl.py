@@ -6,7 +6,7 @@ import albums
 import torch
 from helpers import last, play, run_of
 
-from partita.core.plan import Turn, plan_for
+from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.methods.vpfl import vpfl
 
@@ -15,7 +15,7 @@ def test_only_the_prompts_of_images_train_and_travel() -> None:
     method = vpfl(vision=3, depth=2)
     assert method.extend
     model = method.extend(albums.towers(), Key(4))
-    plan = plan_for(method.plan, model, Turn(0, 5, "a"))
+    plan = plan_for(method.plan, model, RoundInfo(0, 5, "a"))
     assert plan.train == plan.up == plan.down == {"prompt.vision.global"}
     assert not plan.keep
     assert model.initial["prompt.vision.global"].shape == (2, 3, 32)

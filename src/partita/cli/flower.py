@@ -46,26 +46,26 @@ def up(
 ) -> None:
     """Start a SuperLink and a SuperNode for each client on this machine."""
     _need_flower()
-    from partita.engines.flower.local_deployment import LoopbackError, loopback
+    from partita.engines.flower.local_deployment import DeploymentError, deploy_locally
     from partita.experiment import run_folder
-    from partita.experiment.flower_app import FlowerError, modules, population, recorded
+    from partita.experiment.flower_app import FlowerError, modules, population, recorded_folder
 
     _leave_nothing_behind()
     names = population(folder)[:clients]
-    with loopback(names, logs, modules(folder)) as here:
+    with deploy_locally(names, logs, modules(folder)) as here:
         print(f"SuperLink and {len(names)} SuperNodes are up; logs and clients' folders in {here.folder}")
         settings = f"clients={len(names)}"
         if run:
             here.run(folder, settings)
             # Flower reports success also where a run failed.
-            if run_folder.finished(recorded(folder)) is None:
+            if run_folder.finished(recorded_folder(folder)) is None:
                 raise FlowerError(f"the run did not finish; the log above says why, and those in {here.folder}")
             return
         home = here.environment["FLWR_HOME"]
         print(f"run the app with: FLWR_HOME={home} flwr run {folder} loopback --stream --run-config {settings}")
         print("stop with Ctrl-C")
         here.link.wait()
-        raise LoopbackError(f"the SuperLink has ended; {here.folder / 'superlink.log'} says why")
+        raise DeploymentError(f"the SuperLink has ended; {here.folder / 'superlink.log'} says why")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -75,16 +75,18 @@ def warm(
 ) -> None:
     """Run a SuperNode whose messages are answered without importing everything anew."""
     _need_flower()
-    from partita.engines.flower.local_deployment import end, here, program
-    from partita.engines.flower.prefork_server import warm as warmed
+    from partita.engines.flower.local_deployment import current_environment, find_executable, terminate
+    from partita.engines.flower.prefork_server import start_prefork_server as warmed
 
     _leave_nothing_behind()
-    with warmed(load, here()) as environment:
-        node = subprocess.Popen([program(command[0], environment), *command[1:]], env=environment, process_group=0)
+    with warmed(load, current_environment()) as environment:
+        node = subprocess.Popen(
+            [find_executable(command[0], environment), *command[1:]], env=environment, process_group=0
+        )
         try:
             status = node.wait()
         finally:
-            end([node])
+            terminate([node])
     raise typer.Exit(status)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from partita.cli import flower
 from partita.cli.progress import follow, progress
-from partita.core.safe_text import clean, label_folder
+from partita.core.safe_text import label_folder, printable
 
 if TYPE_CHECKING:
     from partita.experiment.config import Config
@@ -47,7 +47,7 @@ def run(
 
     folder = out or Path("runs") / f"{label_folder(settings.label)}-seed-{settings.seed}"
     follow(start(settings, folder), settings, folder, 0)
-    _close([folder], folder / "report.html" if report else None)
+    _print_comparison([folder], folder / "report.html" if report else None)
 
 
 @app.command()
@@ -59,7 +59,7 @@ def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], re
     from partita.experiment import run_folder
 
     if not (folder / run_folder.CONFIG).exists():
-        raise run_folder.RecordError(
+        raise run_folder.RunFolderError(
             f"{folder} holds no run (it has no {run_folder.CONFIG}); 'partita ls' lists those there are"
         )
     run_folder.verify(folder)
@@ -70,7 +70,7 @@ def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], re
         from partita.experiment.runner import resume as go_on
 
         follow(go_on(settings, folder), settings, folder, run_folder.saved_rounds(folder))
-    _close([folder], folder / "report.html" if report else None)
+    _print_comparison([folder], folder / "report.html" if report else None)
 
 
 @app.command()
@@ -118,7 +118,9 @@ def compare(
         task = bar.add_task(f"{len(folders)} runs", total=total)
         for done in compare_all(folders, jobs or os.cpu_count() or 1):
             bar.update(task, completed=done)
-    _close([folder for folder, _ in folders], out / "report.html" if report else None, target, as_json, markdown)
+    _print_comparison(
+        [folder for folder, _ in folders], out / "report.html" if report else None, target, as_json, markdown
+    )
 
 
 @app.command()
@@ -208,7 +210,7 @@ def report_command(
     markdown: Markdown = False,
 ) -> None:
     """Write one self-contained HTML page on recorded runs, and print their table."""
-    _close(folders, out or folders[0] / "report.html", target, as_json, markdown, against, "fedavg")
+    _print_comparison(folders, out or folders[0] / "report.html", target, as_json, markdown, against, "fedavg")
 
 
 @app.command(name="methods")
@@ -254,12 +256,12 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
     from rich.table import Table
     from rich.text import Text
 
-    from partita.report import find, read
+    from partita.report import find, load_run
     from partita.report.load import tested
 
     rows: list[dict[str, Any]] = []
     for path in find(folder):
-        each = read(path)
+        each = load_run(path)
         values = [value for _, value in tested(each, each.metric.name)]
         rows.append(
             {
@@ -281,7 +283,7 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
         result = f"{row['metric']} {row['shown']}"
         state = "finished" if row["finished"] else f"unfinished: partita resume {row['folder']}"
         cells = row["folder"], row["label"], row["seed"], row["rounds"], result, state
-        table.add_row(*(Text(clean(cell)) for cell in cells))  # Text: a label with brackets is no markup
+        table.add_row(*(Text(printable(cell)) for cell in cells))  # Text: a label with brackets is no markup
     Console().print(table)
 
 
@@ -295,7 +297,7 @@ def _load(config: Path, changes: list[str] | None = None) -> Config:
         return load(config, changes or ())
 
 
-def _close(
+def _print_comparison(
     folders: list[Path],
     page: Path | None,
     target: float | None = None,
@@ -306,12 +308,12 @@ def _close(
 ) -> None:
     """Differences are taken to `against`, which must be there, or to `usual` if it is, or to the first."""
     from partita import report
-    from partita.core.options import OptionError, nearest
+    from partita.core.options import OptionError, closest_match
 
-    records = [report.read(run) for folder in folders for run in report.find(folder)]
+    records = [report.load_run(run) for folder in folders for run in report.find(folder)]
     labels = {each.label for each in records}
     if against is not None and against not in labels:
-        raise OptionError(f"--against is '{against}', but no run has that label; {nearest(against, labels)}")
+        raise OptionError(f"--against is '{against}', but no run has that label; {closest_match(against, labels)}")
     records.sort(key=lambda each: each.label != (against or usual))
     comparison = report.compare(records, target)
     show = report.to_json if as_json else report.to_markdown if markdown else report.to_text
@@ -321,9 +323,9 @@ def _close(
         print(f"report: {written}", file=sys.stderr if as_json or markdown else sys.stdout)
 
 
-def _say(*lines: str) -> None:
+def _print_err(*lines: str) -> None:
     """Messages quote names and values of files that others wrote."""
-    print(*(clean(line) for each in lines for line in each.split("\n")), sep="\n", file=sys.stderr)
+    print(*(printable(line) for each in lines for line in each.split("\n")), sep="\n", file=sys.stderr)
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -332,10 +334,10 @@ def _notes(error: BaseException) -> list[str]:
 
 def _show(message: Warning | str, kind: type[Warning], file: str, *more: Any) -> None:
     """Our own warnings in a line, as errors are; others as Python shows them."""
-    if Path(__file__).parent in Path(file).parents:
-        _say(f"warning: {message}")
+    if Path(__file__).parents[1] in Path(file).parents:
+        _print_err(f"warning: {message}")
     else:
-        _say(warnings.formatwarning(message, kind, file, *more[:1]).rstrip())
+        _print_err(warnings.formatwarning(message, kind, file, *more[:1]).rstrip())
 
 
 def main() -> None:
@@ -344,18 +346,18 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt as stop:
-        _say("stopped", *_notes(stop))
+        _print_err("stopped", *_notes(stop))
         sys.exit(130)
     except Exception as error:
-        if os.environ.get("PARTITA_DEBUG") or not _mendable(error):
+        if os.environ.get("PARTITA_DEBUG") or not _is_user_error(error):
             raise
-        _say(f"error: {error}", *_notes(error))
+        _print_err(f"error: {error}", *_notes(error))
         sys.exit(1)
 
 
-def _mendable(error: Exception) -> bool:
+def _is_user_error(error: Exception) -> bool:
     if isinstance(error, ValueError | OSError):
         return True
-    from partita.core.client import ClientFault
+    from partita.core.client import ClientError
 
-    return isinstance(error, ClientFault)
+    return isinstance(error, ClientError)

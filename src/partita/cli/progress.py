@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from partita.core.safe_text import clean
+from partita.core.safe_text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
     """Show the rows of a run as they come; where it stops, say what is saved and how to go on."""
     from partita.experiment.run_folder import saved_rounds
-    from partita.experiment.runner import computing
+    from partita.experiment.runner import describe_compute
     from partita.report import read_metric
 
     metric, known = None, set[str]()
     with progress() as bar:
-        label = clean(settings.label)
+        label = printable(settings.label)
         task = bar.add_task(label, total=settings.rounds, completed=done)
         try:
             for row in rows:
@@ -43,13 +43,13 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
                     for line in _privacy_notes(settings, folder):
                         bar.console.print(line, style="yellow", markup=False, soft_wrap=True)
                     if bar.console.is_terminal:  # a log file wants none of it, and the run's folder has it
-                        bar.console.print(computing(settings, folder), style="dim", markup=False, soft_wrap=True)
+                        bar.console.print(describe_compute(settings, folder), style="dim", markup=False, soft_wrap=True)
                 tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
                 spent = (row.get("privacy") or {}).get("epsilon")
                 cost = "" if spent is None else f" · ε {spent:.3g}"
                 bar.update(task, completed=row["round"] + 1, description=label + tested + cost)
                 for client, reason in row["lost"].items():
-                    lost = clean(f"round {row['round']}: lost {client}: {reason}")
+                    lost = printable(f"round {row['round']}: lost {client}: {reason}")
                     bar.console.print(lost, style="yellow", markup=False)
                 raised = row.get("alarms", {})
                 for kind in sorted(raised.keys() - known):  # said once for as long as it lasts

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class ChannelError(ValueError):
+class CompressionError(ValueError):
     """Something that came over the wire and cannot be opened."""

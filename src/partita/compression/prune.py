@@ -10,16 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from partita.compression import ChannelError
-from partita.core.method import Context, Local, Method, MethodError, Transform, Update
-from partita.core.model import ATTENTION, layer_of
+from partita.compression import CompressionError
+from partita.core.method import ClientRule, Context, Method, MethodError, Update, UpdateTransform
+from partita.core.model import ATTENTION, layer_tag
 from partita.core.options import PositiveShare
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
 
 SHAPE, PLACES, MARKS = "prune_shape", "prune_places", "prune_marks"
 ROWS, COLUMNS = "prune_rows", "prune_columns"  # by dimension, which heads of it travel
-SMALL = 1024  # numbers up to which a tensor travels whole: the headers would cost more than is saved
+MIN_ELEMENTS = 1024  # numbers up to which a tensor travels whole: the headers would cost more than is saved
 
 
 def prune(by: Literal["magnitude", "heads"] = "magnitude", keep: PositiveShare = 0.5) -> Method:
@@ -30,12 +30,12 @@ def prune(by: Literal["magnitude", "heads"] = "magnitude", keep: PositiveShare =
     if not 0 < keep <= 1:
         raise MethodError(f"method.keep is {keep}; give a fraction above 0.0 and up to 1.0")
     if by == "heads":
-        return Method("prune", local=(AttentiveHeads(keep),), channel=(CutHeads(),))
-    return Method("prune", channel=(LargestNumbers(keep),))
+        return Method("prune", client_rules=(HeadSelector(keep),), transforms=(HeadPruner(),))
+    return Method("prune", transforms=(TopKMagnitude(keep),))
 
 
 @dataclass(frozen=True)
-class LargestNumbers(Transform):
+class TopKMagnitude(UpdateTransform):
     """Of each tensor, the numbers of the largest magnitude, with their places."""
 
     keep: float
@@ -43,7 +43,7 @@ class LargestNumbers(Transform):
     def encode(self, update: Update, key: Key) -> Update:
         parts: dict[str, Tensors] = {"delta": {}, SHAPE: {}, PLACES: {}, MARKS: {}}
         for name, value in update.delta.items():
-            if value.numel() <= max(SMALL, self._count(value.numel())):
+            if value.numel() <= max(MIN_ELEMENTS, self._count(value.numel())):
                 parts["delta"][name] = value
                 continue
             if not value.is_floating_point():
@@ -59,19 +59,19 @@ class LargestNumbers(Transform):
             update, delta=delta, slots={**update.slots, **{slot: part for slot, part in parts.items() if part}}
         )
 
-    def open(self, update: Update) -> Update:
+    def decode_update(self, update: Update) -> Update:
         delta, shapes = dict(update.delta), update.slots.get(SHAPE, {})
         places, marks = update.slots.get(PLACES, {}), update.slots.get(MARKS, {})
         for name, shape in shapes.items():
             if name not in delta or (name in places) == (name in marks):
-                raise ChannelError(f"'{name}' has no numbers, or their places are not told once")
+                raise CompressionError(f"'{name}' has no numbers, or their places are not told once")
             size, values = math.prod(shape.tolist()), delta[name]
             # Both sides know how many there must be, so a false shape cannot ask for memory without end.
             if min(shape.tolist()) < 1 or values.shape != (self._count(size),):
-                raise ChannelError(f"'{name}' comes as {tuple(values.shape)} numbers of a shape {shape.tolist()}")
+                raise CompressionError(f"'{name}' comes as {tuple(values.shape)} numbers of a shape {shape.tolist()}")
             where = _read(places[name], size) if name in places else _read_marks(marks[name], size)
             if len(where) != len(values) or not bool((where >= 0).all() and (where < size).all()):
-                raise ChannelError(f"'{name}' has places that do not fit its {size} numbers")
+                raise CompressionError(f"'{name}' has places that do not fit its {size} numbers")
             delta[name] = values.new_zeros(size).index_put((where.to(values.device),), values).view(shape.tolist())
         own = {SHAPE, PLACES, MARKS}
         return replace(
@@ -111,12 +111,12 @@ def _kind(size: int) -> tuple[int, torch.dtype]:
 
 
 @dataclass(frozen=True)
-class AttentiveHeads(Local):
+class HeadSelector(ClientRule):
     """Says, for each parameter that is made of heads, which of them travel."""
 
     keep: float
     slots: Names = frozenset({ROWS, COLUMNS})
-    looks: bool = True  # which heads travel tells of the examples
+    uses_data: bool = True  # which heads travel tells of the examples
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
         parts, paid = ctx.model.by_head(), ctx.notes.get(ATTENTION, {})
@@ -125,7 +125,7 @@ class AttentiveHeads(Local):
         send: dict[str, Tensors] = {ROWS: {}, COLUMNS: {}}
         for name in sorted(parts.keys() & ctx.plan.up):
             dim, count = parts[name]
-            layer = layer_of(ctx.model.tags[name])
+            layer = layer_tag(ctx.model.tags[name])
             if layer not in paid:
                 raise MethodError(
                     "method.by = 'heads' goes by the attention that safl measures; compose it as 'safl+prune' with "
@@ -144,7 +144,7 @@ class AttentiveHeads(Local):
 
 
 @dataclass(frozen=True)
-class CutHeads(Transform):
+class HeadPruner(UpdateTransform):
     """Takes the heads that do not travel out of their parameters: rows of projections, and columns of the output's."""
 
     def encode(self, update: Update, key: Key) -> Update:
@@ -155,13 +155,13 @@ class CutHeads(Transform):
                 delta[name] = heads.index_select(dim, kept.nonzero().flatten()).flatten(dim, dim + 1)
         return replace(update, delta=delta)
 
-    def open(self, update: Update) -> Update:
+    def decode_update(self, update: Update) -> Update:
         delta = dict(update.delta)
         for dim, slot in enumerate((ROWS, COLUMNS)):
             for name, kept in update.slots.get(slot, {}).items():
                 count = int(kept.sum())
                 if name not in delta or delta[name].ndim <= dim or not count or delta[name].shape[dim] % count:
-                    raise ChannelError(f"'{name}' does not come as {count} heads")
+                    raise CompressionError(f"'{name}' does not come as {count} heads")
                 heads = delta[name].unflatten(dim, (count, -1))
                 whole = heads.new_zeros((*heads.shape[:dim], len(kept), *heads.shape[dim + 1 :]))
                 delta[name] = whole.index_copy(dim, kept.nonzero().flatten(), heads).flatten(dim, dim + 1)

@@ -7,39 +7,41 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.compression import ChannelError
-from partita.core.method import Method, Transform, Update
+from partita.compression import CompressionError
+from partita.core.method import Method, Update, UpdateTransform
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 
 SCALE = "quantise_scale"
-MOST = 127  # the largest number in 8 bits with a sign
-SMALL = 64  # numbers up to which a tensor travels as it is: the header of its scale would cost more than is saved
+MAX_LEVEL = 127  # the largest number in 8 bits with a sign
+MIN_ELEMENTS = (
+    64  # numbers up to which a tensor travels as it is: the header of its scale would cost more than is saved
+)
 
 
-def quantise(rows: bool = True) -> Method:
+def quantize(rows: bool = True) -> Method:
     """With `rows`, each row of a matrix has a scale of its own; otherwise each tensor has one."""
-    return Method("quantise", channel=(EightBits(rows),))
+    return Method("quantise", transforms=(Int8Quantizer(rows),))
 
 
 @dataclass(frozen=True)
-class EightBits(Transform):
+class Int8Quantizer(UpdateTransform):
     rows: bool = True
 
     def encode(self, update: Update, key: Key) -> Update:
         delta: Tensors = {}
         scales: Tensors = {}
         for name, value in update.delta.items():
-            if value.numel() <= SMALL:
+            if value.numel() <= MIN_ELEMENTS:
                 delta[name] = value
                 continue
             scales[name] = self._scale(value)
             draw = torch.rand(value.shape, generator=(key / name).generator(), dtype=value.dtype).to(value.device)
             steps = value / _along(scales[name], value).clamp(min=torch.finfo(value.dtype).tiny)
-            delta[name] = (steps + draw).floor().clamp(-MOST, MOST).to(torch.int8)
+            delta[name] = (steps + draw).floor().clamp(-MAX_LEVEL, MAX_LEVEL).to(torch.int8)
         return replace(update, delta=delta, slots={**update.slots, **({SCALE: scales} if scales else {})})
 
-    def open(self, update: Update) -> Update:
+    def decode_update(self, update: Update) -> Update:
         delta, scales = dict(update.delta), update.slots.get(SCALE, {})
         for name, value in update.delta.items():
             scale = scales.get(name)
@@ -47,7 +49,7 @@ class EightBits(Transform):
                 continue
             if scale is None or value.dtype != torch.int8 or scale.shape not in ((1,), value.shape[:1]):
                 shape = None if scale is None else tuple(scale.shape)
-                raise ChannelError(
+                raise CompressionError(
                     f"'{name}' comes as {value.dtype} {tuple(value.shape)} with a scale of shape {shape}"
                 )
             delta[name] = value.to(scale.dtype) * _along(scale, value)
@@ -56,7 +58,7 @@ class EightBits(Transform):
     def _scale(self, value: Tensor) -> Tensor:
         """(row,) or (1,): the size of a step."""
         rows = value.flatten(1) if self.rows and value.ndim > 1 else value.reshape(1, -1)
-        return rows.abs().amax(1) / MOST
+        return rows.abs().amax(1) / MAX_LEVEL
 
 
 def _along(scale: Tensor, value: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LIMIT = 2**28  # bytes of a file that holds text
-LINE = 2**26  # bytes of one line
+MAX_FILE_BYTES = 2**28  # bytes of a file that holds text
+MAX_LINE_BYTES = 2**26  # bytes of one line
 
 
 class DiskError(OSError):
@@ -33,45 +33,45 @@ class LinkError(ValueError):
     """Something in a run folder that is neither a regular file nor a folder."""
 
 
-_SEALED = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
+_CHECKSUMMED = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
 
 
-def seal(folder: Path, number: int, data: bytes) -> Path:
+def write_checksummed(folder: Path, number: int, data: bytes) -> Path:
     """Write the data as number-digest.safetensors, in place of any other file of that number."""
-    path = folder / sealed_name(number, digest(data))
+    path = folder / checksummed_name(number, digest(data))
     write(path, data)
-    for other in sealed(folder):
-        if other != path and number_of(other) == number:
+    for other in list_checksummed(folder):
+        if other != path and number_in_name(other) == number:
             other.unlink()
     return path
 
 
-def unseal(path: Path, remedy: str) -> bytes:
-    with open_plain(path) as file:
+def read_checksummed(path: Path, remedy: str) -> bytes:
+    with open_regular_file(path) as file:
         data = file.read()
-    if digest_of(path) != digest(data):
+    if digest_in_name(path) != digest(data):
         raise DamageError(f"{path} is damaged: its bytes do not match the digest in its name; {remedy}")
     return data
 
 
-def sealed(folder: Path) -> list[Path]:
+def list_checksummed(folder: Path) -> list[Path]:
     """By number, lowest first."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [folder / name for name in sorted(names) if _SEALED.fullmatch(name)]
+    return [folder / name for name in sorted(names) if _CHECKSUMMED.fullmatch(name)]
 
 
-def sealed_name(number: int, digest: str) -> str:
+def checksummed_name(number: int, digest: str) -> str:
     return f"{number:06d}-{digest}.safetensors"
 
 
-def number_of(path: Path) -> int:
+def number_in_name(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def digest_of(path: Path) -> str:
+def digest_in_name(path: Path) -> str:
     return path.stem.partition("-")[2]
 
 
@@ -84,7 +84,7 @@ def write(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.unlink(missing_ok=True)  # of a process that died, or a link that somebody laid here
-        with open_plain(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        with open_regular_file(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -93,13 +93,13 @@ def write(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):  # where the folder itself is at fault, there is nothing to clean up
             aside.unlink()
-        raise _unwritten(path, error, data) from error
+        raise _write_error(path, error, data) from error
 
 
 def append(path: Path, data: bytes) -> None:
     """On disk before it returns."""
     try:
-        with open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as file:
+        with open_regular_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as file:
             begins = not os.fstat(file.fileno()).st_size
             file.write(data)
             file.flush()
@@ -107,32 +107,32 @@ def append(path: Path, data: bytes) -> None:
         if begins:
             _sync(path.parent)
     except OSError as error:
-        raise _unwritten(path, error, data) from error
+        raise _write_error(path, error, data) from error
 
 
-def _unwritten(path: Path, error: OSError, data: bytes) -> DiskError:
+def _write_error(path: Path, error: OSError, data: bytes) -> DiskError:
     return DiskError(
         f"cannot write {path} ({error.strerror}; {len(data):,} bytes); what was saved before is whole: "
         "make room or fix the folder, then resume the run"
     )
 
 
-def open_plain(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
     """A regular file. A symbolic link is refused, and a pipe does not make us wait."""
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader
-            raise _strange(path) from error
+            raise _unexpected_type(path) from error
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise _strange(path)
+        raise _unexpected_type(path)
     return os.fdopen(handle, "rb" if flags == os.O_RDONLY else "wb")
 
 
-def read(path: Path, limit: int = LIMIT) -> bytes:
-    with open_plain(path) as file:
+def read(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise DamageError(f"{path} holds {size:,} bytes; at most {limit:,} are read, so restore it from a copy")
@@ -152,12 +152,14 @@ def parse_json(data: bytes, where: str) -> Any:
 
 def lines(path: Path) -> Iterator[bytes]:
     """With their ends; a line that is too long is an error before it fills the memory."""
-    with open_plain(path) as file:
+    with open_regular_file(path) as file:
         number = 0
-        while line := file.readline(LINE + 1):
+        while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
-            if len(line) > LINE:
-                raise DamageError(f"{path}, line {number} has more than {LINE:,} bytes; restore the file from a copy")
+            if len(line) > MAX_LINE_BYTES:
+                raise DamageError(
+                    f"{path}, line {number} has more than {MAX_LINE_BYTES:,} bytes; restore the file from a copy"
+                )
             yield line
 
 
@@ -170,10 +172,10 @@ def refuse_links(folder: Path) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
-                    raise _strange(Path(entry.path))
+                    raise _unexpected_type(Path(entry.path))
 
 
-def _strange(path: Path) -> LinkError:
+def _unexpected_type(path: Path) -> LinkError:
     kind = "a symbolic link" if path.is_symlink() else "no regular file"
     return LinkError(f"{path} is {kind}, and partita follows none inside a run folder; put the file itself there")
 

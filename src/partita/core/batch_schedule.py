@@ -14,11 +14,11 @@ from partita.core import memory
 from partita.core.rng import Key
 from partita.core.settings import Training
 
-LARGE = 10**8  # examples in a client's round, from which their order is a matter of memory
+MANY_EXAMPLES = 10**8  # examples in a client's round, from which their order is a matter of memory
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class BatchSchedule:
     """One client's batches: which examples, one batch after another, and how many are in each.
 
     A batch is cut off when it is asked for: a GPU that waits for the first does not wait for the others.
@@ -37,31 +37,37 @@ class Deal:
             start += size
 
 
-def count_steps(count: int, training: Training, epochs: int | None, work: float = 1.0) -> int:
+def count_steps(count: int, training: Training, epochs: int | None, fraction: float = 1.0) -> int:
     """A client's steps in one phase."""
     per_epoch = -(-count // training.batch_size)
     total = training.steps if training.steps is not None and epochs is None else (epochs or training.epochs) * per_epoch
-    steps = max(1, int(total * work))
-    if (numbers := steps * min(count, training.batch_size)) > LARGE:  # asking what is free takes longer than most calls
+    steps = max(1, int(total * fraction))
+    if (
+        numbers := steps * min(count, training.batch_size)
+    ) > MANY_EXAMPLES:  # asking what is free takes longer than most calls
         memory.require(16 * numbers, f"the order of examples in {steps:,} steps", "train fewer epochs or steps a round")
     return steps
 
 
-def deal(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> Deal:
+def shuffled_batches(
+    count: int, training: Training, epochs: int | None, key: Key, fraction: float = 1.0
+) -> BatchSchedule:
     """Every epoch is a new permutation, and its last batch may be short."""
-    sizes = _sizes(count, training.batch_size, count_steps(count, training, epochs, work))
+    sizes = _batch_sizes(count, training.batch_size, count_steps(count, training, epochs, fraction))
     orders = [(key / epoch).permutation(count) for epoch in range(-(-sum(sizes) // count))]
-    return Deal((orders[0] if len(orders) == 1 else torch.cat(orders))[: sum(sizes)], sizes)
+    return BatchSchedule((orders[0] if len(orders) == 1 else torch.cat(orders))[: sum(sizes)], sizes)
 
 
 @lru_cache(maxsize=256)  # clients of one size share them
-def _sizes(count: int, batch: int, steps: int) -> tuple[int, ...]:
+def _batch_sizes(count: int, batch: int, steps: int) -> tuple[int, ...]:
     epoch = [*[batch] * (count // batch), *[count % batch] * (count % batch > 0)]
     return tuple(islice(cycle(epoch), steps))
 
 
-def sample(count: int, training: Training, epochs: int | None, key: Key, work: float = 1.0) -> Deal:
+def poisson_batches(
+    count: int, training: Training, epochs: int | None, key: Key, fraction: float = 1.0
+) -> BatchSchedule:
     """By Poisson: in each step every example takes part by itself, so a batch may also be empty."""
     share = min(1.0, training.batch_size / count)
-    batches = [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, work))]
-    return Deal(torch.cat(batches), tuple(map(len, batches)))
+    batches = [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, fraction))]
+    return BatchSchedule(torch.cat(batches), tuple(map(len, batches)))

@@ -14,19 +14,19 @@ import safetensors.torch
 import torch
 
 from partita.core import serialization
-from partita.core.atomic_files import DamageError, number_of, seal, sealed, unseal
+from partita.core.atomic_files import DamageError, list_checksummed, number_in_name, read_checksummed, write_checksummed
 from partita.core.method import Server
 from partita.core.tensors import Tensors
-from partita.core.versions import Ledger
+from partita.core.versions import ParameterVersions
 
-KEPT = 2  # checkpoints; the older one is there in case the newest is damaged
+CHECKPOINTS_KEPT = 2  # checkpoints; the older one is there in case the newest is damaged
 REMEDY = "delete it to resume from the checkpoint before it"
 
 States = Mapping[str, tuple[int, str]]  # by client, the round and the digest of its newest state
 
 
 @dataclass(frozen=True)
-class Saved:
+class Checkpoint:
     """A checkpoint as it was read."""
 
     done: int
@@ -38,14 +38,14 @@ class Saved:
 
 def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "", states: States | None = None) -> Path:
     """Write the server after `done` rounds, then drop all but the newest few."""
-    clients, owners = sorted(server.ledger.held), sorted(states or ())
+    clients, owners = sorted(server.versions.held), sorted(states or ())
     newest = [states[client] for client in owners] if states else []
     digests = bytearray().join(bytes.fromhex(digest) for _, digest in newest)
     flat: Tensors = {
         **{f"params/{name}": value for name, value in server.params.items()},
         **{f"state/{slot}/{name}": value for slot, part in server.state.items() for name, value in part.items()},
-        "ledger/versions": torch.tensor(list(server.ledger.versions.values()), dtype=torch.int32),
-        "ledger/held": torch.tensor([server.ledger.held[client] for client in clients], dtype=torch.int32),
+        "ledger/versions": torch.tensor(list(server.versions.current.values()), dtype=torch.int32),
+        "ledger/held": torch.tensor([server.versions.held[client] for client in clients], dtype=torch.int32),
         "clients/round": torch.tensor([round for round, _ in newest], dtype=torch.int32),
         "clients/digest": torch.frombuffer(digests, dtype=torch.uint8)
         if digests
@@ -57,13 +57,13 @@ def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "",
         "rows": rows,
         "params": list(server.params),  # a file does not keep their order, nor slots that are empty
         "state": {slot: list(part) for slot, part in server.state.items()},
-        "names": list(server.ledger.versions),
+        "names": list(server.versions.current),
         "clients": clients,
         "owners": None if owners == clients else owners,  # of a state; mostly all clients
-        "preloaded": server.ledger.preloaded,
+        "preloaded": server.versions.preloaded,
     }
-    path = seal(folder, done, serialization.save(flat, {"partita": json.dumps(about)}))
-    for old in sealed(folder)[:-KEPT]:
+    path = write_checksummed(folder, done, serialization.save(flat, {"partita": json.dumps(about)}))
+    for old in list_checksummed(folder)[:-CHECKPOINTS_KEPT]:
         old.unlink()
     return path
 
@@ -74,33 +74,33 @@ def load(path: Path, device: torch.device | None = None) -> tuple[int, Server]:
     return saved.done, saved.server
 
 
-def read(path: Path, device: torch.device | None = None, like: Server | None = None) -> Saved:
+def read(path: Path, device: torch.device | None = None, like: Server | None = None) -> Checkpoint:
     """With `like`, the server must have its names and shapes."""
-    data = unseal(path, REMEDY)
+    data = read_checksummed(path, REMEDY)
     try:
         saved = _parse(data, device)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
         raise DamageError(f"{path} is not a checkpoint of this version of partita; {REMEDY}") from error
-    if saved.done != number_of(path):
+    if saved.done != number_in_name(path):
         raise DamageError(f"{path} is a checkpoint of {saved.done} rounds under another name; {REMEDY}")
-    if like is not None and _form(saved.server) != _form(like):
+    if like is not None and _layout(saved.server) != _layout(like):
         raise DamageError(f"{path} is a checkpoint of another model or method; {REMEDY}")
     return saved
 
 
-def newest(folder: Path, run: str | None, first: Server, device: torch.device | None = None) -> Saved:
+def newest(folder: Path, run: str | None, first: Server, device: torch.device | None = None) -> Checkpoint:
     """The newest checkpoint, which must be of the run with this identity; where there is none, its first server."""
-    found = sealed(folder)
+    found = list_checksummed(folder)
     if not found:
-        return Saved(0, first)
+        return Checkpoint(0, first)
     saved = read(found[-1], device, first)
     if saved.run != run:
         raise DamageError(f"{found[-1]} belongs to another run than the files beside {folder}; {REMEDY}")
     return saved
 
 
-def _parse(data: bytes, device: torch.device | None) -> Saved:
-    about = json.loads(serialization.about(data)["partita"])
+def _parse(data: bytes, device: torch.device | None) -> Checkpoint:
+    about = json.loads(serialization.read_metadata(data)["partita"])
     flat = safetensors.torch.load(data)
     digests = flat.pop("clients/digest").numpy().tobytes()
     rounds = flat.pop("clients/round").tolist()
@@ -115,11 +115,11 @@ def _parse(data: bytes, device: torch.device | None) -> Saved:
     places = range(0, len(digests), 16)
     newest = zip(rounds, (digests[place : place + 16].hex() for place in places), strict=True)
     states = dict(zip(owners, newest, strict=True))
-    server = Server(params, state, Ledger(versions, held, about["preloaded"]))
-    return Saved(int(about["done"]), server, about["run"], about["rows"], states)
+    server = Server(params, state, ParameterVersions(versions, held, about["preloaded"]))
+    return Checkpoint(int(about["done"]), server, about["run"], about["rows"], states)
 
 
-def _form(server: Server) -> object:
+def _layout(server: Server) -> object:
     """What two servers of one run have in common."""
     params = {name: (value.shape, value.dtype) for name, value in server.params.items()}
-    return params, sorted(server.ledger.versions), server.ledger.preloaded
+    return params, sorted(server.versions.current), server.versions.preloaded

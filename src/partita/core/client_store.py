@@ -14,13 +14,21 @@ import safetensors
 import torch
 
 from partita.core import serialization, tensors
-from partita.core.atomic_files import DamageError, digest_of, number_of, seal, sealed, sealed_name, unseal
+from partita.core.atomic_files import (
+    DamageError,
+    checksummed_name,
+    digest_in_name,
+    list_checksummed,
+    number_in_name,
+    read_checksummed,
+    write_checksummed,
+)
 from partita.core.checkpoint import States
 from partita.core.client import ClientState
-from partita.core.safe_text import component, named
+from partita.core.safe_text import client_of_folder, path_component
 
 
-class Store(Protocol):
+class ClientStore(Protocol):
     def load(self, client: str, round: int) -> ClientState:
         """The state with which the client enters the round."""
         ...
@@ -40,7 +48,7 @@ class Store(Protocol):
         ...
 
 
-class Disk:
+class DiskStore:
     """One file for each client and round; those that no checkpoint can need any more are dropped at the next visit.
 
     With `newest`, the states that a checkpoint names, no other file in the folder counts: one that is missing or was
@@ -58,7 +66,7 @@ class Disk:
             return ClientState()
         remedy = f"restore this state of client '{client}' from a copy, or start anew"
         try:
-            slots = serialization.unpack(unseal(path, remedy))
+            slots = serialization.unpack(read_checksummed(path, remedy))
         except FileNotFoundError as error:
             raise self._missing(client, path) from error
         except safetensors.SafetensorError as error:
@@ -70,20 +78,20 @@ class Disk:
         if self.newest is not None:
             number, digest = self.newest.get(client, (-1, ""))
             if number < round:
-                return self._folder(client) / sealed_name(number, digest) if digest else None
-        earlier = [path for path in sealed(self._folder(client)) if number_of(path) < round]
+                return self._folder(client) / checksummed_name(number, digest) if digest else None
+        earlier = [path for path in list_checksummed(self._folder(client)) if number_in_name(path) < round]
         return earlier[-1] if earlier else None
 
     def save(self, client: str, round: int, state: ClientState) -> None:
         folder = self._folder(client)
-        path = seal(
+        path = write_checksummed(
             folder,
             round,
             serialization.pack({"personal": state.personal, **state.memory}, {"client": json.dumps(client)}),
         )
         if self.newest is not None:
-            self.newest[client] = round, digest_of(path)
-        for old in [path for path in sealed(folder) if number_of(path) < self.commits[0]][:-1]:
+            self.newest[client] = round, digest_in_name(path)
+        for old in [path for path in list_checksummed(folder) if number_in_name(path) < self.commits[0]][:-1]:
             old.unlink()
 
     def commit(self, done: int) -> None:
@@ -92,7 +100,7 @@ class Disk:
     def known(self) -> list[str]:
         if self.newest is not None:
             return sorted(self.newest)
-        return sorted(self._owner(path) for path in self.folder.glob("*") if sealed(path))
+        return sorted(self._owner(path) for path in self.folder.glob("*") if list_checksummed(path))
 
     def states(self) -> States:
         return self.newest or {}
@@ -101,13 +109,13 @@ class Disk:
         """Forget what rounds from `done` on had written; what the checkpoint names must be there."""
         there = set[Path]()
         for folder in self.folder.glob("*"):
-            for path in sealed(folder):
-                if number_of(path) >= done:
+            for path in list_checksummed(folder):
+                if number_in_name(path) >= done:
                     path.unlink()
                 else:
                     there.add(path)
         for client, (number, digest) in (self.newest or {}).items():
-            path = self._folder(client) / sealed_name(number, digest)
+            path = self._folder(client) / checksummed_name(number, digest)
             if path not in there:
                 raise self._missing(client, path)
 
@@ -119,19 +127,25 @@ class Disk:
 
     def _owner(self, folder: Path) -> str:
         """Of a long name, the folder has only the digest, so a state tells it."""
-        name = named(folder.name)
+        name = client_of_folder(folder.name)
         if name is None:
-            name = str(json.loads(serialization.about(unseal(sealed(folder)[-1], "restore it from a copy"))["client"]))
+            name = str(
+                json.loads(
+                    serialization.read_metadata(
+                        read_checksummed(list_checksummed(folder)[-1], "restore it from a copy")
+                    )["client"]
+                )
+            )
         return name
 
     def _folder(self, client: str) -> Path:
-        return self.folder / component(client)
+        return self.folder / path_component(client)
 
 
-class Memory:
+class MemoryStore:
     """States in memory; with a disk behind it, each commit writes those that changed."""
 
-    def __init__(self, disk: Disk | None = None) -> None:
+    def __init__(self, disk: DiskStore | None = None) -> None:
         self.disk = disk
         self.held: dict[str, tuple[int, ClientState]] = {}
         self.changed: set[str] = set()

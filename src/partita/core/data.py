@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partita.core.tensors import Tensors
 
-IGNORED = -100  # a target that does not count: padding, or a token of which nothing is asked
+IGNORE_INDEX = -100  # a target that does not count: padding, or a token of which nothing is asked
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Examples(Protocol):
 
 
 @runtime_checkable
-class Selection(Examples, Protocol):
+class TableExamples(Examples, Protocol):
     """Examples that are rows of a table, which may hold those of others too."""
 
     @property

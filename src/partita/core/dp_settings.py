@@ -11,7 +11,7 @@ class PrivacyError(ValueError):
 
 
 @dataclass(frozen=True)
-class Private:
+class DPSGDSettings:
     """`noise` is the deviation of the Gaussian in multiples of `clip`, the most that one example adds to a sum.
 
     Poisson sampling takes every example by itself, which accountants reward; shuffled batches are for comparisons.

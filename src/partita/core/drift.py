@@ -21,12 +21,14 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.method import Update
 from partita.core.model import Model
-from partita.core.packed import Laid
+from partita.core.packed import PackedTensors
 from partita.core.tensors import Mean, Tensors
 
-_LOT = 2**26  # numbers of updates that are looked at together: on a GPU each call costs more than the arithmetic
-Measures = dict[str, dict[str, float]]  # tag -> measure -> value
-Shares = Mapping[str, float]  # by tag, a client's weight over how far it moved
+_MAX_ELEMENTS = (
+    2**26
+)  # numbers of updates that are looked at together: on a GPU each call costs more than the arithmetic
+DriftMeasures = dict[str, dict[str, float]]  # tag -> measure -> value
+Weights = Mapping[str, float]  # by tag, a client's weight over how far it moved
 
 
 class Drift:
@@ -36,7 +38,7 @@ class Drift:
         self.square: dict[str, float] = {}  # by name, the sum of |d_i|^2, each with its weight
         self.pointed: dict[str, float] = {}  # by tag, the weight of those who moved
         self.units: Tensors = {}  # (tag of the name, number), the sum of d_i / |d_i|, each with its weight
-        self.waiting: list[tuple[Laid, Shares]] = []  # what is still to be added to that
+        self.waiting: list[tuple[PackedTensors, Weights]] = []  # what is still to be added to that
 
     def watch(self, updates: Iterable[Update]) -> Iterator[Update]:
         """Hands every update on as it is."""
@@ -48,7 +50,7 @@ class Drift:
     def _see(self, delta: Mapping[str, Tensor], weight: float) -> None:
         self.mean.add(delta, weight)
         lengths: dict[str, float] = {}
-        for name, square in tensors.squares(delta).items():
+        for name, square in tensors.squared_norms(delta).items():
             self.square[name] = self.square.get(name, 0.0) + weight * square
             for tag in self.tags[name]:
                 lengths[tag] = lengths.get(tag, 0.0) + square
@@ -56,38 +58,38 @@ class Drift:
             if length:
                 self.pointed[tag] = self.pointed.get(tag, 0.0) + weight
         shares = {tag: weight / math.sqrt(length) if length else 0.0 for tag, length in lengths.items()}
-        if not isinstance(delta, Laid):
+        if not isinstance(delta, PackedTensors):
             self._point({name: value.reshape(1, -1) for name, value in delta.items()}, [shares])
             return
-        if self.waiting and self.waiting[0][0].form is not delta.form:
+        if self.waiting and self.waiting[0][0].layout is not delta.layout:
             self._point(*self._waited())
         self.waiting.append((delta, shares))
-        if len(self.waiting) * len(delta.row) > _LOT:
+        if len(self.waiting) * len(delta.buffer) > _MAX_ELEMENTS:
             self._point(*self._waited())
 
-    def _waited(self) -> tuple[Tensors, list[Shares]]:
+    def _waited(self) -> tuple[Tensors, list[Weights]]:
         """By name (client, number), and the shares of each; from now on they wait no longer."""
         if not self.waiting:
             return {}, []
-        tables = self.waiting[0][0].form.apart(torch.stack([delta.row for delta, _ in self.waiting]))
+        tables = self.waiting[0][0].layout.per_name(torch.stack([delta.buffer for delta, _ in self.waiting]))
         shares = [shares for _, shares in self.waiting]
         self.waiting = []
         return tables, shares
 
-    def _point(self, deltas: Tensors, shares: Sequence[Shares]) -> None:
+    def _point(self, deltas: Tensors, shares: Sequence[Weights]) -> None:
         device = next(iter(deltas.values())).device
         table = torch.tensor([[each[tag] for each in shares] for name in deltas for tag in self.tags[name]])
         parts = torch.split(table.to(device, non_blocking=True), [len(self.tags[name]) for name in deltas])
         for (name, value), part in zip(deltas.items(), parts, strict=True):  # part: (tag of the name, client)
-            both = part.to(tensors.wide(value).dtype), tensors.wide(value)
+            both = part.to(tensors.upcast(value).dtype), tensors.upcast(value)
             self.units[name] = self.units[name].addmm_(*both) if name in self.units else torch.mm(*both)
 
-    def measures(self) -> Measures:
+    def measures(self) -> DriftMeasures:
         mean = self.mean.value
-        squares, flat = tensors.squares(mean), {name: value.flatten() for name, value in mean.items()}
+        squares, flat = tensors.squared_norms(mean), {name: value.flatten() for name, value in mean.items()}
         # Those who still wait are multiplied with the mean as they are, and mostly that is all.
         deltas, shares = self._waited()
-        dots = [torch.mv(tensors.wide(value), flat[name]) for name, value in deltas.items()]
+        dots = [torch.mv(tensors.upcast(value), flat[name]) for name, value in deltas.items()]
         dots += [torch.mv(value, flat[name]) for name, value in self.units.items()]
         found = iter(torch.cat(dots).tolist() if dots else [])
         groups: dict[str, list[str]] = {}

@@ -9,12 +9,12 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from partita.core.data import Batch, Examples
-from partita.core.dp_settings import Private
+from partita.core.dp_settings import DPSGDSettings
 from partita.core.model import Model, Output
-from partita.core.plan import NONE, Phase, Plan, Planner, Turn, share_everything
+from partita.core.plan import NO_NAMES, Phase, Plan, Planner, RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Mean, Names, Slots, Tensors, add
-from partita.core.versions import Ledger
+from partita.core.versions import ParameterVersions
 
 T = TypeVar("T")
 
@@ -38,22 +38,22 @@ class Context:
     lr: float
     notes: Slots = field(default_factory=dict)  # what its rules noted when they chose what to train
     # Whose round it is, for rules that choose what to train; steps know nothing of it.
-    turn: Turn = field(default_factory=lambda: Turn(0, 1, ""))
+    round_info: RoundInfo = field(default_factory=lambda: RoundInfo(0, 1, ""))
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerSelection:
     """What a client chose by looking at its data: the names to train and send, notes for the end of its round, and
     numbers that are told to the server.
     """
 
     names: Names
     notes: Slots = field(default_factory=dict)
-    told: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Release:
+class PrivacyRelease:
     """Something that leaves a client and was made from its examples, as an accountant must know it.
 
     `noise` is Gaussian, its deviation in multiples of what one example can change; `share` is the probability with
@@ -76,7 +76,7 @@ class Update:
     weight: float
     steps: Mapping[str, int]
     loss: float | None  # the task's mean training loss; None where nothing trained
-    told: Mapping[str, float] = field(default_factory=dict)  # small numbers that its rules tell the server
+    metrics: Mapping[str, float] = field(default_factory=dict)  # small numbers that its rules tell the server
     round: int | None = None  # that it answers; None: the engine does not say
 
 
@@ -93,25 +93,25 @@ class Server:
 
     params: Tensors
     state: Slots = field(default_factory=dict)
-    ledger: Ledger = field(default_factory=Ledger)
+    versions: ParameterVersions = field(default_factory=ParameterVersions)
 
 
-class Local:
+class ClientRule:
     """How a client learns, written for one; the engine lifts it to many. Every hook defaults to plain training."""
 
-    slots: Names = NONE  # the slots it sends up and remembers; no two rules of a method may share one
+    slots: Names = NO_NAMES  # the slots it sends up and remembers; no two rules of a method may share one
     optimizers: Names | None = None  # the local optimizers it is right for; None: any
-    looks: bool = False  # narrow chooses by the client's examples, so what it chooses tells about them
-    release: Release | None = None  # how private that choice is, for each round; None: not at all
+    uses_data: bool = False  # narrow chooses by the client's examples, so what it chooses tells about them
+    release: PrivacyRelease | None = None  # how private that choice is, for each round; None: not at all
     per_example: bool = False  # penalty is a mean over the batch's examples; if not, it looks at none of them
 
     def memory(self, anchor: Tensors) -> Slots:
         """What a client remembers before its first visit."""
         return {}
 
-    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         """What to train and send this round, chosen by looking at the client's data; the plan gates the names."""
-        return Choice(plan.train)
+        return LayerSelection(plan.train)
 
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         """A scalar added to the mean loss of the batch."""
@@ -125,10 +125,10 @@ class Local:
         return {}, {}
 
 
-class Unseen:
+class ForbiddenData:
     """What a rule that says it looks at no examples is given in their place."""
 
-    def __init__(self, rule: Local) -> None:
+    def __init__(self, rule: ClientRule) -> None:
         self._rule = type(rule).__name__
 
     def __getattr__(self, what: str) -> Any:
@@ -141,7 +141,7 @@ class Unseen:
         return int(self.__getattr__("len"))
 
 
-class Transform:
+class UpdateTransform:
     """What happens to an update on the wire. Several are encoded in order and undone in reverse."""
 
     hides = False  # it protects whole clients: what one of them sent is not recorded, and all must send the same names
@@ -150,16 +150,16 @@ class Transform:
         """At the client, before sending."""
         return update
 
-    def open(self, update: Update) -> Update:
+    def decode_update(self, update: Update) -> Update:
         """At the server, on each update as it arrives."""
         return update
 
-    def decode(self, aggregate: Aggregate, key: Key) -> Aggregate:
+    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
         """At the server, on the aggregate."""
         return aggregate
 
 
-class Rule:
+class ServerRule:
     """How the server learns from updates. The default is FedAvg's: a weighted mean over those who sent a name."""
 
     optimizers: Names | None = None  # the local optimizers it is right for; None: any
@@ -179,7 +179,7 @@ class Rule:
         """One pass over a stream of updates, in memory that does not grow with the cohort."""
         return average(updates)
 
-    def moves(self, model: Model, trained: Names) -> Names:
+    def affected_names(self, model: Model, trained: Names) -> Names:
         """What apply may move where these names were trained; conformance holds it to that."""
         return trained
 
@@ -201,14 +201,14 @@ def average(
         weight = weigh(update)
         cohort, total = cohort + 1, total + weight
         delta.add(update.delta, weight)
-        for slot, tree in update.slots.items():
-            slots.setdefault(slot, Mean()).add(tree, weight)
+        for slot, tensors in update.slots.items():
+            slots.setdefault(slot, Mean()).add(tensors, weight)
     return Aggregate(
-        _result(delta, over, total), {slot: _result(mean, over, total) for slot, mean in slots.items()}, cohort
+        _mean_value(delta, over, total), {slot: _mean_value(mean, over, total) for slot, mean in slots.items()}, cohort
     )
 
 
-def _result(mean: Mean, over: str, total: float) -> Tensors:
+def _mean_value(mean: Mean, over: str, total: float) -> Tensors:
     return mean.value if over == "senders" else mean.over(total)
 
 
@@ -218,26 +218,26 @@ class Method:
 
     name: str
     plan: Planner = share_everything
-    local: tuple[Local, ...] = ()
-    channel: tuple[Transform, ...] = ()
-    server: Rule = field(default_factory=Rule)
+    client_rules: tuple[ClientRule, ...] = ()
+    transforms: tuple[UpdateTransform, ...] = ()
+    server_rule: ServerRule = field(default_factory=ServerRule)
     adapt: Callable[[Model], tuple[Phase, ...]] | None = None  # trained on a copy before a personal evaluation
     carry_optimizer: bool = False  # a client's optimizer state lives on from round to round
     pool: bool = False  # all clients' data in one place
     extend: Callable[[Model, Key], Model] | None = None  # parameters of the method's own, added to the model
-    shape: Callable[[Model, Turn], Model] | None = None  # the model as this client runs it, where not all run all
-    clients: Names = NONE  # whom its options name; they must be among those there are
-    privacy: Private | None = None  # of each training example
+    shape: Callable[[Model, RoundInfo], Model] | None = None  # the model as this client runs it, where not all run all
+    clients: Names = NO_NAMES  # whom its options name; they must be among those there are
+    privacy: DPSGDSettings | None = None  # of each training example
 
     def __post_init__(self) -> None:
         taken: set[str] = set()
-        for rule in self.local:
+        for rule in self.client_rules:
             if wrong := {slot for slot in rule.slots if slot in RESERVED or not slot.isidentifier()}:
                 raise MethodError(f"{self.name}: a slot cannot be called '{sorted(wrong)[0]}'; give it another name")
             if clash := taken & rule.slots:
                 raise MethodError(f"{self.name}: two local rules use the slot '{sorted(clash)[0]}'; use one of them")
             taken |= rule.slots
-            if self.privacy and rule.looks and rule.release is None:
+            if self.privacy and rule.uses_data and rule.release is None:
                 raise MethodError(
                     f"{self.name}: {type(rule).__name__} chooses by looking at a client's examples, and adds no noise "
                     "to what it sees; under privacy give it noise, or choose without looking"
@@ -255,7 +255,7 @@ class Method:
                 )
 
     def _picky(self) -> list[tuple[str, Names]]:
-        rules: tuple[Local | Rule, ...] = (*self.local, self.server)
+        rules: tuple[ClientRule | ServerRule, ...] = (*self.client_rules, self.server_rule)
         return [(type(rule).__name__, rule.optimizers) for rule in rules if rule.optimizers is not None]
 
 
@@ -266,28 +266,28 @@ def compose(first: Method, *others: Method) -> Method:
         name = f"{result.name}+{other.name}"
         result = Method(
             name,
-            plan=_either(name, "plan", result.plan, other.plan, share_everything),
-            local=result.local + other.local,
-            channel=result.channel + other.channel,
-            server=_either_rule(name, result.server, other.server),
-            adapt=_either(name, "adapt", result.adapt, other.adapt, None),
+            plan=_pick_one(name, "plan", result.plan, other.plan, share_everything),
+            client_rules=result.client_rules + other.client_rules,
+            transforms=result.transforms + other.transforms,
+            server_rule=_pick_server_rule(name, result.server_rule, other.server_rule),
+            adapt=_pick_one(name, "adapt", result.adapt, other.adapt, None),
             carry_optimizer=result.carry_optimizer or other.carry_optimizer,
             pool=result.pool or other.pool,
-            extend=_either(name, "extend", result.extend, other.extend, None),
+            extend=_pick_one(name, "extend", result.extend, other.extend, None),
             clients=result.clients | other.clients,
-            shape=_either(name, "shape", result.shape, other.shape, None),
-            privacy=_either(name, "privacy", result.privacy, other.privacy, None),
+            shape=_pick_one(name, "shape", result.shape, other.shape, None),
+            privacy=_pick_one(name, "privacy", result.privacy, other.privacy, None),
         )
     return result
 
 
-def _either(name: str, choice: str, first: T, second: T, default: T) -> T:
+def _pick_one(name: str, choice: str, first: T, second: T, default: T) -> T:
     if first != default and second != default:
         raise MethodError(f"{name}: both set the {choice}; a method has one, so leave one of them out")
     return second if first == default else first
 
 
-def _either_rule(name: str, first: Rule, second: Rule) -> Rule:
-    if type(first) is not Rule and type(second) is not Rule:
+def _pick_server_rule(name: str, first: ServerRule, second: ServerRule) -> ServerRule:
+    if type(first) is not ServerRule and type(second) is not ServerRule:
         raise MethodError(f"{name}: both set the server's rule; a method has one, so leave one of them out")
-    return second if type(first) is Rule else first
+    return second if type(first) is ServerRule else first

@@ -71,7 +71,7 @@ class Model:
         """This model, frozen, with prompts or an adapter of that kind, which are tagged by whose they are."""
         raise TagError(f"{self.name} cannot take prompts; use a pair of towers, model.name = 'clip'")
 
-    def every(self) -> Names:
+    def all_names(self) -> Names:
         return frozenset(self.initial)
 
     def names(self, *wanted: str) -> Names:
@@ -85,34 +85,34 @@ class Model:
         return frozenset(name for name, tags in self.tags.items() if not tags.isdisjoint(wanted))
 
 
-def layer_of(tags: Names) -> str | None:
+def layer_tag(tags: Names) -> str | None:
     """The tag of a parameter's layer; None outside all layers."""
     return next((tag for tag in sorted(tags) if tag.startswith("layer.")), None)
 
 
-def layers_of(model: Model) -> list[str]:
+def layer_tags(model: Model) -> list[str]:
     """The tags of its layers, from the input up."""
-    found = {layer for tags in model.tags.values() if (layer := layer_of(tags))}
-    return sorted(found, key=number_of)
+    found = {layer for tags in model.tags.values() if (layer := layer_tag(tags))}
+    return sorted(found, key=layer_number)
 
 
-def number_of(layer: str) -> int:
+def layer_number(layer: str) -> int:
     return int(layer.removeprefix("layer."))
 
 
-def before_layers(model: Model) -> Names:
+def input_side_names(model: Model) -> Names:
     """The embeddings, and norms between them and the first layer: to train these, a gradient must come all the way."""
     found: set[str] = set()
     reached: set[Names] = set()  # towers
     for name in model.initial:
         tags = model.tags[name]
-        if layer_of(tags):
+        if layer_tag(tags):
             reached.add(tags & TOWERS)
         elif "embedding" in tags or ("head" not in tags and tags & TOWERS not in reached):
             found.add(name)
     return frozenset(found)
 
 
-def role_of(tags: Names) -> str:
+def role_tag(tags: Names) -> str:
     """What the parameter is for, whichever layer or tower it sits in; low-rank factors are a role of their own."""
     return next((tag for tag in sorted(tags - TOWERS) if not tag.startswith("layer.")), "")

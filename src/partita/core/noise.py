@@ -13,7 +13,7 @@ from partita.core.tensors import Tensors
 GRID_BITS = 10  # of a noisy sum below the standard deviation of its noise
 
 
-def gaussian(like: Tensors, key: Key, std: float) -> Tensors:
+def gaussian_noise(like: Tensors, key: Key, std: float) -> Tensors:
     """Float64 noise for tensors like these, on their device. Keyed by name, so that blocks draw what singles draw."""
     keys = [(key / name).digest(chacha.KEY_BYTES) for name in like]
     device = next((value.device for value in like.values()), None)

@@ -21,17 +21,17 @@ class Optimizer(Protocol):
     def name(self) -> str: ...
 
     @property
-    def ages(self) -> bool:
+    def uses_step_count(self) -> bool:
         """Whether a step depends on how many came before; clients of different ages are then not put in one block."""
         ...
 
     def init(self, params: Tensors) -> dict[str, Tensors]: ...
 
-    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         """Moves params and state in place; ages counts this step too."""
         ...
 
-    def step_by_tensors(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, ages: Tensors) -> None:
+    def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
         """The same to rounding, where the rate and the ages are tensors: nothing is looked up while a GPU works."""
         ...
 
@@ -41,7 +41,7 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
-    ages: bool = False
+    uses_step_count: bool = False
 
     @property
     def name(self) -> str:
@@ -55,24 +55,24 @@ class SGD:
     def init(self, params: Tensors) -> dict[str, Tensors]:
         return {"momentum": zeros_like(params)} if self.momentum else {}
 
-    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
-        values, slopes = self._slopes(params, grads, state)
-        torch._foreach_add_(values, slopes, alpha=-lr)
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
+        values, gradients = self._gradients(params, grads, state)
+        torch._foreach_add_(values, gradients, alpha=-lr)
 
-    def step_by_tensors(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, ages: Tensors) -> None:
-        values, slopes = self._slopes(params, grads, state)
-        torch._foreach_sub_(values, torch._foreach_mul(slopes, lr))
+    def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
+        values, gradients = self._gradients(params, grads, state)
+        torch._foreach_sub_(values, torch._foreach_mul(gradients, lr))
 
-    def _slopes(self, params: Tensors, grads: Tensors, state: Slots) -> tuple[list[Tensor], list[Tensor]]:
-        values, slopes = [params[name] for name in grads], list(grads.values())
+    def _gradients(self, params: Tensors, grads: Tensors, state: Slots) -> tuple[list[Tensor], list[Tensor]]:
+        values, gradients = [params[name] for name in grads], list(grads.values())
         if self.weight_decay:
-            slopes = list(torch._foreach_add(slopes, values, alpha=self.weight_decay))
+            gradients = list(torch._foreach_add(gradients, values, alpha=self.weight_decay))
         if self.momentum:
             moments = [state["momentum"][name] for name in grads]
             torch._foreach_mul_(moments, self.momentum)
-            torch._foreach_add_(moments, slopes)
-            slopes = list(torch._foreach_add(slopes, moments, alpha=self.momentum)) if self.nesterov else moments
-        return values, slopes
+            torch._foreach_add_(moments, gradients)
+            gradients = list(torch._foreach_add(gradients, moments, alpha=self.momentum)) if self.nesterov else moments
+        return values, gradients
 
 
 @dataclass(frozen=True)
@@ -82,31 +82,31 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
     name: str = "adamw"
-    ages: bool = True
+    uses_step_count: bool = True
 
     def init(self, params: Tensors) -> dict[str, Tensors]:
         return {"first": zeros_like(params), "second": zeros_like(params)}
 
-    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
-        values, slopes = [params[name] for name in grads], list(grads.values())
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
+        values, gradients = [params[name] for name in grads], list(grads.values())
         first, second = ([state[slot][name] for name in grads] for slot in ("first", "second"))
         torch._foreach_mul_(values, 1 - lr * self.weight_decay)
-        torch._foreach_lerp_(first, slopes, 1 - self.beta1)
+        torch._foreach_lerp_(first, gradients, 1 - self.beta1)
         torch._foreach_mul_(second, self.beta2)
-        torch._foreach_addcmul_(second, slopes, slopes, value=1 - self.beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, value=1 - self.beta2)
         spread = list(torch._foreach_sqrt(second))
-        torch._foreach_div_(spread, [(1 - self.beta2 ** ages[name]) ** 0.5 for name in grads])
+        torch._foreach_div_(spread, [(1 - self.beta2 ** step_counts[name]) ** 0.5 for name in grads])
         torch._foreach_add_(spread, self.eps)
-        torch._foreach_addcdiv_(values, first, spread, [-lr / (1 - self.beta1 ** ages[name]) for name in grads])
+        torch._foreach_addcdiv_(values, first, spread, [-lr / (1 - self.beta1 ** step_counts[name]) for name in grads])
 
-    def step_by_tensors(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, ages: Tensors) -> None:
+    def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
         torch._fused_adamw_(
             [params[name] for name in grads],
-            [slope.contiguous() for slope in grads.values()],
+            [gradient.contiguous() for gradient in grads.values()],
             [state["first"][name] for name in grads],
             [state["second"][name] for name in grads],
             [],
-            [ages[name] for name in grads],
+            [step_counts[name] for name in grads],
             lr=lr,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -142,7 +142,7 @@ class Schedule:
                 return float(self.gamma ** ((round - self.warmup) // self.every))
 
 
-def clip(grads: Tensors, norm: Tensor, limit: float) -> Tensors:
+def clip_gradients(grads: Tensors, norm: Tensor, limit: float) -> Tensors:
     """Scale to at most the limit, as torch.nn.utils.clip_grad_norm_ does."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     return {name: grad * factor for name, grad in grads.items()}

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 MISSING = inspect.Parameter.empty
 WORD = 2**63  # a whole number is below it, and not below its negative: TOML, torch and numpy hold 64 bits
-SHOWN = 200  # characters of a value in a message
-MOST = 10**9  # a common upper bound: products of a few such numbers still fit a 32-bit float and a 64-bit integer
+SHOWN_CHARACTERS = 200  # characters of a value in a message
+MAX_NUMBER = 10**9  # a common upper bound: products of a few such numbers still fit a 32-bit float and a 64-bit integer
 
 
 class OptionError(ValueError):
@@ -44,10 +44,10 @@ class Range:
         )
 
     def __str__(self) -> str:
-        lower = None if self.low is None else f"from {_figure(self.low)}"
-        lower = lower if self.above is None else f"above {_figure(self.above)}"
-        upper = None if self.high is None else f"to {_figure(self.high)}"
-        upper = upper if self.below is None else f"below {_figure(self.below)}"
+        lower = None if self.low is None else f"from {_format_bound(self.low)}"
+        lower = lower if self.above is None else f"above {_format_bound(self.above)}"
+        upper = None if self.high is None else f"to {_format_bound(self.high)}"
+        upper = upper if self.below is None else f"below {_format_bound(self.below)}"
         if lower and upper:
             joint = " " if self.above is None and self.below is None else " and up " if self.below is None else " and "
             return f"{lower}{joint}{upper}"
@@ -55,10 +55,10 @@ class Range:
 
 
 # The ranges that options share.
-Count = Annotated[int, Range(low=1, high=MOST)]
-Whole = Annotated[int, Range(low=0, high=MOST)]
-Positive = Annotated[float, Range(above=0, high=MOST)]
-NotNegative = Annotated[float, Range(low=0, high=MOST)]
+Count = Annotated[int, Range(low=1, high=MAX_NUMBER)]
+Whole = Annotated[int, Range(low=0, high=MAX_NUMBER)]
+Positive = Annotated[float, Range(above=0, high=MAX_NUMBER)]
+NotNegative = Annotated[float, Range(low=0, high=MAX_NUMBER)]
 Share = Annotated[float, Range(low=0, high=1)]
 PartialShare = Annotated[float, Range(low=0, below=1)]
 PositiveShare = Annotated[float, Range(above=0, high=1)]
@@ -78,17 +78,17 @@ class Option:
     meaning: str
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def closest_match(word: str, known: Iterable[str]) -> str:
     """' Did you mean ...?' or, where nothing is near, the list."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {shown(close[0])}?" if close else f"it can be: {', '.join(map(shown_name, known))}"
+    return f"did you mean {format_value(close[0])}?" if close else f"it can be: {', '.join(map(format_name, known))}"
 
 
-def pick(index: Mapping[str, str], name: str, what: str) -> Callable[..., Any]:
+def import_from_registry(index: Mapping[str, str], name: str, what: str) -> Callable[..., Any]:
     """The function that an index lists under the name as "module:function", imported only now."""
     if name not in index:
-        raise OptionError(f"unknown {what} {shown(name)}; {nearest(name, index)}")
+        raise OptionError(f"unknown {what} {format_value(name)}; {closest_match(name, index)}")
     module, _, function = index[name].partition(":")
     found: Callable[..., Any] = getattr(import_module(module), function)
     return found
@@ -106,7 +106,7 @@ def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[st
     return found
 
 
-def bind(
+def validate_options(
     target: Callable[..., Any], options: Mapping[str, Any], where: str, given: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The options as arguments of a function or dataclass; `given` are those that come from elsewhere."""
@@ -115,11 +115,11 @@ def bind(
     for key, value in options.items():
         name = f"{where}.{key}" if where else key
         if key not in known and not takes_any:
-            remedy = nearest(key, known) if known else "there are no options here"
-            raise OptionError(f"unknown key {shown(name)}; {remedy}")
+            remedy = closest_match(key, known) if known else "there are no options here"
+            raise OptionError(f"unknown key {format_value(name)}; {remedy}")
         hint = known[key].hint if key in known else Any
-        if not fits(value, hint):
-            raise OptionError(f"{shown_name(name)} is {shown(value)}; it must be {describe(hint)}")
+        if not matches_type(value, hint):
+            raise OptionError(f"{format_name(name)} is {format_value(value)}; it must be {describe(hint)}")
     for name, option in known.items():
         if name not in options and option.default is MISSING:
             full = f"{where}.{name}" if where else name
@@ -127,23 +127,25 @@ def bind(
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 
-def fits(value: object, hint: Any) -> bool:
+def matches_type(value: object, hint: Any) -> bool:
     """Whether the value is of the type and in its range. NaN and texts of several lines never are, and infinity only
     is where it is itself the upper bound.
     """
     if hint is Any:
-        return _plain(value)
+        return _json_like(value)
     kind, bounds = _bounded(hint)
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
-        return any(fits(value, each) for each in get_args(kind))
+        return any(matches_type(value, each) for each in get_args(kind))
     if origin is Literal:
         return any(value == each and type(value) is type(each) for each in get_args(kind))
     if origin in (tuple, list):
-        return isinstance(value, tuple | list) and all(fits(each, get_args(kind)[0]) for each in value)
+        return isinstance(value, tuple | list) and all(matches_type(each, get_args(kind)[0]) for each in value)
     if origin in (dict, Mapping):
         key, each = get_args(kind)
-        return isinstance(value, Mapping) and all(fits(k, key) and fits(v, each) for k, v in value.items())
+        return isinstance(value, Mapping) and all(
+            matches_type(k, key) and matches_type(v, each) for k, v in value.items()
+        )
     if kind in (int, float):
         endless = bounds.high == math.inf and value == math.inf
         return (
@@ -181,22 +183,22 @@ def describe(hint: Any) -> str:
     return said if bounds in (None, _DEFAULT.get(hint)) else f"{said} {bounds}"
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value for a message: on one line, and not too long."""
     try:
         text = _shorten.repr(value)
     except ValueError:  # Python does not print integers of more than some thousand digits
         return "a number of thousands of digits"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
-def shown_name(name: str) -> str:
+def format_name(name: str) -> str:
     """A name for a message: without quotation marks, unless it needs them."""
-    return name if one_line(name) and len(name) <= SHOWN else shown(name)
+    return name if one_line(name) and len(name) <= SHOWN_CHARACTERS else format_value(name)
 
 
 _shorten = reprlib.Repr()
-_shorten.maxstring = _shorten.maxother = _shorten.maxlong = SHOWN
+_shorten.maxstring = _shorten.maxother = _shorten.maxlong = SHOWN_CHARACTERS
 
 
 def _annotated(hint: Any) -> bool:
@@ -217,7 +219,7 @@ def _number(value: float) -> bool:
     return -WORD <= value < WORD if isinstance(value, int) else math.isfinite(value)
 
 
-def _plain(value: object, depth: int = 10) -> bool:
+def _json_like(value: object, depth: int = 10) -> bool:
     """What a table without a shape may hold: whatever it is, numbers are finite and texts are of one line."""
     if not depth:
         return False
@@ -228,11 +230,11 @@ def _plain(value: object, depth: int = 10) -> bool:
     if isinstance(value, str):
         return one_line(value)
     if isinstance(value, Mapping):
-        return all(_plain(each, depth - 1) for pair in value.items() for each in pair)
-    return all(_plain(each, depth - 1) for each in value) if isinstance(value, tuple | list) else True
+        return all(_json_like(each, depth - 1) for pair in value.items() for each in pair)
+    return all(_json_like(each, depth - 1) for each in value) if isinstance(value, tuple | list) else True
 
 
-def _figure(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     if isinstance(bound, int):
-        return f"{bound:,}" if bound < MOST else f"{bound:.0e}".replace("e+0", "e").replace("e+", "e")
+        return f"{bound:,}" if bound < MAX_NUMBER else f"{bound:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{bound:g}"

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from partita.core.model import Model
 from partita.core.tensors import Names
 
-NONE: Names = frozenset()
+NO_NAMES: Names = frozenset()
 
 
 class PlanError(ValueError):
@@ -17,7 +17,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Turn:
+class RoundInfo:
     """One client's place in a run. `signal` is what the server's rule decided; it travels with the job."""
 
     round: int
@@ -48,7 +48,7 @@ class Plan:
     phases: tuple[Phase, ...]
     up: Names
     down: Names
-    keep: Names = NONE
+    keep: Names = NO_NAMES
 
     def __post_init__(self) -> None:
         _refuse(self.keep & self.up, "are kept by the client and also sent up", "take them out of keep or of up")
@@ -59,7 +59,7 @@ class Plan:
 
     @cached_property
     def train(self) -> Names:
-        return NONE.union(*(phase.names for phase in self.phases))
+        return NO_NAMES.union(*(phase.names for phase in self.phases))
 
     def narrow(self, names: Names) -> Plan:
         """Train and send only what is also in names. Narrowing can take away, never add."""
@@ -67,25 +67,28 @@ class Plan:
         return Plan(tuple(phase for phase in phases if phase.names), self.up & names, self.down, self.keep)
 
 
-Planner = Callable[[Model, Turn], Plan]
+Planner = Callable[[Model, RoundInfo], Plan]
 
 
 @lru_cache(maxsize=64)  # clients who share a plan then share the object, and what is worked out from it
-def share(train: Names, down: Names, keep: Names = NONE) -> Plan:
+def share(train: Names, down: Names, keep: Names = NO_NAMES) -> Plan:
     """Train these names in one phase and send up all of them that are not kept."""
     return Plan((Phase(train),), up=train - keep, down=down, keep=keep)
 
 
-def share_everything(model: Model, turn: Turn) -> Plan:
-    return share(model.every(), down=model.every())
+def share_everything(model: Model, round_info: RoundInfo) -> Plan:
+    return share(model.all_names(), down=model.all_names())
 
 
-def plan_for(planner: Planner, model: Model, turn: Turn) -> Plan:
+def plan_for(planner: Planner, model: Model, round_info: RoundInfo) -> Plan:
     """The plan, checked against the model."""
-    plan = planner(model, turn)
-    known = model.every()
+    plan = planner(model, round_info)
+    known = model.all_names()
     if not (plan.down <= known >= plan.keep):  # what trains or goes up is in one of them
-        what, remedy = f"are in the plan but not in {model.name}", "build plans from model.names(...) and model.every()"
+        what, remedy = (
+            f"are in the plan but not in {model.name}",
+            "build plans from model.names(...) and model.all_names()",
+        )
         _refuse((plan.down | plan.keep) - known, what, remedy)
     return plan
 

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from partita.core import serialization
-from partita.core.client import ClientFault, Job
+from partita.core.client import ClientError, Job
 from partita.core.data import Examples
-from partita.core.drift import Drift, Measures
+from partita.core.drift import Drift, DriftMeasures
 from partita.core.method import MethodError, Server, Update
 from partita.core.model import Model
-from partita.core.plan import Plan, Turn, plan_for
+from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.settings import Run, RunError
-from partita.core.tensors import Names, Tensors, finite, select, within
-from partita.core.update_checks import Checked, Inspector, Limits, Refused, short
-from partita.core.versions import Ledger
+from partita.core.tensors import Names, Tensors, all_finite, restrict_slots, select
+from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, shorten
+from partita.core.versions import ParameterVersions
 
-LONGEST = 500  # characters of a reason, which may come from a client
-UNKNOWN = "unknown"  # whose reply does not say who sent it
+MAX_REASON = 500  # characters of a reason, which may come from a client
+UNKNOWN_CLIENT = "unknown"  # whose reply does not say who sent it
 
 
 @dataclass(frozen=True)
-class Lost:
+class ClientFailure:
     """A client that was asked and gave no usable answer."""
 
     client: str
@@ -43,7 +43,7 @@ class Engine(Protocol):
 
     def clients(self) -> Sequence[str]: ...
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]: ...
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]: ...
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Scores on each client's own test part, or on the examples given; a client without scores is left out."""
@@ -59,67 +59,71 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundResult:
     """What one round did, and the server after it."""
 
     number: int
     server: Server
     cohort: tuple[str, ...]
-    lost: tuple[Lost, ...]
+    lost: tuple[ClientFailure, ...]
     traffic: Traffic
     loss: float | None
-    drift: Measures
+    drift: DriftMeasures
     sent: Mapping[str, Names]  # by client, what came up
-    told: Mapping[str, Mapping[str, float]]  # by client, the numbers its rules told
-    refused: tuple[Lost, ...] = ()  # replies beside the one that was asked for: a second one, or one for another round
+    metrics: Mapping[str, Mapping[str, float]]  # by client, the numbers its rules told
+    refused: tuple[
+        ClientFailure, ...
+    ] = ()  # replies beside the one that was asked for: a second one, or one for another round
     norms: Mapping[str, float] = field(default_factory=dict)  # by client, of its delta; not under client-level privacy
     bounded: Names = frozenset()  # whose update was longer than federation.max_norm
     skipped: str | None = None  # why the server stayed as it was
     population: int = 0  # clients that were there, of whom the cohort was drawn
 
 
-def begin(run: Run, model: Model) -> Server:
+def initial_server(run: Run, model: Model) -> Server:
     """The server before the first round."""
     return Server(
         dict(model.initial),
-        run.method.server.init(model),
-        Ledger(dict.fromkeys(sorted(model.initial), 0), preloaded=run.preloaded),
+        run.method.server_rule.init(model),
+        ParameterVersions(dict.fromkeys(sorted(model.initial), 0), preloaded=run.preloaded),
     )
 
 
-def rounds(run: Run, model: Model, engine: Engine, server: Server | None = None, start: int = 0) -> Iterator[Round]:
+def rounds(
+    run: Run, model: Model, engine: Engine, server: Server | None = None, start: int = 0
+) -> Iterator[RoundResult]:
     """Rounds `start` to the last. To go on after a stop, give the server after the last finished round."""
-    server = server or begin(run, model)
-    limits = Limits(run, model)
+    server = server or initial_server(run, model)
+    limits = UpdateLimits(run, model)
     for number in range(start, run.rounds):
-        result = _Round(limits, server, number).play(engine)
+        result = _RoundRunner(limits, server, number).play(engine)
         server = result.server
         yield result
 
 
-def ask(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan]:
+def make_job(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan]:
     """The job for one client: all that its plan brings down, of which only what the client lacks will travel."""
-    return _ask(run, model, server, number, client)[:2]
+    return _make_job(run, model, server, number, client)[:2]
 
 
-def _ask(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan, Names]:
+def _make_job(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan, Names]:
     """Also which of the parameters are not the server's own."""
-    rule = run.method.server
+    rule = run.method.server_rule
     signal = rule.signal(server)
-    plan = plan_for(run.method.plan, model, Turn(number, run.rounds, client, signal))
+    plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client, signal))
     params, slots = rule.send(server, client, plan.down)
     servers = map(server.params.__getitem__, params)
     own = frozenset(compress(params, map(operator.is_not, params.values(), servers)))
-    stale = server.ledger.lacks(client, plan.down) | own
-    return Job(number, client, params, stale, within(slots, plan.train), signal), plan, own
+    stale = server.versions.missing(client, plan.down) | own
+    return Job(number, client, params, stale, restrict_slots(slots, plan.train), signal), plan, own
 
 
-class _Round:
+class _RoundRunner:
     """The tallies of one round, filled while updates stream past."""
 
-    def __init__(self, limits: Limits, server: Server, number: int) -> None:
+    def __init__(self, limits: UpdateLimits, server: Server, number: int) -> None:
         self.run, self.model, self.server, self.number = limits.run, limits.model, server, number
-        self.inspector = Inspector(limits, server, number, self._job)
+        self.inspector = UpdateValidator(limits, server, number, self._job)
         self.drift = Drift(self.model)
         self.up: list[Mapping[str, int]] = []  # what each message weighs
         self.down: list[Mapping[str, int]] = []
@@ -129,15 +133,15 @@ class _Round:
         self.plans: dict[str, Plan] = {}
         self.overwritten: list[tuple[str, Names]] = []
         self.received: list[tuple[str, Names]] = []
-        self.lost: list[Lost] = []
-        self.refused: list[Lost] = []
+        self.lost: list[ClientFailure] = []
+        self.refused: list[ClientFailure] = []
         self.losses: list[tuple[float, float]] = []
         self.sent: dict[str, Names] = {}
-        self.told: dict[str, Mapping[str, float]] = {}
+        self.metrics: dict[str, Mapping[str, float]] = {}
         self.norms: dict[str, float] = {}
         self.bounded: set[str] = set()
 
-    def play(self, engine: Engine) -> Round:
+    def play(self, engine: Engine) -> RoundResult:
         method, clients = self.run.method, engine.clients()
         key = self.run.key / "round" / self.number
         self.cohort = cohort = self.run.draw_cohort(self.number, clients)
@@ -148,18 +152,18 @@ class _Round:
             )
         updates = self._receive(engine.train(self._ask(client) for client in cohort))
         watched = self.drift.watch(updates) if self.run.drift else updates
-        aggregate = method.server.reduce(self.server, watched, len(clients))
+        aggregate = method.server_rule.reduce(self.server, watched, len(clients))
         if aggregate.cohort != len(self.received):
             raise MethodError(
-                f"{method.name}: {type(method.server).__name__} says it reduced {aggregate.cohort} updates, but there "
-                f"were {len(self.received)}; it must take each once and count them"
+                f"{method.name}: {type(method.server_rule).__name__} says it reduced {aggregate.cohort} updates, but "
+                f"there were {len(self.received)}; it must take each once and count them"
             )
         if few := self._too_few():
             return self._result(self.server, few)
-        for index, transform in reversed(list(enumerate(method.channel))):
-            aggregate = transform.decode(aggregate, key / "channel" / index)
-        server = method.server.apply(self.server, aggregate)
-        if spoilt := _not_finite(self.server, server):
+        for index, transform in reversed(list(enumerate(method.transforms))):
+            aggregate = transform.decode_aggregate(aggregate, key / "channel" / index)
+        server = method.server_rule.apply(self.server, aggregate)
+        if spoilt := _first_non_finite(self.server, server):
             reason = f"round {self.number} would have made '{spoilt}' of the server not finite"
             if not self.run.tolerate:
                 raise RunError(f"{reason}; lower training.lr, or method.lr where there is one")
@@ -182,20 +186,22 @@ class _Round:
             raise RunError(f"{short}; lower it, or ask more clients a round")
         return short
 
-    def _result(self, server: Server, skipped: str | None = None) -> Round:
+    def _result(self, server: Server, skipped: str | None = None) -> RoundResult:
         moved = frozenset(name for name, value in server.params.items() if value is not self.server.params[name])
-        ledger = self.server.ledger.acknowledge(self.received).forget(self.overwritten).changed(moved, self.number + 1)
+        versions = (
+            self.server.versions.acknowledge(self.received).forget(self.overwritten).changed(moved, self.number + 1)
+        )
         weight = sum(weight for weight, _ in self.losses)
-        return Round(
+        return RoundResult(
             self.number,
-            replace(server, ledger=ledger),
+            replace(server, versions=versions),
             tuple(self.cohort),
             tuple(self.lost),
-            Traffic(serialization.total(self.up), serialization.total(self.down)),
+            Traffic(serialization.total_bytes(self.up), serialization.total_bytes(self.down)),
             sum(weight * loss for weight, loss in self.losses) / weight if weight else None,
             self.drift.measures(),
             self.sent,
-            self.told,
+            self.metrics,
             tuple(self.refused),
             self.norms,
             frozenset(self.bounded),
@@ -204,10 +210,10 @@ class _Round:
         )
 
     def _job(self, client: str) -> Job:
-        return ask(self.run, self.model, self.server, self.number, client)[0]
+        return make_job(self.run, self.model, self.server, self.number, client)[0]
 
     def _ask(self, client: str) -> Job:
-        job, self.plans[client], own = _ask(self.run, self.model, self.server, self.number, client)
+        job, self.plans[client], own = _make_job(self.run, self.model, self.server, self.number, client)
         if own:
             self.overwritten.append((client, own))
         self.down.append(self._weigh(job, bool(own or job.slots)))
@@ -217,65 +223,69 @@ class _Round:
         """What is not special to a client weighs the same for all who lack the same."""
         if not special and job.stale in self.plain:
             return self.plain[job.stale]
-        weight = serialization.count({"params": select(job.params, job.stale), **job.slots})
+        weight = serialization.byte_counts({"params": select(job.params, job.stale), **job.slots})
         if not special:
             self.plain[job.stale] = weight
         return weight
 
-    def _receive(self, replies: Iterable[Update | Lost]) -> Iterator[Update]:
+    def _receive(self, replies: Iterable[Update | ClientFailure]) -> Iterator[Update]:
         for reply in replies:
             if fault := self._stray(reply):
                 self._drop(reply, fault)
                 continue
             plan = self.plans.pop(reply.client)
-            if isinstance(reply, Lost):
+            if isinstance(reply, ClientFailure):
                 self._lose(reply)
                 continue
             try:
                 reply, weight = self.inspector.weigh(reply)
                 self.up.append(weight)
                 checked = self.inspector.check(reply, plan)
-            except Refused as refusal:
+            except InvalidUpdate as refusal:
                 if not self.run.tolerate:
-                    raise ClientFault(reply.client, str(refusal)) from refusal
-                self._lose(Lost(reply.client, str(refusal), refused=True))
+                    raise ClientError(reply.client, str(refusal)) from refusal
+                self._lose(ClientFailure(reply.client, str(refusal), refused=True))
                 continue
             self._note(checked, plan)
             yield checked.update
         dropped = {lost.client: lost.reason for lost in self.refused}
         for client in self.plans:
             # Any of the dropped replies may have been theirs, under another name or under none.
-            self._lose(Lost(client, dropped.get(client, "gave no answer"), refused=bool(dropped)))
+            self._lose(ClientFailure(client, dropped.get(client, "gave no answer"), refused=bool(dropped)))
 
     def _stray(self, reply: object) -> str | None:
         """Why this is not the one reply that a client was asked for."""
-        if not isinstance(reply, Update | Lost) or not isinstance(reply.client, str):
+        if not isinstance(reply, Update | ClientFailure) or not isinstance(reply.client, str):
             return f"sent what is no update of a named client, but {type(reply).__name__}"
         if reply.client not in self.plans:
             return f"answered in round {self.number} without being asked, or twice"
-        if isinstance(reply, Lost) or reply.round is None or (type(reply.round) is int and reply.round == self.number):
+        if (
+            isinstance(reply, ClientFailure)
+            or reply.round is None
+            or (type(reply.round) is int and reply.round == self.number)
+        ):
             return None
-        return f"answered for round {short(reply.round)} in round {self.number}"
+        return f"answered for round {shorten(reply.round)} in round {self.number}"
 
     def _drop(self, reply: object, fault: str) -> None:
-        named = isinstance(reply, Update | Lost) and isinstance(reply.client, str)
+        named = isinstance(reply, Update | ClientFailure) and isinstance(reply.client, str)
         # A guess by the order of answers must not cost another client its turn, so it only names who ends the run.
-        client = reply.client if named else next(iter(self.plans), UNKNOWN)  # type: ignore[attr-defined]
+        client = reply.client if named else next(iter(self.plans), UNKNOWN_CLIENT)  # type: ignore[attr-defined]
         if not self.run.tolerate:
-            raise ClientFault(client, fault)
-        self.refused.append(Lost(client[:LONGEST] if named else UNKNOWN, fault, refused=True))
+            raise ClientError(client, fault)
+        self.refused.append(ClientFailure(client[:MAX_REASON] if named else UNKNOWN_CLIENT, fault, refused=True))
 
-    def _lose(self, lost: Lost) -> None:
-        self.lost.append(replace(lost, reason=str(lost.reason)[:LONGEST]))
+    def _lose(self, lost: ClientFailure) -> None:
+        self.lost.append(replace(lost, reason=str(lost.reason)[:MAX_REASON]))
         if lost.empty:
-            self.overwritten.append((lost.client, self.model.every()))
+            self.overwritten.append((lost.client, self.model.all_names()))
 
-    def _note(self, checked: Checked, plan: Plan) -> None:
+    def _note(self, checked: CheckedUpdate, plan: Plan) -> None:
         update = checked.update
         self.received.append((update.client, plan.down))
         self.sent[update.client] = frozenset(update.delta)
-        if update.told:
-            self.told[update.client] = update.told
+        if update.metrics:
+            self.metrics[update.client] = update.metrics
         if update.loss is not None:
             self.losses.append((update.weight, update.loss))
         if checked.norm is not None:
@@ -284,20 +294,20 @@ class _Round:
             self.bounded.add(update.client)
 
 
-def _not_finite(before: Server, after: Server) -> str | None:
+def _first_non_finite(before: Server, after: Server) -> str | None:
     """The name of a parameter or of server state that the round moved to a value that is not finite."""
-    moved = _moved(before.params, after.params)
+    moved = _changed(before.params, after.params)
     for slot, part in after.state.items():
-        moved |= {f"{slot}/{name}": value for name, value in _moved(before.state.get(slot, {}), part).items()}
+        moved |= {f"{slot}/{name}": value for name, value in _changed(before.state.get(slot, {}), part).items()}
     alike: dict[tuple[torch.device, torch.dtype], Tensors] = {}
     for name, value in moved.items():
         if value.is_floating_point() and value.numel():
             alike.setdefault((value.device, value.dtype), {})[name] = value
     for part in alike.values():  # all of one kind in one look, since on a GPU every look waits for it
-        if not finite(part):
-            return next(name for name, value in part.items() if not finite({name: value}))
+        if not all_finite(part):
+            return next(name for name, value in part.items() if not all_finite({name: value}))
     return None
 
 
-def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensors:
+def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensors:
     return {name: value for name, value in after.items() if value is not before.get(name)}

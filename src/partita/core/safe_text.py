@@ -7,11 +7,11 @@ import re
 import unicodedata
 from urllib.parse import quote, unquote
 
-LONGEST = 180  # bytes of a path component, which most file systems limit to 255; a suffix must fit too
-HASHED = "@"  # between the beginning of a name and its digest; quoting leaves none in other names
+MAX_LABEL = 180  # bytes of a path component, which most file systems limit to 255; a suffix must fit too
+HASH_CHARACTERS = "@"  # between the beginning of a name and its digest; quoting leaves none in other names
 
 
-def clean(text: object) -> str:
+def printable(text: object) -> str:
     """The text with everything invisible as an escape such as \\x1b: nothing in it moves a cursor or reorders text."""
     return "".join(each if _visible(each) else _escaped(each) for each in str(text))
 
@@ -25,15 +25,15 @@ def _escaped(character: str) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def component(name: str) -> str:
+def path_component(name: str) -> str:
     """A path component for any text, different for different texts; `named` goes back from it."""
     quoted = quote(name, safe="", errors="surrogatepass").replace(".", "%2E")  # a client may be called ".."
-    return quoted if 0 < len(quoted) <= LONGEST else _shortened(quoted, name)
+    return quoted if 0 < len(quoted) <= MAX_LABEL else _shortened(quoted, name)
 
 
-def named(folder: str) -> str | None:
+def client_of_folder(folder: str) -> str | None:
     """The text that a path component stands for; None where only its digest is left."""
-    return None if HASHED in folder else unquote(folder, errors="surrogatepass")
+    return None if HASH_CHARACTERS in folder else unquote(folder, errors="surrogatepass")
 
 
 def label_folder(label: str) -> str:
@@ -41,9 +41,9 @@ def label_folder(label: str) -> str:
     plain = re.sub(r"[^\w.=+-]+", "_", label).strip("_")
     if not plain.strip("."):
         return "run"
-    return plain if len(plain.encode()) <= LONGEST else _shortened(plain, label)
+    return plain if len(plain.encode()) <= MAX_LABEL else _shortened(plain, label)
 
 
 def _shortened(start: str, name: str) -> str:
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-    return start.encode()[: LONGEST - 33].decode(errors="ignore") + HASHED + digest
+    return start.encode()[: MAX_LABEL - 33].decode(errors="ignore") + HASH_CHARACTERS + digest

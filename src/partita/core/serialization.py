@@ -12,14 +12,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from partita.core.packed import Laid, shapes
+from partita.core.packed import PackedTensors, shapes
 from partita.core.tensors import Tensors
 
 Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by parameter name, which may lie in a row
-ENVELOPE = ""  # the name under which a message's own header is counted
+HEADER = ""  # the name under which a message's own header is counted
 
 # In the order in which safetensors lays tensors out.
-TYPES = {
+DTYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -30,7 +30,7 @@ def pack(slots: Message, about: dict[str, str] | None = None) -> bytes:
     return save({f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}, about)
 
 
-def about(data: bytes) -> dict[str, str]:
+def read_metadata(data: bytes) -> dict[str, str]:
     """What was packed beside the tensors."""
     length = int.from_bytes(data[:8], "little")
     found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
@@ -57,12 +57,12 @@ def unpack(data: bytes) -> dict[str, Tensors]:
     return slots
 
 
-def count(slots: Message) -> Mapping[str, int]:
+def byte_counts(slots: Message) -> Mapping[str, int]:
     """The bytes of pack(slots) by parameter name, without making a copy of anything; no tensors, no message."""
     return _count(tuple((slot, tuple(part), *_forms(part)) for slot, part in slots.items()))
 
 
-def total(messages: Sequence[Mapping[str, int]]) -> Counter[str]:
+def total_bytes(messages: Sequence[Mapping[str, int]]) -> Counter[str]:
     """What they weigh together. Messages of one kind are counted as one object, and so multiplied, not summed up."""
     kinds, times = {id(each): each for each in messages}, Counter(map(id, messages))
     weights = Counter[str]()
@@ -72,8 +72,8 @@ def total(messages: Sequence[Mapping[str, int]]) -> Counter[str]:
 
 
 def _forms(part: Mapping[str, Tensor]) -> tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...]]:
-    if isinstance(part, Laid):
-        return (part.row.dtype,) * len(part), shapes(part)
+    if isinstance(part, PackedTensors):
+        return (part.buffer.dtype,) * len(part), shapes(part)
     return tuple([value.dtype for value in part.values()]), shapes(part)
 
 
@@ -87,15 +87,15 @@ def _count(
         for name, kind, shape in zip(*tensors, strict=True):
             weight = shape.numel() * kind.itemsize
             sizes[name] = sizes.get(name, 0) + weight
-            entries.append((f"{slot}/{name}", TYPES[kind], tuple(shape), weight))
-    return MappingProxyType({ENVELOPE: _envelope(entries), **sizes} if entries else {})
+            entries.append((f"{slot}/{name}", DTYPES[kind], tuple(shape), weight))
+    return MappingProxyType({HEADER: _envelope(entries), **sizes} if entries else {})
 
 
 def _envelope(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> int:
     """The header that safetensors writes: its length in 8 bytes, then JSON padded to a multiple of 8."""
     start, header = 0, {}
     # By type, then by name: offsets, and so the digits in the header, depend on the order.
-    order = list(TYPES.values())
+    order = list(DTYPES.values())
     for key, kind, shape, weight in sorted(entries, key=lambda entry: (order.index(entry[1]), entry[0])):
         header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, start + weight]}
         start += weight

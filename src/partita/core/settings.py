@@ -64,7 +64,7 @@ class Run:
             raise RunError(f"federation.max_norm is {self.max_norm}; it must be a number above 0, or left out")
         if self.max_examples < 1:
             raise RunError(f"federation.max_examples is {self.max_examples}; it must be at least 1")
-        if self.max_norm is not None and any(transform.hides for transform in self.method.channel):
+        if self.max_norm is not None and any(transform.hides for transform in self.method.transforms):
             raise RunError(
                 "federation.max_norm and client-level privacy are both set; there privacy.clip bounds every update, so "
                 "leave federation.max_norm out"

@@ -9,21 +9,21 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from partita.core.packed import Known, Laid
+from partita.core.packed import CheckedTensors, PackedTensors
 
 Tensors = dict[str, Tensor]
 Slots = Mapping[str, Tensors]  # slot name -> tensors by parameter name
 Names = frozenset[str]
 
 
-def select(tree: Mapping[str, Tensor], names: Iterable[str]) -> Tensors:
+def select(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensors:
     """The named part, in sorted order, so that no later sum depends on the order of a set."""
-    return {name: tree[name] for name in sorted(names)}
+    return {name: tensors[name] for name in sorted(names)}
 
 
-def within(slots: Slots, names: Names) -> dict[str, Tensors]:
+def restrict_slots(slots: Slots, names: Names) -> dict[str, Tensors]:
     """Every slot restricted to the names; a slot may hold fewer of them."""
-    return {slot: select(tree, names & tree.keys()) for slot, tree in slots.items()}
+    return {slot: select(tensors, names & tensors.keys()) for slot, tensors in slots.items()}
 
 
 def add(left: Tensors, right: Mapping[str, Tensor]) -> Tensors:
@@ -45,62 +45,68 @@ def subtract(left: Tensors, right: Tensors) -> Tensors:
     return dict(zip(left, torch._foreach_sub(list(left.values()), [right[name] for name in left]), strict=True))
 
 
-def copies(tree: Tensors) -> Tensors:
+def clone_all(tensors: Tensors) -> Tensors:
     """Also in one call."""
-    places = {name: torch.empty_like(value) for name, value in tree.items()}
+    places = {name: torch.empty_like(value) for name, value in tensors.items()}
     if places:
-        torch._foreach_copy_(list(places.values()), list(tree.values()))
+        torch._foreach_copy_(list(places.values()), list(tensors.values()))
     return places
 
 
-def own(tree: Tensors) -> Tensors:
+def clone_views(tensors: Tensors) -> Tensors:
     """Without views, which would hold on to all that they are a part of."""
-    return {name: value.clone() if value._is_view() else value for name, value in tree.items()}
+    return {name: value.clone() if value._is_view() else value for name, value in tensors.items()}
 
 
-def wide(value: Tensor) -> Tensor:
+def upcast(value: Tensor) -> Tensor:
     """In float32 at least: a long sum in half precision stops moving."""
     return value if value.dtype == torch.float32 else value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def scale(tree: Mapping[str, Tensor], factor: float | Tensor) -> Tensors:
-    return {name: value * factor for name, value in tree.items()}
+def scale(tensors: Mapping[str, Tensor], factor: float | Tensor) -> Tensors:
+    return {name: value * factor for name, value in tensors.items()}
 
 
-def zeros_like(tree: Tensors) -> Tensors:
-    return {name: torch.zeros_like(value) for name, value in tree.items()}
+def zeros_like(tensors: Tensors) -> Tensors:
+    return {name: torch.zeros_like(value) for name, value in tensors.items()}
 
 
-def norm(tree: Tensors) -> Tensor:
+def norm(tensors: Tensors) -> Tensor:
     """The Euclidean norm over all tensors together, by the norms of each as torch's clipping takes it."""
-    if not tree:
+    if not tensors:
         return torch.zeros(())
-    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in tree.values()]))
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(value) for value in tensors.values()])
+    )
     return total
 
 
-def largest(tree: Mapping[str, Tensor]) -> Tensor:
+def max_abs(tensors: Mapping[str, Tensor]) -> Tensor:
     """The size of the largest number in any of the tensors, itself not finite where one of them is not."""
-    return torch.stack(torch._foreach_norm(list(tree.values()), ord=math.inf)).max()
+    return torch.stack(torch._foreach_norm(list(tensors.values()), ord=math.inf)).max()
 
 
-def finite(tree: Mapping[str, Tensor]) -> bool:
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Whether all numbers are; looked up once for all tensors, since on a GPU every look waits for it."""
-    return (isinstance(tree, Known | Laid) and tree.finite) or not tree or math.isfinite(largest(tree).item())
+    return (
+        (isinstance(tensors, CheckedTensors | PackedTensors) and tensors.finite)
+        or not tensors
+        or math.isfinite(max_abs(tensors).item())
+    )
 
 
-def squares(tree: Mapping[str, Tensor]) -> dict[str, float]:
+def squared_norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """The square of each tensor's norm, in float64."""
-    if isinstance(tree, Known | Laid) and tree.squares is not None:
-        return tree.squares
-    if not tree:
+    if isinstance(tensors, CheckedTensors | PackedTensors) and tensors.squares is not None:
+        return tensors.squares
+    if not tensors:
         return {}
-    norms = torch.stack(torch._foreach_norm(list(tree.values()), dtype=torch.float64))
-    return dict(zip(tree, norms.square().tolist(), strict=True))
+    norms = torch.stack(torch._foreach_norm(list(tensors.values()), dtype=torch.float64))
+    return dict(zip(tensors, norms.square().tolist(), strict=True))
 
 
-def to(tree: Mapping[str, Tensor], device: torch.device) -> Tensors:
-    return {name: value.to(device, non_blocking=True) for name, value in tree.items()}
+def to(tensors: Mapping[str, Tensor], device: torch.device) -> Tensors:
+    return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
@@ -116,10 +122,10 @@ def _bits(value: Tensor) -> Tensor:
     return value.detach().contiguous().flatten().view(torch.uint8)
 
 
-def digest(tree: Mapping[str, Tensor]) -> str:
+def digest(tensors: Mapping[str, Tensor]) -> str:
     """A fingerprint of names, types, shapes and bits."""
     state = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(tree.items()):
+    for name, value in sorted(tensors.items()):
         state.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
         state.update(_bits(value.cpu()).numpy().tobytes())
     return state.hexdigest()
@@ -130,34 +136,34 @@ class Mean:
 
     def __init__(self) -> None:
         self.weight: dict[str, float] = {}
-        self.laid: Laid | None = None  # as long as all that was added lay in rows of one form
+        self.packed: PackedTensors | None = None  # as long as all that was added lay in rows of one form
         self.by_name: Tensors = {}  # else
 
     @property
     def value(self) -> Tensors:
-        return self.by_name if self.laid is None else dict(self.laid)
+        return self.by_name if self.packed is None else dict(self.packed)
 
-    def add(self, tree: Mapping[str, Tensor], weight: float) -> None:
-        if isinstance(tree, Laid) and not self.weight:
-            self.laid = Laid(wide(tree.row.clone()), tree.form)
-            self.weight = dict.fromkeys(tree, weight)
-        elif isinstance(tree, Laid) and self.laid is not None and self.laid.form is tree.form:
+    def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        if isinstance(tensors, PackedTensors) and not self.weight:
+            self.packed = PackedTensors(upcast(tensors.buffer.clone()), tensors.layout)
+            self.weight = dict.fromkeys(tensors, weight)
+        elif isinstance(tensors, PackedTensors) and self.packed is not None and self.packed.layout is tensors.layout:
             total = next(iter(self.weight.values())) + weight
-            self.weight = dict.fromkeys(tree, total)
+            self.weight = dict.fromkeys(tensors, total)
             if total > 0:
-                self.laid.row.lerp_(tree.row.to(self.laid.row.dtype), weight / total)
+                self.packed.buffer.lerp_(tensors.buffer.to(self.packed.buffer.dtype), weight / total)
         else:
-            self._add_by_name(tree, weight)
+            self._add_by_name(tensors, weight)
 
-    def _add_by_name(self, tree: Mapping[str, Tensor], weight: float) -> None:
-        self.by_name, self.laid = self.value, None  # from here on, names may differ in weight
-        totals = {name: self.weight.get(name, 0.0) + weight for name in tree}
+    def _add_by_name(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        self.by_name, self.packed = self.value, None  # from here on, names may differ in weight
+        totals = {name: self.weight.get(name, 0.0) + weight for name in tensors}
         self.weight |= totals
-        known = [name for name in tree if name in self.by_name and totals[name] > 0]
-        for name, value in copies({name: tree[name] for name in tree if name not in self.by_name}).items():
-            self.by_name[name] = wide(value)
+        known = [name for name in tensors if name in self.by_name and totals[name] > 0]
+        for name, value in clone_all({name: tensors[name] for name in tensors if name not in self.by_name}).items():
+            self.by_name[name] = upcast(value)
         if known:
-            means, values = [self.by_name[name] for name in known], [tree[name] for name in known]
+            means, values = [self.by_name[name] for name in known], [tensors[name] for name in known]
             together = {totals[name] for name in known}
             if len(together) == 1 and len({value.dtype for value in (*means, *values)}) == 1:
                 torch._foreach_lerp_(means, values, weight / together.pop())

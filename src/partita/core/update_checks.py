@@ -19,10 +19,10 @@ from torch import Tensor
 
 from partita.core import serialization, tensors
 from partita.core.batch_schedule import count_steps
-from partita.core.client import Job, shaped, turn_of
-from partita.core.method import Context, Local, Server, Update
-from partita.core.model import Model, layers_of
-from partita.core.packed import Form, Known, Laid, shapes
+from partita.core.client import Job, client_model, round_info_of
+from partita.core.method import ClientRule, Context, Server, Update
+from partita.core.model import Model, layer_tags
+from partita.core.packed import CheckedTensors, PackedLayout, PackedTensors, shapes
 from partita.core.plan import Plan
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
@@ -30,19 +30,19 @@ from partita.core.tensors import Names, Slots, Tensors
 # An honest round moves parameters by a fraction of their own norm, and new ones (a head, prompts, low-rank factors) by
 # about 1. A thousand times that is divergence or an attack; it is also far from where float32 overflows. The limit is
 # relative to the initial model: relative to the current one, an attacker could raise it round by round.
-MOST_OF_INITIAL = 1000.0
-LARGEST_NUMBER = 1e9  # of a loss or a score, whatever its sign
-MOST_TOLD = 1024  # scores in one reply
-_PLAIN = re.compile(r"[A-Za-z0-9_.\-]{1,64}(/[A-Za-z0-9_.\-]{1,64})?")  # what rules call their scores
-_CONTAINERS = (dict, Counter, Known, Laid)  # mappings that cannot change between two looks
+MAX_NORM_RATIO = 1000.0
+MAX_ABS = 1e9  # of a loss or a score, whatever its sign
+MAX_METRICS = 1024  # scores in one reply
+_METRIC_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}(/[A-Za-z0-9_.\-]{1,64})?")  # what rules call their scores
+_CONTAINERS = (dict, Counter, CheckedTensors, PackedTensors)  # mappings that cannot change between two looks
 
 
-class Refused(ValueError):
+class InvalidUpdate(ValueError):
     """A reply that cannot be used; the text says why."""
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedUpdate:
     """A usable reply as the server's rule may see it."""
 
     update: Update
@@ -50,16 +50,16 @@ class Checked:
     bounded: bool  # it was longer than federation.max_norm, and was scaled down
 
 
-class Limits:
+class UpdateLimits:
     """What the server knows of a run beforehand, and what follows from it for replies."""
 
     def __init__(self, run: Run, model: Model) -> None:
         self.run, self.model = run, model
-        self.layers = frozenset(layers_of(model))
-        self.slots: Names = frozenset[str]().union(*(rule.slots for rule in run.method.local))
-        self.finishes = any(type(rule).finish is not Local.finish for rule in run.method.local)
-        self.narrows = any(type(rule).narrow is not Local.narrow for rule in run.method.local)
-        self.hides = any(transform.hides for transform in run.method.channel)
+        self.layers = frozenset(layer_tags(model))
+        self.slots: Names = frozenset[str]().union(*(rule.slots for rule in run.method.client_rules))
+        self.finishes = any(type(rule).finish is not ClientRule.finish for rule in run.method.client_rules)
+        self.narrows = any(type(rule).narrow is not ClientRule.narrow for rule in run.method.client_rules)
+        self.hides = any(transform.hides for transform in run.method.transforms)
         self._squares: dict[str, float] = {}  # of the initial model
         self._norms: dict[Names, float] = {}
         self._trusts = False
@@ -92,20 +92,20 @@ class Limits:
         """The most that an update of these names may be long."""
         if names not in self._norms:
             new = {name: self.model.initial[name] for name in sorted(names - self._squares.keys())}
-            self._squares |= tensors.squares(new)
+            self._squares |= tensors.squared_norms(new)
             initial = math.sqrt(math.fsum(self._squares[name] for name in names))
-            self._norms[names] = MOST_OF_INITIAL * max(1.0, initial)
+            self._norms[names] = MAX_NORM_RATIO * max(1.0, initial)
         return self._norms[names]
 
 
-class Inspector:
+class UpdateValidator:
     """Checks the replies of one round."""
 
-    def __init__(self, limits: Limits, server: Server, number: int, ask: Callable[[str], Job]) -> None:
+    def __init__(self, limits: UpdateLimits, server: Server, number: int, ask: Callable[[str], Job]) -> None:
         self.limits, self.params, self.number, self.ask = limits, server.params, number, ask
         self.run = limits.run
         self.forms = {name: (value.shape, _kind(value)) for name, value in server.params.items()}
-        self.fits: dict[tuple[Form, Names, torch.dtype, torch.device], Mapping[str, int]] = {}  # with the steps
+        self.fits: dict[tuple[PackedLayout, Names, torch.dtype, torch.device], Mapping[str, int]] = {}  # with the steps
         self.honest: dict[tuple[Plan, Names], Mapping[str, Names] | None] = {}
         self.first: Names | None = None  # the names of the round's first reply
 
@@ -113,23 +113,23 @@ class Inspector:
         """The reply with plain containers of plain tensors, and its bytes by name."""
         try:
             update = _readable(update)
-        except Refused:
+        except InvalidUpdate:
             raise
         except Exception as error:  # a mapping that is evaluated when it is read can fail in any way
-            raise Refused(f"sent a reply that cannot be read: {short(error)}") from error
-        return update, serialization.count({"delta": update.delta, **update.slots})
+            raise InvalidUpdate(f"sent a reply that cannot be read: {shorten(error)}") from error
+        return update, serialization.byte_counts({"delta": update.delta, **update.slots})
 
-    def check(self, update: Update, plan: Plan) -> Checked:
+    def check(self, update: Update, plan: Plan) -> CheckedUpdate:
         """The reply after the channel's transforms were undone. Raises Refused with the reason if it is of no use."""
         self._check_numbers(update, plan)
         self._check_slots(update, plan)
         try:
-            for transform in reversed(self.run.method.channel):
-                update = transform.open(update)
+            for transform in reversed(self.run.method.transforms):
+                update = transform.decode_update(update)
         except Exception as error:  # transforms meet tensors of any shape and type here
-            raise Refused(f"sent what cannot be opened: {short(error)}") from error
+            raise InvalidUpdate(f"sent what cannot be opened: {shorten(error)}") from error
         for slot in update.slots.keys() - self.limits.slots:
-            raise Refused(f"sent the slot {short(slot)}, which {self.run.method.name} does not have")
+            raise InvalidUpdate(f"sent the slot {shorten(slot)}, which {self.run.method.name} does not have")
         for part in (update.delta, *update.slots.values()):
             self._check_fit(part, plan, update)
         self._check_names(frozenset(update.delta), plan)
@@ -139,31 +139,31 @@ class Inspector:
         weight, loss = _number(update.weight), _number(update.loss)
         most = self.limits.examples(update.client)
         if weight is None or not 0 < weight <= most:
-            raise Refused(
-                f"sent the weight {short(update.weight)}; it is the number of training examples, above 0 and here at "
+            raise InvalidUpdate(
+                f"sent the weight {shorten(update.weight)}; it is the number of training examples, above 0 and here at "
                 f"most {most}"
             )
-        if update.loss is not None and (loss is None or abs(loss) > LARGEST_NUMBER):
-            raise Refused(
-                f"sent the loss {short(update.loss)}, which is not a number within {LARGEST_NUMBER:g}; lower "
+        if update.loss is not None and (loss is None or abs(loss) > MAX_ABS):
+            raise InvalidUpdate(
+                f"sent the loss {shorten(update.loss)}, which is not a number within {MAX_ABS:g}; lower "
                 "training.lr, set training.clip, or look at the client's data"
             )
-        if update.told:
-            self._check_told(update.told)
+        if update.metrics:
+            self._check_told(update.metrics)
 
-    def _check_told(self, told: Mapping[str, float]) -> None:
-        if not self.limits.narrows or len(told) > MOST_TOLD:
-            most = MOST_TOLD if self.limits.narrows else 0
-            raise Refused(f"told {len(told)} scores; clients of {self.run.method.name} tell at most {most}")
-        for what, value in told.items():
+    def _check_told(self, metrics: Mapping[str, float]) -> None:
+        if not self.limits.narrows or len(metrics) > MAX_METRICS:
+            most = MAX_METRICS if self.limits.narrows else 0
+            raise InvalidUpdate(f"told {len(metrics)} scores; clients of {self.run.method.name} tell at most {most}")
+        for what, value in metrics.items():
             layer = what.partition("/")[2] if isinstance(what, str) else ""
-            if not isinstance(what, str) or not _PLAIN.fullmatch(what):
-                raise Refused(f"told a score called {short(what)}; it must be a short plain text")
+            if not isinstance(what, str) or not _METRIC_NAME.fullmatch(what):
+                raise InvalidUpdate(f"told a score called {shorten(what)}; it must be a short plain text")
             if layer.startswith("layer.") and layer not in self.limits.layers:
-                raise Refused(f"told a score of {short(layer)}, which {self.limits.model.name} does not have")
+                raise InvalidUpdate(f"told a score of {shorten(layer)}, which {self.limits.model.name} does not have")
             number = _number(value)
-            if number is None or abs(number) > LARGEST_NUMBER:
-                raise Refused(f"told {short(value)} for '{what}'; it must be a number within {LARGEST_NUMBER:g}")
+            if number is None or abs(number) > MAX_ABS:
+                raise InvalidUpdate(f"told {shorten(value)} for '{what}'; it must be a number within {MAX_ABS:g}")
 
     def _check_slots(self, update: Update, plan: Plan) -> None:
         """Before transforms, which may use slots up. A slot is sent for all names that an honest client sends it for,
@@ -181,7 +181,7 @@ class Inspector:
         for slot in sorted(sent.keys() | honest.keys()):
             wanted, given = honest.get(slot), sent.get(slot)
             if wanted != given:
-                raise Refused(
+                raise InvalidUpdate(
                     f"sent the slot '{slot}' for {_count(given)}, not for the {_count(wanted)} of an honest reply"
                 )
 
@@ -192,13 +192,13 @@ class Inspector:
         if (plan, names) not in self.honest:
             job, narrowed = self.ask(client), plan.narrow(names | plan.keep)
             anchor = {**self.limits.model.initial, **job.params}
-            rules = [rule for rule in self.run.method.local if type(rule).finish is not Local.finish]
+            rules = [rule for rule in self.run.method.client_rules if type(rule).finish is not ClientRule.finish]
             try:
                 memory = {slot: part for rule in rules for slot, part in rule.memory(anchor).items()}
-                model, turn = shaped(self.run, self.limits.model, job), turn_of(self.run, job)
-                ctx = Context(model, narrowed, anchor, job.slots, memory, self.run.training.lr, turn=turn)
+                model, round_info = client_model(self.run, self.limits.model, job), round_info_of(self.run, job)
+                ctx = Context(model, narrowed, anchor, job.slots, memory, self.run.training.lr, round_info=round_info)
                 steps = dict.fromkeys(narrowed.train, 1)
-                sent = [tensors.within(rule.finish(anchor, steps, ctx)[0], narrowed.up) for rule in rules]
+                sent = [tensors.restrict_slots(rule.finish(anchor, steps, ctx)[0], narrowed.up) for rule in rules]
                 self.honest[plan, names] = {slot: frozenset(part) for each in sent for slot, part in each.items()}
             except Exception:
                 self.honest[plan, names] = None
@@ -206,34 +206,40 @@ class Inspector:
 
     def _check_fit(self, part: Mapping[str, Tensor], plan: Plan, update: Update) -> None:
         taken = update.steps
-        if isinstance(part, Laid):
-            alike = part.form, plan.up, part.row.dtype, part.row.device
+        if isinstance(part, PackedTensors):
+            alike = part.layout, plan.up, part.buffer.dtype, part.buffer.device
             if self.fits.get(alike) is taken:
                 return  # as that of a client before
         if stray := taken.keys() - self.forms.keys():
-            raise Refused(f"sent steps of {short(min(stray, key=str))}, which {self.limits.model.name} does not have")
+            raise InvalidUpdate(
+                f"sent steps of {shorten(min(stray, key=str))}, which {self.limits.model.name} does not have"
+            )
         most = self.limits.steps(plan, self.limits.examples(update.client))
-        kinds = [(part.row.dtype, part.row.device)] * len(part) if isinstance(part, Laid) else map(_kind, part.values())
+        kinds = (
+            [(part.buffer.dtype, part.buffer.device)] * len(part)
+            if isinstance(part, PackedTensors)
+            else map(_kind, part.values())
+        )
         for name, shape, kind in zip(part, shapes(part), kinds, strict=True):
             if name not in plan.up:
                 self._refuse_name(name)
             if (shape, kind) != self.forms[name]:
                 own = self.params[name]
-                raise Refused(
+                raise InvalidUpdate(
                     f"sent '{name}' of shape {tuple(shape)}, not {tuple(own.shape)}"
                     if shape != own.shape
                     else f"sent '{name}' as {kind[0]} on {kind[1]}, not {own.dtype} on {own.device}"
                 )
             steps = taken.get(name)
             if type(steps) is not int or not 1 <= steps <= most[name]:
-                raise Refused(
-                    f"sent '{name}' after {short(steps)} steps; it must be a whole number from 1 to {most[name]}"
+                raise InvalidUpdate(
+                    f"sent '{name}' after {shorten(steps)} steps; it must be a whole number from 1 to {most[name]}"
                 )
-        if isinstance(part, Laid):
+        if isinstance(part, PackedTensors):
             self.fits[alike] = taken
 
     def _refuse_name(self, name: object) -> None:
-        raise Refused(f"sent {short(name)}, which its plan does not send up in round {self.number}")
+        raise InvalidUpdate(f"sent {shorten(name)}, which its plan does not send up in round {self.number}")
 
     def _check_names(self, names: Names, plan: Plan) -> None:
         """Under client-level privacy all send the same, or names alone would tell who took part."""
@@ -241,45 +247,47 @@ class Inspector:
             return
         self.first = self.first if self.first is not None else names
         if names != (wanted := self.first if self.limits.narrows else plan.up):
-            raise Refused(
+            raise InvalidUpdate(
                 f"sent {_count(names)}, not the {_count(wanted)} of the round; under client-level privacy all clients "
                 "of a round send the same"
             )
 
-    def _measured(self, update: Update) -> Checked:
-        delta = update.delta if isinstance(update.delta, Known | Laid) else Known(update.delta)
+    def _measured(self, update: Update) -> CheckedUpdate:
+        delta = (
+            update.delta if isinstance(update.delta, CheckedTensors | PackedTensors) else CheckedTensors(update.delta)
+        )
         norm, limit = _norm(delta), self.limits.norm(frozenset(delta))
         delta.finite = True
         if norm > limit:
-            raise Refused(
-                f"sent an update of norm {norm:.3g}, and more than {limit:.3g} ({MOST_OF_INITIAL:g} times the initial "
+            raise InvalidUpdate(
+                f"sent an update of norm {norm:.3g}, and more than {limit:.3g} ({MAX_NORM_RATIO:g} times the initial "
                 "model's) is implausible; lower training.lr, set training.clip, or look at the client's data"
             )
         for slot, part in update.slots.items():
             # A slot is as large as a gradient, that is as an update over the learning rate.
             if (size := _norm(part)) > limit / min(1.0, self.run.training.lr):
-                raise Refused(f"sent the slot '{slot}' of norm {size:.3g}, which is implausible")
+                raise InvalidUpdate(f"sent the slot '{slot}' of norm {size:.3g}, which is implausible")
         if self.limits.hides:
-            return Checked(replace(update, delta=delta), None, False)
+            return CheckedUpdate(replace(update, delta=delta), None, False)
         if self.run.max_norm is None or norm <= self.run.max_norm:
-            return Checked(update if update.delta is delta else replace(update, delta=delta), norm, False)
+            return CheckedUpdate(update if update.delta is delta else replace(update, delta=delta), norm, False)
         factor = self.run.max_norm / norm
         slots: Slots = {slot: tensors.scale(part, factor) for slot, part in update.slots.items()}
-        return Checked(replace(update, delta=tensors.scale(delta, factor), slots=slots), norm, True)
+        return CheckedUpdate(replace(update, delta=tensors.scale(delta, factor), slots=slots), norm, True)
 
 
 def _norm(part: Mapping[str, Tensor]) -> float:
-    if isinstance(part, Known | Laid):
+    if isinstance(part, CheckedTensors | PackedTensors):
         if part.finite and part.square is not None:
             return math.sqrt(part.square)
         if not part.finite:
             part.squares = None  # some client of its block is not finite, so each is looked at by itself
-    squares = tensors.squares(part)
+    squares = tensors.squared_norms(part)
     total = math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else math.nan
     if not math.isfinite(total):
         wrong = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
-        raise Refused(f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip")
-    if isinstance(part, Known | Laid):
+        raise InvalidUpdate(f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip")
+    if isinstance(part, CheckedTensors | PackedTensors):
         part.squares = squares  # drift asks for them again
     return math.sqrt(total)
 
@@ -289,12 +297,12 @@ def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _readable(update: Update) -> Update:
-    delta, steps, told = (_mapping(getattr(update, field), field) for field in ("delta", "steps", "told"))
-    slots = {slot: _tensors(part, f"slot {short(slot)}") for slot, part in _mapping(update.slots, "slots").items()}
+    delta, steps, metrics = (_mapping(getattr(update, field), field) for field in ("delta", "steps", "metrics"))
+    slots = {slot: _tensors(part, f"slot {shorten(slot)}") for slot, part in _mapping(update.slots, "slots").items()}
     delta = _tensors(delta, "delta")
-    if all(new is getattr(update, field) for field, new in (("delta", delta), ("steps", steps), ("told", told))):
+    if all(new is getattr(update, field) for field, new in (("delta", delta), ("steps", steps), ("metrics", metrics))):
         return update if not slots else replace(update, slots=slots)
-    return replace(update, delta=delta, slots=slots, steps=steps, told=told)
+    return replace(update, delta=delta, slots=slots, steps=steps, metrics=metrics)
 
 
 def _mapping(value: object, what: str) -> Mapping:  # type: ignore[type-arg]
@@ -302,25 +310,27 @@ def _mapping(value: object, what: str) -> Mapping:  # type: ignore[type-arg]
     if type(value) in _CONTAINERS:
         return value  # type: ignore[return-value]
     if not isinstance(value, Mapping):
-        raise Refused(f"sent {what} as {type(value).__name__}; it must be a mapping by name")
+        raise InvalidUpdate(f"sent {what} as {type(value).__name__}; it must be a mapping by name")
     return dict(value)
 
 
 def _tensors(value: object, what: str) -> Tensors:
     part = _mapping(value, what)
-    if isinstance(part, Known | Laid):
+    if isinstance(part, CheckedTensors | PackedTensors):
         return part  # type: ignore[return-value]  # only the engine of this process makes these
     for name, each in part.items():
         if type(name) is not str or type(each) is not Tensor:
-            raise Refused(f"sent {short(name)} in its {what} as {type(each).__name__}; it must be a tensor by name")
+            raise InvalidUpdate(
+                f"sent {shorten(name)} in its {what} as {type(each).__name__}; it must be a tensor by name"
+            )
         if (
             each.layout is not torch.strided
             or each.is_meta
             or each.requires_grad
-            or each.dtype not in serialization.TYPES
+            or each.dtype not in serialization.DTYPES
         ):
-            raise Refused(
-                f"sent {short(name)} in its {what} as {each.dtype}, {each.layout} on {each.device}; it must be a "
+            raise InvalidUpdate(
+                f"sent {shorten(name)} in its {what} as {each.dtype}, {each.layout} on {each.device}; it must be a "
                 "dense tensor of numbers without a gradient"
             )
     return part  # type: ignore[return-value]
@@ -341,7 +351,7 @@ def _count(names: Names | None) -> str:
     return "none" if names is None else f"{len(names)} names"
 
 
-def short(value: object) -> str:
+def shorten(value: object) -> str:
     """For messages and rows, whatever a client sent."""
     try:
         text = f"{type(value).__name__}: {value}" if isinstance(value, Exception) else repr(value)

@@ -13,45 +13,45 @@ NEVER = -1
 
 
 @dataclass(frozen=True)
-class Ledger:
+class ParameterVersions:
     """A version is the number of rounds completed when the value was made: 0 is the initial model.
 
     `held` has one row of versions for each client that ever answered, in the order of `versions`. Clients that were
     in step share one tuple, so the ledger grows with those who took part and not with the population.
     """
 
-    versions: Mapping[str, int] = field(default_factory=dict)
+    current: Mapping[str, int] = field(default_factory=dict)
     held: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     preloaded: bool = False  # clients hold the initial model before the first round
 
-    def lacks(self, client: str, names: Names) -> Names:
+    def missing(self, client: str, names: Names) -> Names:
         """The names whose present version the client does not hold."""
-        return names.intersection(compress(self.versions, map(operator.ne, self.versions.values(), self._row(client))))
+        return names.intersection(compress(self.current, map(operator.ne, self.current.values(), self._row(client))))
 
-    def acknowledge(self, received: Iterable[tuple[str, Names]]) -> Ledger:
+    def acknowledge(self, received: Iterable[tuple[str, Names]]) -> ParameterVersions:
         """These clients answered, so they hold the present version of these names. Silence proves nothing."""
         held, shared = dict(self.held), dict[tuple[int, ...], tuple[int, ...]]()
         known: dict[tuple[Names, tuple[int, ...]], tuple[int, ...]] = {}
         for client, names in received:
             before = names, self._row(client)
             if before not in known:
-                rows = zip(self.versions.items(), before[1], strict=True)
+                rows = zip(self.current.items(), before[1], strict=True)
                 row = tuple(version if name in names else has for (name, version), has in rows)
                 known[before] = shared.setdefault(row, row)
             held[client] = known[before]
-        return Ledger(self.versions, held, self.preloaded)
+        return ParameterVersions(self.current, held, self.preloaded)
 
-    def forget(self, overwritten: Iterable[tuple[str, Names]]) -> Ledger:
+    def forget(self, overwritten: Iterable[tuple[str, Names]]) -> ParameterVersions:
         """These clients were sent something else under these names, so they no longer hold the server's."""
         held = dict(self.held)
         for client, names in overwritten:
-            rows = zip(self.versions, self._row(client), strict=True)
+            rows = zip(self.current, self._row(client), strict=True)
             held[client] = tuple(NEVER if name in names else has for name, has in rows)
-        return Ledger(self.versions, held, self.preloaded)
+        return ParameterVersions(self.current, held, self.preloaded)
 
-    def changed(self, names: Names, version: int) -> Ledger:
-        versions = {name: version if name in names else old for name, old in self.versions.items()}
-        return Ledger(versions, self.held, self.preloaded)
+    def changed(self, names: Names, version: int) -> ParameterVersions:
+        versions = {name: version if name in names else old for name, old in self.current.items()}
+        return ParameterVersions(versions, self.held, self.preloaded)
 
     def _row(self, client: str) -> tuple[int, ...]:
-        return self.held.get(client) or (0 if self.preloaded else NEVER,) * len(self.versions)
+        return self.held.get(client) or (0 if self.preloaded else NEVER,) * len(self.current)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from partita.core.options import bind, pick
+from partita.core.options import import_from_registry, validate_options
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.split import SPLITS, split
-from partita.data.task import Federation, Rows, Table, Task
+from partita.data.task import Federation, Subset, Table, Task
 
 INDEX = {
     "digits": "partita.data.digits:digits",
@@ -20,13 +20,13 @@ INDEX = {
     "tokens": "partita.data.tokens:tokens",
 }
 
-__all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Rows", "Table", "Task", "load", "split", "takes"]
+__all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Subset", "Table", "Task", "load", "split", "takes"]
 
 
 def load(name: str, key: Key, **options: Any) -> Task:
     """The named task; the key is for those that draw."""
-    make = pick(INDEX, name, "task")
-    options = bind(make, options, "data", given=["key"])
+    make = import_from_registry(INDEX, name, "task")
+    options = validate_options(make, options, "data", given=["key"])
     if "key" in inspect.signature(make).parameters:
         options["key"] = key
     task: Task = make(**options)
@@ -35,4 +35,4 @@ def load(name: str, key: Key, **options: Any) -> Task:
 
 def takes(name: str, option: str) -> bool:
     """Whether the named task has such an option."""
-    return option in inspect.signature(pick(INDEX, name, "task")).parameters
+    return option in inspect.signature(import_from_registry(INDEX, name, "task")).parameters

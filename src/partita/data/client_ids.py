@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
-from partita.core.options import shown
+from partita.core.options import format_value
 from partita.data.errors import DataError
 
 
-class Listed(Sequence[str]):
+class NamedClients(Sequence[str]):
     """The names given, with the way back from a name to its position."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -17,7 +17,7 @@ class Listed(Sequence[str]):
         self._positions = {name: position for position, name in enumerate(self._names)}
         if len(self._positions) < len(self._names):
             twice = next(name for position, name in enumerate(self._names) if self._positions[name] != position)
-            raise DataError(f"two clients are called {shown(twice)}; give each a name of its own")
+            raise DataError(f"two clients are called {format_value(twice)}; give each a name of its own")
 
     def __len__(self) -> int:
         return len(self._names)
@@ -36,7 +36,7 @@ class Listed(Sequence[str]):
         return _inside(self, name, self._positions.get(name), start, stop)
 
 
-class Numbered(Sequence[str]):
+class NumberedClients(Sequence[str]):
     """c0, c1, c2 and so on, made when asked for, so that a million of them take no room."""
 
     def __init__(self, count: int) -> None:

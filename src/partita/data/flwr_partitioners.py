@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from partita.core.options import Count, nearest
+from partita.core.options import Count, closest_match
 from partita.core.rng import Key
-from partita.data.client_ids import Numbered
+from partita.data.client_ids import NumberedClients
 from partita.data.errors import DataError, first_line, need
-from partita.data.task import Partition, Task, grouped
+from partita.data.task import Partition, Task, group_by_client
 
-ROW = "__row__"  # no column of a task is called this
+ROW_COLUMN = "__row__"  # no column of a task is called this
 
 
 def flwr(
@@ -31,9 +31,11 @@ def flwr(
     module, datasets = need("flwr_datasets.partitioner", "flwr-datasets"), need("datasets", "flwr-datasets")
     kinds = [name for name in module.__all__ if not name.startswith("Vertical") and name != "Partitioner"]
     if partitioner not in kinds:
-        raise DataError(f"flwr-datasets has no partitioner '{partitioner}' of rows; {nearest(partitioner, kinds)}")
+        raise DataError(
+            f"flwr-datasets has no partitioner '{partitioner}' of rows; {closest_match(partitioner, kinds)}"
+        )
     kind = getattr(module, partitioner)
-    columns = {**task.columns, "label": task.labels(), ROW: np.arange(len(task.train))}
+    columns = {**task.columns, "label": task.labels(), ROW_COLUMN: np.arange(len(task.train))}
     arguments = _arguments(kind, clients, key, columns, dict(options or {}))
     try:
         return _dealt(task, kind(**arguments), datasets.Dataset.from_dict(columns))
@@ -49,11 +51,11 @@ def _dealt(task: Task, dealer: Any, dataset: Any) -> Partition:
         raise DataError(f"{count} clients are to share {len(task.train)} examples; use fewer")
     owner = np.full(len(task.train), -1, np.int64)
     for position in range(count):
-        rows = np.array(dealer.load_partition(position)[ROW][:], np.int64)
+        rows = np.array(dealer.load_partition(position)[ROW_COLUMN][:], np.int64)
         if (owner[rows] >= 0).any():
             raise DataError(f"{type(dealer).__name__} gives a row to two clients; use one that deals each row once")
         owner[rows] = position
-    return grouped(owner, Numbered(count))
+    return group_by_client(owner, NumberedClients(count))
 
 
 def _arguments(
@@ -66,12 +68,12 @@ def _arguments(
     passed = {name: value for name, value in offered.items() if name in takes and value is not None} | options
     for name in passed:
         if name not in takes:
-            raise DataError(f"{kind.__name__} has no option '{name}'; {nearest(name, takes)}")
+            raise DataError(f"{kind.__name__} has no option '{name}'; {closest_match(name, takes)}")
     for name, parameter in takes.items():
         if name not in passed and parameter.default is parameter.empty:
             remedy = "clients" if name == "num_partitions" else f"options.{name}"
             raise DataError(f"{kind.__name__} needs '{name}'; set split.{remedy}")
-    if passed.get("partition_by", ROW) not in columns:
-        column, known = passed["partition_by"], [name for name in columns if name != ROW]
-        raise DataError(f"there is no column '{column}' to partition by; {nearest(column, known)}")
+    if passed.get("partition_by", ROW_COLUMN) not in columns:
+        column, known = passed["partition_by"], [name for name in columns if name != ROW_COLUMN]
+        raise DataError(f"there is no column '{column}' to partition by; {closest_match(column, known)}")
     return passed

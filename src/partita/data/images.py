@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from partita.core import memory
-from partita.core.options import MOST, Positive, Range
+from partita.core.options import MAX_NUMBER, Positive, Range
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.data.errors import DataError, need, reading
 from partita.data.labels import one_label
-from partita.data.loading import Part, TestPart, read
+from partita.data.loading import DatasetPart, TestPart, load_dataset
 from partita.data.task import Side, Table, Task
 
 MODES = {1: "L", 3: "RGB"}
@@ -45,7 +45,9 @@ def images(
     label: Annotated[str, "column of the classes"] = "label",
     size: Annotated[Side | None, "pixels of a side to resize to"] = None,
     channels: Annotated[Literal[1, 3], "1: grey, 3: colour"] = 3,
-    mean: Annotated[tuple[Annotated[float, Range(low=-MOST, high=MOST)], ...], "subtracted, for each channel"] = (0.5,),
+    mean: Annotated[
+        tuple[Annotated[float, Range(low=-MAX_NUMBER, high=MAX_NUMBER)], ...], "subtracted, for each channel"
+    ] = (0.5,),
     std: Annotated[tuple[Positive, ...], "divided by, for each channel"] = (0.5,),
     config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
     test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
@@ -58,7 +60,7 @@ def images(
     for name, values in ("mean", mean), ("std", std):
         if len(values) not in (1, channels):
             raise DataError(f"{name} has {len(values)} values for {channels} channels; give 1 or {channels}")
-    source = read(path, key, config, test)
+    source = load_dataset(path, key, config, test)
     for part in (source.train, source.test):
         _check(part, image, label)
     classes, *targets = one_label(source, label)
@@ -77,7 +79,7 @@ def images(
     )
 
 
-def _check(part: Part, image: str, label: str) -> None:
+def _check(part: DatasetPart, image: str, label: str) -> None:
     datasets = need("datasets", "data")
     part.need(image, label)
     if not isinstance(part.data.features[image], datasets.Image):
@@ -88,7 +90,7 @@ def _check(part: Part, image: str, label: str) -> None:
         )
 
 
-def _pixels(part: Part, column: str, size: int | None, channels: int) -> Tensor:
+def _pixels(part: DatasetPart, column: str, size: int | None, channels: int) -> Tensor:
     """Bytes, (row, channel, height, width)."""
     filled: NDArray[np.uint8] | None = None
     for place, (named, picture) in enumerate(_decoded(part, column)):
@@ -112,7 +114,7 @@ def _pixels(part: Part, column: str, size: int | None, channels: int) -> Tensor:
     return torch.from_numpy(filled)
 
 
-def _decoded(part: Part, column: str) -> Iterator[tuple[str, Any]]:
+def _decoded(part: DatasetPart, column: str) -> Iterator[tuple[str, Any]]:
     """What to call each image in an error, and the image."""
     feature = part.data.features[column]
     for place, kept in enumerate(part.data.cast_column(column, need("datasets", "data").Image(decode=False))[column]):

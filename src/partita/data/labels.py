@@ -7,35 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.core.options import nearest, shown
+from partita.core.options import closest_match, format_value
 from partita.data.errors import DataError
-from partita.data.loading import Part, Source
+from partita.data.loading import Dataset, DatasetPart
 
 
-def is_list(part: Part, column: str) -> bool:
+def is_list(part: DatasetPart, column: str) -> bool:
     return hasattr(part.data.features[column], "feature")
 
 
-def one_label(source: Source, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
+def one_label(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
     """Classes, and the class (row,) of each train and test row."""
     classes, train, test = label_lists(source, column)
     return classes, torch.tensor([code for [code] in train]), torch.tensor([code for [code] in test])
 
 
-def many_labels(source: Source, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
+def many_labels(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
     """Classes, and zeros and ones (row, class) for train and test."""
     classes, train, test = label_lists(source, column)
-    return classes, _marked(train, len(classes)), _marked(test, len(classes))
+    return classes, _multi_hot(train, len(classes)), _multi_hot(test, len(classes))
 
 
-def _marked(rows: list[list[int]], classes: int) -> Tensor:
+def _multi_hot(rows: list[list[int]], classes: int) -> Tensor:
     marked = torch.zeros(len(rows), classes)
     for row, codes in enumerate(rows):
         marked[row, codes] = 1.0
     return marked
 
 
-def label_lists(source: Source, column: str) -> tuple[tuple[str, ...], list[list[int]], list[list[int]]]:
+def label_lists(source: Dataset, column: str) -> tuple[tuple[str, ...], list[list[int]], list[list[int]]]:
     """Classes as the column names them or, where it does not, as they are met; and those of each row."""
     for part in (source.train, source.test):
         part.need(column)
@@ -51,14 +51,14 @@ def label_lists(source: Source, column: str) -> tuple[tuple[str, ...], list[list
         for value in row:
             if value not in places:
                 raise DataError(
-                    f"{source.test.row(number)} has the label {shown(value)} in '{column}', which no train row has; "
-                    f"{nearest(str(value), classes)}"
+                    f"{source.test.row(number)} has the label {format_value(value)} in '{column}', which no train "
+                    f"row has; {closest_match(str(value), classes)}"
                 )
     train, test = ([[places[value] for value in row] for row in rows] for rows in (train, test))
     return classes, train, test
 
 
-def _names(part: Part, column: str) -> list[str] | None:
+def _names(part: DatasetPart, column: str) -> list[str] | None:
     feature = part.data.features[column]
     feature = getattr(feature, "feature", feature)
     if hasattr(feature, "names"):
@@ -72,7 +72,7 @@ def _names(part: Part, column: str) -> list[str] | None:
     return None
 
 
-def _rows(part: Part, column: str) -> list[list[Any]]:
+def _rows(part: DatasetPart, column: str) -> list[list[Any]]:
     rows = part.values(column)
     if not is_list(part, column):
         rows = [[value] for value in rows]

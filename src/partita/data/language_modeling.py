@@ -8,13 +8,13 @@ from typing import Annotated
 
 import numpy as np
 
-from partita.core.options import Count, shown
+from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
-from partita.data.loading import Part, TestPart, read
-from partita.data.ragged import Ragged, ragged
+from partita.data.loading import DatasetPart, TestPart, load_dataset
+from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
-from partita.data.tokenization import Encoder, encoder
+from partita.data.tokenization import TextEncoder, text_encoder
 
 
 def lm(
@@ -32,8 +32,8 @@ def lm(
 
     For a client of its own for each value, split by_column on the same column.
     """
-    source = read(path, key, config, test)
-    encode = encoder(tokenizer, block)
+    source = load_dataset(path, key, config, test)
+    encode = text_encoder(tokenizer, block)
     train, names = _blocks(source.train, encode, text, group)
     held_out, _ = _blocks(source.test, encode, text, group)
     columns = {} if group is None else {group: np.array(names)}
@@ -41,7 +41,7 @@ def lm(
     return Task(source.name, train, held_out, (), columns, kind="lm", words=words)
 
 
-def _blocks(part: Part, encode: Encoder, text: str, group: str | None) -> tuple[Ragged, list[str]]:
+def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:
     """The blocks, and the group of each."""
     texts = part.texts(text)
     groups = [""] * len(texts)
@@ -61,7 +61,7 @@ def _blocks(part: Part, encode: Encoder, text: str, group: str | None) -> tuple[
         stream = list(chain.from_iterable(pieces))
         if len(stream) < 2:
             raise DataError(
-                f"{shown(name)} of column '{group}' in {part.where} has no two tokens to tell one from the other"
+                f"{format_value(name)} of column '{group}' in {part.where} has no two tokens to tell one from the other"
             )
         for start in range(0, len(stream) - 1, encode.limit):
             # The target of the last token in a block is the first of the next block, so that each is told once.

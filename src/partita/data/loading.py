@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partita.core.options import Range, nearest
+from partita.core.options import Range, closest_match
 from partita.core.rng import Key
 from partita.data.errors import DataError, first_line, need, reading
 
@@ -31,7 +31,7 @@ TestPart = Annotated[float, Range(above=0, below=1)] | str
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class DatasetPart:
     """The train or the test part, with the words and numbers that its faults are told by."""
 
     data: Any  # datasets.Dataset
@@ -44,7 +44,9 @@ class Part:
     def need(self, *columns: str) -> None:
         for column in columns:
             if column not in self.data.column_names:
-                raise DataError(f"{self.where} has no column '{column}'; {nearest(column, self.data.column_names)}")
+                raise DataError(
+                    f"{self.where} has no column '{column}'; {closest_match(column, self.data.column_names)}"
+                )
 
     def values(self, column: str) -> list[Any]:
         with reading(f"column '{column}' of {self.where}"):
@@ -79,14 +81,14 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class Dataset:
     name: str
-    train: Part
-    test: Part
+    train: DatasetPart
+    test: DatasetPart
     cut: bool  # whether the test part was cut from the train part
 
 
-def read(path: str | Path, key: Key, config: str | None = None, test: float | str = 0.2) -> Source:
+def load_dataset(path: str | Path, key: Key, config: str | None = None, test: float | str = 0.2) -> Dataset:
     """The train and the test part.
 
     `test` is the name of another part to test on; or, where there is no part "test", the share of the rows to cut off.
@@ -99,22 +101,22 @@ def read(path: str | Path, key: Key, config: str | None = None, test: float | st
         raise DataError(f"'{path}' has no part 'train', but: {', '.join(parts)}; rename one")
     train = _whole(parts, "train", path)
     if isinstance(test, str) and test not in parts:
-        raise DataError(f"'{path}' has no part '{test}' to test on; {nearest(test, parts)}")
+        raise DataError(f"'{path}' has no part '{test}' to test on; {closest_match(test, parts)}")
     if isinstance(test, str) or "test" in parts:
-        return Source(name, train, _whole(parts, test if isinstance(test, str) else "test", path), cut=False)
-    return Source(name, *_cut(train, test, key), cut=True)
+        return Dataset(name, train, _whole(parts, test if isinstance(test, str) else "test", path), cut=False)
+    return Dataset(name, *_cut(train, test, key), cut=True)
 
 
-def _whole(parts: Mapping[str, Opener], name: str, path: str | Path) -> Part:
+def _whole(parts: Mapping[str, Opener], name: str, path: str | Path) -> DatasetPart:
     where = f"the {name} part of '{path}'"
     with reading(where):
         data = parts[name]()
     if not len(data):
         raise DataError(f"{where} is empty; give it some rows")
-    return Part(data, where, np.arange(len(data)))
+    return DatasetPart(data, where, np.arange(len(data)))
 
 
-def _cut(part: Part, share: float, key: Key) -> tuple[Part, Part]:
+def _cut(part: DatasetPart, share: float, key: Key) -> tuple[DatasetPart, DatasetPart]:
     count = floor(len(part.rows) * Fraction(str(share)))
     if not 0 < count < len(part.rows):
         raise DataError(
@@ -123,7 +125,7 @@ def _cut(part: Part, share: float, key: Key) -> tuple[Part, Part]:
         )
     order = (key / "test").permutation(len(part.rows)).numpy()
     held, kept = np.sort(order[:count]), np.sort(order[count:])
-    return Part(part.data.select(kept), part.where, kept), Part(part.data.select(held), part.where, held)
+    return DatasetPart(part.data.select(kept), part.where, kept), DatasetPart(part.data.select(held), part.where, held)
 
 
 def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:
@@ -226,7 +228,7 @@ def _album(folder: Path, classes: list[str]) -> Any:
     pairs: list[tuple[str, str]] = []
     for each in _folders(folder):
         if each.name not in classes:
-            raise DataError(f"{str(each)!r} holds a class that train has not; {nearest(each.name, classes)}")
+            raise DataError(f"{str(each)!r} holds a class that train has not; {closest_match(each.name, classes)}")
         for file in sorted(file for file in each.iterdir() if not file.name.startswith(".")):
             if not _is_picture(file):
                 raise DataError(f"{str(file)!r} is no image ({', '.join(PICTURES)}); keep other files elsewhere")

@@ -9,14 +9,14 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from partita.core.data import IGNORED, Batch
+from partita.core.data import IGNORE_INDEX, Batch
 from partita.data.errors import DataError
 
-MULTIPLE = 8  # few different widths, which kernels like
+PAD_TO_MULTIPLE_OF = 8  # few different widths, which kernels like
 
 
 @dataclass(frozen=True, eq=False)
-class Ragged:
+class RaggedExamples:
     """Rows of tokens held end to end. A batch is padded with zeros, which attention does not see, to its longest row
     rounded up to a multiple of eight.
     """
@@ -47,7 +47,7 @@ class Ragged:
     def take(self, indices: Tensor) -> Batch:
         starts = self.offsets[indices].unsqueeze(1)
         lengths = self.offsets[indices + 1].unsqueeze(1) - starts
-        width = min(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE, self.limit)
+        width = min(-(-int(lengths.max()) // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF, self.limit)
         steps = torch.arange(width)
         real = steps < lengths  # (row, token)
         places = (starts + steps).clamp_(max=len(self.ids) - 1)
@@ -56,16 +56,16 @@ class Ragged:
             "attention_mask": real.long(),
         }
         if self.each_token:
-            return Batch(inputs, self.targets[places].long().masked_fill_(~real, IGNORED))
+            return Batch(inputs, self.targets[places].long().masked_fill_(~real, IGNORE_INDEX))
         return Batch(inputs, self.targets[indices])
 
 
 def ragged(
     rows: Sequence[Sequence[int]], limit: int, targets: Tensor | None = None, tags: Sequence[Sequence[int]] = ()
-) -> Ragged:
+) -> RaggedExamples:
     """From lists: with one target a row, or with tags, one a token."""
     ids = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32)
     offsets = torch.tensor([0, *accumulate(map(len, rows))])
     if targets is not None:
-        return Ragged(ids, offsets, targets, limit)
-    return Ragged(ids, offsets, torch.tensor(list(chain.from_iterable(tags)), dtype=torch.int32), limit, True)
+        return RaggedExamples(ids, offsets, targets, limit)
+    return RaggedExamples(ids, offsets, torch.tensor(list(chain.from_iterable(tags)), dtype=torch.int32), limit, True)

@@ -10,16 +10,24 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partita.core.options import Count, PartialShare, Positive, bind, nearest, pick, shown
+from partita.core.options import (
+    Count,
+    PartialShare,
+    Positive,
+    closest_match,
+    format_value,
+    import_from_registry,
+    validate_options,
+)
 from partita.core.rng import Key
-from partita.data.client_ids import Listed, Numbered
+from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.errors import DataError
-from partita.data.task import Cut, Federation, Ints, Partition, Task, grouped
+from partita.data.task import ClientSplit, Federation, Ints, Partition, Task, group_by_client
 
 ATTEMPTS = 50
 
 Clients = Annotated[Count, "number of clients"]
-Smallest = Annotated[Count, "fewest examples of a client"]
+MinExamples = Annotated[Count, "fewest examples of a client"]
 Concentration = Annotated[Positive, "concentration of the Dirichlet distribution; smaller is more skewed"]
 Column = Annotated[str, "column by whose values rows are dealt"]
 
@@ -46,31 +54,31 @@ def split(
     **options: Any,
 ) -> Federation:
     """Deal the train rows to clients, and let each cut its own validation and test part."""
-    deal = pick(SPLITS, kind, "split")
+    deal = import_from_registry(SPLITS, kind, "split")
     asked = options if clients is None else {"clients": clients, **options}
-    partition = deal(task, key=key / kind, **bind(deal, asked, "split", given=["task", "key"]))
+    partition = deal(task, key=key / kind, **validate_options(deal, asked, "split", given=["task", "key"]))
     # By their decimals: a share of 0.29 of 100 rows is 29 rows, which binary fractions miss.
-    cut = Cut(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
+    cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     return Federation(task, partition.clients, cut)
 
 
 def iid(task: Task, clients: Clients, key: Key) -> Partition:
     """Shuffled and dealt evenly: sizes differ by one at most."""
-    count = _enough(task, clients)
+    count = _check_counts(task, clients)
     owner = np.empty(count, np.int64)
     owner[_draws(key).permutation(count)] = np.arange(count) * clients // count
-    return grouped(owner, Numbered(clients))
+    return group_by_client(owner, NumberedClients(clients))
 
 
-def dirichlet(task: Task, clients: Clients, key: Key, alpha: Concentration, smallest: Smallest = 10) -> Partition:
+def dirichlet(task: Task, clients: Clients, key: Key, alpha: Concentration, smallest: MinExamples = 10) -> Partition:
     """Label skew: the rows of each class are shared out in proportions drawn from a symmetric Dirichlet."""
-    _enough(task, clients, smallest)
+    _check_counts(task, clients, smallest)
     return _proportions(task.labels(), clients, key, alpha, smallest)
 
 
-def quantity(task: Task, clients: Clients, key: Key, alpha: Concentration, smallest: Smallest = 10) -> Partition:
+def quantity(task: Task, clients: Clients, key: Key, alpha: Concentration, smallest: MinExamples = 10) -> Partition:
     """Size skew: all rows alike are shared out in proportions drawn from a symmetric Dirichlet."""
-    count = _enough(task, clients, smallest)
+    count = _check_counts(task, clients, smallest)
     return _proportions(np.zeros(count, np.int64), clients, key, alpha, smallest)
 
 
@@ -78,7 +86,7 @@ def pathological(
     task: Task, clients: Clients, key: Key, classes_per_client: Annotated[Count, "classes of each client"]
 ) -> Partition:
     """Label skew: each client has exactly so many classes, and those who share a class share it evenly."""
-    count = _enough(task, clients)
+    count = _check_counts(task, clients)
     found, codes = np.unique(task.labels(), return_inverse=True)
     if classes_per_client > len(found):
         raise DataError(
@@ -91,7 +99,7 @@ def pathological(
             f"use at least {math.ceil(len(found) / classes_per_client)} clients or more classes_per_client"
         )
     draws = _draws(key)
-    sharers = _sharers(np.minimum(np.bincount(codes), clients), clients * classes_per_client, draws)
+    sharers = _clients_per_class(np.minimum(np.bincount(codes), clients), clients * classes_per_client, draws)
     chosen = _deal_classes(sharers, clients, classes_per_client, draws)  # (client, choice)
     owner = np.empty(count, np.int64)
     for code in range(len(found)):
@@ -99,7 +107,7 @@ def pathological(
         takers = np.flatnonzero((chosen == code).any(axis=1))
         # Shuffled, so that the row left over in an uneven share is not always the first client's.
         owner[draws.permutation(members)] = draws.permutation(takers)[np.arange(len(members)) % len(takers)]
-    return grouped(owner, Numbered(clients))
+    return group_by_client(owner, NumberedClients(clients))
 
 
 def by_column(
@@ -110,15 +118,15 @@ def by_column(
     if sizes.min() < per_value:
         few = int(sizes.argmin())
         raise DataError(
-            f"per_value = {per_value}, but {shown(str(values[few]))} of column '{column}' has {sizes[few]} examples; "
-            f"use at most {sizes[few]}"
+            f"per_value = {per_value}, but {format_value(str(values[few]))} of column '{column}' has {sizes[few]} "
+            f"examples; use at most {sizes[few]}"
         )
     shuffled = _draws(key).permutation(len(codes))
     rows = shuffled[np.argsort(codes[shuffled], kind="stable")]
     within = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # place among the rows of one value
     owner = np.empty(len(codes), np.int64)
     owner[rows] = codes[rows] * per_value + within % per_value
-    return grouped(owner, Listed(_names([str(value) for value in values], per_value)))
+    return group_by_client(owner, NamedClients(_names([str(value) for value in values], per_value)))
 
 
 def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
@@ -130,12 +138,12 @@ def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
         )
     owner = np.empty(len(values), np.int64)
     owner[_draws(key).permutation(len(values))] = np.arange(len(values)) * clients // len(values)
-    return grouped(owner[codes], Numbered(clients))
+    return group_by_client(owner[codes], NumberedClients(clients))
 
 
 def _column(task: Task, column: str) -> NDArray[Any]:
     if column not in task.columns:
-        hint = nearest(column, task.columns) if task.columns else "it has none; use another kind of split"
+        hint = closest_match(column, task.columns) if task.columns else "it has none; use another kind of split"
         raise DataError(f"{task.name} has no column '{column}'; {hint}")
     return task.columns[column]
 
@@ -149,7 +157,7 @@ def _proportions(groups: Ints, clients: int, key: Key, alpha: float, smallest: i
             owner[draws.permutation(rows)] = np.repeat(np.arange(clients), _shares(len(rows), clients, alpha, draws))
         sizes = np.bincount(owner, minlength=clients)
         if sizes.min() >= smallest:
-            return grouped(owner, Numbered(clients))
+            return group_by_client(owner, NumberedClients(clients))
         if sizes.min() > best:
             best, poorest = int(sizes.min()), f"c{sizes.argmin()}"
     remedy = " or a lower smallest" if smallest > 1 else ""
@@ -168,7 +176,7 @@ def _shares(count: int, clients: int, alpha: float, draws: np.random.Generator) 
     return np.diff(np.minimum(ends, count), prepend=0)
 
 
-def _sharers(most: Ints, places: int, draws: np.random.Generator) -> Ints:
+def _clients_per_class(most: Ints, places: int, draws: np.random.Generator) -> Ints:
     """How many clients share each class: as equal as the most that each class can serve allows."""
     if most.sum() < places:
         raise DataError(
@@ -211,7 +219,7 @@ def _names(values: list[str], per_value: int) -> list[str]:
     return [f"{name}-{place}" for name in taken for place in range(per_value)] if per_value > 1 else list(taken)
 
 
-def _enough(task: Task, clients: int, smallest: int = 1) -> int:
+def _check_counts(task: Task, clients: int, smallest: int = 1) -> int:
     """The number of rows to deal, if there are enough of them."""
     if clients * smallest > len(task.train):
         raise DataError(

@@ -17,9 +17,9 @@ from partita.core.data import Batch, ClientData, Examples
 from partita.core.options import Range
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.data.client_ids import Listed
+from partita.data.client_ids import NamedClients
 from partita.data.errors import DataError
-from partita.data.ragged import Ragged
+from partita.data.ragged import RaggedExamples
 
 Ints = NDArray[np.int64]
 Side = Annotated[int, Range(low=1, high=2**16)]  # of an image, in pixels
@@ -62,10 +62,10 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Subset:
     """Some rows of a table, held as their indices alone."""
 
-    table: Table | Ragged
+    table: Table | RaggedExamples
     indices: Tensor  # (row,)
 
     def __len__(self) -> int:
@@ -84,8 +84,8 @@ class Task:
     """
 
     name: str
-    train: Table | Ragged
-    test: Table | Ragged
+    train: Table | RaggedExamples
+    test: Table | RaggedExamples
     classes: tuple[str, ...]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     channels: int = 0  # of images; 0 for other inputs
@@ -122,7 +122,7 @@ class Partition:
         return np.diff(self.offsets)
 
 
-def grouped(owner: Ints, clients: Sequence[str]) -> Partition:
+def group_by_client(owner: Ints, clients: Sequence[str]) -> Partition:
     """From each row's owner, a position among the clients, to each owner's rows; a negative owner is nobody."""
     sizes = np.bincount(owner[owner >= 0], minlength=len(clients))
     if not sizes.all():
@@ -138,7 +138,7 @@ class PartsByPosition(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class ClientSplit:
     """A client's rows in an order keyed by its name: test first, then validation, both rounded down, the rest is train.
 
     So train has at least one row, and a part that a client has too few rows for is empty.
@@ -177,7 +177,7 @@ class Federation:
     parts: PartsByPosition
 
     def __getitem__(self, client: str) -> ClientData:
-        train, validation, test = (Rows(self.task.train, rows) for rows in self.parts[self.clients.index(client)])
+        train, validation, test = (Subset(self.task.train, rows) for rows in self.parts[self.clients.index(client)])
         return ClientData(train, validation, test)
 
     @property
@@ -201,4 +201,6 @@ class Federation:
     def pooled(self) -> Federation:
         """One client who holds everybody's parts, each part joined with its like."""
         train, validation, test = zip(*(self.parts[position] for position in range(len(self.clients))), strict=True)
-        return Federation(self.task, Listed(["pooled"]), [(torch.cat(train), torch.cat(validation), torch.cat(test))])
+        return Federation(
+            self.task, NamedClients(["pooled"]), [(torch.cat(train), torch.cat(validation), torch.cat(test))]
+        )

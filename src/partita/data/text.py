@@ -8,10 +8,10 @@ from typing import Annotated
 from partita.core.options import Count
 from partita.core.rng import Key
 from partita.data.labels import is_list, many_labels, one_label
-from partita.data.loading import TestPart, read
+from partita.data.loading import TestPart, load_dataset
 from partita.data.ragged import ragged
 from partita.data.task import Task
-from partita.data.tokenization import encoder
+from partita.data.tokenization import text_encoder
 
 
 def text(
@@ -28,12 +28,12 @@ def text(
 
     Labels are classes with names, texts or whole numbers. A longer text is cut to `max_length` tokens.
     """
-    source = read(path, key, config, test)
+    source = load_dataset(path, key, config, test)
     texts = [part.texts(text) for part in (source.train, source.test)]
     source.train.need(label)
     multi = is_list(source.train, label)
     classes, *targets = (many_labels if multi else one_label)(source, label)
-    encode = encoder(tokenizer, max_length)
+    encode = text_encoder(tokenizer, max_length)
     train, held_out = (
         ragged(encode.texts(each), max_length, of_row) for each, of_row in zip(texts, targets, strict=True)
     )

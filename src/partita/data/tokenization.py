@@ -13,7 +13,7 @@ REMEDY = "give a folder that holds a tokenizer's files, or an id of the Hub"
 
 
 @dataclass(frozen=True, eq=False)
-class Encoder:
+class TextEncoder:
     """A tokenizer, and how many tokens a row may have."""
 
     tokenizer: Any
@@ -71,7 +71,7 @@ class Encoder:
         return rows
 
 
-def encoder(path: str | None, limit: int, words: bool = False) -> Encoder:
+def text_encoder(path: str | None, limit: int, words: bool = False) -> TextEncoder:
     """The tokenizer of a folder or of the Hub; `words` is for texts that come as words."""
     from transformers import AutoTokenizer  # slow to import, and only tasks of text need it
 
@@ -95,7 +95,7 @@ def encoder(path: str | None, limit: int, words: bool = False) -> Encoder:
         raise DataError(
             f"rows of {limit} tokens do not suit '{path}', which takes {least} to {most}; set another length"
         )
-    return Encoder(tokenizer, limit)
+    return TextEncoder(tokenizer, limit)
 
 
 def _positions(path: str) -> int:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from partita.core.data import IGNORED
-from partita.core.options import Count, shown
+from partita.core.data import IGNORE_INDEX
+from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.labels import label_lists
-from partita.data.loading import Part, TestPart, read
-from partita.data.ragged import Ragged, ragged
+from partita.data.loading import DatasetPart, TestPart, load_dataset
+from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
-from partita.data.tokenization import Encoder, encoder
+from partita.data.tokenization import TextEncoder, text_encoder
 
 TAG = re.compile(r"O|[BI]-.+")
 
@@ -36,11 +36,11 @@ def tokens(
     The first token of a word bears its tag. Sentences of more than `max_length` tokens are refused, unless `truncate`
     says that they may be cut, and the words beyond go untold.
     """
-    source = read(path, key, config, test)
+    source = load_dataset(path, key, config, test)
     parts = (source.train, source.test)
     words = [_words(part, tokens, tags) for part in parts]
     classes, *numbers = label_lists(source, tags)
-    encode = encoder(tokenizer, max_length, words=True)
+    encode = text_encoder(tokenizer, max_length, words=True)
     tables = []
     for part, sentences, tagged in zip(parts, words, numbers, strict=True):
         _check_tags(part, classes, sentences, tagged)
@@ -50,7 +50,7 @@ def tokens(
     return Task(source.name, train, held_out, classes, source.train.columns(), kind="tokens", words=vocabulary)
 
 
-def _words(part: Part, tokens: str, tags: str) -> list[list[str]]:
+def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:
     part.need(tokens, tags)
     for column in (tokens, tags):
         if not hasattr(part.data.features[column], "feature"):
@@ -66,11 +66,12 @@ def _words(part: Part, tokens: str, tags: str) -> list[list[str]]:
     return sentences
 
 
-def _check_tags(part: Part, classes: Sequence[str], sentences: list[list[str]], tagged: list[list[int]]) -> None:
+def _check_tags(part: DatasetPart, classes: Sequence[str], sentences: list[list[str]], tagged: list[list[int]]) -> None:
     for name in classes:
         if not TAG.fullmatch(name):
             raise DataError(
-                f"{shown(name)} is no tag of an entity; use O, B-type and I-type, as in B-Chemical, in {part.where}"
+                f"{format_value(name)} is no tag of an entity; use O, B-type and I-type, as in B-Chemical, "
+                f"in {part.where}"
             )
     for place, (words, numbers) in enumerate(zip(sentences, tagged, strict=True)):
         if len(words) != len(numbers):
@@ -78,16 +79,17 @@ def _check_tags(part: Part, classes: Sequence[str], sentences: list[list[str]], 
         before = "O"
         for tag in (classes[number] for number in numbers):
             if tag.startswith("I-") and before[2:] != tag[2:]:
-                begin = shown(f"B-{tag[2:]}")
+                begin = format_value(f"B-{tag[2:]}")
                 raise DataError(
-                    f"{part.row(place)} has {shown(tag)} after {shown(before)}; an entity begins with {begin}"
+                    f"{part.row(place)} has {format_value(tag)} after {format_value(before)}; an entity begins "
+                    f"with {begin}"
                 )
             before = tag
 
 
 def _aligned(
-    part: Part, encode: Encoder, sentences: list[list[str]], tagged: list[list[int]], truncate: bool
-) -> Ragged:
+    part: DatasetPart, encode: TextEncoder, sentences: list[list[str]], tagged: list[list[int]], truncate: bool
+) -> RaggedExamples:
     encoded = encode.words(sentences)
     long = [place for place, (ids, _) in enumerate(encoded) if len(ids) > encode.limit]
     if long and not truncate:
@@ -97,7 +99,7 @@ def _aligned(
         )
     targets = []
     for (ids, firsts), numbers in zip(encoded, tagged, strict=True):
-        row = [IGNORED] * len(ids)
+        row = [IGNORE_INDEX] * len(ids)
         for first, number in zip(firsts, numbers, strict=True):
             row[first] = number
         targets.append(row[: encode.limit])

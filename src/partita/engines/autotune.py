@@ -12,17 +12,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from partita.core import memory
-from partita.core.client import ClientState, visit
+from partita.core.client import ClientState, begin_round
 from partita.core.data import Population
 from partita.core.model import Model
-from partita.core.plan import Turn, plan_for
-from partita.core.rounds import ask, begin
+from partita.core.plan import RoundInfo, plan_for
+from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run, RunError
-from partita.training.cuda_graphs import CudaRecorder, Graphs
-from partita.training.local_training import learn
+from partita.training.cuda_graphs import CudaRecorder, GraphCache
+from partita.training.local_training import train_clients
 
-SMALL = 3e8  # operations a step, below which the calls cost more than the arithmetic (measured on two cores of Arm)
-SPARE = 0.5  # of the free memory is left: clients' batches differ, and evaluation needs room too
+SMALL_STEP_FLOPS = (
+    3e8  # operations a step, below which the calls cost more than the arithmetic (measured on two cores of Arm)
+)
+MEMORY_RESERVE = 0.5  # of the free memory is left: clients' batches differ, and evaluation needs room too
 
 
 def choose_block(
@@ -33,19 +35,19 @@ def choose_block(
     """
     most = -(-run.cohort_size(len(population.clients)) // workers)
     if device.type == "cpu":
-        return most if _operations(run, model, population) <= SMALL else 1
+        return most if _operations(run, model, population) <= SMALL_STEP_FLOPS else 1
     model.to(device)
     step = replace(run, training=replace(run.training, steps=1))
     client = population.clients[0]
-    job, _ = ask(step, model, begin(step, model), 0, client)
+    job, _ = make_job(step, model, initial_server(step, model), 0, client)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    learn(step, [visit(step, model, job, ClientState(), population[client].train)])
+    train_clients(step, [begin_round(step, model, job, ClientState(), population[client].train)])
     taken = torch.cuda.max_memory_allocated(device) - before
     free, _ = torch.cuda.mem_get_info(device)
     if workers > 1:  # each will hold, beside this process, the model and the data too
         free = free // -(-workers // torch.cuda.device_count()) - before
-    return max(1, min(most, int(free * (1 - SPARE) / max(1, taken * (1 + graphs)))))
+    return max(1, min(most, int(free * (1 - MEMORY_RESERVE) / max(1, taken * (1 + graphs)))))
 
 
 def _operations(run: Run, model: Model, population: Population) -> float:
@@ -62,21 +64,21 @@ def _operations(run: Run, model: Model, population: Population) -> float:
 def check_block(run: Run, model: Model, clients: Sequence[str], block: int) -> None:
     """Refuse a block that does not fit into memory: each client has weights, gradients and up to two moments."""
     together = min(block, run.cohort_size(len(clients)))
-    trained = plan_for(run.method.plan, model, Turn(0, run.rounds, clients[0])).train
+    trained = plan_for(run.method.plan, model, RoundInfo(0, run.rounds, clients[0])).train
     numbers = sum(model.initial[name].numel() for name in trained)
     words = f"training {together} clients side by side" if together > 1 else "training one client"
     memory.require(16 * numbers * together, words, "lower engine.block, or choose a smaller model")
 
 
-def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.device) -> Graphs | None:
+def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.device) -> GraphCache | None:
     """On a GPU unless told otherwise. Where "auto" meets what cannot be recorded, it says so and goes on without."""
     if wanted is True and device.type == "cpu":
         raise RunError("engine.graphs is for GPUs, and this run is on a CPU; leave it at 'auto'")
     recorder = CudaRecorder() if wanted and device.type == "cuda" else None
-    return Graphs(recorder, strict=wanted is True, compile=compile) if recorder or compile else None
+    return GraphCache(recorder, strict=wanted is True, compile=compile) if recorder or compile else None
 
 
-def half_takes() -> float:
+def bf16_slowdown() -> float:
     """How many times as long as in float32 a product of matrices takes this CPU in bfloat16: many have no arithmetic
     for it, and are slower by hundreds.
     """
@@ -93,7 +95,7 @@ def _seconds(square: torch.Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def use_kernels(onednn: bool | Literal["auto"]) -> bool:
+def configure_backends(onednn: bool | Literal["auto"]) -> bool:
     """Say for this process whose kernels torch takes, and hand back whether oneDNN's are among them.
 
     "auto" leaves these on but where they are slow: on Arm, built without Arm's Compute Library, they run plain

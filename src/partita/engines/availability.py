@@ -15,7 +15,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True)
-class Faults:
+class Availability:
     """How much of its round's work a client gets through: 1 is all, 0 is a client that never answers.
 
     A trace says so for single rounds and clients; elsewhere, a client drops out with probability `dropout`, and
@@ -31,7 +31,7 @@ class Faults:
             if not 0 <= getattr(self, rate) <= 1:
                 raise ValueError(f"federation.{rate} is {getattr(self, rate)}; it is a probability, from 0 to 1")
 
-    def work(self, key: Key, round: int, client: str) -> float:
+    def completed_fraction(self, key: Key, round: int, client: str) -> float:
         if (round, client) in self.trace:
             return self.trace[round, client]
         if not self.dropout and not self.straggle:
@@ -52,12 +52,12 @@ def read_trace(path: Path) -> dict[tuple[int, str], float]:
                 raise TraceError(f"{path} has no column '{lacking[0]}'; its first line must be 'round,client,work'")
             for line, row in enumerate(rows, start=2):
                 try:
-                    round, client, work = int(row["round"]), row["client"].strip(), float(row["work"])
+                    round, client, fraction = int(row["round"]), row["client"].strip(), float(row["work"])
                 except (AttributeError, TypeError, ValueError) as error:
                     raise TraceError(f"{path}, line {line}: needs round, client, work, as in '3,c7,0.5'") from error
-                if not 0 <= work <= 1:
-                    raise TraceError(f"{path}, line {line}: work is {work}; it is a share, from 0 (drops out) to 1")
-                trace[round, client] = work
+                if not 0 <= fraction <= 1:
+                    raise TraceError(f"{path}, line {line}: work is {fraction}; it is a share, from 0 (drops out) to 1")
+                trace[round, client] = fraction
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
     except csv.Error as error:

@@ -19,22 +19,22 @@ from torch import Tensor
 
 from partita.core.tensors import Tensors
 
-ALIGNED = 64  # bytes, as torch lays tensors out: elsewhere some kernels would sum in another order
-VIEWS = 1024  # pieces of memory that Linux reads or writes in one call
+ALIGNMENT = 64  # bytes, as torch lays tensors out: elsewhere some kernels would sum in another order
+MAX_VIEWS = 1024  # pieces of memory that Linux reads or writes in one call
 
 
-def board(like: Tensors) -> Tensor:
+def shared_buffer(like: Tensors) -> Tensor:
     """Memory for tensors like these, which all processes that it is handed to can read and write."""
     return torch.empty(_starts(like)[-1], dtype=torch.uint8).share_memory_()
 
 
 def _starts(like: Tensors) -> list[int]:
     """Where each begins on a board, by name, and where the last ends."""
-    sizes = (-(-like[name].nbytes // ALIGNED) * ALIGNED for name in sorted(like))
+    sizes = (-(-like[name].nbytes // ALIGNMENT) * ALIGNMENT for name in sorted(like))
     return list(accumulate(sizes, initial=0))
 
 
-def places(flat: Tensor, like: Tensors) -> Tensors:
+def tensor_views(flat: Tensor, like: Tensors) -> Tensors:
     """The tensors on a board."""
     return {
         name: flat[start : start + like[name].nbytes].view(like[name].dtype).view(like[name].shape)
@@ -54,7 +54,7 @@ def _outlive(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-class _Outline(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """A message without its tensors: in their place are numbers, the same for the same one."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -68,7 +68,7 @@ class _Outline(pickle.Pickler):
         return id(value)
 
 
-class _Filled(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: Mapping[int, Tensor]) -> None:
         super().__init__(file)
         self.tensors = tensors
@@ -80,7 +80,7 @@ class _Filled(pickle.Unpickler):
 def send(pipe: Connection, message: object) -> None:
     """Tensors go as they lie in memory, by way of the CPU: pickled, they take several times as long."""
     file = io.BytesIO()
-    outline = _Outline(file)
+    outline = _TensorPickler(file)
     outline.dump(message)
     kinds = [(number, value.dtype, value.shape, value.is_cpu) for number, value in outline.tensors.items()]
     pipe.send_bytes(pickle.dumps((kinds, file.getvalue())))
@@ -94,14 +94,14 @@ def receive(pipe: Connection, device: torch.device) -> Any:
     _carry(os.readv, pipe, values)
     placed = zip(kinds, values, strict=True)
     tensors = {number: value if stays else value.to(device) for (number, _, _, stays), value in placed}
-    return _Filled(io.BytesIO(outline), tensors).load()
+    return _TensorUnpickler(io.BytesIO(outline), tensors).load()
 
 
 def _carry(move: Callable[[int, list[memoryview]], int], pipe: Connection, values: Sequence[Tensor]) -> None:
     """Between the pipe and the tensors' own memory; a call moves what it can, of so many at most."""
     rest = deque(view for value in values if (view := value.flatten().view(torch.uint8).numpy().data))
     while rest:
-        count = move(pipe.fileno(), list(islice(rest, VIEWS)))
+        count = move(pipe.fileno(), list(islice(rest, MAX_VIEWS)))
         if not count:
             raise EOFError
         while rest and count >= len(rest[0]):

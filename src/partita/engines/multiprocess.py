@@ -19,21 +19,21 @@ from multiprocessing.process import BaseProcess
 import torch
 from torch import Tensor
 
-from partita.core.client import ClientFault, ClientState, Job
-from partita.core.client_store import Memory
+from partita.core.client import ClientError, ClientState, Job
+from partita.core.client_store import MemoryStore
 from partita.core.data import Examples
 from partita.core.method import Update
-from partita.core.rounds import Lost
+from partita.core.rounds import ClientFailure
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
-from partita.engines.ipc import board, end_with_parent, places, receive, send
-from partita.engines.simulation import Embedded, chunks
+from partita.engines.ipc import end_with_parent, receive, send, shared_buffer, tensor_views
+from partita.engines.simulation import SimulationEngine, chunks
 
-AHEAD = 2  # answers for each worker that may wait for an earlier one: memory stays within bounds
+JOBS_AHEAD = 2  # answers for each worker that may wait for an earlier one: memory stays within bounds
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerRequest:
     """A job whose parameters lie on the board, but for those made for this client alone."""
 
     job: Job  # with the latter
@@ -42,18 +42,20 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Answer:
-    replies: list[Update | Lost]
+class WorkerReply:
+    replies: list[Update | ClientFailure]
     states: dict[str, tuple[int, ClientState]]  # of those that changed
 
 
-class Workers:
+class MultiprocessEngine:
     """An embedded engine in `count` processes of one thread each; the answers are those of the engine itself.
 
     With `build`, which makes an engine like it, workers are new processes; on GPUs they take turns at these.
     """
 
-    def __init__(self, engine: Embedded, count: int, build: Callable[[], Embedded] | None = None) -> None:
+    def __init__(
+        self, engine: SimulationEngine, count: int, build: Callable[[], SimulationEngine] | None = None
+    ) -> None:
         if count < 1:
             raise RunError(f"engine.workers is {count}; it must be at least 1")
         if sys.platform != "linux":
@@ -63,8 +65,8 @@ class Workers:
         if engine.device.type == "cuda" and build is None:
             raise RunError("workers on GPUs cannot be forks; give Workers a `build` that makes the engine in each")
         self.engine = engine
-        flat = board(engine.model.initial)
-        self.board = places(flat, engine.model.initial)
+        flat = shared_buffer(engine.model.initial)
+        self.board = tensor_views(flat, engine.model.initial)
         self.posted: Tensors = {}  # whose values the board shows
         self.editions = Counter[str]()
         self.workers: list[Connection] = []
@@ -91,18 +93,18 @@ class Workers:
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         orders = enumerate(chunks(self._orders(jobs), self.engine.block))
-        idle, busy, waiting, turn = list(self.workers), dict[Connection, int](), dict[int, Answer](), 0
+        idle, busy, waiting, round_info = list(self.workers), dict[Connection, int](), dict[int, WorkerReply](), 0
         try:
             while True:
-                while turn in waiting:
-                    answer = waiting.pop(turn)
-                    turn += 1
+                while round_info in waiting:
+                    answer = waiting.pop(round_info)
+                    round_info += 1
                     for client, (round, state) in answer.states.items():
                         self.engine.store.save(client, round, state)
                     yield from answer.replies
-                while idle and len(waiting) < AHEAD * len(self.workers) and (order := next(orders, None)):
+                while idle and len(waiting) < JOBS_AHEAD * len(self.workers) and (order := next(orders, None)):
                     worker = idle.pop()
                     busy[worker] = order[0]
                     with suppress(OSError):  # of one that died, the answer tells
@@ -123,7 +125,7 @@ class Workers:
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
-    def _orders(self, jobs: Iterable[Job]) -> Iterator[Order]:
+    def _orders(self, jobs: Iterable[Job]) -> Iterator[WorkerRequest]:
         used: set[str] = set()
         for job in jobs:
             shared = {}
@@ -137,26 +139,26 @@ class Workers:
             used |= shared.keys()
             own = {name: value for name, value in job.params.items() if name not in shared}
             state = self.engine.store.load(job.client, job.round)
-            yield Order(replace(job, params=own), shared, state)
+            yield WorkerRequest(replace(job, params=own), shared, state)
 
-    def _answer(self, worker: Connection) -> Answer:
+    def _answer(self, worker: Connection) -> WorkerReply:
         try:
             answer = receive(worker, self.engine.device)
         except (EOFError, OSError) as error:
             raise RunError("a worker process died (out of memory?); lower engine.workers") from error
-        if isinstance(answer, Answer):
+        if isinstance(answer, WorkerReply):
             return answer
         kind, said = answer
         raise kind(*said)
 
 
-def _device(engine: Embedded, number: int) -> torch.device:
+def _device(engine: SimulationEngine, number: int) -> torch.device:
     if engine.device.type == "cpu":
         return engine.device
     return torch.device(engine.device.type, number % torch.cuda.device_count())
 
 
-def _serve(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
+def _serve(parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, flat: Tensor) -> None:
     end_with_parent()
     # One thread: the parent's pool of threads does not live on in a fork, and workers would fight for cores.
     torch.set_num_threads(1)
@@ -166,15 +168,15 @@ def _serve(parent: Connection, build: Callable[[], Embedded], device: torch.devi
         _answer_all(parent, build, device, flat)
 
 
-def _answer_all(parent: Connection, build: Callable[[], Embedded], device: torch.device, flat: Tensor) -> None:
+def _answer_all(parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, flat: Tensor) -> None:
     worker: _Worker | None = None
     while orders := receive(parent, device):
         answer: object
         try:
             worker = worker or _Worker(build(), device, flat)
             answer = worker.answer(orders)
-        except ClientFault as fault:
-            answer = ClientFault, (fault.client, fault.reason)
+        except ClientError as fault:
+            answer = ClientError, (fault.client, fault.reason)
         except Exception as error:
             answer = type(error), (str(error),)
         send(parent, answer)
@@ -183,17 +185,17 @@ def _answer_all(parent: Connection, build: Callable[[], Embedded], device: torch
 class _Worker:
     """An engine in a process of its own, and what it has read off the board."""
 
-    def __init__(self, engine: Embedded, device: torch.device, flat: Tensor) -> None:
-        self.engine, self.device, self.board = engine, device, places(flat, engine.model.initial)
+    def __init__(self, engine: SimulationEngine, device: torch.device, flat: Tensor) -> None:
+        self.engine, self.device, self.board = engine, device, tensor_views(flat, engine.model.initial)
         self.read: dict[str, tuple[int, Tensor]] = {}  # with its edition; on a CPU, it is the board itself
 
-    def answer(self, orders: Sequence[Order]) -> Answer:
-        store = self.engine.store = Memory()
+    def answer(self, orders: Sequence[WorkerRequest]) -> WorkerReply:
+        store = self.engine.store = MemoryStore()
         store.held = {order.job.client: (order.job.round - 1, order.state) for order in orders}
         replies = list(self.engine.train([self._job(order) for order in orders]))
-        return Answer(replies, {client: store.held[client] for client in store.changed})
+        return WorkerReply(replies, {client: store.held[client] for client in store.changed})
 
-    def _job(self, order: Order) -> Job:
+    def _job(self, order: WorkerRequest) -> Job:
         for name, edition in order.shared.items():
             if name not in self.read or self.read[name][0] != edition:
                 self.read[name] = edition, self.board[name].to(self.device)

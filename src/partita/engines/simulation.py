@@ -11,26 +11,36 @@ from typing import TypeVar
 import torch
 
 from partita.core import serialization, tensors
-from partita.core.client import ClientFault, Job, Learned, Visit, assemble, reply, shaped, trial, visit
-from partita.core.client_store import Memory, Store
-from partita.core.data import Examples, Population, Selection
+from partita.core.client import (
+    ClientError,
+    ClientRound,
+    Job,
+    LocalResult,
+    adaptation_round,
+    begin_round,
+    client_model,
+    client_params,
+    finish_round,
+)
+from partita.core.client_store import ClientStore, MemoryStore
+from partita.core.data import Examples, Population, TableExamples
 from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.plan import Phase
-from partita.core.rounds import Lost
+from partita.core.rounds import ClientFailure
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Tensors
-from partita.engines.availability import Faults
-from partita.evaluation import ACCURACY, Measure, score
-from partita.training.cuda_graphs import Graphs
-from partita.training.local_training import kind, launch
-from partita.training.phase_trainer import Block
+from partita.engines.availability import Availability
+from partita.evaluation import ACCURACY, Evaluator, score
+from partita.training.cuda_graphs import GraphCache
+from partita.training.local_training import group_key, start_training
+from partita.training.phase_trainer import PhaseTrainer
 
 T = TypeVar("T")
-KEPT = 4096  # clients whose rows are kept for their next visit, out of a population that may be large
+EXAMPLES_KEPT = 4096  # clients whose rows are kept for their next visit, out of a population that may be large
 
 
-class Embedded:
+class SimulationEngine:
     """`block` clients train side by side; with `graphs`, by programs that a GPU records once and replays.
 
     With `wire`, every message is really packed and unpacked and every client keeps its own copy of what it was sent,
@@ -44,16 +54,16 @@ class Embedded:
         population: Population,
         block: int = 1,
         device: torch.device | None = None,
-        store: Store | None = None,
-        faults: Faults | None = None,
+        store: ClientStore | None = None,
+        availability: Availability | None = None,
         wire: bool = False,
-        measure: Measure = ACCURACY,
-        graphs: Graphs | None = None,
+        evaluator: Evaluator = ACCURACY,
+        graphs: GraphCache | None = None,
     ) -> None:
         self.run, self.model, self.population, self.block = run, model, population, block
         self.device = device or torch.device("cpu")
-        self.store, self.faults, self.wire = store or Memory(), faults or Faults(), wire
-        self.measure, self.blocks = measure, graphs or Block
+        self.store, self.availability, self.wire = store or MemoryStore(), availability or Availability(), wire
+        self.evaluator, self.make_trainer = evaluator, graphs or PhaseTrainer
         self.ahead = int(self.device.type == "cuda")  # blocks; a CPU would only hold more
         self.copies: dict[str, Tensors] = {}
         self.rows: dict[str, Examples] = {}
@@ -62,9 +72,9 @@ class Embedded:
     def clients(self) -> Sequence[str]:
         return self.population.clients
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         """A GPU is given the next block before the last one is answered for, so that it never waits for us."""
-        at_work: deque[Iterator[Update | Lost]] = deque()
+        at_work: deque[Iterator[Update | ClientFailure]] = deque()
         for chunk in chunks(jobs, self.block):
             at_work.append(self._train(chunk))
             if len(at_work) > self.ahead:
@@ -72,14 +82,14 @@ class Embedded:
         for answers in at_work:
             yield from answers
 
-    def _train(self, jobs: Sequence[Job]) -> Iterator[Update | Lost]:
-        visits = [self._visit(job) for job in jobs]
-        wait = self._launch(self.run, [each for each in visits if isinstance(each, Visit)])
+    def _train(self, jobs: Sequence[Job]) -> Iterator[Update | ClientFailure]:
+        client_rounds = [self._visit(job) for job in jobs]
+        wait = self._launch(self.run, [each for each in client_rounds if isinstance(each, ClientRound)])
 
-        def answers() -> Iterator[Update | Lost]:
+        def answers() -> Iterator[Update | ClientFailure]:
             learned = iter(wait())
-            for each in visits:
-                yield each if isinstance(each, Lost) else self._reply(each, next(learned))
+            for each in client_rounds:
+                yield each if isinstance(each, ClientFailure) else self._reply(each, next(learned))
 
         return answers()
 
@@ -89,30 +99,30 @@ class Embedded:
             full = [self._full(job) for job in chunk]
             if self.run.method.adapt:
                 # Plain training: the method's rules belong to its own rounds.
-                plain = replace(self.run, method=replace(self.run.method, local=(), carry_optimizer=False))
+                plain = replace(self.run, method=replace(self.run.method, client_rules=(), carry_optimizer=False))
                 trials = [self._trial(job, self.run.method.adapt(self.model)) for job in chunk]
                 adapted = self._launch(plain, trials)()
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
                 examples = self.population[job.client].test if on is None else on
-                yield job.client, score(shaped(self.run, self.model, job), params, examples, self.measure)
+                yield job.client, score(client_model(self.run, self.model, job), params, examples, self.evaluator)
 
-    def _trial(self, job: Job, phases: tuple[Phase, ...]) -> Visit:
+    def _trial(self, job: Job, phases: tuple[Phase, ...]) -> ClientRound:
         state = self.store.load(job.client, job.round + 1)
-        return trial(self.run, self.model, job, state, self.population[job.client].train, phases)
+        return adaptation_round(self.run, self.model, job, state, self.population[job.client].train, phases)
 
     def _full(self, job: Job) -> Tensors:
         """The state after the job's round, not before it."""
-        return assemble(self.run, self.model, job, self.store.load(job.client, job.round + 1))[1]
+        return client_params(self.run, self.model, job, self.store.load(job.client, job.round + 1))[1]
 
-    def _visit(self, job: Job) -> Visit | Lost:
-        work = self.faults.work(self.run.key, job.round, job.client)
-        if work == 0:
-            return Lost(job.client, "dropped out (simulated)")
+    def _visit(self, job: Job) -> ClientRound | ClientFailure:
+        fraction = self.availability.completed_fraction(self.run.key, job.round, job.client)
+        if fraction == 0:
+            return ClientFailure(job.client, "dropped out (simulated)")
         state = self.store.load(job.client, job.round)
         try:
-            return visit(self.run, self.model, self._carry(job), state, self._train_part(job.client), work)
-        except ClientFault as fault:
+            return begin_round(self.run, self.model, self._carry(job), state, self._train_part(job.client), fraction)
+        except ClientError as fault:
             return self._lost(fault)
 
     def _train_part(self, client: str) -> Examples:
@@ -120,43 +130,43 @@ class Embedded:
         if client in self.rows:
             return self.rows[client]
         examples = self.population[client].train
-        if len(self.rows) < KEPT and isinstance(examples, Selection):
+        if len(self.rows) < EXAMPLES_KEPT and isinstance(examples, TableExamples):
             self.rows[client] = examples
         return examples
 
-    def _reply(self, each: Visit, learned: Learned) -> Update | Lost:
+    def _reply(self, each: ClientRound, learned: LocalResult) -> Update | ClientFailure:
         try:
-            update, state = reply(self.run, each, learned)
-        except ClientFault as fault:
+            update, state = finish_round(self.run, each, learned)
+        except ClientError as fault:
             return self._lost(fault)
         if state.personal or state.memory:
             self.store.save(each.job.client, each.job.round, state)
         return self._carry_back(update) if self.wire else update
 
-    def _lost(self, fault: ClientFault) -> Lost:
+    def _lost(self, fault: ClientError) -> ClientFailure:
         if not self.run.tolerate:
             raise fault
-        return Lost(fault.client, fault.reason)
+        return ClientFailure(fault.client, fault.reason)
 
-    def _launch(self, run: Run, visits: Sequence[Visit]) -> Callable[[], list[Learned]]:
+    def _launch(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
         groups: dict[Hashable, list[int]] = {}
-        for place, each in enumerate(visits):
-            groups.setdefault(kind(run, each), []).append(place)
-        waits = [(places, self._group(run, [visits[place] for place in places])) for places in groups.values()]
+        for place, each in enumerate(client_rounds):
+            groups.setdefault(group_key(run, each), []).append(place)
+        waits = [(places, self._group(run, [client_rounds[place] for place in places])) for places in groups.values()]
 
-        def wait() -> list[Learned]:
+        def wait() -> list[LocalResult]:
             learned = {place: each for places, rest in waits for place, each in zip(places, rest(), strict=True)}
-            return [learned[place] for place in range(len(visits))]
+            return [learned[place] for place in range(len(client_rounds))]
 
         return wait
 
-    def _group(self, run: Run, visits: Sequence[Visit]) -> Callable[[], list[Learned]]:
+    def _group(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
         try:
-            return launch(run, visits, self.blocks)
+            return start_training(run, client_rounds, self.make_trainer)
         except torch.OutOfMemoryError as error:
-            remedy = "lower engine.block" if len(visits) > 1 else "lower training.batch_size"
-            remedy += ", or set engine.graphs = false" if isinstance(self.blocks, Graphs) else ""
-            raise RunError(f"{len(visits)} clients side by side do not fit the memory; {remedy}") from error
+            remedy = "lower engine.block" if len(client_rounds) > 1 else "lower training.batch_size"
+            remedy += ", or set engine.graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
+            raise RunError(f"{len(client_rounds)} clients side by side do not fit the memory; {remedy}") from error
         except RuntimeError as error:
             if "deterministic implementation" not in str(error):
                 raise

@@ -13,19 +13,19 @@ from partita.core.model import Model
 from partita.core.tensors import Tensors
 from partita.evaluation.metrics import (
     Accuracy,
-    Answers,
     Entities,
-    MeasureError,
+    EvaluationError,
     Metric,
     MultiLabel,
     NextToken,
+    Predictions,
     SingleLabel,
 )
 
-__all__ = ["ACCURACY", "Measure", "MeasureError", "Metric", "measure_for", "score"]
+__all__ = ["ACCURACY", "EvaluationError", "Evaluator", "Metric", "evaluator_for", "score"]
 
 
-class Measure(Protocol):
+class Evaluator(Protocol):
     """Makes scores of a model's answers, batch after batch; a score that is not defined on them is left out."""
 
     @property
@@ -39,7 +39,7 @@ class Measure(Protocol):
     @property
     def batch(self) -> int: ...
 
-    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]: ...
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]: ...
 
 
 class Task(Protocol):
@@ -58,7 +58,7 @@ class Task(Protocol):
 ACCURACY = Accuracy()
 
 
-def measure_for(task: Task) -> Measure:
+def evaluator_for(task: Task) -> Evaluator:
     if task.kind == "tokens":
         return Entities(task.classes)
     if task.kind == "lm":
@@ -68,16 +68,16 @@ def measure_for(task: Task) -> Measure:
     return SingleLabel() if task.kind == "text" else ACCURACY
 
 
-def score(model: Model, params: Tensors, examples: Examples, measure: Measure = ACCURACY) -> dict[str, float]:
+def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY) -> dict[str, float]:
     """The measure's scores by name; an empty set has none."""
-    return measure(_answers(model, params, examples, measure.batch)) if len(examples) else {}
+    return evaluator(_predictions(model, params, examples, evaluator.batch)) if len(examples) else {}
 
 
 @torch.inference_mode()
-def _answers(model: Model, params: Tensors, examples: Examples, size: int) -> Iterator[Answers]:
+def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -> Iterator[Predictions]:
     device = next(iter(params.values())).device
     for indices in torch.arange(len(examples)).split(size):
         batch = examples.take(indices)
         targets = batch.targets.to(device)
         out = model(params, tensors.to(batch.inputs, device))
-        yield Answers(out.logits, targets, model.losses(out, targets))
+        yield Predictions(out.logits, targets, model.losses(out, targets))

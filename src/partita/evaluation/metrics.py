@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from partita.core.data import IGNORED
+from partita.core.data import IGNORE_INDEX
 
 
-class MeasureError(ValueError):
+class EvaluationError(ValueError):
     """A score that cannot be had as it was asked for."""
 
 
@@ -30,7 +30,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Answers:
+class Predictions:
     """What a model says of a batch, what is right, and the loss of each example."""
 
     logits: Tensor
@@ -46,7 +46,7 @@ class Accuracy:
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
     batch: ClassVar[int] = 512  # large, since nothing is kept for a backward pass
 
-    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         right = loss = 0.0
         count = 0
         for each in batches:
@@ -64,7 +64,7 @@ class SingleLabel:
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "macro_f1", "micro_f1", "auroc", "loss")
     batch: ClassVar[int] = 64
 
-    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         logits, targets, loss = _gathered(batches)
         guesses = logits.argmax(1)
         truth = functional.one_hot(targets, logits.shape[1])  # (example, class)
@@ -84,7 +84,7 @@ class MultiLabel:
     metrics: ClassVar[tuple[str, ...]] = ("macro_f1", "micro_f1", "auroc", "loss")
     batch: ClassVar[int] = 64
 
-    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         logits, targets, loss = _gathered(batches)
         truth = targets.long().numpy()  # (example, class)
         return {**_f1(truth, (logits > 0).long().numpy()), **_auroc(truth, logits.double().numpy()), "loss": loss}
@@ -102,21 +102,21 @@ class Entities:
 
     def __post_init__(self) -> None:
         if find_spec("seqeval") is None:
-            raise MeasureError("scores of entities need the package 'seqeval': pip install 'partita[text]'")
+            raise EvaluationError("scores of entities need the package 'seqeval': pip install 'partita[text]'")
 
-    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         truths: list[list[str]] = []
         guesses: list[list[str]] = []
         mean = _MeanPerToken()
         right = 0
         for each in batches:
             mean.add(each)
-            told, wanted = each.logits.argmax(-1).cpu(), each.targets.cpu()  # (example, token)
-            asked = wanted != IGNORED
-            right += int(((told == wanted) & asked).sum())
+            predicted, wanted = each.logits.argmax(-1).cpu(), each.targets.cpu()  # (example, token)
+            asked = wanted != IGNORE_INDEX
+            right += int(((predicted == wanted) & asked).sum())
             for row, real in enumerate(asked):
                 truths.append([self.tags[tag] for tag in wanted[row][real].tolist()])
-                guesses.append([self.tags[tag] for tag in told[row][real].tolist()])
+                guesses.append([self.tags[tag] for tag in predicted[row][real].tolist()])
         scores = {"accuracy": right / mean.count, "loss": mean.value} if mean.count else {}
         return {**_entity_scores(truths, guesses), **scores}
 
@@ -129,7 +129,7 @@ class NextToken:
     metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
     batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
 
-    def __call__(self, batches: Iterator[Answers]) -> dict[str, float]:
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         mean = _MeanPerToken()
         for each in batches:
             mean.add(each)
@@ -142,8 +142,8 @@ class _MeanPerToken:
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
 
-    def add(self, each: Answers) -> None:
-        counts = (each.targets != IGNORED).sum(1)  # (example,)
+    def add(self, each: Predictions) -> None:
+        counts = (each.targets != IGNORE_INDEX).sum(1)  # (example,)
         self.total += float((each.losses * counts).sum())
         self.count += int(counts.sum())
 
@@ -152,7 +152,7 @@ class _MeanPerToken:
         return self.total / self.count
 
 
-def _gathered(batches: Iterator[Answers]) -> tuple[Tensor, Tensor, float]:
+def _gathered(batches: Iterator[Predictions]) -> tuple[Tensor, Tensor, float]:
     """Logits, targets and the mean loss of all examples."""
     found = [(each.logits.cpu(), each.targets.cpu(), each.losses.cpu()) for each in batches]
     logits, targets, losses = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -9,18 +9,26 @@ from typing import Any
 import numpy as np
 
 from partita.core import checkpoint
-from partita.core.client import assemble
-from partita.core.client_store import Disk, Memory
+from partita.core.client import client_params
+from partita.core.client_store import DiskStore, MemoryStore
 from partita.core.data import Examples
 from partita.core.dp_settings import PrivacyError
 from partita.core.method import Server, Update
 from partita.core.rng import Key
-from partita.core.rounds import ask, begin, rounds
-from partita.engines.simulation import Embedded
+from partita.core.rounds import initial_server, make_job, rounds
+from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build
 from partita.experiment.config import load
-from partita.privacy.canaries import Eavesdropper, Planted, alignments, canary_losses, choose_canaries, first, losses_of
+from partita.privacy.canaries import (
+    CanaryPopulation,
+    Eavesdropper,
+    canary_losses,
+    choose_canaries,
+    first,
+    gradient_cosines,
+    losses_of,
+)
 from partita.privacy.evidence import Check, judge
 from partita.privacy.mechanism import check_examples
 from partita.privacy.mechanism_choice import check_choice
@@ -44,7 +52,7 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
     experiment = build(load(folder / run_folder.CONFIG))
     guard = experiment.guard
     saved = checkpoint.newest(
-        folder / run_folder.CHECKPOINTS, identity, begin(experiment.run, experiment.model), experiment.device
+        folder / run_folder.CHECKPOINTS, identity, initial_server(experiment.run, experiment.model), experiment.device
     )
     if not saved.done:
         raise PrivacyError(f"{folder / run_folder.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
@@ -78,9 +86,9 @@ def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[
     if _trusts_server(experiment):
         cohorts = [row["cohort"] for row in run_folder.read_rows(folder)]
         # Other transforms are between the clients and the clip, and may send what cannot be scaled.
-        method = replace(run.method, channel=run.method.channel[:1])
+        method = replace(run.method, transforms=run.method.transforms[:1])
         short = replace(run, method=method, training=replace(run.training, steps=1))
-        engine = Embedded(short, model, federation, device=experiment.device)
+        engine = SimulationEngine(short, model, federation, device=experiment.device)
         return check_clients(short, model, engine, server, cohorts)
     return [
         *check_examples(run, model, federation, server, experiment.block),
@@ -88,22 +96,22 @@ def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[
     ]
 
 
-def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Saved) -> Found:
+def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Checkpoint) -> Found:
     """Members are clients' training examples, outsiders those of their validation and test parts."""
     run, model, federation = experiment.run, experiment.model, experiment.federation
     done, server = saved.done, saved.server
-    store = Memory(Disk(folder / run_folder.CLIENTS, experiment.device, saved.states))
-    engine = Embedded(run, model, federation, device=experiment.device, store=store)
+    store = MemoryStore(DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states))
+    engine = SimulationEngine(run, model, federation, device=experiment.device, store=store)
     clients = sorted((Key(0) / "audit").sample(federation.clients, min(CLIENTS, len(federation.clients))))
     by_loss: list[tuple[Array, Array]] = []
     by_update: list[tuple[Array, Array]] = []
     for client in clients:
         data = federation[client]
-        job, _ = ask(run, model, server, done - 1, client)
+        job, _ = make_job(run, model, server, done - 1, client)
         outside: list[Examples] = [part for part in (data.validation, data.test) if len(part)]
         if not len(data.train) or not outside:
             continue
-        _, params = assemble(run, model, job, store.load(client, done))
+        _, params = client_params(run, model, job, store.load(client, done))
         by_loss.append(
             (
                 -losses_of(model, params, data.train, EXAMPLES),
@@ -113,7 +121,8 @@ def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Saved) ->
         for reply in engine.train([job]):
             if isinstance(reply, Update) and reply.delta:
                 score = [
-                    alignments(model, params, reply.delta, first(part, EXAMPLES)) for part in (data.train, *outside)
+                    gradient_cosines(model, params, reply.delta, first(part, EXAMPLES))
+                    for part in (data.train, *outside)
                 ]
                 by_update.append(
                     (score[0].double().numpy(), np.concatenate([each.double().numpy() for each in score[1:]]))
@@ -136,18 +145,18 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
     key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
     single = task.kind in ("image", "text") and not task.multi_label
     canaries = choose_canaries(experiment.federation, count, key, len(task.classes) if single else 0)
-    heard, losses = _play(experiment, Planted(experiment.federation, canaries), not _trusts_server(experiment))
+    heard, losses = _play(experiment, CanaryPopulation(experiment.federation, canaries), not _trusts_server(experiment))
     included = canaries.included
-    delta = DELTA if guard is None else guard.terms.delta
+    delta = DELTA if guard is None else guard.privacy_config.delta
     assert delta is not None
     scores, bound = best_guesses(-losses[np.newaxis] if _trusts_server(experiment) else heard, included, delta)
     attacks = {**attacks, "canaries": roc(scores[included], scores[~included]).about()}
     if shadows:
         runs = []
         for number in range(shadows):
-            tossed = canaries.toss(key / "shadow" / number)
+            tossed = canaries.redraw(key / "shadow" / number)
             other = replace(experiment, run=replace(experiment.run, key=key / "shadow" / number))
-            _, ended = _play(other, Planted(experiment.federation, tossed), listen=False)
+            _, ended = _play(other, CanaryPopulation(experiment.federation, tossed), listen=False)
             runs.append((confidence_of(ended), tossed.included))
         ratios = likelihood_ratios(confidence_of(losses), *(np.stack(part) for part in zip(*runs, strict=True)))
         known = np.isfinite(ratios)
@@ -155,18 +164,20 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
     return {"attacks": attacks, "bound": bound.about()}
 
 
-def _play(experiment: Experiment, planted: Planted, listen: bool = True) -> tuple[Array, Array]:
+def _play(experiment: Experiment, canary_population: CanaryPopulation, listen: bool = True) -> tuple[Array, Array]:
     """(what an eavesdropper heard of each canary, its loss at the end)"""
     run, model = experiment.run, experiment.model
-    engine = Embedded(run, model, planted, experiment.block, experiment.device, faults=experiment.faults)
-    ear = Eavesdropper(run, model, engine, planted)
+    engine = SimulationEngine(
+        run, model, canary_population, experiment.block, experiment.device, availability=experiment.availability
+    )
+    ear = Eavesdropper(run, model, engine, canary_population)
     server: Server | None = None
     for each in rounds(replace(run, drift=False), model, ear if listen else engine):
         server = each.server
     assert server is not None
-    return ear.heard(), canary_losses(model, {**model.initial, **server.params}, planted)
+    return ear.heard(), canary_losses(model, {**model.initial, **server.params}, canary_population)
 
 
 def _trusts_server(experiment: Experiment) -> bool:
     """Client-level privacy is promised to those who see what the server hands out, not single updates."""
-    return experiment.guard is not None and experiment.guard.terms.unit == "client"
+    return experiment.guard is not None and experiment.guard.privacy_config.unit == "client"

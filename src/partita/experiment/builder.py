@@ -13,17 +13,17 @@ import torch
 
 from partita import data, methods, models
 from partita.core.model import Model
-from partita.core.plan import Turn, plan_for
+from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.settings import Run, RunError
 from partita.data import Federation
-from partita.engines.autotune import check_block, choose_block, choose_graphs, half_takes, use_kernels
-from partita.engines.availability import Faults, read_trace
-from partita.evaluation import Measure, measure_for
+from partita.engines.autotune import bf16_slowdown, check_block, choose_block, choose_graphs, configure_backends
+from partita.engines.availability import Availability, read_trace
+from partita.evaluation import Evaluator, evaluator_for
 from partita.experiment.config import Config, EngineConfig, shared_digest
-from partita.privacy.guard import Guard, protect
+from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
-from partita.training.cuda_graphs import Graphs
+from partita.training.cuda_graphs import GraphCache
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Experiment:
     run: Run
     model: Model
     federation: Federation
-    faults: Faults
+    availability: Availability
     device: torch.device
     block: int
-    measure: Measure
-    guard: Guard | None = None
-    graphs: Graphs | None = None
+    evaluator: Evaluator
+    guard: PrivacyGuard | None = None
+    graphs: GraphCache | None = None
 
 
 def build(config: Config, secret: Key | None = None) -> Experiment:
@@ -84,23 +84,23 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     guard = None
     if config.privacy:
         sizes = {client: len(federation[client].train) for client in federation.clients}
-        guard = protect(run, model, sizes, config.privacy)
+        guard = make_private(run, model, sizes, config.privacy)
         run = guard.run
     trace = read_trace(Path(federate.trace)) if federate.trace else {}
-    faults = Faults() if method.pool else Faults(federate.dropout, federate.straggle, trace)
+    availability = Availability() if method.pool else Availability(federate.dropout, federate.straggle, trace)
     if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
-        _warn_of_half(half_takes())
+        _warn_slow_bf16(bf16_slowdown())
     graphs = choose_graphs(config.engine.graphs, config.engine.compile, device)
     block = config.engine.block
     if block == "auto":
         block = choose_block(run, *whole, device, bool(graphs), config.engine.workers)
     if device.type == "cpu":
         check_block(run, model, federation.clients, block)
-    plan_for(method.plan, model, Turn(0, run.rounds, federation.clients[0]))
-    plan_for(method.plan, model, Turn(run.rounds - 1, run.rounds, federation.clients[0]))
+    plan_for(method.plan, model, RoundInfo(0, run.rounds, federation.clients[0]))
+    plan_for(method.plan, model, RoundInfo(run.rounds - 1, run.rounds, federation.clients[0]))
     if method.adapt:
         method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
-    return Experiment(config, run, model, federation, faults, device, block, measure_for(task), guard, graphs)
+    return Experiment(config, run, model, federation, availability, device, block, evaluator_for(task), guard, graphs)
 
 
 class _Sizes(Mapping[str, int]):
@@ -123,7 +123,7 @@ class _Sizes(Mapping[str, int]):
         return len(self.federation.clients)
 
 
-def _warn_of_half(times: float) -> None:
+def _warn_slow_bf16(times: float) -> None:
     if times > 2:
         warnings.warn(
             f"bfloat16 takes this CPU about {times:.0f} times as long as float32; to try a run here, set "
@@ -169,7 +169,7 @@ def _ready(engine: EngineConfig) -> torch.device:
     """Set torch up for this process as the config says."""
     if engine.threads:
         torch.set_num_threads(engine.threads)
-    use_kernels(engine.onednn)
+    configure_backends(engine.onednn)
     device = _device(engine.device)
     if device.type == "cuda":
         # Without it, the fused attention's backward pass sums in whatever order its blocks finish.

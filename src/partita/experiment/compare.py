@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
-from partita.core.options import shown
+from partita.core.options import format_value
 from partita.core.safe_text import label_folder
 from partita.engines.ipc import end_with_parent
 from partita.experiment import run_folder
@@ -84,14 +84,14 @@ def _check_same(folder: Path, settings: Config) -> None:
         run_folder.verify(folder)
         there = load(path)
         if replace(there, engine=settings.engine) != replace(settings, engine=settings.engine):
-            raise run_folder.RecordError(f"{folder} holds another experiment; delete it or give another --out")
+            raise run_folder.RunFolderError(f"{folder} holds another experiment; delete it or give another --out")
 
 
 def _specs(methods: str) -> list[str]:
     """'fedavg, fedprox(mu=0.1, x=2)' by the commas outside brackets."""
     found = [each.strip() for each in re.findall(r"[^,()]+(?:\([^)]*\))?", methods)]
     if not found or "".join(found).count("(") != methods.count("("):
-        raise ConfigError(f"cannot read --methods {shown(methods)}; write it as in 'fedavg,fedprox(mu=0.1)'")
+        raise ConfigError(f"cannot read --methods {format_value(methods)}; write it as in 'fedavg,fedprox(mu=0.1)'")
     return found
 
 

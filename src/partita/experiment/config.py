@@ -29,14 +29,14 @@ from partita.core.options import (
     Share,
     Text,
     Whole,
-    bind,
-    nearest,
+    closest_match,
+    format_value,
+    import_from_registry,
     options_of,
-    pick,
-    shown,
+    validate_options,
 )
 from partita.core.settings import Training
-from partita.privacy.guard import Terms
+from partita.privacy.guard import PrivacyConfig
 
 Processes = Annotated[int, Range(low=1, high=1024)]
 
@@ -145,7 +145,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    privacy: Terms | None = None
+    privacy: PrivacyConfig | None = None
 
     def to_toml(self) -> str:
         return tomli_w.dumps(_drop_none(dataclasses.asdict(self)))
@@ -168,7 +168,7 @@ _TABLES = {
     "engine": EngineConfig,
     "evaluate": EvaluateConfig,
     "checkpoint": CheckpointConfig,
-    "privacy": Terms,
+    "privacy": PrivacyConfig,
 }
 # Tables that name a function: the key with its name, the functions, and what their parameters get from elsewhere.
 _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
@@ -188,7 +188,7 @@ def schema() -> dict[str, dict[str, Option]]:
     for table, (_, index, given) in _NAMED.items():
         for name in index:
             shared = common if table == "split" else {}
-            found[f"{table} {name}"] = {**options_of(pick(index, name, table), given), **shared}
+            found[f"{table} {name}"] = {**options_of(import_from_registry(index, name, table), given), **shared}
     return found
 
 
@@ -205,25 +205,27 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {_reason(error)}") from error
     for change in changes:
-        overlay(raw, change)
+        apply_override(raw, change)
     return parse(raw)
 
 
-def overlay(raw: dict[str, Any], change: str) -> None:
+def apply_override(raw: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"cannot read the change {shown(change)}; write it as key=value, for instance method.mu=0.1")
+        raise ConfigError(
+            f"cannot read the change {format_value(change)}; write it as key=value, for instance method.mu=0.1"
+        )
     *tables, last = key.strip().split(".")
     for name in tables:
         raw = raw.setdefault(name, {})
         if not isinstance(raw, dict):
-            raise ConfigError(f"cannot set {shown(key)}: {shown(name)} is not a table")
+            raise ConfigError(f"cannot set {format_value(key)}: {format_value(name)} is not a table")
     try:
         raw[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         raw[last] = text  # a bare word is a text: method.name=fedprox
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read the change {shown(change)}: {_reason(error)}") from error
+        raise ConfigError(f"cannot read the change {format_value(change)}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -234,15 +236,15 @@ def parse(raw: Mapping[str, Any]) -> Config:
     """Checked as a whole before any work starts."""
     for key, value in raw.items():
         if key not in Config.__dataclass_fields__:
-            raise OptionError(f"unknown key {shown(key)}; {nearest(key, Config.__dataclass_fields__)}")
+            raise OptionError(f"unknown key {format_value(key)}; {closest_match(key, Config.__dataclass_fields__)}")
         if (key in _TABLES or key in _NAMED) and not isinstance(value, Mapping):
-            raise OptionError(f"{key} is {shown(value)}; it must be a table, [{key}]")
+            raise OptionError(f"{key} is {format_value(value)}; it must be a table, [{key}]")
     if "method" not in raw:
         raise OptionError("'method' is missing; say which with [method] name = 'fedavg'")
-    shaped = {key: kind(**bind(kind, raw[key], key)) for key, kind in _TABLES.items() if key in raw}
+    shaped = {key: kind(**validate_options(kind, raw[key], key)) for key, kind in _TABLES.items() if key in raw}
     plain = {key: value for key, value in raw.items() if key not in _TABLES}
     single = {key: value for key, value in plain.items() if key not in _NAMED}
-    bind(Config, single, "", given=[*_TABLES, *_NAMED])
+    validate_options(Config, single, "", given=[*_TABLES, *_NAMED])
     config = Config(**plain, **shaped)
     config = dataclasses.replace(
         config,
@@ -259,7 +261,7 @@ def _filled_method(table: Table) -> Table:
     """With all defaults, so that the recorded config says what was run."""
     name, options = _named(table, "method")
     methods.build(name, options)
-    found = [_defaults(pick(methods.INDEX, part, "method")) for part in name.split("+")]
+    found = [_defaults(import_from_registry(methods.INDEX, part, "method")) for part in name.split("+")]
     # A key that two parts share cannot be said in a config, so each keeps its own default.
     own = {key: value for part in found for key, value in part.items() if sum(key in other for other in found) == 1}
     said = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
@@ -269,18 +271,18 @@ def _filled_method(table: Table) -> Table:
 def _filled(table: Table, where: str) -> Table:
     name, options = _named(table, where)
     _, index, given = _NAMED[where]
-    function = pick(index, name, where)
-    return {"name": name, **_defaults(function), **bind(function, options, where, given)}
+    function = import_from_registry(index, name, where)
+    return {"name": name, **_defaults(function), **validate_options(function, options, where, given)}
 
 
 def _filled_split(table: Table) -> Table:
     """Some keys are for this kind of split, others for every kind."""
     kind, options = _named(table, "split")
-    function = pick(data.SPLITS, kind, "split")
+    function = import_from_registry(data.SPLITS, kind, "split")
     common = _defaults(data.split)
     cuts = {key: options.pop(key) for key in common if key in options}
-    bind(data.split, cuts, "split", _OF_EVERY_SPLIT)
-    own = bind(function, options, "split", _NAMED["split"][2])
+    validate_options(data.split, cuts, "split", _OF_EVERY_SPLIT)
+    own = validate_options(function, options, "split", _NAMED["split"][2])
     return {"kind": kind, **common, **_defaults(function), **cuts, **own}
 
 

@@ -17,16 +17,16 @@ import tomli_w
 from partita import data, models
 from partita.core.atomic_files import write
 from partita.core.rng import Key
-from partita.core.rounds import begin
-from partita.core.safe_text import clean, component, label_folder
+from partita.core.rounds import initial_server
+from partita.core.safe_text import label_folder, path_component, printable
 from partita.engines.flower.client import Site, client_app
-from partita.engines.flower.server import Flower, server_app
+from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
 from partita.experiment.builder import build, makes_secret
 from partita.experiment.config import SITES_OWN, Config, load, shared_digest
 from partita.experiment.gc_freeze import importing
 from partita.experiment.round_log import Row
-from partita.experiment.runner import play, prepare, recall, recall_secret
+from partita.experiment.runner import prepare, restore, restore_secret, run_rounds
 from partita.privacy.secret import load_or_save
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
-OWN = tuple(f"{table}." for table in SITES_OWN)
+SITE_OPTIONS = tuple(f"{table}." for table in SITES_OWN)
 PACKAGE, CONFIG = "federation", "experiment.toml"
 SIDE = """from pathlib import Path
 
@@ -92,7 +92,7 @@ def modules(app: Path) -> list[str]:
     return [__name__, *(each.partition(":")[0] for each in named)]
 
 
-def recorded(app: Path) -> Path:
+def recorded_folder(app: Path) -> Path:
     """The folder in which the server records the app's run, if it runs on this machine."""
     project = tomllib.loads((app / "pyproject.toml").read_text())
     return Path(project["tool"]["flwr"]["app"]["config"]["folder"])
@@ -118,18 +118,18 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
     folder = Path(str(_said(settings, "folder", "run config")))
     config = replace(config, engine=replace(config.engine, block=1))
     begun = (folder / run_folder.CONFIG).exists()
-    experiment = build(config, recall_secret(config, folder) if begun else None)
+    experiment = build(config, restore_secret(config, folder) if begun else None)
     with run_folder.lock(folder):
-        done, server = 0, begin(experiment.run, experiment.model)
+        done, server = 0, initial_server(experiment.run, experiment.model)
         if begun:
             run_folder.verify(folder)
             _same(config, load(folder / run_folder.CONFIG), folder)
-            done, server = recall(experiment, folder)
+            done, server = restore(experiment, folder)
             # Sites may have gone on from here before, so what they hold is not what the ledger says.
-            server = replace(server, ledger=replace(server.ledger, held={}))
+            server = replace(server, versions=replace(server.versions, held={}))
         else:
             prepare(experiment, folder)
-        engine = Flower(
+        engine = FlowerEngine(
             experiment.run,
             experiment.model,
             experiment.federation.clients,
@@ -141,9 +141,9 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             device=experiment.device,
             patience=float(settings.get("patience", math.inf)),
             config=shared_digest(config),
-            measure=experiment.measure,
+            evaluator=experiment.evaluator,
         )
-        yield from play(experiment, folder, engine, engine.store, server, done)
+        yield from run_rounds(experiment, folder, engine, engine.store, server, done)
 
 
 def _name(context: Context, config: Path) -> str:
@@ -158,14 +158,16 @@ def _site(context: Context, config: Path) -> Site:
     name, node = _name(context, config), context.node_config
     shared = _settings(config, context.run_config)
     changes = [f"{key}={json.dumps(value)}" for key, value in node.items() if "." in key]
-    if strange := [change for change in changes if not change.startswith(OWN)]:
-        raise FlowerError(f"the node config sets {strange[0]}, but a site can only change {' and '.join(OWN)} keys")
+    if strange := [change for change in changes if not change.startswith(SITE_OPTIONS)]:
+        raise FlowerError(
+            f"the node config sets {strange[0]}, but a site can only change {' and '.join(SITE_OPTIONS)} keys"
+        )
     if shared.split["kind"] == "site":
         changes.append(f"split.client={json.dumps(name)}")
     own = _settings(config, context.run_config, *changes)
     simulated = "partition-id" in node and "folder" not in node
     place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
-    folder = Path(str(place)) / _identity(shared) / component(name)
+    folder = Path(str(place)) / _identity(shared) / path_component(name)
     secret = load_or_save(folder) if makes_secret(own) else None
     experiment = build(replace(own, engine=replace(own.engine, block=1)), secret)
     if name not in experiment.federation.clients:
@@ -176,9 +178,9 @@ def _site(context: Context, config: Path) -> Site:
         name,
         experiment.federation[name],
         folder,
-        experiment.faults,
+        experiment.availability,
         experiment.device,
-        experiment.measure,
+        experiment.evaluator,
         shared_digest(shared),
         _answered(Path(str(place)), experiment.run.secret, name),
     )
@@ -198,7 +200,7 @@ def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
     """Beside the folders of all runs: noise follows from secret, round and client, wherever a run keeps its state."""
     if secret is None:
         return None
-    return place / "answered" / f"{component(client)}-{(secret / 'answered').digest(8).hex()}.json"
+    return place / "answered" / f"{path_component(client)}-{(secret / 'answered').digest(8).hex()}.json"
 
 
 def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:
@@ -209,11 +211,11 @@ def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:
 
 def _same(config: Config, recorded: Config, folder: Path) -> None:
     if replace(recorded, engine=config.engine) != config:
-        raise run_folder.RecordError(f"{folder} holds a run of another config; say another folder in the run config")
+        raise run_folder.RunFolderError(f"{folder} holds a run of another config; say another folder in the run config")
 
 
 def _line(row: Row) -> str:
-    lost = "".join(f"; lost {clean(client)}: {clean(reason)}" for client, reason in row["lost"].items())
+    lost = "".join(f"; lost {printable(client)}: {printable(reason)}" for client, reason in row["lost"].items())
     scores = "".join(f", {metric} {value:.4f}" for metric, value in (row["test"] or {}).items())
     answered = len(row["cohort"]) - len(row["lost"])
     return f"round {row['round']}: {answered} of {len(row['cohort'])} answered in {row['seconds']:.1f} s{scores}{lost}"

@@ -10,20 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from partita.core import serialization
-from partita.core.model import Model, layer_of, role_of
-from partita.core.options import OptionError, nearest
+from partita.core.model import Model, layer_tag, role_tag
+from partita.core.options import OptionError, closest_match
 from partita.core.plan import Plan
-from partita.core.rounds import ask
+from partita.core.rounds import make_job
 from partita.core.settings import Run
 from partita.core.tensors import select
-from partita.engines.availability import Faults
-from partita.engines.dry_run import answer, rehearse
+from partita.engines.availability import Availability
+from partita.engines.dry_run import dry_run, null_update
 from partita.experiment.builder import Experiment, build
 from partita.experiment.config import Config, parse
-from partita.methods import ON_TOWERS
+from partita.methods import NEEDS_DUAL_ENCODER
 
 # How a method that looks at clients' data is foretold without any.
-BLIND = {"safl": {"select": "random"}}
+DATA_DEPENDENT = {"safl": {"select": "random"}}
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ def preview(config: Config, round: int, client: str | None, by: str = "role") ->
 
 def _preview(experiment: Experiment, round: int, client: str | None = None, by: str = "role") -> Preview:
     return preview_of(
-        experiment.run, experiment.model, experiment.federation.clients, round, client, by, experiment.faults
+        experiment.run, experiment.model, experiment.federation.clients, round, client, by, experiment.availability
     )
 
 
 def plan_section(name: str) -> str:
     """What a method's card says of its plan: the table of the first round and, if it differs, of the last."""
     # Plain SGD, which every method takes; a plan does not depend on it.
-    method = {"name": name, **BLIND.get(name, {})}
+    method = {"name": name, **DATA_DEPENDENT.get(name, {})}
     model, kind = {"name": "vit"}, "a ViT of two layers of width 64"
-    if name in ON_TOWERS:
+    if name in NEEDS_DUAL_ENCODER:
         model, kind = {"name": "clip", "shape": "tiny"}, "a random CLIP whose towers are 32 and 16 wide"
     config = parse({"method": method, "model": model, "training": {"optimizer": "sgd"}, "rounds": 10})
     experiment = build(config)
@@ -98,7 +98,7 @@ def plan_section(name: str) -> str:
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
     tables = "\n".join(each.to_text() for each in ([first] if same else [first, last]))
     setting = f"Ten rounds, {kind} on 8 x 8 images, ten clients of which all take part:"
-    blind = "\n\nHere layers are drawn by lot, since there are no data to look at." if name in BLIND else ""
+    blind = "\n\nHere layers are drawn by lot, since there are no data to look at." if name in DATA_DEPENDENT else ""
     return f"{setting}\n\n```text\n{tables}```{blind}"
 
 
@@ -109,7 +109,7 @@ def preview_of(
     round: int = 0,
     client: str | None = None,
     by: str = "role",
-    faults: Faults | None = None,
+    availability: Availability | None = None,
 ) -> Preview:
     if not 0 <= round < run.rounds:
         raise OptionError(f"--round is {round}; this run has rounds 0 to {run.rounds - 1}")
@@ -118,12 +118,12 @@ def preview_of(
     cohort = run.draw_cohort(round, clients)
     client = client or cohort[0]
     if client not in clients:
-        raise OptionError(f"there is no client '{client}'; {nearest(client, clients[:50])}")
-    server = rehearse(run, model, clients, round, faults)
-    job, plan = ask(run, model, server, round, client)
-    update = answer(run, model, job)
-    down = serialization.count({"params": select(job.params, job.stale), **job.slots})
-    up = serialization.count({"delta": update.delta, **update.slots})
+        raise OptionError(f"there is no client '{client}'; {closest_match(client, clients[:50])}")
+    server = dry_run(run, model, clients, round, availability)
+    job, plan = make_job(run, model, server, round, client)
+    update = null_update(run, model, job)
+    down = serialization.byte_counts({"params": select(job.params, job.stale), **job.slots})
+    up = serialization.byte_counts({"delta": update.delta, **update.slots})
     return Preview(
         method=run.method.name,
         model=model.name,
@@ -131,7 +131,7 @@ def preview_of(
         client=client,
         asked=client in cohort,
         groups=tuple(_groups(model, plan.narrow(frozenset(update.steps)), up, down, by)),
-        envelope=(up.get(serialization.ENVELOPE, 0), down.get(serialization.ENVELOPE, 0)),
+        envelope=(up.get(serialization.HEADER, 0), down.get(serialization.HEADER, 0)),
         bytes_up=sum(up.values()),
         bytes_down=sum(down.values()),
     )
@@ -140,7 +140,7 @@ def preview_of(
 def _groups(model: Model, plan: Plan, up: Mapping[str, int], down: Mapping[str, int], by: str) -> Iterator[Group]:
     found: dict[str, list[str]] = {}
     for name in model.initial:
-        titles = {"name": name, "layer": layer_of(model.tags[name]) or "–", "role": role_of(model.tags[name]) or "–"}
+        titles = {"name": name, "layer": layer_tag(model.tags[name]) or "–", "role": role_tag(model.tags[name]) or "–"}
         found.setdefault(titles[by], []).append(name)
 
     def numbers(names: Iterable[str]) -> int:

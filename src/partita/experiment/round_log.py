@@ -9,40 +9,40 @@ from pathlib import Path
 from typing import Any
 
 from partita.core.client import Job
-from partita.core.method import Local, Server
-from partita.core.model import Model, layer_of, layers_of, role_of
-from partita.core.plan import Plan, Turn, plan_for
-from partita.core.rounds import Engine, Round, ask
+from partita.core.method import ClientRule, Server
+from partita.core.model import Model, layer_tag, layer_tags, role_tag
+from partita.core.plan import Plan, RoundInfo, plan_for
+from partita.core.rounds import Engine, RoundResult, make_job
 from partita.core.settings import Run
 from partita.evaluation import score
 from partita.experiment import run_folder
-from partita.experiment.alarms import LONG, Sight, alarms, alarms_of_round, sight
+from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_window, summarize
 from partita.experiment.builder import Experiment
 from partita.privacy.disclosure import withhold
 
 Row = dict[str, Any]
 
 
-def observe(
+def log_round(
     experiment: Experiment,
     engine: Engine,
-    each: Round,
+    each: RoundResult,
     seconds: float,
     signal: Mapping[str, float],
-    sights: deque[Sight],
+    sights: deque[RoundSummary],
 ) -> Row:
     """A round's row. `signal` is what the server said before it, and `sights` are of the rounds before it."""
     row = {
         **_happened(experiment, each, seconds),
-        **measure(experiment, engine, each),
+        **evaluate_round(experiment, engine, each),
         **_spending(experiment, each, signal),
         **_distrusted(each),
         **_choices(experiment, each, sights),
     }
-    return withhold(row, experiment.guard.terms.unit) if experiment.guard else row
+    return withhold(row, experiment.guard.privacy_config.unit) if experiment.guard else row
 
 
-def measure(experiment: Experiment, engine: Engine, each: Round) -> Row:
+def evaluate_round(experiment: Experiment, engine: Engine, each: RoundResult) -> Row:
     """The model on the central test set, and clients' models on their own test parts, when they are due."""
     due, run, last = experiment.config.evaluate, experiment.run, each.number + 1 == experiment.run.rounds
     federation, model = experiment.federation, experiment.model
@@ -50,19 +50,21 @@ def measure(experiment: Experiment, engine: Engine, each: Round) -> Row:
     clients = sorted((run.key / "evaluate").sample(present, min(due.clients, len(present))))
 
     def jobs() -> Iterator[Job]:
-        return (ask(run, model, each.server, each.number, client)[0] for client in clients)
+        return (make_job(run, model, each.server, each.number, client)[0] for client in clients)
 
     test: dict[str, float] | None = None
     if last or (each.number + 1) % due.every == 0:
-        if _personal(run, *ask(run, model, each.server, each.number, clients[0]), each.server):
+        if _personal(run, *make_job(run, model, each.server, each.number, clients[0]), each.server):
             # No single model exists: the mean over clients of how each one's own model does.
             # There is no such mean where clients are elsewhere, since none holds the central test set.
-            found = [scores for _, scores in engine.evaluate(jobs(), federation.test)] if _tells(experiment) else []
+            found = (
+                [scores for _, scores in engine.evaluate(jobs(), federation.test)] if _may_report(experiment) else []
+            )
             test = _mean(found) if found else None
         else:
-            test = score(model, each.server.params, federation.test, experiment.measure)
+            test = score(model, each.server.params, federation.test, experiment.evaluator)
     personal: dict[str, dict[str, float]] | None = None
-    if due.personal and _tells(experiment) and (last or (each.number + 1) % due.personal == 0):
+    if due.personal and _may_report(experiment) and (last or (each.number + 1) % due.personal == 0):
         personal = {}
         for client, scores in engine.evaluate(jobs()):
             for metric, value in scores.items():
@@ -70,10 +72,10 @@ def measure(experiment: Experiment, engine: Engine, each: Round) -> Row:
     return {"test": test, "personal": personal}
 
 
-def _tells(experiment: Experiment) -> bool:
+def _may_report(experiment: Experiment) -> bool:
     """Whether clients may tell how their own models do: not if those, or their test parts, are to stay hidden."""
     guard = experiment.guard
-    return guard is None or (guard.terms.unit == "example" and experiment.run.method.adapt is None)
+    return guard is None or (guard.privacy_config.unit == "example" and experiment.run.method.adapt is None)
 
 
 def _personal(run: Run, job: Job, plan: Plan, server: Server) -> bool:
@@ -88,7 +90,7 @@ def _mean(scores: list[dict[str, float]]) -> dict[str, float]:
     return {metric: sum(each[metric] for each in scores) / len(scores) for metric in shared}
 
 
-def _happened(experiment: Experiment, each: Round, seconds: float) -> Row:
+def _happened(experiment: Experiment, each: RoundResult, seconds: float) -> Row:
     return {
         "round": each.number,
         "seconds": round(seconds, 4),
@@ -104,7 +106,7 @@ def _happened(experiment: Experiment, each: Round, seconds: float) -> Row:
     }
 
 
-def _spending(experiment: Experiment, each: Round, signal: Mapping[str, float]) -> Row:
+def _spending(experiment: Experiment, each: RoundResult, signal: Mapping[str, float]) -> Row:
     """What the run has cost in privacy up to this round; the signal is kept since the plan depended on it."""
     guard = experiment.guard
     if guard is None:
@@ -112,43 +114,45 @@ def _spending(experiment: Experiment, each: Round, signal: Mapping[str, float]) 
     guard.charge(each.number, each.cohort, signal, each.population)
     spent = guard.spent()
     finite = spent is not None and math.isfinite(spent)
-    return {"privacy": {"epsilon": spent if finite else None, "delta": guard.terms.delta, "signal": dict(signal)}}
+    return {
+        "privacy": {"epsilon": spent if finite else None, "delta": guard.privacy_config.delta, "signal": dict(signal)}
+    }
 
 
-def _distrusted(each: Round) -> Row:
+def _distrusted(each: RoundResult) -> Row:
     """What the server did not take as it came; most rounds have nothing of it."""
     found: Row = {
         "refused": {lost.client: lost.reason for lost in each.refused},
         "bounded": {client: each.norms[client] for client in sorted(each.bounded)},
         "skipped": each.skipped is not None,
-        "alarms": {alarm.kind: alarm.text for alarm in alarms_of_round(each)},
+        "alarms": {alarm.kind: alarm.text for alarm in check_round(each)},
     }
     return {key: value for key, value in found.items() if value}
 
 
-def _choices(experiment: Experiment, each: Round, sights: deque[Sight]) -> Row:
+def _choices(experiment: Experiment, each: RoundResult, sights: deque[RoundSummary]) -> Row:
     """Where clients choose their layers: which, by what scores, and the signs that this has lost its point."""
-    if all(type(rule).narrow is Local.narrow for rule in experiment.run.method.local):
+    if all(type(rule).narrow is ClientRule.narrow for rule in experiment.run.method.client_rules):
         return {}
-    now = sight(each, experiment.model)
+    now = summarize(each, experiment.model)
     sights.append(now)
     return {
         "chosen": {client: sorted(layers) for client, layers in now.sent.items()},
         "scores": {client: dict(scores) for client, scores in now.scores.items()},
         "alarms": {
             alarm.kind: alarm.text
-            for alarm in (*alarms(list(sights), layers_of(experiment.model)), *alarms_of_round(each))
+            for alarm in (*check_window(list(sights), layer_tags(experiment.model)), *check_round(each))
         },
     }
 
 
-def recall_sights(folder: Path) -> deque[Sight]:
+def restore_summaries(folder: Path) -> deque[RoundSummary]:
     """Those of the last rounds recorded, so that a run that was stopped raises the alarms it would have raised."""
-    found = deque[Sight](maxlen=LONG)
+    found = deque[RoundSummary](maxlen=LONG_WINDOW)
     for row in run_folder.read_rows(folder):
         if "chosen" in row:
             sent = {client: frozenset(layers) for client, layers in row["chosen"].items()}
-            found.append(Sight(row["round"], sent, row["scores"]))
+            found.append(RoundSummary(row["round"], sent, row["scores"]))
     return found
 
 
@@ -157,7 +161,7 @@ def stages(experiment: Experiment) -> list[Row]:
     run, model, client = experiment.run, experiment.model, experiment.federation.clients[0]
     found: list[tuple[Plan, Row]] = []
     for number in range(run.rounds):
-        plan = plan_for(run.method.plan, model, Turn(number, run.rounds, client))
+        plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client))
         if found and found[-1][0] == plan:
             found[-1][1]["last"] = number
         else:
@@ -169,7 +173,7 @@ def plan_rows(model: Model, plan: Plan) -> list[Row]:
     """A plan by parameter."""
     rows = []
     for name, value in model.initial.items():
-        layer, role = layer_of(model.tags[name]), role_of(model.tags[name])
+        layer, role = layer_tag(model.tags[name]), role_tag(model.tags[name])
         does = {"trains": plan.train, "up": plan.up, "down": plan.down, "keep": plan.keep}
         size = {"parameters": value.numel(), "bytes": value.numel() * value.element_size()}
         rows.append({"name": name, "layer": layer, "role": role, **size, **{k: name in v for k, v in does.items()}})

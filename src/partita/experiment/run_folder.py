@@ -22,11 +22,11 @@ from partita.core import atomic_files
 from partita.core.atomic_files import (
     DamageError,
     DiskError,
-    number_of,
-    open_plain,
+    list_checksummed,
+    number_in_name,
+    open_regular_file,
     read_json,
     refuse_links,
-    sealed,
     write,
 )
 
@@ -35,7 +35,7 @@ CHECKSUMS, CHECKPOINTS, CLIENTS = "checksums.json", "checkpoints", "clients"
 REMEDY = "restore it from a copy, or start the run anew in another folder"
 
 
-class RecordError(ValueError):
+class RunFolderError(ValueError):
     """A run folder that is missing, taken, or in use."""
 
 
@@ -60,7 +60,7 @@ def verify(folder: Path) -> str | None:
     refuse_links(folder)
     path = folder / CHECKSUMS
     if not path.exists():
-        if sealed(folder / CHECKPOINTS):
+        if list_checksummed(folder / CHECKPOINTS):
             raise DamageError(f"{path} is missing; {REMEDY}")
         return None
     listed = read_json(path)
@@ -79,7 +79,7 @@ def verify(folder: Path) -> str | None:
     return atomic_files.digest(json.dumps(listed, sort_keys=True).encode())
 
 
-class Rows:
+class RowLog:
     """The rows of a run as they are recorded, and their digest."""
 
     def __init__(self, folder: Path) -> None:
@@ -137,8 +137,8 @@ def count_rows(folder: Path) -> int:
 
 def saved_rounds(folder: Path) -> int:
     """The rounds behind the newest checkpoint."""
-    saved = sealed(folder / CHECKPOINTS)
-    return number_of(saved[-1]) if saved else 0
+    saved = list_checksummed(folder / CHECKPOINTS)
+    return number_in_name(saved[-1]) if saved else 0
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -182,14 +182,16 @@ def lock(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
-        handle = open_plain(folder / ".lock", os.O_WRONLY | os.O_CREAT)
+        handle = open_regular_file(folder / ".lock", os.O_WRONLY | os.O_CREAT)
     except OSError as error:
         raise DiskError(f"cannot write to {folder} ({error.strerror}); choose another folder") from error
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RecordError(f"{folder} is in use by another process; wait for it or choose another folder") from None
+            raise RunFolderError(
+                f"{folder} is in use by another process; wait for it or choose another folder"
+            ) from None
         _held.add(handle)
         try:
             yield

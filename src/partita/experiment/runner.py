@@ -12,19 +12,19 @@ from pathlib import Path
 
 from partita.core import checkpoint, tensors
 from partita.core.atomic_files import read_json
-from partita.core.client_store import Disk, Memory, Store
+from partita.core.client_store import ClientStore, DiskStore, MemoryStore
 from partita.core.dp_settings import PrivacyError
 from partita.core.method import Server
 from partita.core.rng import Key
-from partita.core.rounds import Engine, begin, rounds
-from partita.engines.multiprocess import Workers
-from partita.engines.simulation import Embedded
+from partita.core.rounds import Engine, initial_server, rounds
+from partita.engines.multiprocess import MultiprocessEngine
+from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build, makes_secret
 from partita.experiment.config import Config
-from partita.experiment.round_log import Row, observe, recall_sights, stages
+from partita.experiment.round_log import Row, log_round, restore_summaries, stages
 from partita.privacy import secret
-from partita.privacy.guard import Guard
+from partita.privacy.guard import PrivacyGuard
 
 PRIVACY = "privacy.json"  # in a run's folder: the promise, and the noise that keeps it
 
@@ -35,29 +35,34 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
         (folder / name).exists()
         for name in (run_folder.CONFIG, run_folder.ROWS, run_folder.CHECKPOINTS, run_folder.CLIENTS)
     ):
-        raise run_folder.RecordError(
+        raise run_folder.RunFolderError(
             f"{folder} already holds a run; resume it with 'partita resume {folder}', or choose another folder"
         )
     experiment = build(config)
     with run_folder.lock(folder):
         prepare(experiment, folder)
-        with _embedded(experiment, Disk(folder / run_folder.CLIENTS, experiment.device, {})) as (engine, store):
-            yield from play(experiment, folder, engine, store, begin(experiment.run, experiment.model), 0)
+        with _engine_and_store(experiment, DiskStore(folder / run_folder.CLIENTS, experiment.device, {})) as (
+            engine,
+            store,
+        ):
+            yield from run_rounds(
+                experiment, folder, engine, store, initial_server(experiment.run, experiment.model), 0
+            )
 
 
 def resume(config: Config, folder: Path) -> Iterator[Row]:
     """Go on after the newest checkpoint as if nothing had happened."""
     run_folder.verify(folder)
-    experiment = build(config, recall_secret(config, folder))
+    experiment = build(config, restore_secret(config, folder))
     with run_folder.lock(folder):
-        saved = recall_all(experiment, folder)
-        disk = Disk(folder / run_folder.CLIENTS, experiment.device, saved.states)
+        saved = restore_all(experiment, folder)
+        disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states)
         disk.rewind(saved.done)
-        with _embedded(experiment, disk) as (engine, store):
-            yield from play(experiment, folder, engine, store, saved.server, saved.done)
+        with _engine_and_store(experiment, disk) as (engine, store):
+            yield from run_rounds(experiment, folder, engine, store, saved.server, saved.done)
 
 
-def recall_secret(config: Config, folder: Path) -> Key | None:
+def restore_secret(config: Config, folder: Path) -> Key | None:
     """The secret that a run made when it began."""
     return secret.load(folder) if makes_secret(config) else None
 
@@ -72,7 +77,7 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
     run_folder.write_json(
-        folder / run_folder.PLAN, {"metric": asdict(experiment.measure.primary), "stages": stages(experiment)}
+        folder / run_folder.PLAN, {"metric": asdict(experiment.evaluator.primary), "stages": stages(experiment)}
     )
     written = [run_folder.CONFIG, run_folder.ENVIRONMENT, run_folder.PLAN]
     if experiment.guard:
@@ -87,7 +92,7 @@ def _fingerprint(experiment: Experiment) -> str | None:
     return (key / "fingerprint").digest(8).hex() if key else None
 
 
-def computing(config: Config, folder: Path) -> str:
+def describe_compute(config: Config, folder: Path) -> str:
     """How the engine computes, and what of it "auto" has chosen."""
     told = read_json(folder / run_folder.ENVIRONMENT)
     auto = [name for name in ("device", "block", "graphs") if getattr(config.engine, name) == "auto"]
@@ -95,46 +100,46 @@ def computing(config: Config, folder: Path) -> str:
     return said + (f" (auto: {', '.join(auto)})" if auto else "")
 
 
-def recall(experiment: Experiment, folder: Path) -> tuple[int, Server]:
+def restore(experiment: Experiment, folder: Path) -> tuple[int, Server]:
     """(rounds done, the server after them) by the newest checkpoint; rows of later rounds are dropped."""
-    saved = recall_all(experiment, folder)
+    saved = restore_all(experiment, folder)
     return saved.done, saved.server
 
 
-def recall_all(experiment: Experiment, folder: Path) -> checkpoint.Saved:
+def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
     """The newest checkpoint, or the beginning, with the folder brought back to it."""
     identity = run_folder.verify(folder)
     if identity is None:
         prepare(experiment, folder)
-    first = begin(experiment.run, experiment.model)
+    first = initial_server(experiment.run, experiment.model)
     saved = checkpoint.newest(folder / run_folder.CHECKPOINTS, identity, first, experiment.device)
     run_folder.keep_rows(folder, saved.done, saved.rows if saved.done else None)
     if experiment.guard:
         with run_folder.understanding(folder / run_folder.ROWS):
-            _recall_spending(experiment, experiment.guard, folder)
+            _restore_spending(experiment, experiment.guard, folder)
     return saved
 
 
-def _recall_spending(experiment: Experiment, guard: Guard, folder: Path) -> None:
+def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path) -> None:
     """What earlier rounds cost is part of the bill; under another noise they would not have been the same run."""
     began = read_json(folder / PRIVACY)
     if began["secret"] != _fingerprint(experiment):
         raise PrivacyError(f"{folder} was begun with another secret; name that file as engine.secret to resume the run")
     noise = began["noise"]
-    if noise != guard.terms.noise:
+    if noise != guard.privacy_config.noise:
         raise PrivacyError(
-            f"{folder} was begun with the noise {noise:g}, but now it would be {guard.terms.noise:g}: has the data or "
-            "dp-accounting changed? Restore what it began with, or start the run anew in another folder with "
-            f"privacy.noise = {noise:g}"
+            f"{folder} was begun with the noise {noise:g}, but now it would be {guard.privacy_config.noise:g}: has "
+            "the data or dp-accounting changed? Restore what it began with, or start the run anew in another folder "
+            f"with privacy.noise = {noise:g}"
         )
     for row in run_folder.read_rows(folder):
         guard.charge(row["round"], row["cohort"], row["privacy"]["signal"], row["population"])
 
 
 @contextmanager
-def _embedded(experiment: Experiment, disk: Disk) -> Iterator[tuple[Engine, Store]]:
+def _engine_and_store(experiment: Experiment, disk: DiskStore) -> Iterator[tuple[Engine, ClientStore]]:
     config = experiment.config.engine
-    store: Store = disk if config.state == "disk" else Memory(disk)
+    store: ClientStore = disk if config.state == "disk" else MemoryStore(disk)
     engine = _engine(experiment, store)
     if config.workers == 1:
         yield engine, store
@@ -142,25 +147,25 @@ def _embedded(experiment: Experiment, disk: Disk) -> Iterator[tuple[Engine, Stor
     again = None
     if experiment.device.type == "cuda":
         again = partial(build_engine, _resolved(experiment), experiment.run.secret)
-    with closing(Workers(engine, config.workers, again)) as workers:
+    with closing(MultiprocessEngine(engine, config.workers, again)) as workers:
         yield workers, store
 
 
-def build_engine(config: Config, secret: Key | None) -> Embedded:
+def build_engine(config: Config, secret: Key | None) -> SimulationEngine:
     """For a worker that is no fork: data and model are loaded again."""
-    return _engine(build(config, secret), Memory())
+    return _engine(build(config, secret), MemoryStore())
 
 
-def _engine(experiment: Experiment, store: Store) -> Embedded:
-    return Embedded(
+def _engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:
+    return SimulationEngine(
         experiment.run,
         experiment.model,
         experiment.federation,
         experiment.block,
         experiment.device,
         store,
-        experiment.faults,
-        measure=experiment.measure,
+        experiment.availability,
+        evaluator=experiment.evaluator,
         graphs=experiment.graphs,
     )
 
@@ -170,23 +175,23 @@ def _resolved(experiment: Experiment) -> Config:
     return replace(experiment.config, engine=replace(experiment.config.engine, block=experiment.block))
 
 
-def play(
-    experiment: Experiment, folder: Path, engine: Engine, store: Store, server: Server, done: int
+def run_rounds(
+    experiment: Experiment, folder: Path, engine: Engine, store: ClientStore, server: Server, done: int
 ) -> Iterator[Row]:
     """Rounds from `done` on, whoever carries them, each recorded as it ends."""
     config, run, model = experiment.config, experiment.run, experiment.model
     state = {slot: tensors.to(part, experiment.device) for slot, part in server.state.items()}
     server = replace(server, params=tensors.to(server.params, experiment.device), state=state)
     begun = clock = time.perf_counter()
-    identity, written = run_folder.verify(folder) or "", run_folder.Rows(folder)
+    identity, written = run_folder.verify(folder) or "", run_folder.RowLog(folder)
     with run_folder.understanding(folder / run_folder.ROWS):
-        sights = recall_sights(folder)
+        sights = restore_summaries(folder)
     last = deque(run_folder.read_rows(folder), maxlen=1)
     row: Row = last[0] if last else {}  # a run may have been stopped between its last round and its result
     for each in rounds(run, model, engine, server, done):
-        signal = run.method.server.signal(server)
+        signal = run.method.server_rule.signal(server)
         server, done = each.server, each.number + 1
-        row = observe(experiment, engine, each, time.perf_counter() - clock, signal, sights)
+        row = log_round(experiment, engine, each, time.perf_counter() - clock, signal, sights)
         written.append(row)
         if done % config.checkpoint.every == 0 or done == run.rounds:
             store.commit(done)
@@ -205,7 +210,7 @@ def play(
         run_folder.write_json(folder / run_folder.RESULT, result)
 
 
-def digest(experiment: Experiment, server: Server, store: Store) -> str:
+def digest(experiment: Experiment, server: Server, store: ClientStore) -> str:
     """Of the server's tensors and of every client's own."""
     own: tensors.Tensors = {}
     for client in store.known():

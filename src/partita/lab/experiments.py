@@ -12,7 +12,7 @@ from torch import Tensor
 
 from partita.core.rng import Key
 from partita.lab.simulate import Setting, Trace, automatic_warmup, losses_by_warmup, step_size, warm_up
-from partita.lab.synthetic import Differences, Size, World, draw, stack
+from partita.lab.synthetic import Differences, Federation, Size, draw, stack
 from partita.lab.theory import Data, Features, Kernel, drift, feature_map, moments, profile
 from partita.methods.fedfrozen import fedfrozen
 
@@ -28,7 +28,7 @@ DIFFER = Differences(rotation=0.5, value=0.3, kernel=1.0)
 class Batch:
     """Federations side by side (run), and one run of each that never freezes."""
 
-    world: World
+    world: Federation
     setting: Setting
     trace: Trace
     features: Features

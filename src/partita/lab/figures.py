@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.lab import experiments as lab
-from partita.report.plot_style import COLOURS, INK, MUTED, calm, new_figure, svg
+from partita.report.plot_style import COLORS, INK, MUTED, new_figure, style_axes, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,32 +24,32 @@ LOCAL = 40  # gradient steps of a client in a round, where they are not what is 
 
 
 @dataclass(frozen=True)
-class Drawn:
+class CaptionedFigure:
     name: str
     figure: Figure
     caption: str
 
 
-def fig1(seeds: int, done: Callable[[], None]) -> Drawn:
+def fig1(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
     """Stage 1 as descent on the profile objective."""
     figure = new_figure(7.2, 4.0)
     axes = figure.add_subplot()
     gaps = lab.profile_descent(lab.LEVELS, seeds, steps=20)  # (round + 1, level, seed)
     for place, level in enumerate(lab.LEVELS):
-        _line(axes, range(lab.ROUNDS + 1), gaps[:, place], COLOURS[place], f"level {level:g}")
+        _line(axes, range(lab.ROUNDS + 1), gaps[:, place], COLORS[place], f"level {level:g}")
     axes.set_yscale("log")
     axes.tick_params(axis="y", which="both", labelsize=8.5)
-    calm(axes, "rounds of warm-up", "profile objective above the least found")
+    style_axes(axes, "rounds of warm-up", "profile objective above the least found")
     _legend(axes, "heterogeneity")
     done()
     caption = (
         "Warm-up descends on the profile objective, the loss that is left when the value weights are at their best for "
         f"the kernel. Twenty local steps a round. {_setting(seeds)}"
     )
-    return Drawn("fig1", figure, caption)
+    return CaptionedFigure("fig1", figure, caption)
 
 
-def fig2(seeds: int, done: Callable[[], None]) -> Drawn:
+def fig2(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
     """Local steps, warm-up, heterogeneity, and the two parts of the loss."""
     figure = new_figure(10.4, 7.4)
     panels = figure.subplots(2, 2).flatten()
@@ -72,7 +72,7 @@ def fig2(seeds: int, done: Callable[[], None]) -> Drawn:
         "(drift, dashed), in closed form. "
         f"(b) to (d) with {LOCAL} local steps. {_setting(seeds)}"
     )
-    return Drawn("fig2", figure, caption)
+    return CaptionedFigure("fig2", figure, caption)
 
 
 def _setting(seeds: int) -> str:
@@ -89,11 +89,11 @@ def _local_steps(axes: Axes, seeds: int, done: Callable[[], None]) -> None:
         rows.append(found)
         done()
     for place, (way, label) in enumerate(WAYS.items()):
-        _line(axes, lab.STEPS, torch.stack([getattr(row, way) for row in rows]), COLOURS[place], label, DASHES[way])
+        _line(axes, lab.STEPS, torch.stack([getattr(row, way) for row in rows]), COLORS[place], label, DASHES[way])
     axes.set_xscale("log")
     axes.set_xticks(lab.STEPS, [str(steps) for steps in lab.STEPS])
     axes.minorticks_off()
-    calm(axes, "local steps a round", "final loss")
+    style_axes(axes, "local steps a round", "final loss")
     _legend(axes)
 
 
@@ -105,29 +105,29 @@ def _warmups(axes: Axes, losses: Tensor, auto: Tensor) -> None:
     against = lab.by_level(losses / losses[-1], lab.LEVELS)  # (warm-up, level, seed)
     chosen = lab.by_level(auto, lab.LEVELS)
     for place, level in enumerate(lab.LEVELS):
-        _line(axes, range(lab.ROUNDS + 1), against[:, place], COLOURS[place], f"level {level:g}")
+        _line(axes, range(lab.ROUNDS + 1), against[:, place], COLORS[place], f"level {level:g}")
         [froze] = torch.nonzero(chosen[place] < lab.ROUNDS, as_tuple=True)  # (seed,)
         when = chosen[place][froze]
         axes.plot(
             when,
             against[when, place, froze],
             "o",
-            color=COLOURS[place],
+            color=COLORS[place],
             markersize=5,
             markeredgecolor="white",
             zorder=4,
         )
     axes.axhline(1.0, color=MUTED, linewidth=0.8)
     axes.set_ylim(0.9, 1.6)
-    calm(axes, "rounds of warm-up", "final loss against never freezing")
+    style_axes(axes, "rounds of warm-up", "final loss against never freezing")
     _legend(axes, "heterogeneity")
 
 
 def _levels(axes: Axes, found: lab.Choices) -> None:
     for place, (way, label) in enumerate(WAYS.items()):
         values = lab.by_level(getattr(found, way), lab.LEVELS)  # (level, seed)
-        _line(axes, lab.LEVELS, values, COLOURS[place], label, DASHES[way])
-    calm(axes, "heterogeneity", "final loss")
+        _line(axes, lab.LEVELS, values, COLORS[place], label, DASHES[way])
+    style_axes(axes, "heterogeneity", "final loss")
     _legend(axes)
 
 
@@ -137,10 +137,10 @@ def _parts(axes: Axes, bias: Tensor, excess: Tensor) -> None:
             continue
         for part, dash, label in ((bias, "solid", f"level {level:g}"), (excess, (0, (4, 2)), None)):
             values = lab.by_level(part, lab.LEVELS)[:, place]
-            _line(axes, range(lab.ROUNDS + 1), values, COLOURS[place], label, dash)
+            _line(axes, range(lab.ROUNDS + 1), values, COLORS[place], label, dash)
     axes.set_yscale("log")
     axes.set_ylim(bottom=1e-3)
-    calm(axes, "rounds of warm-up before freezing", "loss: bias (solid), drift (dashed)")
+    style_axes(axes, "rounds of warm-up before freezing", "loss: bias (solid), drift (dashed)")
     _legend(axes, "heterogeneity")
 
 
@@ -157,7 +157,7 @@ def _legend(axes: Axes, title: str | None = None) -> None:
     axes.legend(title=title, frameon=False, fontsize=8.5, title_fontsize=8.5, labelcolor=INK)
 
 
-def save(drawn: Drawn, folder: Path) -> list[Path]:
+def save(drawn: CaptionedFigure, folder: Path) -> list[Path]:
     """PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{drawn.name}.png", folder / f"{drawn.name}.svg"]
@@ -166,7 +166,7 @@ def save(drawn: Drawn, folder: Path) -> list[Path]:
     return paths
 
 
-def page(drawn: Sequence[Drawn], path: Path) -> Path:
+def page(drawn: Sequence[CaptionedFigure], path: Path) -> Path:
     """One HTML file that loads nothing from elsewhere."""
     css = (files("partita.report") / "page.css").read_text(encoding="utf-8")
     title = "Attention kernels, frozen: the linear-attention laboratory"

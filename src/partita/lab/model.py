@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from partita.core.data import Batch, ClientData
-from partita.core.method import Context, Local, Method
+from partita.core.method import ClientRule, Context, Method
 from partita.core.model import Model, Output
 from partita.core.tensors import Tensors
-from partita.lab.synthetic import World
+from partita.lab.synthetic import Federation
 from partita.lab.theory import Data, Features, Kernel, LabError, attend
 
 
@@ -19,7 +19,7 @@ class LinearAttention(Model):
 
     name = "linear attention"
 
-    def __init__(self, world: World, features: Features) -> None:
+    def __init__(self, world: Federation, features: Features) -> None:
         self.features = features
         self.initial = {"query.weight": world.kernel.query, "key.weight": world.kernel.key, "value.weight": world.value}
         # The value weights are the last ones, so they are the head too.
@@ -39,7 +39,7 @@ class LinearAttention(Model):
 
 
 @dataclass(frozen=True)
-class Ridge(Local):
+class Ridge(ClientRule):
     """Half of `strength` times the squared norm of the value weights; weight decay would reach the kernel too."""
 
     strength: float
@@ -50,7 +50,7 @@ class Ridge(Local):
 
 def ridge(strength: float) -> Method:
     """To be composed: `compose(fedfrozen(10), ridge(0.01))`."""
-    return Method("ridge", local=(Ridge(strength),))
+    return Method("ridge", client_rules=(Ridge(strength),))
 
 
 @dataclass(frozen=True)

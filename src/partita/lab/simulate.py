@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita.lab.synthetic import World
+from partita.lab.synthetic import Federation
 from partita.lab.theory import Data, Features, Kernel, Moments, loss, moments, round_map
 from partita.methods.auto_warmup import SMOOTHING
 
-BEYOND = 1e6
+DIVERGED = 1e6
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Setting:
     ridge: float = 0.01
 
 
-def step_size(world: World, rate: float, features: Features) -> Tensor:
+def step_size(world: Federation, rate: float, features: Features) -> Tensor:
     """(run,): a rate relative to the steepest client's curvature at the start, so that settings can be compared."""
     curvature = torch.linalg.eigvalsh(moments(world.data, world.kernel, features).gram)  # (run, client, width)
     return rate / curvature[..., -1].amax(-1)
@@ -45,7 +45,7 @@ class Trace:
         return Kernel(self.kernel.query[round], self.kernel.key[round])
 
 
-def warm_up(world: World, setting: Setting, features: Features) -> Trace:
+def warm_up(world: Federation, setting: Setting, features: Features) -> Trace:
     """All weights train in every round."""
     columns = Columns(world.data)
     kernels, values, spreads = [world.kernel], [world.value], []
@@ -108,7 +108,7 @@ def frozen_stage(means: Moments, value: Tensor, setting: Setting, rounds: int) -
     return value
 
 
-def losses_by_warmup(world: World, trace: Trace, setting: Setting, features: Features) -> Tensor:
+def losses_by_warmup(world: Federation, trace: Trace, setting: Setting, features: Features) -> Tensor:
     """(warm-up, run): the final loss for each warm-up from 0 to all rounds, from one run that never freezes."""
     final = []
     for warmup in range(setting.rounds + 1):
@@ -118,7 +118,7 @@ def losses_by_warmup(world: World, trace: Trace, setting: Setting, features: Fea
     return torch.stack(final)
 
 
-def sharpness(world: World, trace: Trace, setting: Setting, features: Features) -> Tensor:
+def sharpness(world: Federation, trace: Trace, setting: Setting, features: Features) -> Tensor:
     """(run,): the largest step size times curvature that any client would meet under any kernel of the run.
 
     Below 2 every frozen stage converges, whenever it starts.
@@ -127,7 +127,7 @@ def sharpness(world: World, trace: Trace, setting: Setting, features: Features) 
     for round in range(setting.rounds + 1):
         gram = moments(world.data, trace.kernel_at(round), features).gram
         # A run that blew up is far beyond 2 in any case, and eigvalsh takes only numbers.
-        curvature = torch.linalg.eigvalsh(gram.nan_to_num(BEYOND).clamp(-BEYOND, BEYOND))
+        curvature = torch.linalg.eigvalsh(gram.nan_to_num(DIVERGED).clamp(-DIVERGED, DIVERGED))
         top.append(curvature[..., -1].amax(-1) + setting.ridge)
     return torch.stack(top).amax(0) * setting.lr
 

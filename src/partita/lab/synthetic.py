@@ -36,7 +36,7 @@ class Differences:
 
 
 @dataclass(frozen=True)
-class World:
+class Federation:
     """The clients' data, and where the server starts."""
 
     data: Data
@@ -51,7 +51,7 @@ def draw(
     size: Size = Size(),  # noqa: B008
     differ: Differences = Differences(),  # noqa: B008
     noise: float = 0.1,
-) -> World:
+) -> Federation:
     """Level 0 gives clients that differ by sampling alone; targets come from linear attention, plus noise."""
     if level < 0 or size.clients < 1 or size.examples < 1:
         raise LabError(f"level {level} with {size.clients} clients of {size.examples} examples; give 0 or more, and 1")
@@ -82,7 +82,7 @@ def draw(
 
     data = Data(inputs, targets, present / counts[:, None], counts / counts.sum())
     start = Kernel(*(normal(f"start.{side}", width, size.rank) / math.sqrt(width) for side in Kernel._fields))
-    return World(data, start, torch.zeros(width, size.outputs, dtype=torch.float64))
+    return Federation(data, start, torch.zeros(width, size.outputs, dtype=torch.float64))
 
 
 def _sizes(logarithms: Tensor, middle: int) -> Tensor:
@@ -96,7 +96,7 @@ def _matrix(normal: Callable[..., Tensor], name: str, rows: int, columns: int, c
     return (common + own * private) / math.sqrt(rows)
 
 
-def stack(worlds: Sequence[World]) -> World:
+def stack(worlds: Sequence[Federation]) -> Federation:
     """Many side by side: (run, ...). Clients with fewer examples than the most are filled up with absent ones."""
     most = max(world.data.share.shape[-1] for world in worlds)
 
@@ -106,7 +106,7 @@ def stack(worlds: Sequence[World]) -> World:
         return torch.cat([value, filler], axis)
 
     data = [world.data for world in worlds]
-    return World(
+    return Federation(
         Data(
             torch.stack([pad(each.inputs, 1) for each in data]),
             torch.stack([pad(each.targets, 1) for each in data]),

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from partita.core.method import Method, compose
-from partita.core.options import OptionError, bind, pick, shown_name
+from partita.core.options import OptionError, format_name, import_from_registry, validate_options
 
 INDEX = {
     "fedavg": "partita.methods.fedavg:fedavg",
@@ -25,7 +25,7 @@ INDEX = {
     "layer-skipping": "partita.methods.layer_skipping:layer_skipping",
     "safl": "partita.methods.safl:safl",
     "prune": "partita.compression.prune:prune",
-    "quantise": "partita.compression.quantize:quantise",
+    "quantise": "partita.compression.quantize:quantize",
     "lora": "partita.methods.lora:lora",
     "flora": "partita.methods.flora:flora",
     "fedper": "partita.methods.fedper:fedper",
@@ -45,7 +45,7 @@ INDEX = {
 }
 
 # These learn beside a frozen pair of towers, the model "clip", and take no other.
-ON_TOWERS = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip")
+NEEDS_DUAL_ENCODER = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip")
 
 # Compositions that are called supported: conformance runs over each. Others may work, and none is refused by name.
 COMPOSITIONS = (
@@ -79,7 +79,7 @@ COMPOSITIONS = (
 def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """A method by name; "a+b" composes two, and each option goes to the part that takes it."""
     options = options or {}
-    parts = {part: pick(INDEX, part, "method") for part in name.split("+")}
+    parts = {part: import_from_registry(INDEX, part, "method") for part in name.split("+")}
     if len(parts) < name.count("+") + 1:
         raise OptionError(f"'{name}' names a method twice; name each once")
     if len(parts) == 1:
@@ -89,11 +89,11 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
         if len(takers) != 1:
             problem = f"is taken by both {' and '.join(takers)}" if takers else "is taken by none of its parts"
             raise OptionError(
-                f"{shown_name(f'method.{key}')} {problem} in '{name}'; compose them in Python with partita.compose"
+                f"{format_name(f'method.{key}')} {problem} in '{name}'; compose them in Python with partita.compose"
             )
     shares = [{key: options[key] for key in signature(part).parameters if key in options} for part in parts.values()]
     return compose(*(_make(part, share) for part, share in zip(parts.values(), shares, strict=True)))
 
 
 def _make(function: Callable[..., Method], options: Mapping[str, Any]) -> Method:
-    return function(**bind(function, options, "method"))
+    return function(**validate_options(function, options, "method"))

@@ -6,7 +6,7 @@ import inspect
 from importlib.resources import files
 from typing import Any
 
-from partita.core.options import OptionError, nearest, pick
+from partita.core.options import OptionError, closest_match, import_from_registry
 from partita.methods import COMPOSITIONS, INDEX
 
 HEADINGS = (
@@ -24,7 +24,7 @@ HEADINGS = (
 
 def card(name: str) -> str:
     if name not in INDEX:
-        raise OptionError(f"unknown method '{name}'; {nearest(name, INDEX)}")
+        raise OptionError(f"unknown method '{name}'; {closest_match(name, INDEX)}")
     return files("partita.methods").joinpath(path_of(name)).read_text()
 
 
@@ -37,7 +37,7 @@ def listing() -> list[dict[str, Any]]:
     """Every method with its parameters, the first line of its file, and the compositions it is known to work in."""
     rows = []
     for name in INDEX:
-        function = pick(INDEX, name, "method")
+        function = import_from_registry(INDEX, name, "method")
         parameters = {each.name: each.default for each in inspect.signature(function).parameters.values()}
         about = (inspect.getdoc(inspect.getmodule(function)) or "").partition("\n")[0]
         composes = [each for each in COMPOSITIONS if name in each.split("+")]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from partita.core.method import Aggregate, Method, MethodError, Rule, Server
+from partita.core.method import Aggregate, Method, MethodError, Server, ServerRule
 from partita.core.model import Model
 from partita.core.options import NotNegative, PartialShare
 from partita.core.tensors import Slots, scale, zeros_like
 
 
 @dataclass(frozen=True)
-class Momentum(Rule):
+class FedAvgMServer(ServerRule):
     lr: float
     beta: float
 
@@ -28,4 +28,4 @@ class Momentum(Rule):
 def fedavgm(lr: NotNegative = 1.0, beta: PartialShare = 0.9) -> Method:
     if not 0 <= beta < 1:
         raise MethodError(f"method.beta is {beta}; momentum is from 0 up to, not including, 1")
-    return Method("fedavgm", server=Momentum(lr, beta))
+    return Method("fedavgm", server_rule=FedAvgMServer(lr, beta))

@@ -7,7 +7,7 @@ from typing import Literal
 from partita.core.method import Method, MethodError
 from partita.core.model import Model
 from partita.core.options import Whole
-from partita.core.plan import Phase, Plan, Turn, share
+from partita.core.plan import Phase, Plan, RoundInfo, share
 
 
 def fedbabu(
@@ -17,13 +17,13 @@ def fedbabu(
     if tune == "head" and not fixed:
         raise MethodError("method.tune is 'head', but method.fixed is empty; name the tags of the head there")
 
-    def plan(model: Model, turn: Turn) -> Plan:
-        body = model.every() - model.names(*fixed)
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        body = model.all_names() - model.names(*fixed)
         return share(body, down=body)
 
     def adapt(model: Model) -> tuple[Phase, ...]:
         head = model.names(*fixed)
-        parts = {"all": model.every(), "head": head, "body": model.every() - head}
+        parts = {"all": model.all_names(), "head": head, "body": model.all_names() - head}
         return (Phase(parts[tune], finetune),)
 
     return Method("fedbabu", plan=plan, adapt=adapt if finetune else None)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from partita.core.data import Batch
-from partita.core.method import Aggregate, Context, Local, Method, MethodError, Rule, Server, Update
+from partita.core.method import Aggregate, ClientRule, Context, Method, MethodError, Server, ServerRule, Update
 from partita.core.model import Model, Output
 from partita.core.options import Positive
 from partita.core.tensors import Mean, Slots, Tensors, add, scale, subtract, zeros_like
-from partita.methods.fedprox import Proximal
+from partita.methods.fedprox import FedProxClient
 
 
 @dataclass(frozen=True)
-class Tilted(Local):
+class FedDynClient(ClientRule):
     """-<tilt, w>, where the tilt gathers what the tie to the anchor pulled: at rest, the client's own gradient."""
 
     alpha: float
@@ -38,7 +38,7 @@ class Tilted(Local):
 
 
 @dataclass(frozen=True)
-class Untilted(Rule):
+class FedDynServer(ServerRule):
     """The mean of those who answered, less the mean tilt of all clients over alpha; clients count alike."""
 
     alpha: float
@@ -62,4 +62,4 @@ class Untilted(Rule):
 def feddyn(alpha: Positive = 0.01) -> Method:
     if alpha <= 0:
         raise MethodError(f"method.alpha is {alpha}; it must be above 0, since the server divides by it")
-    return Method("feddyn", local=(Proximal(alpha), Tilted(alpha)), server=Untilted(alpha))
+    return Method("feddyn", client_rules=(FedProxClient(alpha), FedDynClient(alpha)), server_rule=FedDynServer(alpha))

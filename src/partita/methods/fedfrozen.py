@@ -7,10 +7,10 @@ from typing import Literal
 from partita.core.method import Method, MethodError
 from partita.core.model import Model
 from partita.core.options import Count, Positive, Seed, Share, Whole
-from partita.core.plan import Plan, Turn, share, share_everything
+from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names
-from partita.methods.auto_warmup import Disagreement
+from partita.methods.auto_warmup import AutoWarmup
 
 Frozen = Literal["kernel", "value", "mlp", "random"]
 
@@ -44,23 +44,25 @@ def fedfrozen(
             "give a number above 0, at least one round, and a fraction from 0.0 to 1.0"
         )
 
-    def plan(model: Model, turn: Turn) -> Plan:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
         if warmup == "auto":
-            warm = not turn.signal.get("frozen", 0.0) and turn.round < round(latest * turn.rounds)
+            warm = not round_info.signal.get("frozen", 0.0) and round_info.round < round(latest * round_info.rounds)
         else:
-            warm = turn.round < (round(warmup * turn.rounds) if isinstance(warmup, float) else warmup)
+            warm = round_info.round < (round(warmup * round_info.rounds) if isinstance(warmup, float) else warmup)
         if warm:
-            return share_everything(model, turn)
-        train = model.names("value", "head") if scope == "value" else model.every() - frozen(model, freeze, draw)
-        return share(train, down=model.every())
+            return share_everything(model, round_info)
+        train = (
+            model.names("value", "head") if scope == "value" else model.all_names() - frozen_names(model, freeze, draw)
+        )
+        return share(train, down=model.all_names())
 
     if warmup != "auto":
         return Method("fedfrozen", plan=plan)
-    rule = Disagreement(lambda model: frozen(model, freeze, draw), threshold, patience)
-    return Method("fedfrozen", plan=plan, server=rule)
+    rule = AutoWarmup(lambda model: frozen_names(model, freeze, draw), threshold, patience)
+    return Method("fedfrozen", plan=plan, server_rule=rule)
 
 
-def frozen(model: Model, freeze: Frozen, draw: int) -> Names:
+def frozen_names(model: Model, freeze: Frozen, draw: int) -> Names:
     kernel = model.names("query", "key")
     if freeze == "kernel":
         return kernel

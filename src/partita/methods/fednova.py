@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from partita.core.method import Aggregate, Method, Rule, Server, Update
+from partita.core.method import Aggregate, Method, Server, ServerRule, Update
 from partita.core.tensors import Mean
 from partita.methods.scaffold import PLAIN_SGD
 
 
 @dataclass(frozen=True)
-class Normalised(Rule):
+class FedNovaServer(ServerRule):
     """(sum p_i steps_i) · sum p_i (delta_i / steps_i), name by name."""
 
     optimizers = PLAIN_SGD
@@ -29,4 +29,4 @@ class Normalised(Rule):
 
 
 def fednova() -> Method:
-    return Method("fednova", server=Normalised())
+    return Method("fednova", server_rule=FedNovaServer())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.core.method import Aggregate, Method, MethodError, Rule, Server
+from partita.core.method import Aggregate, Method, MethodError, Server, ServerRule
 from partita.core.model import Model
 from partita.core.options import NotNegative, PartialShare, Positive, Share
 from partita.core.tensors import Slots, zeros_like
@@ -17,7 +17,7 @@ Square = Callable[[Tensor, Tensor], Tensor]  # (second moment, squared delta) ->
 
 
 @dataclass(frozen=True)
-class Adaptive(Rule):
+class FedOptServer(ServerRule):
     """w + lr · first / (sqrt(second) + tau); a name ages only in rounds in which it was sent."""
 
     lr: float
@@ -52,20 +52,20 @@ def fedadam(
     debias: bool = True,
 ) -> Method:
     _check(tau, beta1, beta2)
-    rule = Adaptive(lr, beta1, tau, lambda old, new: beta2 * old + (1 - beta2) * new, beta2 if debias else None)
-    return Method("fedadam", server=rule)
+    rule = FedOptServer(lr, beta1, tau, lambda old, new: beta2 * old + (1 - beta2) * new, beta2 if debias else None)
+    return Method("fedadam", server_rule=rule)
 
 
 def fedyogi(lr: NotNegative = 0.01, beta1: PartialShare = 0.9, beta2: Share = 0.99, tau: Positive = 0.001) -> Method:
     """Adam whose second moment shrinks no faster than it grows."""
     _check(tau, beta1, beta2)
-    rule = Adaptive(lr, beta1, tau, lambda old, new: old - (1 - beta2) * new * torch.sign(old - new))
-    return Method("fedyogi", server=rule)
+    rule = FedOptServer(lr, beta1, tau, lambda old, new: old - (1 - beta2) * new * torch.sign(old - new))
+    return Method("fedyogi", server_rule=rule)
 
 
 def fedadagrad(lr: NotNegative = 0.01, beta1: PartialShare = 0.0, tau: Positive = 0.001) -> Method:
     _check(tau, beta1)
-    return Method("fedadagrad", server=Adaptive(lr, beta1, tau, torch.add))
+    return Method("fedadagrad", server_rule=FedOptServer(lr, beta1, tau, torch.add))
 
 
 def _check(tau: float, beta1: float, beta2: float = 0.0) -> None:

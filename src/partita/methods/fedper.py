@@ -5,17 +5,17 @@ from __future__ import annotations
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import Whole
-from partita.core.plan import Phase, Plan, Turn, share
+from partita.core.plan import Phase, Plan, RoundInfo, share
 
 
 def fedper(personal: tuple[str, ...] = ("head",), finetune: Whole = 1) -> Method:
     """`personal` are the tags that stay; `finetune` the epochs a client trains its copy before it is tested."""
 
-    def plan(model: Model, turn: Turn) -> Plan:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
         kept = model.names(*personal)
-        return share(model.every(), down=model.every() - kept, keep=kept)
+        return share(model.all_names(), down=model.all_names() - kept, keep=kept)
 
     def adapt(model: Model) -> tuple[Phase, ...]:
-        return (Phase(model.every(), finetune),)
+        return (Phase(model.all_names(), finetune),)
 
     return Method("fedper", plan=plan, adapt=adapt if finetune else None)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import Batch
-from partita.core.method import Context, Local, Method, MethodError
+from partita.core.method import ClientRule, Context, Method, MethodError
 from partita.core.model import Output
 from partita.core.options import Count, NotNegative, Positive, Text
 from partita.core.tensors import Tensors
@@ -16,7 +16,7 @@ from partita.methods.promptfl import share_global
 
 
 @dataclass(frozen=True)
-class TowardsWritten(Local):
+class TextContrast(ClientRule):
     """By class, -log of the share of exp(sim(shared, written) / T) beside exp(sim(shared, own) / T)."""
 
     mu: float
@@ -41,7 +41,7 @@ def fedpgp(
     return Method(
         "fedpgp",
         plan=share_global,
-        local=(TowardsWritten(mu, temperature),) if mu else (),
+        client_rules=(TextContrast(mu, temperature),) if mu else (),
         carry_optimizer=True,
         extend=lambda model, key: model.prompted("low-rank", key, text=text, rank=rank, phrase=phrase),
     )

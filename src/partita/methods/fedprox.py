@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from partita.core.data import Batch
-from partita.core.method import Context, Local, Method, MethodError
+from partita.core.method import ClientRule, Context, Method, MethodError
 from partita.core.model import Output
 from partita.core.options import NotNegative
 from partita.core.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class Proximal(Local):
+class FedProxClient(ClientRule):
     """(mu / 2) |w - anchor|^2 over what trains and came from the server; what a client keeps has no global anchor."""
 
     mu: float
@@ -29,4 +29,4 @@ class Proximal(Local):
 def fedprox(mu: NotNegative = 0.01) -> Method:
     if mu < 0:
         raise MethodError(f"method.mu is {mu}; the proximal weight cannot be negative")
-    return Method("fedprox", local=(Proximal(mu),))
+    return Method("fedprox", client_rules=(FedProxClient(mu),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import Count, Whole
-from partita.core.plan import Phase, Plan, Turn
+from partita.core.plan import Phase, Plan, RoundInfo
 
 
 def fedrep(
@@ -13,9 +13,9 @@ def fedrep(
 ) -> Method:
     """`finetune` are the epochs in which a client refits its head before it is tested; None: as the run says."""
 
-    def plan(model: Model, turn: Turn) -> Plan:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
         head = model.names(*personal)
-        body = model.every() - head
+        body = model.all_names() - head
         phases = (Phase(head, head_epochs), Phase(body, body_epochs))
         return Plan(tuple(phase for phase in phases if phase.names), up=body, down=body, keep=head)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.memory import require
-from partita.core.method import Aggregate, Method, MethodError, Rule, Server, Update
+from partita.core.method import Aggregate, Method, MethodError, Server, ServerRule, Update
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Seed, Whole
 from partita.core.rng import Key
@@ -18,7 +18,7 @@ from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale
 
 
 @dataclass(frozen=True)
-class Hypernetwork(Rule):
+class HypernetworkServer(ServerRule):
     """w_i = w_start + H f(z_i) + b for each of the weights it makes: z_i is the client's embedding, f a small network.
 
     A client's delta is the direction in which its weights should go, so H, b, f and z_i follow it by the chain rule.
@@ -65,8 +65,8 @@ class Hypernetwork(Rule):
             back = torch.zeros_like(features)
             for name, value in own.items():
                 back += (maps[name].T @ value.flatten()).to(features)
-            slopes = torch.autograd.grad(features, list(leaves.values()), back)
-            pull = dict(zip(leaves, slopes, strict=True))
+            grads = torch.autograd.grad(features, list(leaves.values()), back)
+            pull = dict(zip(leaves, grads, strict=True))
             pulled.add({update.client: pull.pop("z")}, update.weight)
             outer = {name: torch.outer(value.flatten(), features.detach().to(value)) for name, value in own.items()}
             moved["maps"].add(outer, update.weight)
@@ -98,4 +98,4 @@ def _features(trunk: Tensors, embedding: Tensor) -> Tensor:
 def fedtp(lr: NotNegative = 0.05, embedding: Count = 8, hidden: Whole = 32, draw: Seed = 0) -> Method:
     if embedding < 1 or hidden < 0:
         raise MethodError(f"method.embedding is {embedding} and method.hidden {hidden}; give 1 or more, and 0 or more")
-    return Method("fedtp", server=Hypernetwork(lr, embedding, hidden, draw))
+    return Method("fedtp", server_rule=HypernetworkServer(lr, embedding, hidden, draw))

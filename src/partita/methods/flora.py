@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.core.method import Aggregate, Method, Rule, Server, Update, average
+from partita.core.method import Aggregate, Method, Server, ServerRule, Update, average
 from partita.core.model import Model
 from partita.core.options import Count, Positive, Seed
-from partita.core.plan import Plan, Turn, share
+from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors, add
 from partita.methods.lora import factors
@@ -28,12 +28,14 @@ def flora(
 ) -> Method:
     """As lora, but each round starts with new factors: B is zero, and A is drawn by `draw`."""
 
-    def plan(model: Model, turn: Turn) -> Plan:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
         train = factors(model, head)
         return share(train, down=train | {layer + W for layer in layers(train)})
 
-    rule = AddProducts(alpha, draw)
-    return Method("flora", plan=plan, server=rule, extend=lambda model, key: model.low_rank(rank, alpha, roles, key))
+    rule = FloraServer(alpha, draw)
+    return Method(
+        "flora", plan=plan, server_rule=rule, extend=lambda model, key: model.low_rank(rank, alpha, roles, key)
+    )
 
 
 def layers(names: Iterable[str]) -> list[str]:  # of which a factor is among the names
@@ -41,7 +43,7 @@ def layers(names: Iterable[str]) -> list[str]:  # of which a factor is among the
 
 
 @dataclass(frozen=True)
-class AddProducts(Rule):
+class FloraServer(ServerRule):
     """The server's B is zero for good, so what a client's factors add to a weight is their whole product."""
 
     alpha: float
@@ -50,7 +52,7 @@ class AddProducts(Rule):
     def init(self, model: Model) -> Slots:
         return {"flora": {"rounds": torch.tensor(0)}}
 
-    def moves(self, model: Model, trained: Names) -> Names:
+    def affected_names(self, model: Model, trained: Names) -> Names:
         return trained | {layer + W for layer in layers(trained)}
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:

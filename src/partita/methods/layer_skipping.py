@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from partita.core.method import Method, MethodError
-from partita.core.model import Model, before_layers, layers_of
+from partita.core.model import Model, input_side_names, layer_tags
 from partita.core.options import PositiveShare, Whole
-from partita.core.plan import NONE, Plan, Turn, share
+from partita.core.plan import NO_NAMES, Plan, RoundInfo, share
 
 
 def layer_skipping(layers: PositiveShare | tuple[Whole, ...] = 0.3, embeddings: bool = False) -> Method:
     """`layers` are the numbers of those that train, or a fraction: so many of the topmost ones, at least one."""
 
-    def plan(model: Model, turn: Turn) -> Plan:
-        known = layers_of(model)
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        known = layer_tags(model)
         wanted = [f"layer.{number}" for number in chosen(layers, len(known))]
-        outside = model.every() - model.names(*known) - (NONE if embeddings else before_layers(model))
-        return share(model.names(*wanted) | outside, down=model.every())
+        outside = model.all_names() - model.names(*known) - (NO_NAMES if embeddings else input_side_names(model))
+        return share(model.names(*wanted) | outside, down=model.all_names())
 
     return Method("layer-skipping", plan=plan)
 

@@ -2,11 +2,11 @@
 
 from partita.core.method import Method
 from partita.core.model import Model
-from partita.core.plan import NONE, Phase, Plan, Turn
+from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo
 
 
-def keep_everything(model: Model, turn: Turn) -> Plan:
-    return Plan((Phase(model.every()),), up=NONE, down=NONE, keep=model.every())
+def keep_everything(model: Model, round_info: RoundInfo) -> Plan:
+    return Plan((Phase(model.all_names()),), up=NO_NAMES, down=NO_NAMES, keep=model.all_names())
 
 
 def local_only() -> Method:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import Count, Positive
-from partita.core.plan import Plan, Turn, share
+from partita.core.plan import Plan, RoundInfo, share
 from partita.core.tensors import Names
 
 
@@ -17,7 +17,7 @@ def lora(
     `head` has the task's head train whole beside them; one that is tied to the embeddings never does.
     """
 
-    def plan(model: Model, turn: Turn) -> Plan:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
         train = factors(model, head)
         return share(train, down=train)
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import Batch
-from partita.core.method import Context, Local, Method, MethodError
+from partita.core.method import ClientRule, Context, Method, MethodError
 from partita.core.model import Output
 from partita.core.options import NotNegative, Positive
 from partita.core.tensors import Slots, Tensors, select
 
 
 @dataclass(frozen=True)
-class Contrastive(Local):
+class MoonClient(ClientRule):
     """-log of the share of exp(sim(z, z_sent) / T) beside exp(sim(z, z_last) / T), a softplus of a difference."""
 
     mu: float
@@ -47,4 +47,4 @@ def _features(ctx: Context, out: Output) -> Tensor:
 def moon(mu: NotNegative = 1.0, temperature: Positive = 0.5) -> Method:
     if mu < 0 or temperature <= 0:
         raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")
-    return Method("moon", local=(Contrastive(mu, temperature),))
+    return Method("moon", client_rules=(MoonClient(mu, temperature),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.options import Count, Text
-from partita.core.plan import Plan, Turn, share
+from partita.core.plan import Plan, RoundInfo, share
 from partita.core.tensors import Names
 
 
@@ -19,12 +19,12 @@ def promptfl(text: Count = 16, phrase: Text = "") -> Method:
     )
 
 
-def share_global(model: Model, turn: Turn) -> Plan:
+def share_global(model: Model, round_info: RoundInfo) -> Plan:
     """What is tagged "global" travels; what is tagged "local" or "fusion" trains with it and stays."""
-    shared, own = carrying(model, "global"), carrying(model, "local", "fusion")
+    shared, own = global_names(model, "global"), global_names(model, "local", "fusion")
     return share(shared | own, down=shared, keep=own)
 
 
-def carrying(model: Model, *tags: str) -> Names:
+def global_names(model: Model, *tags: str) -> Names:
     """Unlike model.names, takes a tag that nothing carries."""
     return frozenset(name for name, carried in model.tags.items() if not carried.isdisjoint(tags))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from partita.core.method import Aggregate, Method, MethodError, Release, Rule, Server, Update, average
-from partita.core.model import Model, layers_of
+from partita.core.method import Aggregate, Method, MethodError, PrivacyRelease, Server, ServerRule, Update, average
+from partita.core.model import Model, layer_tags
 from partita.core.options import Count, NotNegative, Positive, PositiveShare
-from partita.core.plan import NONE, Plan, Turn, share
+from partita.core.plan import NO_NAMES, Plan, RoundInfo, share
 from partita.core.tensors import Names
 from partita.methods.selectors import (
     HEADS,
@@ -22,7 +22,7 @@ from partita.methods.selectors import (
     Selector,
     Static,
     TopLayers,
-    how_many,
+    resolve_count,
 )
 
 Select = Literal["attention", "gradient", "random", "static", "round-robin"]
@@ -49,7 +49,7 @@ def safl(
     `clip`; the probe is then a fraction, with which each example takes part.
     """
     for count in (k, *(capacity or {}).values()):
-        how_many(count, 1)
+        resolve_count(count, 1)
     if every < 1 or not probe > 0 or (isinstance(probe, float) and probe > 1):
         raise MethodError(
             f"method.every and probe are {every} and {probe}; give at least one round, and a number of examples from 1 "
@@ -78,33 +78,37 @@ def safl(
         embeddings,
         every,
         slots=frozenset({ROUND, HEADS} if every > 1 else ()),
-        looks=select in ("attention", "gradient"),
-        release=Release("layer choice", noise, float(probe)) if noise else None,
+        uses_data=select in ("attention", "gradient"),
+        release=PrivacyRelease("layer choice", noise, float(probe)) if noise else None,
     )
     named = frozenset({*(capacity or {}), *(depth or {})})
-    method = Method("safl", local=(layers,), server=OverCohort() if over == "cohort" else Rule(), clients=named)
+    method = Method(
+        "safl", client_rules=(layers,), server_rule=CohortMean() if over == "cohort" else ServerRule(), clients=named
+    )
     if not depth:
         return method
-    some = SomeLayers(tuple(sorted(depth.items())))
+    some = DepthPlan(tuple(sorted(depth.items())))
     return replace(method, plan=some.plan, shape=some.shape)
 
 
 @dataclass(frozen=True)
-class SomeLayers:
+class DepthPlan:
     """Clients with fewer layers than the model: what they lack never comes down to them."""
 
     depth: tuple[tuple[str, int], ...]  # by client
 
-    def plan(self, model: Model, turn: Turn) -> Plan:
-        held = model.every() - (model.names(*lacking) if (lacking := self.lacking(model, turn.client)) else NONE)
+    def plan(self, model: Model, round_info: RoundInfo) -> Plan:
+        held = model.all_names() - (
+            model.names(*lacking) if (lacking := self.lacking(model, round_info.client)) else NO_NAMES
+        )
         return share(held, down=held)
 
-    def shape(self, model: Model, turn: Turn) -> Model:
-        lacking = self.lacking(model, turn.client)
+    def shape(self, model: Model, round_info: RoundInfo) -> Model:
+        lacking = self.lacking(model, round_info.client)
         return _without(model, lacking) if lacking else model
 
     def lacking(self, model: Model, client: str) -> Names:
-        layers = layers_of(model)
+        layers = layer_tags(model)
         count = dict(self.depth).get(client, len(layers))
         if not 1 <= count <= len(layers):
             raise MethodError(f"method.depth gives '{client}' {count} layers, but {model.name} has {len(layers)}")
@@ -120,7 +124,7 @@ def _without(model: Model, layers: Names) -> Model:
 
 
 @dataclass(frozen=True)
-class OverCohort(Rule):
+class CohortMean(ServerRule):
     """A layer moves less the fewer clients sent it: the others count as if they had left it where it was."""
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from partita.core.method import Aggregate, Context, Local, Method, Rule, Server, Update
+from partita.core.method import Aggregate, ClientRule, Context, Method, Server, ServerRule, Update
 from partita.core.model import Model
 from partita.core.options import NotNegative
 from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale, select, subtract, zeros_like
@@ -14,7 +14,7 @@ PLAIN_SGD = frozenset({"sgd"})
 
 
 @dataclass(frozen=True)
-class Corrected(Local):
+class ScaffoldClient(ClientRule):
     """A variate is a client's mean gradient of its last visit, read off from how far it went (option II)."""
 
     slots = frozenset({"control"})
@@ -36,7 +36,7 @@ class Corrected(Local):
 
 
 @dataclass(frozen=True)
-class CommonControl(Rule):
+class ScaffoldServer(ServerRule):
     """Clients count alike, so that the common variate stays the mean of all clients' own, asked or not."""
 
     lr: float
@@ -61,4 +61,4 @@ class CommonControl(Rule):
 
 
 def scaffold(lr: NotNegative = 1.0) -> Method:
-    return Method("scaffold", local=(Corrected(),), server=CommonControl(lr))
+    return Method("scaffold", client_rules=(ScaffoldClient(),), server_rule=ScaffoldServer(lr))

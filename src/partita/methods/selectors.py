@@ -11,14 +11,14 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch, Examples
-from partita.core.method import Choice, Context, Local, MethodError, Release
-from partita.core.model import ATTENTION, before_layers, layer_of, layers_of, number_of
-from partita.core.noise import add_noise, gaussian
-from partita.core.plan import NONE, Plan
+from partita.core.method import ClientRule, Context, LayerSelection, MethodError, PrivacyRelease
+from partita.core.model import ATTENTION, input_side_names, layer_number, layer_tag, layer_tags
+from partita.core.noise import add_noise, gaussian_noise
+from partita.core.plan import NO_NAMES, Plan
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
 
-CHUNK = 64  # examples looked at together
+PROBE_BATCH = 64  # examples looked at together
 ROUND, HEADS = "layers_round", "layers_heads"  # what a client remembers of a choice that is to last
 
 Count = int | float  # of layers, or as a fraction of them
@@ -29,7 +29,7 @@ class Ranking:
     """Layers with a higher score go first. Those that looked at data tell them, and may know of heads (head,)."""
 
     scores: Mapping[str, float]
-    told: bool = False
+    reported: bool = False
     heads: Tensors = field(default_factory=dict)
 
 
@@ -60,9 +60,9 @@ class Attention:
         paid = self._paid(layers, examples, ctx, key)  # by layer, (example, head)
         each = torch.stack([paid[layer].mean(1) for layer in layers], 1)  # (example, layer)
         if self.noise:
-            total, std = clipped(each.double(), self.clip).sum(0).cpu(), self.noise * self.clip
-            found = add_noise(total, gaussian({"scores": total}, key / "noise", std)["scores"], std)
-            return Ranking(_named(layers, found / found.norm().clamp(min=1e-12)), told=True)
+            total, std = clip_rows(each.double(), self.clip).sum(0).cpu(), self.noise * self.clip
+            found = add_noise(total, gaussian_noise({"scores": total}, key / "noise", std)["scores"], std)
+            return Ranking(_named(layers, found / found.norm().clamp(min=1e-12)), reported=True)
         mean = each.mean(0)
         for telling, fault in ((mean > 0, "has a token of those"), (mean < 1 - 1e-6, "has a token beside those")):
             if not bool(telling.any()):
@@ -71,7 +71,7 @@ class Attention:
                     f"'{self.tokens}' means, so all layers score alike; enlarge method.probe or choose other tokens"
                 )
         heads = {layer: paid[layer].mean(0) for layer in layers}
-        return Ranking(_named(layers, mean), told=True, heads=heads)
+        return Ranking(_named(layers, mean), reported=True, heads=heads)
 
     def _paid(self, layers: Sequence[str], examples: Examples, ctx: Context, key: Key) -> Tensors:
         count = len(examples)
@@ -100,10 +100,10 @@ class Gradient:
         for batch in _batches(examples, places, ctx.anchor):
             live = {name: ctx.anchor[name].detach().requires_grad_() for name in names}
             losses = ctx.model.losses(ctx.model({**ctx.anchor, **live}, batch.inputs), batch.targets)
-            slopes = torch.autograd.grad(losses.sum() / len(places), list(live.values()), allow_unused=True)
-            total = tensors.add(total, {n: slope for n, slope in zip(names, slopes, strict=True) if slope is not None})
+            grads = torch.autograd.grad(losses.sum() / len(places), list(live.values()), allow_unused=True)
+            total = tensors.add(total, {n: grad for n, grad in zip(names, grads, strict=True) if grad is not None})
         norms = [tensors.norm(tensors.select(total, ctx.model.names(layer) & total.keys())) for layer in layers]
-        return Ranking(_named(layers, torch.stack(norms)), told=True)
+        return Ranking(_named(layers, torch.stack(norms)), reported=True)
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class RoundRobin:
     name: str = "round-robin"
 
     def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
-        first = ctx.turn.round * count
+        first = ctx.round_info.round * count
         return Ranking({layer: -((place - first) % len(layers)) for place, layer in enumerate(layers)})
 
 
 @dataclass(frozen=True)
-class TopLayers(Local):
+class TopLayers(ClientRule):
     """Trains and sends the layers that rank highest with this client, and always what comes after all layers.
 
     `every` above 1 keeps a choice for so many rounds. What an earlier plan leaves out is not chosen from.
@@ -149,37 +149,39 @@ class TopLayers(Local):
     capacity: tuple[tuple[str, Count], ...] = ()  # in the place of k, by client
     embeddings: bool = False
     every: int = 1
-    slots: Names = NONE
-    looks: bool = False
-    release: Release | None = None
+    slots: Names = NO_NAMES
+    uses_data: bool = False
+    release: PrivacyRelease | None = None
 
-    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> Choice:
-        round, client = ctx.turn.round, ctx.turn.client
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        round, client = ctx.round_info.round, ctx.round_info.client
         inside: dict[str, set[str]] = {}
         for name in plan.train:
-            if layer := layer_of(ctx.model.tags[name]):
+            if layer := layer_tag(ctx.model.tags[name]):
                 inside.setdefault(layer, set()).add(name)
-        always = plan.train.difference(*inside.values(), NONE if self.embeddings else before_layers(ctx.model))
+        always = plan.train.difference(*inside.values(), NO_NAMES if self.embeddings else input_side_names(ctx.model))
         if not inside:
-            return Choice(always)
-        layers = sorted(inside, key=number_of)
-        chosen, made, told, heads = self._remembered(layers, round, ctx)
+            return LayerSelection(always)
+        layers = sorted(inside, key=layer_number)
+        chosen, made, metrics, heads = self._remembered(layers, round, ctx)
         if not chosen:
-            wanted = how_many(dict(self.capacity).get(client, self.k), len(layers_of(ctx.model)))
+            wanted = resolve_count(dict(self.capacity).get(client, self.k), len(layer_tags(ctx.model)))
             ranking = self.select.rank(layers, wanted, probe, ctx, key)
             chosen, made, heads = (
                 sorted(layers, key=lambda layer: -ranking.scores[layer])[:wanted],
                 round,
                 ranking.heads,
             )
-            told = {f"{self.select.name}/{layer}": ranking.scores[layer] for layer in layers} if ranking.told else {}
+            metrics = (
+                {f"{self.select.name}/{layer}": ranking.scores[layer] for layer in layers} if ranking.reported else {}
+            )
         names = frozenset[str]().union(*(inside[layer] for layer in chosen))
         notes: Slots = {
             ATTENTION: heads,
             ROUND: {name: torch.tensor(made) for name in names},
             HEADS: {name: heads[layer] for layer in chosen if layer in heads for name in inside[layer]},
         }
-        return Choice(always | names, notes, told)
+        return LayerSelection(always | names, notes, metrics)
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
         return {}, {slot: ctx.notes[slot] for slot in self.slots if slot in ctx.notes}
@@ -189,17 +191,19 @@ class TopLayers(Local):
     ) -> tuple[list[str], int, dict[str, float], Tensors]:
         """The layers of the last choice while it lasts, when it was made, and its heads."""
         tags = ctx.model.tags
-        made = {name: int(value) for name, value in ctx.memory.get(ROUND, {}).items() if layer_of(tags[name]) in layers}
+        made = {
+            name: int(value) for name, value in ctx.memory.get(ROUND, {}).items() if layer_tag(tags[name]) in layers
+        }
         last = max(made.values(), default=-self.every)
         if round - last >= self.every:
             return [], round, {}, {}
         names = [name for name, when in made.items() if when == last]
         known = ctx.memory.get(HEADS, {})
-        heads = {layer: known[name] for name in names if name in known and (layer := layer_of(tags[name]))}
+        heads = {layer: known[name] for name in names if name in known and (layer := layer_tag(tags[name]))}
         return [layer for layer in layers if any(layer in tags[name] for name in names)], last, {}, heads
 
 
-def how_many(count: Count, layers: int) -> int:
+def resolve_count(count: Count, layers: int) -> int:
     if not count > 0 or (isinstance(count, float) and count > 1):
         raise MethodError(
             f"method.k is {count}; give a number of layers from 1 up, or a fraction above 0.0 and up to 1.0"
@@ -213,7 +217,7 @@ def sample(examples: int, probe: Count, key: Key) -> Tensor:
     return (key / "probe").permutation(examples)[:size]
 
 
-def clipped(rows: Tensor, norm: float) -> Tensor:
+def clip_rows(rows: Tensor, norm: float) -> Tensor:
     """(example, layer): no row longer than the norm."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows * (norm / lengths.clamp(min=norm))
@@ -221,7 +225,7 @@ def clipped(rows: Tensor, norm: float) -> Tensor:
 
 def _batches(examples: Examples, places: Tensor, anchor: Tensors) -> Iterator[Batch]:
     device = next(iter(anchor.values())).device
-    for some in torch.split(places, CHUNK) if len(places) else ():
+    for some in torch.split(places, PROBE_BATCH) if len(places) else ():
         batch = examples.take(some)
         yield Batch(tensors.to(batch.inputs, device), batch.targets.to(device))
 

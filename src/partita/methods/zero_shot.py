@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from partita.core.method import Method
 from partita.core.model import Model
-from partita.core.plan import NONE, Plan, Turn
+from partita.core.plan import NO_NAMES, Plan, RoundInfo
 
 
-def leave_everything(model: Model, turn: Turn) -> Plan:
-    return Plan((), up=NONE, down=NONE)
+def leave_everything(model: Model, round_info: RoundInfo) -> Plan:
+    return Plan((), up=NO_NAMES, down=NO_NAMES)
 
 
 def zero_shot() -> Method:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 from partita.core.model import Model
-from partita.core.options import bind, pick
+from partita.core.options import import_from_registry, validate_options
 from partita.core.rng import Key
 
 INDEX = {
@@ -14,7 +14,7 @@ INDEX = {
     "clip": "partita.models.prompts.clip:clip",
 }
 
-STATES = "hidden"  # the input that stands for what frozen layers made of another
+CACHED_STATES = "hidden"  # the input that stands for what frozen layers made of another
 
 Kind = Literal["image", "text", "tokens", "lm"]
 
@@ -63,6 +63,6 @@ class Task(ImageTask, Protocol):
 
 def build(name: str, task: ImageTask, key: Key, /, **options: Any) -> Model:
     """The named model for a task; every random draw comes from the key."""
-    make = pick(INDEX, name, "model")
-    model: Model = make(task, key, **bind(make, options, "model", given=["task", "key"]))
+    make = import_from_registry(INDEX, name, "model")
+    model: Model = make(task, key, **validate_options(make, options, "model", given=["task", "key"]))
     return model

@@ -15,7 +15,7 @@ from partita.models import ModelError
 
 
 @dataclass(frozen=True, eq=False)
-class _Again:
+class _Recompute:
     """On the way back the parameters that were lent for the call are gone, so they are lent to the layer once more."""
 
     layer: nn.Module
@@ -42,9 +42,9 @@ class _Again:
         return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def recompute_layers(module: nn.Module) -> None:
+def checkpoint_layers(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = True
-            object.__setattr__(layer, "_gradient_checkpointing_func", _Again(layer))
+            object.__setattr__(layer, "_gradient_checkpointing_func", _Recompute(layer))
             layer.training = True  # transformers asks for it; of the layer's parts, which hold dropout, none is

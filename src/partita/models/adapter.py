@@ -16,20 +16,20 @@ from transformers.utils import logging
 from partita.core import tensors
 from partita.core.data import Batch
 from partita.core.model import Model, Output
-from partita.core.options import nearest
+from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError, attention, split_qkv
-from partita.models.activation_checkpointing import recompute_layers
+from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, tags_of
 from partita.models.losses import KINDS, Objective, losses_for
-from partita.models.vmap_layers import lift_well
+from partita.models.vmap_layers import use_vmap_layers
 
-Place = tuple[dict[str, Any], str]  # a submodule's own parameters, and the name among them
+ParameterSlot = tuple[dict[str, Any], str]  # a submodule's own parameters, and the name among them
 
 
 @dataclass(frozen=True, eq=False)
-class Adapted(Model):
+class FunctionalModel(Model):
     """Parameters are lent to the module for one call; between calls it holds only what is frozen for good.
 
     So two threads must not call it at once. `fixed` are inputs that are the same for every example. With a `dtype`,
@@ -41,7 +41,7 @@ class Adapted(Model):
     forward: Callable[[Any, Tensors], Output]
     initial: Tensors
     tags: Mapping[str, Names]
-    places: Mapping[str, tuple[Place, ...]]
+    places: Mapping[str, tuple[ParameterSlot, ...]]
     objective: Objective = field(default="single", kw_only=True)
     fixed: Tensors = field(default_factory=dict, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
@@ -63,12 +63,12 @@ class Adapted(Model):
         self.initial.update(tensors.to(self.initial, device))
         self.fixed.update(tensors.to(self.fixed, device))
 
-    def shallow(self, without: Names) -> Adapted:
-        from partita.models.skip_layers import shallow
+    def skip_layers(self, without: Names) -> FunctionalModel:
+        from partita.models.skip_layers import skip_layers
 
-        return shallow(self, without)
+        return skip_layers(self, without)
 
-    def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Adapted:
+    def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> FunctionalModel:
         from partita.models.lora import low_rank
 
         return low_rank(self, rank, alpha, roles, key)
@@ -78,14 +78,14 @@ class Adapted(Model):
 
         return attention_to(self, params, batch, tokens)
 
-    def by_head(self) -> dict[str, tuple[int, int]]:
-        from partita.models.attention_scores import by_head
+    def head_dimensions(self) -> dict[str, tuple[int, int]]:
+        from partita.models.attention_scores import head_dimensions
 
-        return by_head(self)
+        return head_dimensions(self)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
         """A plain transformers folder, which needs no partita to load."""
-        with self._lent(params), quiet():
+        with self._lent(params), without_logs():
             self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, self.module.state_dict()))
         if self.dtype is not None:  # transformers notes the type of the first parameter; ours are of two types
             self.module.config.dtype = self.dtype
@@ -105,7 +105,7 @@ class Adapted(Model):
             _empty(self.places)
 
 
-def adapt(
+def from_module(
     name: str,
     module: PreTrainedModel,
     frozen: Iterable[str] = (),
@@ -114,7 +114,7 @@ def adapt(
     fixed: Tensors | None = None,
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
-) -> Adapted:
+) -> FunctionalModel:
     """Takes the module over. `frozen` gives parameter names or tags of what never trains nor travels."""
     model_type = str(module.config.model_type)
     forward = forward_of(model_type, *KINDS[objective])
@@ -122,12 +122,12 @@ def adapt(
         split(module)
     # Every random draw has a key path, and dropout draws from global state: it stays off (decision 0003).
     module.train(False).requires_grad_(False)
-    with quiet():
+    with without_logs():
         module.set_attn_implementation(attention.NAME)
     _treat_padding_as_any_token(module)
-    lift_well(module)
+    use_vmap_layers(module)
     if checkpointing:
-        recompute_layers(module)
+        checkpoint_layers(module)
     own = dict(module.named_parameters())
     tags = _tags(model_type, module)
     stays = _frozen(name, tags, frozen)
@@ -136,9 +136,9 @@ def adapt(
     if dtype is not None:
         for each in stays:
             own[each].data = own[each].data.to(dtype)
-    places = _places(module, initial.keys())
+    places = _parameter_slots(module, initial.keys())
     _empty(places)
-    return Adapted(
+    return FunctionalModel(
         name=name,
         module=module,
         forward=forward,
@@ -175,10 +175,10 @@ def _first_names(module: nn.Module) -> dict[int, str]:
     return {id(value): name for name, value in module.named_parameters()}
 
 
-def _places(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[Place, ...]]:
+def _parameter_slots(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[ParameterSlot, ...]]:
     """Where each parameter sits: more than one place where weights are tied."""
     first = _first_names(module)
-    places: dict[str, tuple[Place, ...]] = dict.fromkeys(names, ())
+    places: dict[str, tuple[ParameterSlot, ...]] = dict.fromkeys(names, ())
     for path, value in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = path.rpartition(".")
         if (name := first[id(value)]) in places:
@@ -186,7 +186,7 @@ def _places(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[Place, .
     return places
 
 
-def _empty(places: Mapping[str, tuple[Place, ...]]) -> None:
+def _empty(places: Mapping[str, tuple[ParameterSlot, ...]]) -> None:
     for found in places.values():
         for owner, leaf in found:
             owner[leaf] = None
@@ -198,7 +198,9 @@ def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str]) -> Nam
         found = {name for name, carried in tags.items() if word == name or word in carried}
         if not found:
             known = frozenset[str]().union(*tags.values())
-            raise ModelError(f"frozen: no parameter of {model} is named or tagged '{word}'; {nearest(word, known)}")
+            raise ModelError(
+                f"frozen: no parameter of {model} is named or tagged '{word}'; {closest_match(word, known)}"
+            )
         stays |= found
     if stays >= tags.keys():
         raise ModelError(f"frozen: nothing of {model} is left to train; freeze fewer tags")
@@ -216,7 +218,7 @@ def _wrong_names(model: str, given: Iterable[str], wanted: Iterable[str]) -> str
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_logs() -> Iterator[None]:
     """No reports and progress bars of transformers; what they would say is checked where it matters."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

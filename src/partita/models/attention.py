@@ -17,17 +17,17 @@ from transformers.masking_utils import sdpa_mask
 from partita.models import ModelError
 
 NAME = "partita"
-ALIGNED = {"cuda": 8}  # products in half precision are slow there where a row's length is no multiple of it
+ALIGNMENT = {"cuda": 8}  # products in half precision are slow there where a row's length is no multiple of it
 SHORT = 256  # tokens, up to which a CPU's fused backward pass in bfloat16 takes longer than products of matrices
 REFUSED = ("softcap", "position_bias", "s_aux")  # changes to the scores that other architectures ask for
 
 # What computes a layer's attention in the place of `attend`, given the layer's module as well.
-Watch = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, float | None, bool], Tensor]
-_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+AttentionHook = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, float | None, bool], Tensor]
+_watch: ContextVar[AttentionHook | None] = ContextVar("watch", default=None)
 
 
 @contextmanager
-def watched_by(watch: Watch) -> Iterator[None]:
+def attention_hook(watch: AttentionHook) -> Iterator[None]:
     before = _watch.set(watch)
     try:
         yield
@@ -35,7 +35,7 @@ def watched_by(watch: Watch) -> Iterator[None]:
         _watch.reset(before)
 
 
-def attend(
+def scaled_dot_product(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
 ) -> Tensor:
     """softmax(query keyᵀ · scale) value, each (example, head, token, width); a Boolean mask is true where to look.
@@ -43,14 +43,14 @@ def attend(
     Several heads of the query may share one of key and value. Causal: a token looks at none after it; without a mask.
     """
     if torch.compiler.is_compiling():  # the compiler fuses it, and cannot see which transforms are at work
-        return _written_out(query, key, value, mask, scale, causal)
+        return _unfused(query, key, value, mask, scale, causal)
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(map(is_batchedtensor, tensors)):
-        return _Folded.apply(query, key, value, mask, scale, causal)
+        return _FoldClients.apply(query, key, value, mask, scale, causal)
     if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward pass has no batching rule
-        return _written_out(query, key, value, mask, scale, causal)
+        return _unfused(query, key, value, mask, scale, causal)
     if query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16 and key.shape[2] <= SHORT:
-        return _written_out(query, key, value, mask, scale, causal)
+        return _unfused(query, key, value, mask, scale, causal)
     if mask is not None:  # no fused kernel of CUDA takes both a mask and shared heads
         key, value = _for_each_head(query, key, value)
     return functional.scaled_dot_product_attention(
@@ -58,7 +58,7 @@ def attend(
     )
 
 
-class _Folded(torch.autograd.Function):
+class _FoldClients(torch.autograd.Function):
     """Under vmap, clients become more examples of one fused call; by itself vmap would call it for each client."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Folded(torch.autograd.Function):
         if mask is not None:
             mask = front(mask, dims[3])  # one row may serve all examples
             mask = mask.expand(clients, examples, *mask.shape[2:]).flatten(0, 1)
-        output = attend(query, key, value, mask, scale, causal)
+        output = scaled_dot_product(query, key, value, mask, scale, causal)
         return output.reshape(clients, examples, *output.shape[1:]), 0
 
 
@@ -105,13 +105,13 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return key, value
 
 
-def _written_out(
+def _unfused(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
 ) -> Tensor:
     key, value = _for_each_head(query, key, value)
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    if spare := -key.shape[2] % ALIGNED.get(query.device.type, 1):
+    if spare := -key.shape[2] % ALIGNMENT.get(query.device.type, 1):
         whole = query.new_ones(1, key.shape[2], dtype=torch.bool) if mask is None else mask
         mask = functional.pad(whole, (0, spare), value=False if whole.dtype == torch.bool else -torch.inf)
         key, value = (functional.pad(part, (0, 0, 0, spare)) for part in (key, value))
@@ -147,7 +147,7 @@ def _attention(
     causal = causal and attention_mask is None and query.shape[2] > 1  # a mask has it in it
     watch = None if torch.compiler.is_compiling() else _watch.get()  # nobody watches what is compiled
     if watch is None:
-        out = attend(query, key, value, attention_mask, scaling, causal)
+        out = scaled_dot_product(query, key, value, attention_mask, scaling, causal)
     else:
         out = watch(module, query, key, value, attention_mask, scaling, causal)
     return out.transpose(1, 2), None  # (example, token, head, width)

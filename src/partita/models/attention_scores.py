@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from partita.core.data import IGNORED, Batch
-from partita.core.model import role_of
-from partita.core.options import nearest
+from partita.core.data import IGNORE_INDEX, Batch
+from partita.core.model import role_tag
+from partita.core.options import closest_match
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.adapter import Adapted
+from partita.models.adapter import FunctionalModel
 from partita.models.architectures import architecture
-from partita.models.attention import attend, watched_by
+from partita.models.attention import attention_hook, scaled_dot_product
 
 SEEN = "attention_mask"
 EIGHT = 8  # fused kernels take widths that are a multiple of it
@@ -38,7 +38,7 @@ DEGENERATE = {
 
 
 @torch.no_grad()
-def attention_to(model: Adapted, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
+def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
     """By layer, (example, head), in one forward pass.
 
     Layers that are cached for good are not run, and not scored. Of a CLIP with two towers, the image's is scored.
@@ -46,19 +46,19 @@ def attention_to(model: Adapted, params: Tensors, batch: Batch, tokens: str) -> 
     seen, inputs = batch.inputs.get(SEEN), batch.inputs
     if seen is not None and bool(seen.all()):  # without a mask the fused kernels need no square of the tokens
         seen, inputs = None, {name: value for name, value in inputs.items() if name != SEEN}
-    watch = _Scores(model, batch, settled(model, tokens), seen, _layers(model))
-    with watched_by(watch):
+    watch = _Scores(model, batch, resolve_tokens(model, tokens), seen, _layers(model))
+    with attention_hook(watch):
         model(params, inputs)
     return watch.found
 
 
-def settled(model: Adapted, tokens: str) -> str:
+def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
     """Which tokens are meant; those that would tell nothing of a layer are refused."""
     decodes = _decodes(model)
     if tokens in DEGENERATE:
         raise ModelError(f"tokens = '{tokens}' tells no layer from another: {DEGENERATE[tokens]}; {_remedy(model)}")
     if tokens not in TOKENS:
-        raise ModelError(f"tokens is '{tokens}'; {nearest(tokens, TOKENS)}")
+        raise ModelError(f"tokens is '{tokens}'; {closest_match(tokens, TOKENS)}")
     if tokens == "cls" and decodes:
         raise ModelError(f"tokens = 'cls' is for encoders, and {model.name} decodes; {_remedy(model)}")
     if tokens == "entities" and model.objective != "tokens":
@@ -72,7 +72,7 @@ def settled(model: Adapted, tokens: str) -> str:
 class _Scores:
     """Computes attention as ever, and beside it each layer's score."""
 
-    model: Adapted
+    model: FunctionalModel
     batch: Batch
     tokens: str
     seen: Tensor | None  # (example, token)
@@ -90,7 +90,7 @@ class _Scores:
         causal: bool,
     ) -> Tensor:
         if module not in self.layers:
-            return attend(query, key, value, mask, scale, causal)
+            return scaled_dot_product(query, key, value, mask, scale, causal)
         width = value.shape[-1]
         room = (0, EIGHT - width % EIGHT)
         marked = _marked(self.model, self.batch, self.tokens, self.seen, key.shape[2]).to(value)
@@ -98,7 +98,7 @@ class _Scores:
         value[..., width] = marked[:, None]  # (example, head, token)
         # Query and key are as wide as the value, or no fused kernel takes them; zeros add nothing to their product.
         query, key = functional.pad(query, room), functional.pad(key, room)
-        out = attend(query, key, value, mask, width**-0.5 if scale is None else scale, causal)
+        out = scaled_dot_product(query, key, value, mask, width**-0.5 if scale is None else scale, causal)
         paid = out[..., width].float()  # (example, head, token)
         if self.seen is None:
             self.found[self.layers[module]] = paid.mean(-1)
@@ -108,7 +108,7 @@ class _Scores:
         return out[..., :width]
 
 
-def _layers(model: Adapted) -> dict[nn.Module, str]:
+def _layers(model: FunctionalModel) -> dict[nn.Module, str]:
     """Modules within layers, by which a call of attention is known; each layer has one such call."""
     found = {}
     for path, part in model.module.named_modules():
@@ -117,11 +117,11 @@ def _layers(model: Adapted) -> dict[nn.Module, str]:
     return found
 
 
-def _marked(model: Adapted, batch: Batch, tokens: str, seen: Tensor | None, count: int) -> Tensor:
+def _marked(model: FunctionalModel, batch: Batch, tokens: str, seen: Tensor | None, count: int) -> Tensor:
     """(example, token), true for the tokens meant; one row may stand for all."""
     device = batch.targets.device
     if tokens == "entities":
-        return (batch.targets != IGNORED) & (batch.targets != _outside(model))
+        return (batch.targets != IGNORE_INDEX) & (batch.targets != _outside(model))
     valid = torch.ones(1, count, device=device).bool() if seen is None else seen.bool()
     rank = valid.cumsum(1)  # 1 at the first token that is no padding
     if tokens == "cls":
@@ -139,7 +139,7 @@ def _marked(model: Adapted, batch: Batch, tokens: str, seen: Tensor | None, coun
     return valid & (rank > 1) & ~torch.isin(ids, torch.tensor(special, device=device, dtype=ids.dtype))
 
 
-def _outside(model: Adapted) -> int:
+def _outside(model: FunctionalModel) -> int:
     """The class of tokens that are of no entity."""
     labels: Any = model.module.config.label2id
     if "O" not in labels:
@@ -150,23 +150,23 @@ def _outside(model: Adapted) -> int:
     return int(labels["O"])
 
 
-def _patches(model: Adapted, pixels: Tensor) -> int:
+def _patches(model: FunctionalModel, pixels: Tensor) -> int:
     config: Any = model.module.config
     patch = getattr(config, "vision_config", config).patch_size
     return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch)
 
 
-def _decodes(model: Adapted) -> bool:
+def _decodes(model: FunctionalModel) -> bool:
     return "lm" in architecture(str(model.module.config.model_type)).heads
 
 
-def _remedy(model: Adapted) -> str:
+def _remedy(model: FunctionalModel) -> str:
     able = [word for word in TOKENS[1:] if word != ("cls" if _decodes(model) else "")]
     fit = [word for word in able if word != "entities" or model.objective == "tokens"]
     return f"set it to 'auto', {' or '.join(repr(word) for word in fit)}"
 
 
-def by_head(model: Adapted) -> dict[str, tuple[int, int]]:
+def head_dimensions(model: FunctionalModel) -> dict[str, tuple[int, int]]:
     """The projections and their biases. Low-rank factors are left out: of two, one is whole for every head."""
     config: Any = model.module.config
     config = getattr(config, "vision_config", config)
@@ -175,7 +175,7 @@ def by_head(model: Adapted) -> dict[str, tuple[int, int]]:
     flipped = architecture(str(model.module.config.model_type)).split is not None  # GPT-2's are (in, out)
     found = {}
     for name, tags in model.tags.items():
-        role, matrix = role_of(tags - {"lora"}), model.initial[name].ndim == 2
+        role, matrix = role_tag(tags - {"lora"}), model.initial[name].ndim == 2
         if "lora" in tags or "text" in tags or role not in ("query", "key", "value", "output"):
             continue
         if role == "output":

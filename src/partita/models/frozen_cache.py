@@ -17,38 +17,38 @@ from partita.core import memory, tensors
 from partita.core.data import Batch, Examples
 from partita.core.model import Model, Output
 from partita.core.tensors import Tensors
-from partita.models import STATES, ModelError
-from partita.models.adapter import Adapted
+from partita.models import CACHED_STATES, ModelError
+from partita.models.adapter import FunctionalModel
 from partita.models.architectures import Forward, architecture
-from partita.models.prompts.dual_encoder import Towers
-from partita.models.prompts.prompts import Beside
-from partita.models.skip_layers import standing_in
+from partita.models.prompts.dual_encoder import DualEncoder
+from partita.models.prompts.prompts import PromptModel
+from partita.models.skip_layers import patched_forward
 
 SEEN = "attention_mask"
 CHUNK = 32  # rows computed together, and always the same ones: a resumed run then remembers the same bits
 
 
-def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[Cached, ...]]:
+def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[CachedExamples, ...]]:
     """The model from the first layer that trains on, and the examples as that takes them."""
-    above, lower, takes = _cut(model)
+    above, lower, takes = _cut_point(model)
     cached = tuple(_cached(table, lower, takes) for table in tables)
     wanted = sum(each.states.nbytes for each in cached)
     memory.require(wanted, "engine.cache_frozen", "set it to false, or use fewer or shorter examples")
     return above, cached
 
 
-def _cut(model: Model) -> tuple[Model, Callable[[Tensors], Tensor], str]:
+def _cut_point(model: Model) -> tuple[Model, Callable[[Tensors], Tensor], str]:
     """What is above, what makes its states, and of which input. Prompts of text leave a tower of images as it is."""
-    if isinstance(model, Towers | Beside):
+    if isinstance(model, DualEncoder | PromptModel):
         return model, model.remember, "pixel_values"
-    if not isinstance(model, Adapted):
+    if not isinstance(model, FunctionalModel):
         raise ModelError(f"engine.cache_frozen is for Hugging Face models, which {model.name} is not; set it to false")
     body, depth = _body(model), frozen_depth(model)
-    above = _Above(model.forward, body.takes, (*body.embeds, *body.layers[:depth]))
-    return replace(model, forward=above), Lower(model, body.layers[depth - 1]), body.takes
+    above = _UpperForward(model.forward, body.takes, (*body.embeds, *body.layers[:depth]))
+    return replace(model, forward=above), FrozenForward(model, body.layers[depth - 1]), body.takes
 
 
-def frozen_depth(model: Adapted) -> int:
+def frozen_depth(model: FunctionalModel) -> int:
     """How many of the lowest layers are frozen for good, together with all that comes before them."""
     body = _body(model)
     before = _trained(model, body.embeds)
@@ -60,17 +60,17 @@ def frozen_depth(model: Adapted) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Lower:
+class FrozenForward:
     """Makes of inputs what leaves the last of the frozen layers: (example, token, width)."""
 
-    model: Adapted
+    model: FunctionalModel
     last: nn.Module
 
     def __call__(self, inputs: Tensors) -> Tensor:
-        hook = self.last.register_forward_hook(_leave)
+        hook = self.last.register_forward_hook(_stop_after)
         try:
             self.model(self.model.initial, tensors.to(inputs, next(self.last.parameters()).device))
-        except _Left as left:
+        except _StopForward as left:
             return left.states.cpu()
         finally:
             hook.remove()
@@ -78,7 +78,7 @@ class Lower:
 
 
 @dataclass(frozen=True, eq=False)
-class Cached:
+class CachedExamples:
     """Examples with states in the place of the input they are made of, computed when they are first asked for.
 
     Padding, which attention does not see, is not held; its states are zeros.
@@ -102,7 +102,7 @@ class Cached:
         places = (self.offsets[indices].unsqueeze(1) + seen.cumsum(1) - 1).clamp_(min=0)
         states = self.states[places].masked_fill_(~seen.unsqueeze(-1), 0)  # (row, token, width)
         others = {name: value for name, value in batch.inputs.items() if name != self.takes}
-        return Batch({STATES: states, **others}, batch.targets, batch.mask)
+        return Batch({CACHED_STATES: states, **others}, batch.targets, batch.mask)
 
     def _compute(self, chunk: int) -> None:
         rows = torch.arange(len(self))[chunk * CHUNK : (chunk + 1) * CHUNK]
@@ -117,7 +117,7 @@ class Cached:
         return torch.ones(len(rows), int(self.offsets[1]), dtype=torch.bool)
 
 
-def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], takes: str) -> Cached:
+def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], takes: str) -> CachedExamples:
     first = examples.take(torch.arange(1)).inputs
     example = lower(first)  # (1, token, width)
     if SEEN in first:
@@ -127,11 +127,11 @@ def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], takes: str) 
         lengths = torch.full((len(examples),), example.shape[1])
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     # Memory that nothing was written to is not taken yet.
-    return Cached(examples, lower, takes, offsets, example.new_empty(int(offsets[-1]), example.shape[-1]))
+    return CachedExamples(examples, lower, takes, offsets, example.new_empty(int(offsets[-1]), example.shape[-1]))
 
 
 @dataclass(frozen=True, eq=False)
-class _Above:
+class _UpperForward:
     """Runs a module without its lowest parts: whatever they are asked, they answer with the states."""
 
     forward: Forward
@@ -140,20 +140,20 @@ class _Above:
 
     def __call__(self, module: Any, inputs: Tensors) -> Output:
         others = dict(inputs)
-        states = others.pop(STATES)
-        with standing_in(self.parts, lambda *_, **__: states):
+        states = others.pop(CACHED_STATES)
+        with patched_forward(self.parts, lambda *_, **__: states):
             return self.forward(module, {self.takes: states, **others})
 
 
-class _Left(Exception):
+class _StopForward(Exception):
     """Ends a forward pass at the layer above which nothing is needed."""
 
     def __init__(self, states: Tensor) -> None:
         self.states = states
 
 
-def _leave(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-    raise _Left(output)
+def _stop_after(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+    raise _StopForward(output)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ class _Body:
     layers: Sequence[nn.Module]
 
 
-def _body(model: Adapted) -> _Body:
+def _body(model: FunctionalModel) -> _Body:
     model_type = str(model.module.config.model_type)
     start, body = architecture(model_type).start, model.module.base_model
     if start is None:
@@ -172,13 +172,13 @@ def _body(model: Adapted) -> _Body:
     return _Body(start.takes, embeds, list(body.get_submodule(start.layers)))  # type: ignore[call-overload]
 
 
-def _trained(model: Adapted, parts: Sequence[nn.Module]) -> list[str]:
+def _trained(model: FunctionalModel, parts: Sequence[nn.Module]) -> list[str]:
     """The names of what is not frozen for good in these parts."""
     owners = {id(each._parameters) for part in parts for each in part.modules()}
     return [name for name, places in model.places.items() if any(id(owner) in owners for owner, _ in places)]
 
 
-def _nothing_to_cache(model: Adapted, names: Sequence[str], where: str) -> str:
+def _nothing_to_cache(model: FunctionalModel, names: Sequence[str], where: str) -> str:
     if any("lora" in model.tags[name] for name in names):
         remedy = "low-rank factors are in every layer and leave nothing to cache, so set it to false"
     else:

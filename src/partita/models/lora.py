@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from partita.core import serialization
-from partita.core.options import nearest
+from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
-from partita.models.adapter import Adapted, Place
+from partita.models.adapter import FunctionalModel, ParameterSlot
 from partita.models.architectures import tags_of
 
 FACTORS = ("lora_A", "lora_B")  # (rank, in) and (out, rank)
@@ -25,10 +25,10 @@ ADAPTER = "default"  # as PEFT calls an only one
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank(Adapted):
+class LowRankModel(FunctionalModel):
     """Beside the weight W of each site, factors A and B that turn it into W + (alpha / rank) B A."""
 
-    base: Adapted
+    base: FunctionalModel
     rank: int
     alpha: float
     sites: tuple[str, ...]  # the adapted layers
@@ -75,9 +75,9 @@ class LowRank(Adapted):
         return frozenset(name for name, tags in self.tags.items() if tag in tags)
 
 
-def low_rank(adapted: Adapted, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> LowRank:
+def low_rank(adapted: FunctionalModel, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> LowRankModel:
     """A copy with factors beside the linear layers of the roles; at first they change nothing, since B is zero."""
-    if isinstance(adapted, LowRank):
+    if isinstance(adapted, LowRankModel):
         raise ModelError(f"{adapted.name} has low-rank factors already; give the model without them")
     if not alpha > 0:
         raise ModelError(f"alpha is {alpha}; it must be above 0")
@@ -98,10 +98,10 @@ def low_rank(adapted: Adapted, rank: int, alpha: float, roles: tuple[str, ...], 
     module, places = _injected(adapted, _config(rank, alpha, sites), sites)
     own = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
     changed = {"module": module, "initial": initial, "tags": tags, "places": places}
-    return LowRank(**{**own, **changed}, base=adapted, rank=rank, alpha=alpha, sites=sites)
+    return LowRankModel(**{**own, **changed}, base=adapted, rank=rank, alpha=alpha, sites=sites)
 
 
-def _sites(adapted: Adapted, tags: Mapping[str, Names], roles: Sequence[str]) -> tuple[str, ...]:
+def _sites(adapted: FunctionalModel, tags: Mapping[str, Names], roles: Sequence[str]) -> tuple[str, ...]:
     """The linear layers of the roles. The head is none of them, since it trains whole."""
     linear = {
         path: carried
@@ -113,7 +113,7 @@ def _sites(adapted: Adapted, tags: Mapping[str, Names], roles: Sequence[str]) ->
         raise ModelError(f"roles is empty; it can have: {', '.join(sorted(known))}")
     for role in roles:
         if role not in known:
-            remedy = nearest(role, known) if known else "outside its head it has no torch.nn.Linear at all"
+            remedy = closest_match(role, known) if known else "outside its head it has no torch.nn.Linear at all"
             raise ModelError(f"roles: no linear layer of {adapted.name} is tagged '{role}'; {remedy}")
     return tuple(site for site, carried in linear.items() if not carried.isdisjoint(roles))
 
@@ -123,7 +123,9 @@ def _uniform(rank: int, into: int, key: Key) -> Tensor:
     return nn.init.kaiming_uniform_(torch.empty(rank, into), a=math.sqrt(5), generator=key.generator())
 
 
-def _injected(adapted: Adapted, config: Any, sites: Sequence[str]) -> tuple[Any, dict[str, tuple[Place, ...]]]:
+def _injected(
+    adapted: FunctionalModel, config: Any, sites: Sequence[str]
+) -> tuple[Any, dict[str, tuple[ParameterSlot, ...]]]:
     """A copy of the module with PEFT's layers in it, and where each parameter sits there.
 
     PEFT wraps a layer and leaves it whole, so the places of its parameters stay right.
@@ -141,7 +143,7 @@ def _injected(adapted: Adapted, config: Any, sites: Sequence[str]) -> tuple[Any,
     return module, places
 
 
-def _fill(places: Mapping[str, tuple[Place, ...]], values: Mapping[str, Tensor | None]) -> None:
+def _fill(places: Mapping[str, tuple[ParameterSlot, ...]], values: Mapping[str, Tensor | None]) -> None:
     for name, found in places.items():
         for owner, leaf in found:
             owner[leaf] = values[name]

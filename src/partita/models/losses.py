@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional
 
-from partita.core.data import IGNORED
+from partita.core.data import IGNORE_INDEX
 from partita.models import Kind
 
 Objective = Literal["single", "multi", "tokens", "lm"]
@@ -30,7 +30,7 @@ def losses_for(objective: Objective, logits: Tensor, targets: Tensor) -> Tensor:
     if objective == "multi":
         return functional.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none").mean(-1)
     each = functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     ).unflatten(0, targets.shape)  # (example, token), zero where ignored
     # An example without any target that counts has no loss, and not NaN.
-    return each.sum(1) / (targets != IGNORED).sum(1).clamp(min=1)
+    return each.sum(1) / (targets != IGNORE_INDEX).sum(1).clamp(min=1)

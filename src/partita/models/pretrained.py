@@ -27,7 +27,7 @@ from partita.core import memory
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ImageTask, Kind, ModelError, Task
-from partita.models.adapter import Adapted, adapt, quiet
+from partita.models.adapter import FunctionalModel, from_module, without_logs
 from partita.models.architectures import forward_of, heads_among
 from partita.models.losses import Objective
 
@@ -52,7 +52,7 @@ def pretrained(
     frozen: Annotated[tuple[str, ...], "tags or names of parameters that never train nor travel"] = (),
     dtype: Annotated[Literal["float32", "bfloat16"], "type to compute in, and to hold frozen weights in"] = "float32",
     checkpointing: Annotated[bool, "recompute activations in the backward pass, to save memory"] = False,
-) -> Adapted:
+) -> FunctionalModel:
     """A model from a folder or the Hub; its head is kept if it has as many classes as the task.
 
     `prompt`, such as "a photo of a {}", has a CLIP compare images with the text of each class, without a head.
@@ -76,7 +76,7 @@ def pretrained(
         raise ModelError("fresh_head: there is no head here that could be drawn anew; leave it out")
     has_head = prompt is None and task.kind != "lm"
     module = load_module(path, config, MODULES[task.kind] if prompt is None else AutoModel, key, has_head, fresh_head)
-    return adapt(
+    return from_module(
         config.model_type,
         module,
         frozen,
@@ -92,13 +92,13 @@ def check_has_images(task: ImageTask) -> None:
         raise ModelError("the task has no square images, which this model needs; choose a task of images")
 
 
-def label(config: PreTrainedConfig, task: ImageTask) -> None:
+def set_labels(config: PreTrainedConfig, task: ImageTask) -> None:
     config.id2label = dict(enumerate(task.classes))
     config.label2id = {label: index for index, label in enumerate(task.classes)}
 
 
 @contextmanager
-def drawing_from(key: Key) -> Iterator[None]:
+def seeded(key: Key) -> Iterator[None]:
     """Modules draw from torch's global CPU generator: seed it for a while. torch.manual_seed would reseed GPUs too."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(key.generator().get_state())
@@ -119,7 +119,7 @@ def config_for(path: str, task: Task) -> Any:
     if not folder and not HUB_ID.fullmatch(path):
         raise ModelError(f"there is no folder '{path}'; {REMEDY}")
     try:
-        with quiet():
+        with without_logs():
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
@@ -131,7 +131,7 @@ def config_for(path: str, task: Task) -> Any:
         config = CLIPConfig(vision_config=config.to_dict())
     config.architectures = []  # of several classes for one head, the plain one
     if task.kind != "lm":
-        label(config, task)
+        set_labels(config, task)
     if task.multi_label:
         config.problem_type = "multi_label_classification"
     if task.kind == "text" and config.pad_token_id is None:
@@ -174,9 +174,9 @@ def _check_tokens(path: str, config: Any, task: Task) -> None:
 
 def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fresh_head: bool) -> PreTrainedModel:
     load: Callable[..., Any] = kind.from_pretrained
-    with drawing_from(key):
+    with seeded(key):
         _check_size(path, config, kind)
-    with quiet(), drawing_from(key):
+    with without_logs(), seeded(key):
         try:
             module, report = load(
                 path,
@@ -209,7 +209,7 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
 
 def _check_size(path: str, config: Any, kind: Any) -> None:
     """A module on the meta device has shapes and no values, so it can be counted before memory is taken."""
-    with quiet(), torch.device("meta"):
+    with without_logs(), torch.device("meta"):
         module = kind.from_config(config, trust_remote_code=False)
     wanted = sum(each.numel() * torch.float32.itemsize for each in module.parameters())
     memory.require(wanted, f"the model of '{path}' in float32", "choose a smaller one, or a machine with more memory")
@@ -231,7 +231,7 @@ def _refuse(path: str, fault: str, names: set[str]) -> None:
 def _texts(path: str, prompt: str, task: Task) -> Tensors:
     """The prompt for each class: (class, token)."""
     try:
-        with quiet():
+        with without_logs():
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"'{path}' has no tokenizer, which a prompt needs: {_first_line(error)}") from error

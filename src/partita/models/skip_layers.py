@@ -9,31 +9,31 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partita.core.model import Output, number_of
+from partita.core.model import Output, layer_number
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
-from partita.models.adapter import Adapted
+from partita.models.adapter import FunctionalModel
 from partita.models.architectures import architecture
 
 
-def shallow(model: Adapted, without: Names) -> Adapted:
+def skip_layers(model: FunctionalModel, without: Names) -> FunctionalModel:
     """The layers of these tags hand on what they are given."""
     model_type = str(model.module.config.model_type)
     start = architecture(model_type).start
     if start is None:
         raise ModelError(f"the layers of a '{model_type}' cannot be left out; use another model, or all its layers")
     layers: Any = model.module.base_model.get_submodule(start.layers)
-    left_out = tuple(layers[number_of(tag)] for tag in sorted(without, key=number_of))
-    return replace(model, forward=_Without(model.forward, left_out))
+    left_out = tuple(layers[layer_number(tag)] for tag in sorted(without, key=layer_number))
+    return replace(model, forward=_SkippingForward(model.forward, left_out))
 
 
 @dataclass(frozen=True, eq=False)
-class _Without:
+class _SkippingForward:
     forward: Callable[[Any, Tensors], Output]
     layers: tuple[nn.Module, ...]
 
     def __call__(self, module: Any, inputs: Tensors) -> Output:
-        with standing_in(self.layers, _hand_on):
+        with patched_forward(self.layers, _hand_on):
             return self.forward(module, inputs)
 
 
@@ -42,7 +42,7 @@ def _hand_on(states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 @contextmanager
-def standing_in(parts: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
+def patched_forward(parts: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
     """Whatever these parts are asked, it is answered in their place."""
     for part in parts:
         part.forward = forward

@@ -17,7 +17,7 @@ class _Part(nn.Module):
         self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
 
 
-class Parted(nn.Module):
+class SplitQKV(nn.Module):
     """Stands for a Conv1D, whose weight is (width in, width out), and computes the same in one product."""
 
     def __init__(self, whole: Conv1D) -> None:
@@ -35,14 +35,14 @@ def split(module: nn.Module) -> None:
     """Put three named parameters in the place of each fused one."""
     for part in list(module.modules()):
         if isinstance(whole := getattr(part, "c_attn", None), Conv1D):
-            part.c_attn = Parted(whole)
+            part.c_attn = SplitQKV(whole)
 
 
 def join(module: nn.Module, state: Tensors) -> Tensors:
     """A state dict with the names and shapes that transformers knows."""
     joined = dict(state)
     for path, part in module.named_modules():
-        if isinstance(part, Parted):
+        if isinstance(part, SplitQKV):
             for leaf in LEAVES:
                 joined[f"{path}.{leaf}"] = torch.cat([joined.pop(f"{path}.{name}.{leaf}") for name in PARTS], -1)
     return joined

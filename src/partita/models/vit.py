@@ -10,8 +10,8 @@ from partita.core import memory
 from partita.core.options import Count, Range
 from partita.core.rng import Key
 from partita.models import ImageTask, ModelError
-from partita.models.adapter import Adapted, adapt
-from partita.models.pretrained import check_has_images, drawing_from, label
+from partita.models.adapter import FunctionalModel, from_module
+from partita.models.pretrained import check_has_images, seeded, set_labels
 
 
 def vit(
@@ -24,7 +24,7 @@ def vit(
     mlp_ratio: Annotated[int, Range(low=1, high=1000), "width of the MLP, as a multiple of the width"] = 2,
     patch: Annotated[Count, "pixels of a patch's side; it divides the images' side"] = 2,
     frozen: Annotated[tuple[str, ...], "tags or names of parameters that never train nor travel"] = (),
-) -> Adapted:
+) -> FunctionalModel:
     """A Vision Transformer from scratch. `frozen` gives tags or names of what never trains nor travels."""
     check_has_images(task)
     if width % heads:
@@ -47,7 +47,7 @@ def vit(
         patch_size=patch,
         num_channels=task.channels,
     )
-    label(config, task)
-    with drawing_from(key):
+    set_labels(config, task)
+    with seeded(key):
         module = ViTForImageClassification(config)
-    return adapt("vit", module, frozen)
+    return from_module("vit", module, frozen)

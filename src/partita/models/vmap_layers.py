@@ -13,7 +13,7 @@ class Linear(nn.Linear):
         return _linear(given, self.weight, self.bias)
 
 
-class Patches(nn.Conv2d):
+class LinearPatchEmbedding(nn.Conv2d):
     """A convolution whose windows do not overlap is a linear layer on each of them.
 
     vmap makes clients' convolutions groups of one, which is many times slower than the product that it makes of this.
@@ -29,13 +29,13 @@ class Patches(nn.Conv2d):
         return _linear(windows, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-def lift_well(module: nn.Module) -> None:
+def use_vmap_layers(module: nn.Module) -> None:
     """Change the layers that have such a form; their parameters stay, under the same names."""
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = Linear
         elif type(part) is nn.Conv2d and _apart(part):
-            part.__class__ = Patches
+            part.__class__ = LinearPatchEmbedding
 
 
 def _linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

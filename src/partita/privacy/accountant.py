@@ -11,10 +11,12 @@ from typing import Any, Literal
 import numpy as np
 
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Release
+from partita.core.method import PrivacyRelease
 
 Accountant = Literal["pld", "rdp"]
-Bill = Mapping[Release, int]  # how often each was made, to one and the same unit; a release's own count comes on top
+PrivacyEvents = Mapping[
+    PrivacyRelease, int
+]  # how often each was made, to one and the same unit; a release's own count comes on top
 
 INTERVAL = 1e-3  # of the privacy loss's grid. A coarser one errs on the safe side; here by less than 0.1%
 # An epsilon beyond which nothing is promised, and whose exact value would take long: Rényi's bound will do.
@@ -36,7 +38,7 @@ ORDERS = (
 )
 
 
-def epsilon(bill: Bill, delta: float, by: Accountant = "pld", of_clients: bool = False) -> float:
+def epsilon(bill: PrivacyEvents, delta: float, by: Accountant = "pld", of_clients: bool = False) -> float:
     """What these releases together cost one example, or one client of a cohort of fixed size."""
     if not bill:
         return 0.0
@@ -53,7 +55,7 @@ def epsilon(bill: Bill, delta: float, by: Accountant = "pld", of_clients: bool =
     return float(accountant.get_epsilon(delta))
 
 
-def _by_rdp(bill: Bill, delta: float, of_clients: bool) -> float:
+def _by_rdp(bill: PrivacyEvents, delta: float, of_clients: bool) -> float:
     total = sum(_curve(r.noise, r.share, of_clients) * (r.count * times) for r, times in bill.items())
     return float(_need().rdp.compute_epsilon(ORDERS, total, delta)[0])
 
@@ -64,11 +66,11 @@ def _curve(noise: float, share: float, of_clients: bool) -> np.ndarray[Any, Any]
     library = _need()
     relation = library.NeighboringRelation
     accountant = library.rdp.RdpAccountant(ORDERS, relation.REPLACE_ONE if of_clients else relation.ADD_OR_REMOVE_ONE)
-    accountant.compose(_event(Release("", noise, share), of_clients))
+    accountant.compose(_event(PrivacyRelease("", noise, share), of_clients))
     return np.asarray(accountant.rdp)
 
 
-def _event(release: Release, of_clients: bool) -> Any:
+def _event(release: PrivacyRelease, of_clients: bool) -> Any:
     library = _need()
     if of_clients:
         # One client's update in the place of another's moves a sum by up to twice the clip.
@@ -84,7 +86,7 @@ def _event(release: Release, of_clients: bool) -> Any:
 def _need() -> Any:
     try:
         import dp_accounting
-        from dp_accounting import pld, rdp  # noqa: F401  the package does not import its parts by itself
+        from dp_accounting import pld, rdp  # noqa: F401
     except ModuleNotFoundError as error:
         raise PrivacyError("privacy needs dp-accounting; pip install 'partita[privacy]'") from error
     return dp_accounting

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Release
-from partita.privacy.guard import Guard
-from partita.privacy.spending import TRAINING, Account, find_noise
+from partita.core.method import PrivacyRelease
+from partita.privacy.guard import PrivacyGuard
+from partita.privacy.spending import TRAINING, PrivacySpending, find_noise
 
 DELTA = 1e-5
 
@@ -49,10 +49,10 @@ class Client:
     rounds: int
     epochs: int = 1
 
-    def bill(self, rounds: int, delta: float) -> Account:
-        account = Account(delta)
+    def bill(self, rounds: int, delta: float) -> PrivacySpending:
+        account = PrivacySpending(delta)
         steps = self.epochs * -(-self.examples // self.batch)
-        account.charge("client", [Release(TRAINING, 1.0, min(1.0, self.batch / self.examples), steps * rounds)])
+        account.charge("client", [PrivacyRelease(TRAINING, 1.0, min(1.0, self.batch / self.examples), steps * rounds)])
         return account
 
 
@@ -70,26 +70,28 @@ def forecast_client(client: Client, epsilon: float | None, noise: float | None, 
     return _forecast("example", lambda rounds: client.bill(rounds, delta), client.rounds, epsilon, noise, bills)
 
 
-def forecast_run(guard: Guard) -> Forecast:
+def forecast_run(guard: PrivacyGuard) -> Forecast:
     """Of a whole run: the worst placed of its clients decides."""
-    run, terms = guard.run, guard.terms
+    run, privacy_config = guard.run, guard.privacy_config
     if guard.planned is None:
         raise PrivacyError("the number of examples is not known for every client here; give --examples instead")
     longer = replace(guard, run=replace(run, rounds=2 * run.rounds))
-    bills = {"twice the rounds": longer.ahead(2 * run.rounds)}
-    if terms.unit == "example":
+    bills = {"twice the rounds": longer.forecast(2 * run.rounds)}
+    if privacy_config.unit == "example":
         half = replace(run.training, batch_size=max(1, run.training.batch_size // 2))
-        bills["half the batch"] = replace(guard, run=replace(run, training=half)).ahead(run.rounds)
-    return _forecast(terms.unit, guard.ahead, run.rounds, terms.epsilon, terms.noise, bills)
+        bills["half the batch"] = replace(guard, run=replace(run, training=half)).forecast(run.rounds)
+    return _forecast(
+        privacy_config.unit, guard.forecast, run.rounds, privacy_config.epsilon, privacy_config.noise, bills
+    )
 
 
 def _forecast(
     unit: str,
-    bill: Callable[[int], Account],
+    bill: Callable[[int], PrivacySpending],
     rounds: int,
     epsilon: float | None,
     noise: float | None,
-    other: Mapping[str, Account],
+    other: Mapping[str, PrivacySpending],
 ) -> Forecast:
     if noise is None:
         if epsilon is None:

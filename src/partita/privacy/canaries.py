@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from partita.core.batch_schedule import count_steps
-from partita.core.client import ClientState, Job, assemble
+from partita.core.client import ClientState, Job, client_params
 from partita.core.data import Batch, ClientData, Examples, Population
-from partita.core.dp_settings import PrivacyError, Private
+from partita.core.dp_settings import DPSGDSettings, PrivacyError
 from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.rng import Key
-from partita.core.rounds import Engine, Lost
+from partita.core.rounds import ClientFailure, Engine
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.privacy.membership import Array
 
 CHUNK = 32  # examples scored together
-MOST = 2**31  # numbers held at once, 8 GiB of them
+MAX_EXAMPLES = 2**31  # numbers held at once, 8 GiB of them
 TRUST = (1.0, 1e-2, 0.0)  # parts of the claimed noise's variance that an eavesdropper reckons with: it may be a lie
 RIDGE = 1e-3  # beside squared gradients of 1: what many local steps do is not quite a sum of gradients
 
@@ -38,14 +38,14 @@ class Canaries:
 
     places: dict[str, Tensor]
     coins: dict[str, Tensor]  # Boolean
-    twisted: bool  # whether a canary's target is wrong, so that nothing but the canary itself can teach it
+    mislabelled: bool  # whether a canary's target is wrong, so that nothing but the canary itself can teach it
     classes: int = 0
 
     @property
     def included(self) -> NDArray[np.bool_]:
         return np.asarray(torch.cat([self.coins[client] for client in sorted(self.coins)]).numpy())
 
-    def toss(self, key: Key) -> Canaries:
+    def redraw(self, key: Key) -> Canaries:
         """The same canaries with other coins."""
         coins = {
             client: torch.rand(len(places), generator=(key / client).generator()) < 0.5
@@ -66,11 +66,11 @@ def choose_canaries(population: Population, count: int, key: Key, classes: int =
     for client, place in (key / "canaries").sample(every, count):
         places.setdefault(client, []).append(place)
     chosen = {client: torch.tensor(sorted(found)) for client, found in places.items()}
-    return Canaries(chosen, {}, classes > 1, classes).toss(key / "coins")
+    return Canaries(chosen, {}, classes > 1, classes).redraw(key / "coins")
 
 
 @dataclass(frozen=True)
-class _Tossed:
+class _CanaryExamples:
     """A client's examples, in which canaries whose coin fell on tails are masked out."""
 
     examples: Examples
@@ -98,14 +98,14 @@ class _Tossed:
         return Batch(batch.inputs, self._targets(batch.targets, torch.arange(len(self.places))))
 
     def _targets(self, targets: Tensor, here: Tensor) -> Tensor:
-        if not self.canaries.twisted:
+        if not self.canaries.mislabelled:
             return targets
-        twisted = targets.clone()
-        twisted[here] = (targets[here] + 1) % self.canaries.classes
-        return twisted
+        mislabelled = targets.clone()
+        mislabelled[here] = (targets[here] + 1) % self.canaries.classes
+        return mislabelled
 
 
-class Planted:
+class CanaryPopulation:
     """A population among whose examples are canaries."""
 
     def __init__(self, population: Population, canaries: Canaries) -> None:
@@ -119,9 +119,9 @@ class Planted:
         data = self.population[client]
         return data if client not in self.canaries.places else replace(data, train=self.table(client))
 
-    def table(self, client: str) -> _Tossed:
+    def table(self, client: str) -> _CanaryExamples:
         own = self.canaries
-        return _Tossed(self.population[client].train, own.places[client], own.coins[client], own)
+        return _CanaryExamples(self.population[client].train, own.places[client], own.coins[client], own)
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Eavesdropper:
     run: Run
     model: Model
     engine: Engine
-    planted: Planted
+    canary_population: CanaryPopulation
     scores: dict[str, Tensor] = field(default_factory=dict)  # by client, (trust, canary)
 
     def clients(self) -> Sequence[str]:
@@ -140,7 +140,7 @@ class Eavesdropper:
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         asked: dict[str, Job] = {}
 
         def noted() -> Iterator[Job]:
@@ -149,15 +149,17 @@ class Eavesdropper:
                 yield job
 
         for reply in self.engine.train(noted()):
-            if isinstance(reply, Update) and reply.client in self.planted.canaries.places:
+            if isinstance(reply, Update) and reply.client in self.canary_population.canaries.places:
                 self._listen(asked[reply.client], reply)
             yield reply
 
     def _listen(self, job: Job, update: Update) -> None:
         # What a client keeps for itself an eavesdropper does not know, and takes as it was loaded.
-        _, params = assemble(self.run, self.model, job, ClientState())
-        table = self.planted.table(job.client)
-        found = explain(self.model, params, update.delta, table, self._strength(len(table)), self.run.method.privacy)
+        _, params = client_params(self.run, self.model, job, ClientState())
+        table = self.canary_population.table(job.client)
+        found = canary_scores(
+            self.model, params, update.delta, table, self._strength(len(table)), self.run.method.privacy
+        )
         self.scores[job.client] = self.scores.get(job.client, torch.zeros(found.shape)) + found
 
     def _strength(self, examples: int) -> float:
@@ -171,21 +173,26 @@ class Eavesdropper:
 
     def heard(self) -> Array:
         """(trust, canary) in the order of `Canaries.included`; a client that was never asked told nothing."""
-        places = self.planted.canaries.places
+        places = self.canary_population.canaries.places
         nothing = {client: torch.zeros(len(TRUST), len(found)) for client, found in places.items()}
         parts = [self.scores.get(client, nothing[client]) for client in sorted(places)]
         return np.asarray(torch.cat(parts, 1).numpy(), float)
 
 
-def explain(
-    model: Model, params: Tensors, delta: Mapping[str, Tensor], table: _Tossed, noise: float, private: Private | None
+def canary_scores(
+    model: Model,
+    params: Tensors,
+    delta: Mapping[str, Tensor],
+    table: _CanaryExamples,
+    noise: float,
+    private: DPSGDSettings | None,
 ) -> Tensor:
     """(trust, canary) How much of a client's step each canary accounts for, when all its examples share the step out.
 
     A ridge regression of the step on the examples' gradients. Its attacker knows all the examples and lacks the coins.
     """
     numbers = len(table) * sum(value.numel() for value in delta.values())
-    if numbers > MOST:
+    if numbers > MAX_EXAMPLES:
         raise PrivacyError(
             f"the gradients of {len(table)} examples of {model.name} are {numbers / 2**28:.0f} GiB; audit a run of a "
             "smaller model, or one that trains less of it, or with fewer examples a client"
@@ -216,11 +223,11 @@ def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Bat
     slopes_of = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0))
     for here in torch.split(torch.arange(len(batch.targets)), CHUNK):
         inputs = {name: value[here].to(device) for name, value in batch.inputs.items()}
-        slopes = slopes_of(live, inputs, batch.targets[here].to(device))
-        yield torch.nan_to_num(torch.cat([slopes[name].flatten(1) for name in names], dim=1))
+        grads = slopes_of(live, inputs, batch.targets[here].to(device))
+        yield torch.nan_to_num(torch.cat([grads[name].flatten(1) for name in names], dim=1))
 
 
-def alignments(model: Model, params: Tensors, delta: Mapping[str, Tensor], batch: Batch) -> Tensor:
+def gradient_cosines(model: Model, params: Tensors, delta: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """(example,) The cosine between the step that an example asks for and the step that was taken."""
     names = sorted(delta)
     step = -torch.cat([delta[name].flatten() for name in names])
@@ -242,10 +249,12 @@ def first(examples: Examples, most: int) -> Batch:
     return examples.take(torch.arange(min(len(examples), most)))
 
 
-def canary_losses(model: Model, params: Tensors, planted: Planted) -> Array:
+def canary_losses(model: Model, params: Tensors, canary_population: CanaryPopulation) -> Array:
     device = next(iter(params.values())).device
     with torch.no_grad():
-        batches = [planted.table(client).canaries_alone() for client in sorted(planted.canaries.places)]
+        batches = [
+            canary_population.table(client).canaries_alone() for client in sorted(canary_population.canaries.places)
+        ]
         return np.asarray(torch.cat([_losses(model, params, batch, device) for batch in batches]).numpy(), float)
 
 

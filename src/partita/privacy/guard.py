@@ -7,22 +7,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from partita.core.dp_settings import PrivacyError, Private
-from partita.core.method import Release
+from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.method import PrivacyRelease
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Positive, Range
-from partita.core.plan import Turn, plan_for
-from partita.core.rounds import begin
+from partita.core.plan import RoundInfo, plan_for
+from partita.core.rounds import initial_server
 from partita.core.settings import Run
 from partita.privacy.client_level import protect_clients
 from partita.privacy.disclosure import disclosed
-from partita.privacy.spending import TRAINING, Account, find_noise, releases_of
+from partita.privacy.spending import TRAINING, PrivacySpending, find_noise, releases_of
 
-ANYONE = "any client"  # in whose name the bill of client-level privacy is kept: it is the same for all
+ANY_CLIENT = "any client"  # in whose name the bill of client-level privacy is kept: it is the same for all
 
 
 @dataclass(frozen=True)
-class Terms:
+class PrivacyConfig:
     """What is asked for: a budget, for which the noise is found, or the noise itself; both: the noise is checked."""
 
     unit: Annotated[Literal["example", "client"], "whose presence is hidden"] = "example"
@@ -57,15 +57,15 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Guard:
+class PrivacyGuard:
     """A run with its noise, and what it may cost. `planned` is the cost of all rounds as they will be drawn."""
 
     run: Run
     model: Model
-    terms: Terms  # with noise and delta
+    privacy_config: PrivacyConfig  # with noise and delta
     sizes: Mapping[str, int]  # training examples by client; 0: not known here
     planned: float | None  # None where a client's size is not known
-    account: Account = field(repr=False, compare=False)
+    account: PrivacySpending = field(repr=False, compare=False)
 
     def charge(
         self, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int | None = None
@@ -82,60 +82,71 @@ class Guard:
         if not all(self.sizes.values()) and not self.account.of_clients:
             return None
         spent = self.account.epsilon()
-        if self.terms.epsilon is not None and spent > self.terms.epsilon:
+        if self.privacy_config.epsilon is not None and spent > self.privacy_config.epsilon:
             raise PrivacyError(
-                f"epsilon has come to {spent:.4g}, beyond the budget of {self.terms.epsilon:g}: clients were asked "
-                "more often than was planned; the run ends here"
+                f"epsilon has come to {spent:.4g}, beyond the budget of {self.privacy_config.epsilon:g}: clients "
+                "were asked more often than was planned; the run ends here"
             )
         return spent
 
-    def ahead(self, rounds: int) -> Account:
+    def forecast(self, rounds: int) -> PrivacySpending:
         """The bill of the first rounds. Cohorts are drawn by the run's key, so it is known who will be asked when."""
         account = replace(self.account, bills={})
-        signal = self.run.method.server.signal(begin(self.run, self.model))
+        signal = self.run.method.server_rule.signal(initial_server(self.run, self.model))
         for number in range(rounds):
             cohort = self.run.draw_cohort(number, list(self.sizes))
             self._charge(account, number, cohort, signal, len(self.sizes))
         return account
 
     def _charge(
-        self, account: Account, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int
+        self,
+        account: PrivacySpending,
+        number: int,
+        cohort: Collection[str],
+        signal: Mapping[str, float],
+        population: int,
     ) -> None:
         run = self.run
         if account.of_clients:
-            transform: Any = run.method.channel[0]
-            account.charge(ANYONE, [Release(TRAINING, transform.noise, len(cohort) / population)])
+            transform: Any = run.method.transforms[0]
+            account.charge(ANY_CLIENT, [PrivacyRelease(TRAINING, transform.noise, len(cohort) / population)])
             return
         for client in cohort:
-            plan = plan_for(run.method.plan, self.model, Turn(number, run.rounds, client, signal))
+            plan = plan_for(run.method.plan, self.model, RoundInfo(number, run.rounds, client, signal))
             account.charge(client, releases_of(run, plan, self.sizes.get(client, 0)))
 
     def about(self) -> dict[str, Any]:
         """For the record."""
-        terms = self.terms
+        privacy_config = self.privacy_config
         return {
-            "unit": terms.unit,
-            "budget": terms.epsilon,
-            "delta": terms.delta,
-            "noise": terms.noise,
-            "clip": terms.clip,
-            "sampling": terms.sampling if terms.unit == "example" else "cohort",
+            "unit": privacy_config.unit,
+            "budget": privacy_config.epsilon,
+            "delta": privacy_config.delta,
+            "noise": privacy_config.noise,
+            "clip": privacy_config.clip,
+            "sampling": privacy_config.sampling if privacy_config.unit == "example" else "cohort",
             "accountant": self.account.by,
-            "repeatable": terms.repeatable,
+            "repeatable": privacy_config.repeatable,
             "planned": None if self.planned == math.inf else self.planned,
-            **disclosed(terms.unit),
+            **disclosed(privacy_config.unit),
         }
 
 
-def protect(run: Run, model: Model, sizes: Mapping[str, int], terms: Terms) -> Guard:
+def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_config: PrivacyConfig) -> PrivacyGuard:
     """Find the noise for the rounds, cohorts and steps that lie ahead, and put the method under it."""
-    of_clients = terms.unit == "client"
+    of_clients = privacy_config.unit == "client"
     cohort = run.cohort_size(len(sizes))
     units = len(sizes) if of_clients else max(sizes.values(), default=0)
-    delta = _delta(terms, units)
-    by = terms.accountant if terms.accountant != "auto" else "rdp" if of_clients and cohort < len(sizes) else "pld"
+    delta = _delta(privacy_config, units)
+    by = (
+        privacy_config.accountant
+        if privacy_config.accountant != "auto"
+        else "rdp"
+        if of_clients and cohort < len(sizes)
+        else "pld"
+    )
     known = of_clients or all(sizes.values())
-    if terms.noise is None and not known:
+    if privacy_config.noise is None and not known:
         raise PrivacyError(
             "privacy.epsilon needs the number of examples at every client, which is not known here; find the noise "
             "with 'partita budget', and set privacy.noise"
@@ -143,37 +154,44 @@ def protect(run: Run, model: Model, sizes: Mapping[str, int], terms: Terms) -> G
 
     def under(noise: float) -> Run:
         if of_clients:
-            method = protect_clients(run.method, terms.clip, noise, cohort, run.secret)
+            method = protect_clients(run.method, privacy_config.clip, noise, cohort, run.secret)
             # Drift is measured on updates before the noise.
             return replace(run, method=method, hidden_cohorts=True, drift=False)
-        private = Private(terms.clip, noise, terms.sampling, terms.norms, terms.chunk)
+        private = DPSGDSettings(
+            privacy_config.clip, noise, privacy_config.sampling, privacy_config.norms, privacy_config.chunk
+        )
         return replace(run, method=replace(run.method, privacy=private))
 
-    trial = Guard(
-        under(1.0 if terms.noise is None else terms.noise), model, terms, sizes, None, Account(delta, by, of_clients)
+    trial = PrivacyGuard(
+        under(1.0 if privacy_config.noise is None else privacy_config.noise),
+        model,
+        privacy_config,
+        sizes,
+        None,
+        PrivacySpending(delta, by, of_clients),
     )
-    ahead = trial.ahead(run.rounds if known else 0)
-    noise = terms.noise
+    ahead = trial.forecast(run.rounds if known else 0)
+    noise = privacy_config.noise
     if noise is None:
-        assert terms.epsilon is not None
-        noise = find_noise(ahead, terms.epsilon)
+        assert privacy_config.epsilon is not None
+        noise = find_noise(ahead, privacy_config.epsilon)
     planned = ahead.with_noise(noise).epsilon() if known else None
-    if planned is not None and terms.epsilon is not None and planned > terms.epsilon:
+    if planned is not None and privacy_config.epsilon is not None and planned > privacy_config.epsilon:
         raise PrivacyError(
             f"privacy.noise {noise:g} lets {run.rounds} rounds cost epsilon {planned:.4g}, and privacy.epsilon is "
-            f"{terms.epsilon:g}; leave the noise out to have it found"
+            f"{privacy_config.epsilon:g}; leave the noise out to have it found"
         )
-    resolved = replace(terms, noise=noise, delta=delta)
-    return Guard(under(noise), model, resolved, sizes, planned, Account(delta, by, of_clients))
+    resolved = replace(privacy_config, noise=noise, delta=delta)
+    return PrivacyGuard(under(noise), model, resolved, sizes, planned, PrivacySpending(delta, by, of_clients))
 
 
-def _delta(terms: Terms, units: int) -> float:
+def _delta(privacy_config: PrivacyConfig, units: int) -> float:
     """Well below one in the number of units: at one in it, giving one of them away whole would be allowed."""
-    if terms.delta is None:
+    if privacy_config.delta is None:
         return min(1e-5, 0.1 / max(1, units))
-    if terms.delta * units >= 1:
+    if privacy_config.delta * units >= 1:
         raise PrivacyError(
-            f"privacy.delta is {terms.delta:g}, but with {units} {terms.unit}s it must be well below {1 / units:g}, or "
-            "one of them may be given away whole"
+            f"privacy.delta is {privacy_config.delta:g}, but with {units} {privacy_config.unit}s it must be well "
+            f"below {1 / units:g}, or one of them may be given away whole"
         )
-    return terms.delta
+    return privacy_config.delta

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from partita.core.batch_schedule import Deal
-from partita.core.client import ClientState, Visit, visit
+from partita.core.batch_schedule import BatchSchedule
+from partita.core.client import ClientRound, ClientState, begin_round
 from partita.core.data import Batch, Examples, Population
-from partita.core.dp_settings import Private
+from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import Context, Server
 from partita.core.model import Model
 from partita.core.plan import Phase
-from partita.core.rounds import ask
+from partita.core.rounds import make_job
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.privacy.evidence import (
@@ -35,8 +35,8 @@ from partita.privacy.evidence import (
     check_dispersion,
     check_normality,
 )
-from partita.training.local_training import kind, learn
-from partita.training.phase_trainer import Block
+from partita.training.local_training import group_key, train_clients
+from partita.training.phase_trainer import PhaseTrainer
 
 T = TypeVar("T")
 CLIENTS, STEPS = 4, 4  # that are replayed, and the steps of each phase
@@ -47,25 +47,25 @@ OVER = 1.01  # times the clip: what one example may move a sum by, with rounding
 
 
 @dataclass
-class Tape:
+class GradientRecorder:
     """An optimizer that writes gradients down and moves nothing, and the blocks that it was used in."""
 
     name: str
-    ages: bool = False
+    uses_step_count: bool = False
     blocks: list[tuple[list[str], list[Tensors]]] = field(default_factory=list)  # (clients by row, gradients by step)
 
     def init(self, params: Tensors) -> dict[str, Tensors]:
         return {}
 
-    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, ages: Mapping[str, int]) -> None:
+    def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         self.blocks[-1][1].append({name: value.detach().cpu() for name, value in grads.items()})
 
-    def step_by_tensors(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, ages: Tensors) -> None:
+    def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
         raise NotImplementedError("private steps are not recorded as graphs")
 
-    def block(self, run: Run, phase: Phase, contexts: Sequence[Context], *rest: Any) -> Block:
-        self.blocks.append(([each.turn.client for each in contexts], []))
-        return Block(run, phase, contexts, *rest)
+    def block(self, run: Run, phase: Phase, contexts: Sequence[Context], *rest: Any) -> PhaseTrainer:
+        self.blocks.append(([each.round_info.client for each in contexts], []))
+        return PhaseTrainer(run, phase, contexts, *rest)
 
     def gradients(self) -> dict[tuple[str, int, int], Tensors]:
         """By client, phase and step."""
@@ -111,8 +111,10 @@ def check_examples(run: Run, model: Model, population: Population, server: Serve
     assert private is not None
     clients = _spread(population)
     rounds = sorted({0, min(1, run.rounds - 1), run.rounds - 1})
-    visits = {number: [_visit(run, model, population, server, number, each) for each in clients] for number in rounds}
-    few = [_grouped(run, [_shortened(each) for each in visits[number]], block) for number in rounds]
+    client_rounds = {
+        number: [_visit(run, model, population, server, number, each) for each in clients] for number in rounds
+    }
+    few = [_grouped(run, [_shortened(each) for each in client_rounds[number]], block) for number in rounds]
     found = _check_clip(run, private, [group for groups in few for group in groups])
     if private.noise:
         streams = [stream for groups in few for group in groups for stream in _streams(run, private, group)]
@@ -133,11 +135,11 @@ def _spread(population: Population) -> list[str]:
 
 def _visit(
     run: Run, model: Model, population: Population, server: Server, number: int, client: str, name: str = ""
-) -> Visit:
+) -> ClientRound:
     """A visit to a client; with a name, to another who has the same examples and draws by that name."""
-    job, _ = ask(run, model, server, number, client)
+    job, _ = make_job(run, model, server, number, client)
     job = replace(job, client=name or client)
-    return visit(run, model, job, ClientState(), population[client].train)
+    return begin_round(run, model, job, ClientState(), population[client].train)
 
 
 def _replicas(run: Run, clients: Sequence[str]) -> list[tuple[int, str, str]]:
@@ -150,37 +152,37 @@ def _replicas(run: Run, clients: Sequence[str]) -> list[tuple[int, str, str]]:
     return every[:VISITS]
 
 
-def _shortened(each: Visit) -> Visit:
-    deals = [Deal(deal.order[: sum(deal.sizes[:STEPS])], deal.sizes[:STEPS]) for deal in each.deals]
-    return replace(each, deals=tuple(deals))
+def _shortened(each: ClientRound) -> ClientRound:
+    schedules = [BatchSchedule(deal.order[: sum(deal.sizes[:STEPS])], deal.sizes[:STEPS]) for deal in each.schedules]
+    return replace(each, schedules=tuple(schedules))
 
 
-def _grouped(run: Run, visits: Sequence[Visit], block: int) -> list[list[Visit]]:
+def _grouped(run: Run, client_rounds: Sequence[ClientRound], block: int) -> list[list[ClientRound]]:
     """As an engine puts them side by side."""
-    groups: dict[object, list[Visit]] = {}
-    for place, each in enumerate(visits):
-        groups.setdefault((place // block, kind(run, each)), []).append(each)
+    groups: dict[object, list[ClientRound]] = {}
+    for place, each in enumerate(client_rounds):
+        groups.setdefault((place // block, group_key(run, each)), []).append(each)
     return list(groups.values())
 
 
-def _replay(run: Run, visits: Sequence[Visit]) -> dict[tuple[str, int, int], Tensors]:
-    tape = Tape(run.training.optimizer.name)
-    learn(replace(run, training=replace(run.training, optimizer=tape)), visits, tape.block)
+def _replay(run: Run, client_rounds: Sequence[ClientRound]) -> dict[tuple[str, int, int], Tensors]:
+    tape = GradientRecorder(run.training.optimizer.name)
+    train_clients(replace(run, training=replace(run.training, optimizer=tape)), client_rounds, tape.block)
     return tape.gradients()
 
 
-def _quiet(private: Private, visits: Sequence[Visit]) -> list[Visit]:
-    return [replace(each, private=replace(private, noise=0.0)) for each in visits]
+def _quiet(private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[ClientRound]:
+    return [replace(each, private=replace(private, noise=0.0)) for each in client_rounds]
 
 
-def _sizes(run: Run, visits: Sequence[Visit]) -> dict[str, int]:
+def _sizes(run: Run, client_rounds: Sequence[ClientRound]) -> dict[str, int]:
     """The batch size that a sum is divided by, as it was charged."""
-    return {each.job.client: min(run.training.batch_size, len(each.examples)) for each in visits}
+    return {each.job.client: min(run.training.batch_size, len(each.examples)) for each in client_rounds}
 
 
-def _streams(run: Run, private: Private, visits: Sequence[Visit]) -> list[Stream]:
-    noisy, clean = _replay(run, visits), _replay(run, _quiet(private, visits))
-    sizes, number = _sizes(run, visits), visits[0].job.round
+def _streams(run: Run, private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[Stream]:
+    noisy, clean = _replay(run, client_rounds), _replay(run, _quiet(private, client_rounds))
+    sizes, number = _sizes(run, client_rounds), client_rounds[0].job.round
     found = []
     for (client, phase, step), grads in noisy.items():
         unit = sizes[client] / (private.noise * private.clip)
@@ -293,7 +295,7 @@ def altered(model: Model, **methods: Callable[..., Any]) -> Model:
     return other
 
 
-def _check_clip(run: Run, private: Private, groups: Sequence[Sequence[Visit]]) -> list[Check]:
+def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[ClientRound]]) -> list[Check]:
     """How far one example moves a sum: the same batches with and without their first example, under a loud loss."""
     largest, tried = 0.0, 0
     for group in groups:
@@ -309,13 +311,13 @@ def _check_clip(run: Run, private: Private, groups: Sequence[Sequence[Visit]]) -
     return [Check("largest contribution of one example / clip", 1.0, largest, float(largest <= OVER), tried)]
 
 
-def _check_sampling(run: Run, visits: Sequence[Visit], clients: int) -> list[Check]:
+def _check_sampling(run: Run, client_rounds: Sequence[ClientRound], clients: int) -> list[Check]:
     """Whether every example takes part by itself, in each step anew, with the probability that was charged.
 
     The visits go through so many clients again and again. Overlaps are counted on pairs that share no batch, so that
     their sum is binomial.
     """
-    drawn = [_drawn(run, each) for each in visits]
+    drawn = [_drawn(run, each) for each in client_rounds]
     every = [each for batches in drawn for each in batches]
     if not every:
         return []
@@ -343,10 +345,10 @@ def _pairs(items: Sequence[T]) -> list[tuple[T, T]]:
 Drawn = tuple[set[int], int, float]  # the places of a batch, of so many examples, each with this probability
 
 
-def _drawn(run: Run, each: Visit) -> list[Drawn]:
+def _drawn(run: Run, each: ClientRound) -> list[Drawn]:
     count = len(each.examples)
     share = min(1.0, run.training.batch_size / count)
-    return [(set(batch.tolist()), count, share) for deal in each.deals for batch in deal]
+    return [(set(batch.tolist()), count, share) for deal in each.schedules for batch in deal]
 
 
 def _check_overlap(what: str, pairs: Sequence[tuple[Drawn, Drawn]]) -> list[Check]:

@@ -14,11 +14,11 @@ import torch
 from scipy.stats import ks_2samp
 from torch import Tensor
 
-from partita.core.client import ClientState, visit
+from partita.core.client import ClientState, begin_round
 from partita.core.data import Batch, Examples, Population
-from partita.core.method import Local, Release, Server
-from partita.core.model import Model, layers_of
-from partita.core.rounds import ask
+from partita.core.method import ClientRule, PrivacyRelease, Server
+from partita.core.model import Model, layer_tags
+from partita.core.rounds import make_job
 from partita.core.settings import Run
 from partita.privacy.evidence import Array, Check, chance_of_cosine
 from partita.privacy.mechanism import LOUD, altered
@@ -41,29 +41,29 @@ class Repeated:
         return self.examples.take(torch.zeros_like(indices))
 
 
-def releasing(run: Run) -> list[tuple[Local, Release]]:
-    return [(rule, rule.release) for rule in run.method.local if rule.looks and rule.release is not None]
+def releasing(run: Run) -> list[tuple[ClientRule, PrivacyRelease]]:
+    return [(rule, rule.release) for rule in run.method.client_rules if rule.uses_data and rule.release is not None]
 
 
 def check_choice(run: Run, model: Model, population: Population, server: Server) -> list[Check]:
     """The noise of scores by which clients choose; empty where nothing is released, or nothing but a single score."""
     found: list[Check] = []
     for rule, release in releasing(run):
-        alone = replace(run, method=replace(run.method, local=(rule,)))
+        alone = replace(run, method=replace(run.method, client_rules=(rule,)))
         told = _ask_often(alone, model, population, server, release)
         if told.shape[1] > 1:
             found += [_check_lean(told, release), *_check_repeats(told, run.rounds)]
     return found
 
 
-def _copies(release: Release, layers: int) -> int:
+def _copies(release: PrivacyRelease, layers: int) -> int:
     """Examples whose sum is about as long as the noise: there the direction tells most."""
     return max(2, round(release.noise * math.sqrt(layers) / release.share))
 
 
-def _ask_often(run: Run, model: Model, population: Population, server: Server, release: Release) -> Array:
+def _ask_often(run: Run, model: Model, population: Population, server: Server, release: PrivacyRelease) -> Array:
     """(choice, layer) Unit vectors. A choice is asked of made-up clients, so that each draws anew."""
-    layers, loudest = layers_of(model), ""
+    layers, loudest = layer_tags(model), ""
 
     def attention(params: object, batch: Batch, tokens: str) -> dict[str, Tensor]:
         zero = torch.zeros(len(batch.targets), 1, dtype=torch.float64)
@@ -73,9 +73,9 @@ def _ask_often(run: Run, model: Model, population: Population, server: Server, r
     examples = Repeated(population[client].train, _copies(release, len(layers)))
 
     def tell(number: int) -> dict[str, float]:
-        job, _ = ask(run, known, server, number % run.rounds, client)
+        job, _ = make_job(run, known, server, number % run.rounds, client)
         job = replace(job, client=f"{client} {number // run.rounds}")
-        return dict(visit(run, known, job, ClientState(), examples).told)
+        return dict(begin_round(run, known, job, ClientState(), examples).metrics)
 
     names = sorted(tell(0))
     if not names:
@@ -85,7 +85,7 @@ def _ask_often(run: Run, model: Model, population: Population, server: Server, r
     return np.array([[answer[name] for name in names] for answer in answers], float)
 
 
-def _check_lean(told: Array, release: Release) -> Check:
+def _check_lean(told: Array, release: PrivacyRelease) -> Check:
     """The cosine with the layer that all examples point at, against that of honest draws."""
     draw = np.random.default_rng(0)
     sums = release.noise * draw.standard_normal((REFERENCE, told.shape[1]))

@@ -11,9 +11,9 @@ from scipy.stats import hypergeom
 from partita.core import tensors
 from partita.core.client import Job
 from partita.core.data import Examples
-from partita.core.method import Aggregate, Rule, Server, Update
+from partita.core.method import Aggregate, Server, ServerRule, Update
 from partita.core.model import Model
-from partita.core.rounds import Engine, Lost, rounds
+from partita.core.rounds import ClientFailure, Engine, rounds
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.privacy.client_level import ClippedUpdates, OverCohort
@@ -25,7 +25,7 @@ LOUD = 10.0  # how much more than the clip clients send: more could be refused a
 
 
 @dataclass
-class Ear(Rule):
+class UpdateRecorder(ServerRule):
     """A server that writes down what it would learn from, and stays where it is."""
 
     heard: list[Aggregate] = field(default_factory=list)
@@ -48,11 +48,11 @@ class Loud:
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         for reply in self.engine.train(jobs):
             if reply.client == self.silent:
-                yield Lost(reply.client, "left out by the audit")
-            elif isinstance(reply, Lost):
+                yield ClientFailure(reply.client, "left out by the audit")
+            elif isinstance(reply, ClientFailure):
                 yield reply
             else:
                 slots = {slot: tensors.scale(part, LOUD) for slot, part in reply.slots.items()}
@@ -67,7 +67,7 @@ def check_clients(
     Args:
         engine: trains the run's clients. It is given jobs of the first rounds, all from the same server.
     """
-    transform = run.method.channel[0]
+    transform = run.method.transforms[0]
     assert isinstance(transform, ClippedUpdates)
     found = [_check_clip(run, model, engine, server, transform)]
     if transform.noise:
@@ -78,9 +78,11 @@ def check_clients(
 
 def _hear(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates, count: int) -> list[Slots]:
     """The sums of so many rounds, times the cohort: delta and slots by name."""
-    ear, rule = Ear(), run.method.server
+    ear, rule = UpdateRecorder(), run.method.server_rule
     assert isinstance(rule, OverCohort)
-    method = replace(run.method, channel=(transform, *run.method.channel[1:]), server=replace(rule, inner=ear))
+    method = replace(
+        run.method, transforms=(transform, *run.method.transforms[1:]), server_rule=replace(rule, inner=ear)
+    )
     lasting = replace(run, method=method, minimum=0, rounds=max(count, run.rounds), drift=False)
     for number, _ in enumerate(rounds(lasting, model, engine, server), start=1):
         if number == count:

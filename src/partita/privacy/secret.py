@@ -18,12 +18,12 @@ from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
 
 FILE = Path("private", "secret")
-SIZE = 32  # bytes
-LEAST = 16  # bytes in a file that a user provides
+KEY_BYTES = 32  # bytes
+MIN_BYTES = 16  # bytes in a file that a user provides
 
 
 def draw() -> Key:
-    return Key(int.from_bytes(secrets.token_bytes(SIZE), "big"))
+    return Key(int.from_bytes(secrets.token_bytes(KEY_BYTES), "big"))
 
 
 def save(folder: Path, key: Key) -> Path:
@@ -34,7 +34,7 @@ def save(folder: Path, key: Key) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "wb") as file:
-            file.write(key.root.to_bytes(SIZE, "big"))
+            file.write(key.root.to_bytes(KEY_BYTES, "big"))
             file.flush()
             os.fsync(file.fileno())
         os.link(part, path)
@@ -54,8 +54,10 @@ def load(folder: Path) -> Key:
     """The secret that `save` wrote."""
     path = folder / FILE
     words = _read(path, "restore it from a copy, or start a new run: other noise would make it another run")
-    if len(words) != SIZE:
-        raise PrivacyError(f"{path} is damaged: it holds {len(words)} bytes and not {SIZE}; restore it from a copy")
+    if len(words) != KEY_BYTES:
+        raise PrivacyError(
+            f"{path} is damaged: it holds {len(words)} bytes and not {KEY_BYTES}; restore it from a copy"
+        )
     return Key(int.from_bytes(words, "big"))
 
 
@@ -70,13 +72,13 @@ def load_or_save(folder: Path) -> Key:
 def from_file(path: Path) -> Key:
     """The secret that a user provides as engine.secret: a file of random bytes."""
     words = _read(path, "engine.secret must name a file of 16 or more random bytes")
-    if len(words) < LEAST:
+    if len(words) < MIN_BYTES:
         raise PrivacyError(
-            f"engine.secret, {path}, holds {len(words)} bytes; fill it with {LEAST} or more that nobody can guess"
+            f"engine.secret, {path}, holds {len(words)} bytes; fill it with {MIN_BYTES} or more that nobody can guess"
         )
     if path.stat().st_mode & 0o077:
         warnings.warn(f"engine.secret, {path}, can be read by other users; run: chmod 600 {path}", stacklevel=2)
-    return Key(int.from_bytes(hashlib.blake2b(words, digest_size=SIZE).digest(), "big"))
+    return Key(int.from_bytes(hashlib.blake2b(words, digest_size=KEY_BYTES).digest(), "big"))
 
 
 def _read(path: Path, remedy: str) -> bytes:

@@ -9,44 +9,44 @@ from dataclasses import dataclass, field, replace
 
 from partita.core.batch_schedule import count_steps
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Release
+from partita.core.method import PrivacyRelease
 from partita.core.plan import Plan
 from partita.core.settings import Run
-from partita.privacy.accountant import Accountant, Bill, epsilon
+from partita.privacy.accountant import Accountant, PrivacyEvents, epsilon
 
 TRAINING = "training"  # the releases whose noise is privacy.noise
-MOST = 1000.0  # a noise beyond which nothing is learned
+MAX_NOISE = 1000.0  # a noise beyond which nothing is learned
 DIGITS = 3  # of a noise that was found, rounded up
 
 
-def releases_of(run: Run, plan: Plan, examples: int) -> list[Release]:
+def releases_of(run: Run, plan: Plan, examples: int) -> list[PrivacyRelease]:
     """All that one client of so many examples gives away of them in one round in which it is asked."""
     private = run.method.privacy
-    found = [rule.release for rule in run.method.local if rule.looks and rule.release is not None]
+    found = [rule.release for rule in run.method.client_rules if rule.uses_data and rule.release is not None]
     if private is None or not examples:
         return found
     for phase in plan.phases:
         steps = count_steps(examples, run.training, phase.epochs)
         if private.sampling == "poisson":
             share = min(1.0, run.training.batch_size / examples)
-            found.append(Release(TRAINING, private.noise, share, steps))
+            found.append(PrivacyRelease(TRAINING, private.noise, share, steps))
         else:
             # Every example once in an epoch, in batches that have no other in common: no gain is claimed for chance.
             epochs = -(-steps // -(-examples // run.training.batch_size))
-            found.append(Release(TRAINING, private.noise, 1.0, epochs))
+            found.append(PrivacyRelease(TRAINING, private.noise, 1.0, epochs))
     return found
 
 
 @dataclass
-class Account:
+class PrivacySpending:
     """Bills by client. Clients have no examples in common, so a run costs what it costs the worst placed client."""
 
     delta: float
     by: Accountant = "pld"
     of_clients: bool = False
-    bills: dict[str, Counter[Release]] = field(default_factory=dict)
+    bills: dict[str, Counter[PrivacyRelease]] = field(default_factory=dict)
 
-    def charge(self, client: str, releases: Iterable[Release]) -> None:
+    def charge(self, client: str, releases: Iterable[PrivacyRelease]) -> None:
         bill = self.bills.setdefault(client, Counter())
         for release in releases:
             bill[replace(release, count=1)] += release.count
@@ -67,25 +67,25 @@ class Account:
                 found = owners[key], cost
         return found
 
-    def with_noise(self, noise: float) -> Account:
+    def with_noise(self, noise: float) -> PrivacySpending:
         """The same training under another noise."""
 
-        def changed(bill: Mapping[Release, int]) -> Counter[Release]:
+        def changed(bill: Mapping[PrivacyRelease, int]) -> Counter[PrivacyRelease]:
             return Counter(
                 {replace(each, noise=noise) if each.what == TRAINING else each: times for each, times in bill.items()}
             )
 
         bills = {client: changed(bill) for client, bill in self.bills.items()}
-        return Account(self.delta, self.by, self.of_clients, bills)
+        return PrivacySpending(self.delta, self.by, self.of_clients, bills)
 
-    def only(self, client: str) -> Account:
-        return Account(self.delta, self.by, self.of_clients, {client: self.bills[client]})
+    def only(self, client: str) -> PrivacySpending:
+        return PrivacySpending(self.delta, self.by, self.of_clients, {client: self.bills[client]})
 
-    def _cost(self, bill: Bill, by: Accountant) -> float:
+    def _cost(self, bill: PrivacyEvents, by: Accountant) -> float:
         return epsilon(bill, self.delta, by, self.of_clients)
 
 
-def find_noise(account: Account, target: float) -> float:
+def find_noise(account: PrivacySpending, target: float) -> float:
     """The least noise, to three digits, with which the account costs no more than the target."""
     if not 0 < target < math.inf:
         raise PrivacyError(f"privacy.epsilon is {target}; it must be a number above 0")
@@ -106,7 +106,7 @@ def find_noise(account: Account, target: float) -> float:
         noise = max(noise, _search(account.only(client), target))
 
 
-def _search(account: Account, target: float) -> float:
+def _search(account: PrivacySpending, target: float) -> float:
     """Epsilon falls almost as a power of the noise, so a search by logarithms takes few steps."""
     from scipy.optimize import brentq  # slow to import, and most runs search for no noise
 
@@ -117,9 +117,9 @@ def _search(account: Account, target: float) -> float:
     low, high = -1.0, 1.0
     while excess(high) > 0:
         low, high = high, high + 2
-        if high > math.log(MOST):
+        if high > math.log(MAX_NOISE):
             raise PrivacyError(
-                f"no noise up to {MOST:g} keeps epsilon at {target:g}; allow more, or train fewer rounds or epochs"
+                f"no noise up to {MAX_NOISE:g} keeps epsilon at {target:g}; allow more, or train fewer rounds or epochs"
             )
     while excess(low) < 0:
         low -= 1

@@ -1,6 +1,6 @@
 """Tables, figures and a page from recorded runs. Matplotlib and scipy are imported where they are first needed."""
 
-from partita.report.load import Record, ReportError, find, read, read_metric
+from partita.report.load import ReportError, RunRecord, find, load_run, read_metric
 from partita.report.page import page
 from partita.report.plots import picture
 from partita.report.render import to_json, to_markdown, to_text
@@ -8,13 +8,13 @@ from partita.report.tables import Comparison, compare
 
 __all__ = [
     "Comparison",
-    "Record",
     "ReportError",
+    "RunRecord",
     "compare",
     "find",
+    "load_run",
     "page",
     "picture",
-    "read",
     "read_metric",
     "to_json",
     "to_markdown",

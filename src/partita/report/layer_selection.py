@@ -7,9 +7,9 @@ from itertools import combinations, groupby, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from partita.report.load import Record, Row, by_label
+from partita.report.load import Row, RunRecord, by_label
 from partita.report.metric import MISSING
-from partita.report.plot_style import calm, new_figure, shorten, whole_rounds
+from partita.report.plot_style import new_figure, shorten, style_axes, whole_rounds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 LAYER = "layer."
 
 
-def chose(records: Sequence[Record]) -> dict[str, list[Record]]:
+def has_selection(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """By label, the runs whose clients chose layers."""
     found = {label: [run for run in runs if _choices(run)] for label, runs in by_label(records).items()}
     return {label: runs for label, runs in found.items() if runs}
 
 
-def shares(runs: Sequence[Record]) -> dict[int, dict[int, float]]:
+def shares(runs: Sequence[RunRecord]) -> dict[int, dict[int, float]]:
     """By layer and then by rounds completed: the share of clients, of all seeds, that sent the layer."""
     sent: dict[int, dict[int, list[int]]] = {}
     layers = sorted({int(layer.removeprefix(LAYER)) for run in runs for row in _choices(run) for layer in _seen(row)})
@@ -35,7 +35,7 @@ def shares(runs: Sequence[Record]) -> dict[int, dict[int, float]]:
     return {layer: {done: fmean(took) for done, took in by.items() if took} for layer, by in sent.items()}
 
 
-def steadiness(runs: Sequence[Record]) -> tuple[str, str]:
+def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:
     """Mean overlap (shared of all layers chosen) of a client's choice with its last, and of two clients' in a round."""
     over_rounds, over_clients = [], []
     for run in runs:
@@ -47,7 +47,7 @@ def steadiness(runs: Sequence[Record]) -> tuple[str, str]:
     return _percent(over_rounds), _percent(over_clients)
 
 
-def raised(records: Sequence[Record]) -> Iterator[str]:
+def alarms_raised(records: Sequence[RunRecord]) -> Iterator[str]:
     """One line for each alarm and each stretch of rounds in which it lasted."""
     for record in records:
         for kind in sorted({kind for row in record.rows for kind in row.get("alarms", {})}):
@@ -59,9 +59,9 @@ def raised(records: Sequence[Record]) -> Iterator[str]:
                     yield f"{where}: {rows[-1]['alarms'][kind]}."
 
 
-def layers_by_round(records: Sequence[Record]) -> Figure | None:
+def layers_by_round(records: Sequence[RunRecord]) -> Figure | None:
     """A panel for each label: the darker, the more clients sent the layer in that round."""
-    found = {label: shares(runs) for label, runs in chose(records).items()}
+    found = {label: shares(runs) for label, runs in has_selection(records).items()}
     found = {label: by for label, by in found.items() if by}
     if not found:
         return None
@@ -72,7 +72,7 @@ def layers_by_round(records: Sequence[Record]) -> Figure | None:
         grid = [[by[layer].get(done, float("nan")) for done in rounds] for layer in layers]
         edges = (rounds[0] - 0.5, rounds[-1] + 0.5, layers[0] - 0.5, layers[-1] + 0.5)
         image = panel.imshow(grid, aspect="auto", origin="lower", extent=edges, vmin=0, vmax=1, cmap="Blues")
-        calm(panel, "rounds completed" if label == list(found)[-1] else "", "layer")
+        style_axes(panel, "rounds completed" if label == list(found)[-1] else "", "layer")
         panel.grid(False)
         panel.set_title(shorten(label, 60), loc="left", fontsize=9, fontweight="bold")
         whole_rounds(panel)
@@ -81,7 +81,7 @@ def layers_by_round(records: Sequence[Record]) -> Figure | None:
     return figure
 
 
-def _choices(run: Record) -> list[Row]:
+def _choices(run: RunRecord) -> list[Row]:
     return [row for row in run.rows if row.get("chosen")]
 
 

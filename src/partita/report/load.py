@@ -15,8 +15,8 @@ from partita.report import schema
 from partita.report.metric import ACCURACY, LOWER, Metric
 
 Row = Mapping[str, Any]
-HUGE = 1e100  # sums of squares of such numbers are finite
-DEEPEST = 20  # tables in tables of a config
+MAX_NUMBER = 1e100  # sums of squares of such numbers are finite
+MAX_DEPTH = 20  # tables in tables of a config
 
 
 class ReportError(ValueError):
@@ -24,7 +24,7 @@ class ReportError(ValueError):
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """One run: what was asked for, and one row for each finished round."""
 
     label: str
@@ -48,7 +48,7 @@ def find(folder: Path | str) -> list[Path]:
     return found
 
 
-def read(folder: Path | str) -> Record:
+def load_run(folder: Path | str) -> RunRecord:
     """Of the files in the folder alone: what its config names is not opened."""
     folder = Path(folder)
     for needed in ("config.toml", "rows.jsonl"):
@@ -56,7 +56,7 @@ def read(folder: Path | str) -> Record:
             raise ReportError(f"'{folder}' is not a run folder: it has no {needed}; give the folder of one run")
     config = _config(folder / "config.toml")
     plan = _json(folder / "plan.json", schema.PLAN)
-    return Record(
+    return RunRecord(
         label=str(config["label"]),
         seed=int(config["seed"]),
         config=config,
@@ -76,7 +76,7 @@ def read_metric(folder: Path | str) -> Metric:
     return Metric(**_json(Path(folder) / "plan.json", schema.PLAN).get("metric", {}))
 
 
-def metric_of(records: Iterable[Record], name: str | None = None) -> Metric:
+def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
     """The one that all runs are judged by, or the one named."""
     known = {record.metric: record.label for record in records}
     if name is not None:
@@ -100,8 +100,8 @@ def _config(path: Path) -> dict[str, Any]:
         _fit(config.get(name, {}), schema.table(schema.anything), path, name)
     tables: list[tuple[int, Any]] = [(0, config)]
     for depth, table in tables:
-        if depth > DEEPEST:
-            raise ReportError(f"'{path}' nests tables more than {DEEPEST} deep; restore it as it was written")
+        if depth > MAX_DEPTH:
+            raise ReportError(f"'{path}' nests tables more than {MAX_DEPTH} deep; restore it as it was written")
         tables += [(depth + 1, value) for value in table.values() if isinstance(value, dict)]
     return config
 
@@ -144,9 +144,9 @@ def _json(path: Path, form: schema.Shape = schema.table(schema.anything)) -> Map
     return _fit(content, form, path)
 
 
-def by_label(records: Iterable[Record]) -> dict[str, list[Record]]:
+def by_label(records: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
     """The repeats of each label by seed, with labels in order of first appearance."""
-    groups: dict[str, dict[int, Record]] = {}
+    groups: dict[str, dict[int, RunRecord]] = {}
     for record in records:
         repeats = groups.setdefault(record.label, {})
         if record.seed in repeats:
@@ -160,7 +160,7 @@ def by_label(records: Iterable[Record]) -> dict[str, list[Record]]:
     return {label: [repeats[seed] for seed in sorted(repeats)] for label, repeats in groups.items()}
 
 
-def settings(record: Record) -> dict[str, str]:
+def settings(record: RunRecord) -> dict[str, str]:
     """Every setting by its dotted name, but for the seed and the label."""
     found: dict[str, str] = {}
     tables: list[tuple[str, Mapping[str, Any]]] = [("", record.config)]
@@ -177,16 +177,16 @@ def settings(record: Record) -> dict[str, str]:
 
 def number(value: Any) -> float | None:
     """A number to compute with, or None for all that is missing, not a number, infinite, or near to overflowing."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and -HUGE < value < HUGE
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and -MAX_NUMBER < value < MAX_NUMBER
     return float(value) if usable else None
 
 
-def tested(record: Record, metric: str) -> list[tuple[int, float | None]]:
+def tested(record: RunRecord, metric: str) -> list[tuple[int, float | None]]:
     """(round, value) for the rounds with a test; None where the value is not a finite number."""
     return [(row["round"], number(row["test"].get(metric))) for row in record.rows if row.get("test")]
 
 
-def personal(record: Record, metric: str) -> dict[str, float | None]:
+def personal(record: RunRecord, metric: str) -> dict[str, float | None]:
     """By client, the value at the last personal evaluation; None where it is not a finite number."""
     for row in reversed(record.rows):
         if row.get("personal") and row["personal"].get(metric):
@@ -199,7 +199,7 @@ def clients(row: Row) -> int:
     return len(set(row.get("cohort") or ()) | set(row.get("lost") or ()))
 
 
-def sent(record: Record, way: str) -> list[float] | None:
+def sent(record: RunRecord, way: str) -> list[float] | None:
     """Bytes in each round, or None where they were not recorded."""
     values = [number((row.get("bytes") or {}).get(way)) for row in record.rows]
     return None if None in values else present(values)

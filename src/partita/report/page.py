@@ -14,9 +14,9 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partita.core.safe_text import clean
+from partita.core.safe_text import printable
 from partita.report import layer_selection, plan_stages, plots, privacy
-from partita.report.load import Record, by_label, clients, metric_of, settings
+from partita.report.load import RunRecord, by_label, clients, metric_of, settings
 from partita.report.plot_style import Style, styles, svg
 from partita.report.render import Column, by_question, size
 from partita.report.tables import Comparison, compare
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def page(
-    records: Sequence[Record],
+    records: Sequence[RunRecord],
     out: Path | str,
     title: str = "Federated fine-tuning, compared",
     target: float | None = None,
@@ -68,14 +68,14 @@ def page(
 
 def escape(text: str) -> str:
     """For an element or an attribute: labels and the names of clients are whatever somebody wrote."""
-    return html.escape(clean(text))
+    return html.escape(printable(text))
 
 
 def _pre(text: str) -> str:
     return "<pre>" + "\n".join(map(escape, text.split("\n"))) + "</pre>"
 
 
-def _head(records: Sequence[Record], title: str) -> str:
+def _head(records: Sequence[RunRecord], title: str) -> str:
     labels = list(by_label(records))
     seeds = sorted({record.seed for record in records})
     finished = sum(record.finished for record in records)
@@ -98,7 +98,7 @@ def _head(records: Sequence[Record], title: str) -> str:
     )
 
 
-def _name(records: Sequence[Record], table: str) -> str:
+def _name(records: Sequence[RunRecord], table: str) -> str:
     """What it was loaded from says more than what loaded it."""
     tables = [record.config.get(table) or {} for record in records]
     names = (Path(str(each.get("path") or each.get("name", "unnamed " + table))).name for each in tables)
@@ -110,7 +110,7 @@ def _range(counts: Iterable[int]) -> str:
     return str(seen[0]) if len(seen) == 1 else f"{seen[0]} to {seen[-1]}"
 
 
-def _comparison(records: Sequence[Record], comparison: Comparison) -> str:
+def _comparison(records: Sequence[RunRecord], comparison: Comparison) -> str:
     look = styles(by_label(records))
     tables = "".join(
         f"<h3>{escape(title)}</h3>\n{_one(shown, look)}" for title, shown in by_question(comparison).items()
@@ -162,7 +162,7 @@ def _notes(comments: Iterable[str]) -> str:
     return f'<ul class="notes">{items}</ul>\n' if items else ""
 
 
-def _figures(records: Sequence[Record], metric: str) -> str:
+def _figures(records: Sequence[RunRecord], metric: str) -> str:
     repeated = any(len(runs) > 1 for runs in by_label(records).values())
     spread = "the band is ± one sample standard deviation" if repeated else "there is one seed, so no spread"
     if repeated and not all(run.finished for run in records):
@@ -211,11 +211,11 @@ def _figures(records: Sequence[Record], metric: str) -> str:
     return f"<section>\n<h2>Figures</h2>\n{drawn}</section>\n" if drawn else ""
 
 
-def _choice(records: Sequence[Record]) -> str:
-    chose = layer_selection.chose(records)
+def _choice(records: Sequence[RunRecord]) -> str:
+    chose = layer_selection.has_selection(records)
     if not chose:
         return ""
-    steady = [(label, *layer_selection.steadiness(runs)) for label, runs in chose.items()]
+    steady = [(label, *layer_selection.overlap_between_rounds(runs)) for label, runs in chose.items()]
     parts = [
         _figure(
             "layers",
@@ -228,12 +228,12 @@ def _choice(records: Sequence[Record]) -> str:
     return f"<section>\n<h2>Choice of layers</h2>\n{''.join(parts)}</section>\n"
 
 
-def _alarms(records: Sequence[Record]) -> str:
-    lines = list(layer_selection.raised(records))
+def _alarms(records: Sequence[RunRecord]) -> str:
+    lines = list(layer_selection.alarms_raised(records))
     return f"<section>\n<h2>Alarms</h2>\n{_notes(lines)}</section>\n" if lines else ""
 
 
-def _privacy(records: Sequence[Record]) -> str:
+def _privacy(records: Sequence[RunRecord]) -> str:
     promised, found = privacy.promises(records), privacy.findings(records)
     if not promised and not found:
         return ""
@@ -276,16 +276,16 @@ def _figure(name: str, figure: Figure | None, head: str, caption: str) -> str:
     )
 
 
-def _lost(records: Sequence[Record]) -> str:
+def _lost(records: Sequence[RunRecord]) -> str:
     """Faults of a kind together, however many clients and rounds they struck."""
-    faults: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    availability: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for record in records:
         for row in record.rows:
             for client, reason in (row.get("lost") or {}).items():
-                faults.setdefault((record.label, str(reason)), []).append((record.seed, row["round"] + 1, client))
-    if not faults:
+                availability.setdefault((record.label, str(reason)), []).append((record.seed, row["round"] + 1, client))
+    if not availability:
         return ""
-    body = [(label, reason, str(len(cases)), _places(cases)) for (label, reason), cases in faults.items()]
+    body = [(label, reason, str(len(cases)), _places(cases)) for (label, reason), cases in availability.items()]
     return (
         "<section>\n<h2>Lost clients</h2>\n<p>Clients that were asked in a round and whose answer did not count.</p>\n"
         f"{_table(('label', 'reason', 'times', 'where'), body)}</section>\n"
@@ -297,7 +297,7 @@ def _places(cases: Sequence[tuple[int, int, str]]) -> str:
     return "; ".join([*named, f"and {len(cases) - 4} more"] if len(cases) > 4 else named)
 
 
-def _plans(records: Sequence[Record]) -> str:
+def _plans(records: Sequence[RunRecord]) -> str:
     plans = plan_stages.plans(records)
     if not plans:
         return ""
@@ -342,7 +342,7 @@ def _part(stage: Mapping[str, Any], what: str) -> str:
     return f"{count:,} ({size(sum(row.get('bytes', 0) for row in chosen))})".replace(",", " ")
 
 
-def _settings(records: Sequence[Record]) -> str:
+def _settings(records: Sequence[RunRecord]) -> str:
     groups = by_label(records)
     flat = {label: settings(runs[0]) for label, runs in groups.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
@@ -377,7 +377,7 @@ def _toml(table: Mapping[str, Any], path: str = "") -> str:
     return "\n".join([*plain, *inner])
 
 
-def _origin(records: Sequence[Record], beside: Path) -> str:
+def _origin(records: Sequence[RunRecord], beside: Path) -> str:
     keys = dict.fromkeys(key for record in records for key in record.environment)
     body = [
         (key, "; ".join(dict.fromkeys(record.environment[key] for record in records if key in record.environment)))
@@ -391,7 +391,7 @@ def _origin(records: Sequence[Record], beside: Path) -> str:
     )
 
 
-def _command(record: Record, beside: Path) -> str:
+def _command(record: RunRecord, beside: Path) -> str:
     """A new folder, since a run is never written over another."""
     config = Path(os.path.relpath(record.folder, beside), "config.toml").as_posix()
     return f"partita run --config {shlex.quote(config)} --out {shlex.quote(f'again/{record.folder.name}')}"

@@ -9,50 +9,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from partita.report.load import Record, Row, by_label
-from partita.report.plot_style import INK, ROLES, UNTOUCHED, new_figure, shorten
+from partita.report.load import Row, RunRecord, by_label
+from partita.report.plot_style import INK, ROLES, UNUSED_COLOR, new_figure, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FATES = {  # what happens to a parameter in a stage
+STATUSES = {  # what happens to a parameter in a stage
     "trains and goes up": "#0072b2",
     "comes down, does not train": "#a6cfe9",
     "stays with the client": "#e69f00",
-    "untouched": UNTOUCHED,
+    "untouched": UNUSED_COLOR,
 }
 STAGES_SHOWN = 4
 CHANGES_MARKED = 6
 
 
 @dataclass(frozen=True)
-class Stages:
+class PlanStages:
     """The labels that follow one and the same plan, and its stages."""
 
     labels: list[str]
     stages: Sequence[Mapping[str, Any]]
 
 
-def plans(records: Sequence[Record]) -> list[Stages]:
+def plans(records: Sequence[RunRecord]) -> list[PlanStages]:
     """The plan of each label's first seed; labels with equal plans stand together."""
-    found: dict[str, Stages] = {}
+    found: dict[str, PlanStages] = {}
     for label, runs in by_label(records).items():
         if runs[0].plan:
             key = json.dumps([{**stage, "client": None} for stage in runs[0].plan], sort_keys=True)
-            found.setdefault(key, Stages([], runs[0].plan)).labels.append(label)
+            found.setdefault(key, PlanStages([], runs[0].plan)).labels.append(label)
     return list(found.values())
 
 
-def changes(runs: Sequence[Record]) -> list[int]:
+def changes(runs: Sequence[RunRecord]) -> list[int]:
     """The first round of each later stage that any seed came to; none where marks would hide the data."""
     begun = {stage["first"] for run in runs for stage in run.plan[1:] if stage["first"] <= run.rows[-1]["round"]}
     return sorted(begun) if len(begun) <= CHANGES_MARKED else []
 
 
-def fate(row: Row) -> str:
+def status(row: Row) -> str:
     """What happens to a parameter: one of FATES."""
-    trains, comes, stays, untouched = FATES
+    trains, comes, stays, untouched = STATUSES
     if row.get("keep"):
         return stays
     if row.get("up"):
@@ -60,7 +60,7 @@ def fate(row: Row) -> str:
     return comes if row.get("down") else untouched
 
 
-def plan_grid(records: Sequence[Record]) -> Figure | None:
+def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
     """Layers × roles, a panel for each stage; a cell is divided by the number of parameters of each fate."""
     shown = [(each, stage) for each in plans(records) for stage in each.stages[:STAGES_SHOWN]]
     if not shown:
@@ -69,7 +69,7 @@ def plan_grid(records: Sequence[Record]) -> Figure | None:
 
     parameters = [row for _, stage in shown for row in stage["rows"]]
     layers = sorted({row.get("layer") for row in parameters}, key=_layer_order)
-    known, met = {_role(row) for row in parameters}, {fate(row) for row in parameters}
+    known, met = {_role(row) for row in parameters}, {status(row) for row in parameters}
     roles = [*(role for role in ROLES if role in known), *sorted(known - set(ROLES))]
     across = 3  # also for fewer panels, so that cells keep their shape
     down = math.ceil(len(shown) / across)
@@ -91,7 +91,7 @@ def plan_grid(records: Sequence[Record]) -> Figure | None:
         panel.spines[:].set_visible(False)
         panel.set_title(_stage_title(each, stage), loc="left", fontsize=8.5, color=INK)
     figure.legend(
-        handles=[Patch(facecolor=FATES[name], label=name) for name in FATES if name in met],
+        handles=[Patch(facecolor=STATUSES[name], label=name) for name in STATUSES if name in met],
         loc="outside upper left", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK,
     )  # fmt: skip
     return figure
@@ -104,12 +104,12 @@ def _role(row: Row) -> str:
 def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[Row]) -> None:
     from matplotlib.patches import Rectangle
 
-    counts = {name: sum(item.get("parameters", 1) for item in cell if fate(item) == name) for name in FATES}
+    counts = {name: sum(item.get("parameters", 1) for item in cell if status(item) == name) for name in STATUSES}
     total, left = sum(counts.values()), column - 0.45
     for name, count in counts.items():
         if count:
             width = 0.9 * count / total
-            panel.add_patch(Rectangle((left, row - 0.43), width, 0.86, facecolor=FATES[name], linewidth=0))
+            panel.add_patch(Rectangle((left, row - 0.43), width, 0.86, facecolor=STATUSES[name], linewidth=0))
             left += width
 
 
@@ -119,7 +119,7 @@ def _layer_order(layer: str | None) -> tuple[bool, int, str]:
     return layer is not None, int(digits[-1]) if digits else -1, layer or ""
 
 
-def _stage_title(each: Stages, stage: Mapping[str, Any]) -> str:
+def _stage_title(each: PlanStages, stage: Mapping[str, Any]) -> str:
     labels = ", ".join(each.labels[:2]) + (f" and {len(each.labels) - 2} more" if len(each.labels) > 2 else "")
     cut = len(each.stages) > STAGES_SHOWN and stage is each.stages[STAGES_SHOWN - 1]
     more = f" (and {len(each.stages) - STAGES_SHOWN} more stages)" if cut else ""

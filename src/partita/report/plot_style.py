@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from partita.core.safe_text import clean
+from partita.core.safe_text import printable
 from partita.report.load import ReportError
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#24292f", "#6e7781", "#d8dee4"
 # Okabe and Ito's colours, which stay apart for colour-blind readers; without yellow and black, which vanish on a page.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d46")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d46")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)))
-UNTOUCHED = "#e6e9ed"
+UNUSED_COLOR = "#e6e9ed"
 ROLES = ("embedding", "query", "key", "value", "output", "mlp", "norm", "head")
 
 
@@ -33,7 +33,7 @@ class Style:
 def styles(labels: Iterable[str]) -> dict[str, Style]:
     """A label looks the same in every figure; beyond the colours, dashes tell labels apart."""
     return {
-        label: Style(COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)])
+        label: Style(COLORS[place % len(COLORS)], DASHES[place // len(COLORS) % len(DASHES)])
         for place, label in enumerate(labels)
     }
 
@@ -52,7 +52,7 @@ def svg(figure: Figure, name: str) -> str:
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", text)
     text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
-    for colour, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--grid"), (UNTOUCHED, "--faint")):
+    for colour, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--grid"), (UNUSED_COLOR, "--faint")):
         text = text.replace(colour, f"var({variable})")
     return text
 
@@ -65,7 +65,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def calm(axes: Axes, across: str, up: str) -> None:
+def style_axes(axes: Axes, across: str, up: str) -> None:
     """A calm frame: no box, a light grid behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
@@ -116,6 +116,6 @@ def legend(figure: Figure, labels: Sequence[str], marked: bool = False) -> None:
 
 
 def shorten(text: str, length: int) -> str:
-    text = clean(text)
+    text = printable(text)
     # A dollar sign would start mathematics in matplotlib.
     return (text if len(text) <= length else text[: length - 1] + "…").replace("$", r"\$")

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from partita.report.load import Record, ReportError, by_label, metric_of, number, personal, present, sent, tested
+from partita.report.load import ReportError, RunRecord, by_label, metric_of, number, personal, present, sent, tested
 from partita.report.metric import Metric
 from partita.report.plan_stages import changes
 from partita.report.plot_style import (
@@ -19,15 +19,15 @@ from partita.report.plot_style import (
     MUTED,
     ROLES,
     Style,
-    calm,
     legend,
     legend_height,
     new_figure,
     shorten,
+    style_axes,
     styles,
     whole_rounds,
 )
-from partita.report.tables import alone, deviation, gains, mean, worst_tenth
+from partita.report.tables import gains, local_baseline, mean, standard_deviation, worst_tenth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ class Curve:
     megabytes: list[float] | None  # sent up by all clients until then
 
 
-def curve(runs: Sequence[Record], metric: Metric) -> Curve:
+def curve(runs: Sequence[RunRecord], metric: Metric) -> Curve:
     by_round: dict[int, list[float]] = {}
     for run in runs:
         for round, value in tested(run, metric.name):
@@ -55,18 +55,18 @@ def curve(runs: Sequence[Record], metric: Metric) -> Curve:
     return Curve(
         rounds=[round + 1 for round in sorted(by_round)],
         mean=[fmean(by_round[round]) for round in sorted(by_round)],
-        sd=[deviation(by_round[round]) or 0.0 for round in sorted(by_round)],
+        sd=[standard_deviation(by_round[round]) or 0.0 for round in sorted(by_round)],
         megabytes=None if None in megabytes else present(megabytes),
     )
 
 
-def _cumulative(run: Record) -> dict[int, float]:
+def _cumulative(run: RunRecord) -> dict[int, float]:
     """Megabytes sent up by the end of each round; empty where bytes were not recorded."""
     sums = accumulate(size / 1e6 for size in sent(run, "up") or ())
     return dict(zip((row["round"] for row in run.rows), sums, strict=False))
 
 
-def metric_by_round(records: Sequence[Record], name: str | None = None) -> Figure | None:
+def metric_by_round(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
     metric = metric_of(records, name)
     curves = _curves(records, metric)
     if not curves:
@@ -78,7 +78,7 @@ def metric_by_round(records: Sequence[Record], name: str | None = None) -> Figur
     return figure
 
 
-def metric_by_bytes(records: Sequence[Record], name: str | None = None) -> Figure | None:
+def metric_by_bytes(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
     metric = metric_of(records, name)
     curves = _curves(records, metric)
     if not any(each.megabytes for each in curves.values()):
@@ -90,7 +90,7 @@ def metric_by_bytes(records: Sequence[Record], name: str | None = None) -> Figur
     return figure
 
 
-def picture(records: Sequence[Record], out: Path | str, metric: str | None = None) -> Path:
+def picture(records: Sequence[RunRecord], out: Path | str, metric: str | None = None) -> Path:
     """One wide PNG: what was reached by round, and what it cost in bytes sent up."""
     judge = metric_of(records, metric)
     curves = _curves(records, judge)
@@ -112,22 +112,22 @@ def picture(records: Sequence[Record], out: Path | str, metric: str | None = Non
     return out
 
 
-def _curves(records: Sequence[Record], metric: Metric) -> dict[str, Curve]:
+def _curves(records: Sequence[RunRecord], metric: Metric) -> dict[str, Curve]:
     curves = {label: curve(runs, metric) for label, runs in by_label(records).items()}
     return {label: each for label, each in curves.items() if each.rounds}
 
 
-def _draw_rounds(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curve], metric: Metric) -> bool:
+def _draw_rounds(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> bool:
     """Returns whether a change of plan was marked."""
     look = styles(by_label(records))
     for label, each in curves.items():
         _draw_line(axes, each.rounds, each, look[label], len(curves))
-    calm(axes, "rounds completed", f"test {metric.titled}{_band(curves)}")
+    style_axes(axes, "rounds completed", f"test {metric.titled}{_band(curves)}")
     whole_rounds(axes)
     return _mark_stages(axes, records, look)
 
 
-def _draw_bytes(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curve], metric: Metric) -> None:
+def _draw_bytes(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> None:
     look = styles(by_label(records))
     spent = {label: each.megabytes for label, each in curves.items() if each.megabytes}
     for label, megabytes in spent.items():
@@ -137,7 +137,7 @@ def _draw_bytes(axes: Axes, records: Sequence[Record], curves: Mapping[str, Curv
     starts = [megabytes[0] for megabytes in spent.values()]
     if ends and min(starts) > 0 and max(ends) > 8 * min(ends):
         axes.set_xscale("log")  # a cheap method would be a stroke at the left edge
-    calm(axes, "MB sent up so far, all clients", f"test {metric.titled}{_band(curves)}")
+    style_axes(axes, "MB sent up so far, all clients", f"test {metric.titled}{_band(curves)}")
 
 
 def _band(curves: Mapping[str, Curve]) -> str:
@@ -159,21 +159,21 @@ def _dot(x: Sequence[float]) -> str | None:
     return "o" if len(x) < 3 else None
 
 
-def _mark_stages(axes: Axes, records: Sequence[Record], look: Mapping[str, Style]) -> bool:
+def _mark_stages(axes: Axes, records: Sequence[RunRecord], look: Mapping[str, Style]) -> bool:
     """A vertical line between the last round of one stage and the first of the next."""
     marks: dict[int, list[str]] = {}
     for label, runs in by_label(records).items():
         for first in changes(runs):
             marks.setdefault(first, []).append(label)
     for first, labels in marks.items():
-        for turn, label in enumerate(labels):
+        for round_info, label in enumerate(labels):
             # Labels that change at the same place take turns along the line, so that each is seen.
-            dash = (-6 * turn, (6, 6 * (len(labels) - 1))) if len(labels) > 1 else (0, (3, 3))
+            dash = (-6 * round_info, (6, 6 * (len(labels) - 1))) if len(labels) > 1 else (0, (3, 3))
             axes.axvline(first + 0.5, color=look[label].colour, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1)
     return bool(marks)
 
 
-def drift_by_role(records: Sequence[Record], measure: str = "dispersion") -> Figure | None:
+def drift_by_role(records: Sequence[RunRecord], measure: str = "dispersion") -> Figure | None:
     """A panel for each role, a line for each label: the mean over seeds."""
     groups = by_label(records)
     seen = {group for run in records for row in run.rows for group in row.get("drift") or {}}
@@ -201,7 +201,7 @@ def drift_by_role(records: Sequence[Record], measure: str = "dispersion") -> Fig
                 look = {"color": style[label].colour, "linestyle": style[label].dash, "linewidth": 1.5}
                 panel.plot(rounds, values, marker=_dot(rounds), markersize=4, **look)
         below = place + across >= len(roles)
-        calm(panel, "rounds completed" if below else "", measure if place % across == 0 else "")
+        style_axes(panel, "rounds completed" if below else "", measure if place % across == 0 else "")
         panel.tick_params(labelbottom=below)
         panel.set_title(role, loc="left", fontsize=9, color=INK, fontweight="bold")
         whole_rounds(panel)
@@ -212,7 +212,7 @@ def drift_by_role(records: Sequence[Record], measure: str = "dispersion") -> Fig
     return figure
 
 
-def _drift(runs: Sequence[Record], role: str, measure: str) -> list[tuple[int, float]]:
+def _drift(runs: Sequence[RunRecord], role: str, measure: str) -> list[tuple[int, float]]:
     """(rounds completed, mean over seeds), for the rounds in which the role was measured."""
     by_round: dict[int, list[float]] = {}
     for run in runs:
@@ -223,19 +223,19 @@ def _drift(runs: Sequence[Record], role: str, measure: str) -> list[tuple[int, f
     return [(completed, fmean(values)) for completed, values in sorted(by_round.items())]
 
 
-def personal_by_client(records: Sequence[Record], name: str | None = None) -> Figure | None:
+def personal_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
     groups, metric = by_label(records), metric_of(records, name)
     values = {label: [present(personal(run, metric.name).values()) for run in runs] for label, runs in groups.items()}
     return _strips(records, values, metric, f"a client's personal {metric.titled}")
 
 
-def gain_by_client(records: Sequence[Record], name: str | None = None) -> Figure | None:
+def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
     """Over learning alone, where somebody did: on the right of the line are those who are better off."""
     groups, judge = by_label(records), metric_of(records, name)
     unit = "percentage points" if judge.higher_is_better else judge.name
     better = replace(judge, higher_is_better=True)  # a gain is, whatever the metric
     figure = _strips(
-        records, gains(groups, judge), better, f"a client's gain over {alone(groups)}, {unit}", judge.scale
+        records, gains(groups, judge), better, f"a client's gain over {local_baseline(groups)}, {unit}", judge.scale
     )
     if figure:
         figure.axes[0].axvline(0, color=MUTED, linewidth=1.2, zorder=1)
@@ -243,7 +243,7 @@ def gain_by_client(records: Sequence[Record], name: str | None = None) -> Figure
 
 
 def _strips(
-    records: Sequence[Record],
+    records: Sequence[RunRecord],
     values: Mapping[str, Sequence[Sequence[float]]],
     metric: Metric,
     across: str,
@@ -266,7 +266,7 @@ def _strips(
             axes.plot([scale * worst], [row], "D", color="none", markeredgecolor=INK, markersize=5.5, zorder=3)
     axes.set_yticks(range(len(values)), [shorten(label, 28) for label in values])
     axes.set_ylim(len(values) - 0.45, -0.55)
-    calm(axes, f"{across}   (line: mean, diamond: mean of the worst tenth)", "")
+    style_axes(axes, f"{across}   (line: mean, diamond: mean of the worst tenth)", "")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.tick_params(axis="y", length=0)

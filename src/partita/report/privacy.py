@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from partita.report.load import Record, by_label, number
+from partita.report.load import RunRecord, by_label, number
 from partita.report.metric import MISSING, short
 from partita.report.plot_style import (
     GRID,
     MUTED,
-    calm,
     legend,
     legend_height,
     new_figure,
     shorten,
+    style_axes,
     styles,
     whole_rounds,
 )
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def spent(record: Record) -> list[tuple[int, float]]:
+def spent(record: RunRecord) -> list[tuple[int, float]]:
     """(rounds completed, epsilon), for the rounds in which it is known."""
     values = [(row["round"] + 1, number((row.get("privacy") or {}).get("epsilon"))) for row in record.rows]
     return [(completed, value) for completed, value in values if value is not None]
 
 
-def promises(records: Sequence[Record]) -> list[tuple[str, ...]]:
+def promises(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """One line for each label under privacy; of seeds that differ, the most costly."""
     lines: list[tuple[str, ...]] = []
     for label, runs in by_label(records).items():
@@ -52,7 +52,7 @@ def promises(records: Sequence[Record]) -> list[tuple[str, ...]]:
     return lines
 
 
-def findings(records: Sequence[Record]) -> list[tuple[str, ...]]:
+def findings(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """One line for each attack on each audited run."""
     lines: list[tuple[str, ...]] = []
     for record in records:
@@ -64,7 +64,7 @@ def findings(records: Sequence[Record]) -> list[tuple[str, ...]]:
     return lines
 
 
-def bounds(records: Sequence[Record]) -> list[str]:
+def bounds(records: Sequence[RunRecord]) -> list[str]:
     """What the mechanism checks found and what canaries proved, beside what was claimed."""
     said = _checks(records)
     for record in records:
@@ -81,7 +81,7 @@ def bounds(records: Sequence[Record]) -> list[str]:
     return said
 
 
-def _checks(records: Sequence[Record]) -> list[str]:
+def _checks(records: Sequence[RunRecord]) -> list[str]:
     said = []
     for record in records:
         if checks := record.audit.get("mechanism"):
@@ -95,12 +95,12 @@ def _checks(records: Sequence[Record]) -> list[str]:
     return said
 
 
-def not_covered(records: Sequence[Record]) -> list[str]:
+def not_covered(records: Sequence[RunRecord]) -> list[str]:
     """What the promises leave out, as the runs recorded it; each sentence once."""
     return list(dict.fromkeys(text for record in records for text in record.privacy.get("not_covered", ())))
 
 
-def epsilon_by_round(records: Sequence[Record]) -> Figure | None:
+def epsilon_by_round(records: Sequence[RunRecord]) -> Figure | None:
     lines = {label: [spent(run) for run in runs if spent(run)] for label, runs in by_label(records).items()}
     shown = [label for label, runs in lines.items() if runs]
     if not shown:
@@ -114,13 +114,13 @@ def epsilon_by_round(records: Sequence[Record]) -> Figure | None:
             style = {"color": look[label].colour, "linestyle": look[label].dash}
             axes.plot(rounds, values, marker=mark, markersize=4, linewidth=1.8, **style)
     axes.set_ylim(bottom=0)
-    calm(axes, "rounds completed", "epsilon spent")
+    style_axes(axes, "rounds completed", "epsilon spent")
     whole_rounds(axes)
     legend(figure, list(by_label(records)))
     return figure
 
 
-def attack_curves(records: Sequence[Record]) -> Figure | None:
+def attack_curves(records: Sequence[RunRecord]) -> Figure | None:
     """A panel for each attack; both scales are logarithmic, since false alarms are what an attacker cannot afford."""
     names = list(dict.fromkeys(name for record in records for name in record.audit.get("attacks") or {}))
     if not names:
@@ -136,7 +136,7 @@ def attack_curves(records: Sequence[Record]) -> Figure | None:
                 panel.plot(each["false"], each["true"], drawstyle="steps-post", linewidth=1.6, **style)
         panel.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
         first = panel.get_subplotspec().is_first_col()
-        calm(panel, "false alarms", "members found" if first else "")
+        style_axes(panel, "false alarms", "members found" if first else "")
         panel.grid(axis="x", color=GRID, linewidth=0.8)
         panel.set_title(shorten(name, 28), loc="left", fontsize=9, fontweight="bold")
     legend(figure, labels)

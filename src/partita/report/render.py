@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from partita.core.safe_text import clean
+from partita.core.safe_text import printable
 from partita.report.metric import MISSING, Metric, short
 from partita.report.tables import Comparison, Difference, Line, Reach
 
-OWN, COSTS = "personal", ("a client-round", "a run")
+PERSONAL_GROUP, COSTS = "personal", ("a client-round", "a run")
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,24 @@ def columns(comparison: Comparison) -> list[Column]:
         (several, "test", "p (Holm)" if corrected else "p", lambda line: _p(line.difference, corrected)),
         (
             has_personal,
-            OWN,
+            PERSONAL_GROUP,
             "mean, %" if metric.higher_is_better else "mean",
             lambda line: metric.text(line.personal),
         ),
-        (has_personal, OWN, "spread", lambda line: metric.text(line.personal_sd)),
-        (has_personal, OWN, "worst tenth", lambda line: metric.text(line.personal_worst)),
-        (gained, OWN, "gain", lambda line: MISSING if line.gain is None else metric.text(line.gain.mean, "+")),
-        (gained, OWN, "better off", lambda line: MISSING if line.gain is None else f"{line.gain.better:.0%}"),
+        (has_personal, PERSONAL_GROUP, "spread", lambda line: metric.text(line.personal_sd)),
+        (has_personal, PERSONAL_GROUP, "worst tenth", lambda line: metric.text(line.personal_worst)),
+        (
+            gained,
+            PERSONAL_GROUP,
+            "gain",
+            lambda line: MISSING if line.gain is None else metric.text(line.gain.mean, "+"),
+        ),
+        (
+            gained,
+            PERSONAL_GROUP,
+            "better off",
+            lambda line: MISSING if line.gain is None else f"{line.gain.better:.0%}",
+        ),
         (True, "a client-round", "up", lambda line: size(line.up)),
         (True, "a client-round", "down", lambda line: size(line.down)),
         (True, "a run", "MB", lambda line: short(line.total_mb)),
@@ -62,8 +72,8 @@ def by_question(comparison: Comparison) -> dict[str, list[Column]]:
     """The columns as tables by title, each narrow enough to be read without scrolling."""
     name, *rest = columns(comparison)
     tables = {
-        "What was reached": [column for column in rest if column.group not in (OWN, *COSTS)],
-        "What each client has of it": [column for column in rest if column.group == OWN],
+        "What was reached": [column for column in rest if column.group not in (PERSONAL_GROUP, *COSTS)],
+        "What each client has of it": [column for column in rest if column.group == PERSONAL_GROUP],
         "What it cost": [column for column in rest if column.group in COSTS],
     }
     return {title: [name, *chosen] for title, chosen in tables.items() if chosen}
@@ -121,7 +131,7 @@ def _plain(text: str) -> str:
     """A label may hold what Markdown would take for itself."""
     for mark in "\\|*_`<[":
         text = text.replace(mark, f"\\{mark}")
-    return clean(text.replace("\n", " "))
+    return printable(text.replace("\n", " "))
 
 
 def to_text(comparison: Comparison, width: int = 110) -> str:
@@ -136,11 +146,11 @@ def to_text(comparison: Comparison, width: int = 110) -> str:
         for title, chosen in by_question(comparison).items():
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
             for place, column in enumerate(chosen):
-                heading = Text("\n".join(map(clean, filter(None, (column.group, column.heading)))))
+                heading = Text("\n".join(map(printable, filter(None, (column.group, column.heading)))))
                 table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
             for cells in zip(*(column.cells for column in chosen), strict=True):
-                table.add_row(*(Text(clean(cell)) for cell in cells))  # Text: a label with brackets is no markup
+                table.add_row(*(Text(printable(cell)) for cell in cells))  # Text: a label with brackets is no markup
             console.print(table)
         for comment in comparison.comments:
-            console.print(Text(f"· {clean(comment)}"))
+            console.print(Text(f"· {printable(comment)}"))
     return capture.get()

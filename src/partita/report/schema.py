@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MOST = 2**53  # a count up to which a float is exact
+MAX_ITEMS = 2**53  # a count up to which a float is exact
 Shape = Callable[[Any, str], Any]  # gives back the value, or raises ShapeError
 
 
@@ -20,7 +20,7 @@ def _refuse(value: Any, where: str, wanted: str) -> ShapeError:
 
 
 def count(value: Any, where: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_ITEMS:
         raise _refuse(value, where, "a whole number from 0 up")
     return value
 

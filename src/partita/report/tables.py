@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partita.report.load import (
-    Record,
     ReportError,
+    RunRecord,
     by_label,
     clients,
     metric_of,
@@ -22,8 +22,11 @@ from partita.report.load import (
 )
 from partita.report.metric import Metric
 
-ALONE = ("local-only", "coop")  # methods of clients who learn and share nothing
-SHARE = {True: 0.95, False: 1.05}  # of the first label's final mean: by higher_is_better, when it counts as reached
+LOCAL_BASELINES = ("local-only", "coop")  # methods of clients who learn and share nothing
+WORST_SHARE = {
+    True: 0.95,
+    False: 1.05,
+}  # of the first label's final mean: by higher_is_better, when it counts as reached
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,12 @@ def mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def deviation(values: Sequence[float | None]) -> float | None:
+def standard_deviation(values: Sequence[float | None]) -> float | None:
     known = present(values)
     return statistics.stdev(known) if len(known) > 1 else None
 
 
-def compare(records: Sequence[Record], target: float | None = None, metric: str | None = None) -> Comparison:
+def compare(records: Sequence[RunRecord], target: float | None = None, metric: str | None = None) -> Comparison:
     """One line for each label, in order of first appearance; the first is what the others are compared with.
 
     The target is by default 95% of the first label's mean final value, or 105% of it where less is better. The metric
@@ -108,7 +111,7 @@ def compare(records: Sequence[Record], target: float | None = None, metric: str 
     first = next(iter(groups))
     asked = target
     if target is None and (reference := mean(list(finals[first].values()))) is not None:
-        target = SHARE[judge.higher_is_better] * reference
+        target = WORST_SHARE[judge.higher_is_better] * reference
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
         differences = _corrected(differences)
@@ -118,14 +121,14 @@ def compare(records: Sequence[Record], target: float | None = None, metric: str 
         for label, runs in groups.items()
     )
     comments = [
-        *_meaning(lines, target, asked is not None, judge, alone(groups)),
+        *_meaning(lines, target, asked is not None, judge, local_baseline(groups)),
         *_reservations(groups, finals, differences, metric),
     ]
     return Comparison(metric, judge.higher_is_better, target, lines, tuple(comments))
 
 
 def _line(
-    runs: list[Record],
+    runs: list[RunRecord],
     finals: dict[int, float | None],
     difference: Difference | None,
     gained: Sequence[Sequence[float]],
@@ -138,10 +141,10 @@ def _line(
         label=runs[0].label,
         seeds=tuple(finals),
         final=mean(list(finals.values())),
-        final_sd=deviation(list(finals.values())),
+        final_sd=standard_deviation(list(finals.values())),
         stability=mean([_stability(run, metric) for run in runs]),
         personal=mean([mean(values) for values in own]),
-        personal_sd=mean([deviation(values) for values in own]),
+        personal_sd=mean([standard_deviation(values) for values in own]),
         personal_worst=mean([worst_tenth(values, judge) for values in own]),
         gain=_gain(gained),
         difference=difference,
@@ -154,30 +157,30 @@ def _line(
     )
 
 
-def _epsilon(run: Record) -> float | None:
+def _epsilon(run: RunRecord) -> float | None:
     return number((run.rows[-1].get("privacy") or {}).get("epsilon"))
 
 
-def _each(run: Record, way: str) -> float | None:
+def _each(run: RunRecord, way: str) -> float | None:
     """Bytes a client-round."""
     sizes, asked = sent(run, way), sum(clients(row) for row in run.rows)
     return None if sizes is None or not asked else sum(sizes) / asked
 
 
-def _total(run: Record) -> float | None:
+def _total(run: RunRecord) -> float | None:
     up, down = sent(run, "up"), sent(run, "down")
     return None if up is None or down is None else (sum(up) + sum(down)) / 1e6
 
 
-def _final(run: Record, metric: str) -> float | None:
+def _final(run: RunRecord, metric: str) -> float | None:
     """The last tested round's value, which may be unknown: an earlier one is not put in its place."""
     values = tested(run, metric)
     return values[-1][1] if values else None
 
 
-def _stability(run: Record, metric: str) -> float | None:
+def _stability(run: RunRecord, metric: str) -> float | None:
     start = run.rows[-math.ceil(len(run.rows) / 4)]["round"]
-    return deviation([value for round, value in tested(run, metric) if round >= start])
+    return standard_deviation([value for round, value in tested(run, metric) if round >= start])
 
 
 def worst_tenth(values: Sequence[float], judge: Metric) -> float | None:
@@ -185,18 +188,18 @@ def worst_tenth(values: Sequence[float], judge: Metric) -> float | None:
     return mean(sorted(values, reverse=not judge.higher_is_better)[: math.ceil(len(values) / 10)])
 
 
-def alone(groups: Mapping[str, list[Record]]) -> str | None:
+def local_baseline(groups: Mapping[str, list[RunRecord]]) -> str | None:
     """The first label whose clients learn alone."""
-    return next((label for label, runs in groups.items() if _method(runs[0]) in ALONE), None)
+    return next((label for label, runs in groups.items() if _method(runs[0]) in LOCAL_BASELINES), None)
 
 
-def _method(run: Record) -> str | None:
+def _method(run: RunRecord) -> str | None:
     return (run.config.get("method") or {}).get("name")
 
 
-def gains(groups: Mapping[str, list[Record]], judge: Metric) -> dict[str, list[list[float]]]:
+def gains(groups: Mapping[str, list[RunRecord]], judge: Metric) -> dict[str, list[list[float]]]:
     """By label and common seed, how much better each client does than by learning alone."""
-    base = alone(groups)
+    base = local_baseline(groups)
     if base is None:
         return {}
     sign = 1 if judge.higher_is_better else -1
@@ -221,7 +224,7 @@ def _gain(seeds: Sequence[Sequence[float]]) -> Gain | None:
     return Gain(statistics.fmean(every), sum(value > 0 for value in every) / len(every)) if every else None
 
 
-def _reach(runs: list[Record], target: float, judge: Metric) -> Reach:
+def _reach(runs: list[RunRecord], target: float, judge: Metric) -> Reach:
     def there(value: float | None) -> bool:
         return value is not None and (value >= target if judge.higher_is_better else value <= target)
 
@@ -229,7 +232,7 @@ def _reach(runs: list[Record], target: float, judge: Metric) -> Reach:
     return Reach(number(statistics.median(late)), sum(map(math.isfinite, late)), len(late))
 
 
-def _pairs(first: list[Record], runs: list[Record], metric: str) -> list[tuple[float, float]]:
+def _pairs(first: list[RunRecord], runs: list[RunRecord], metric: str) -> list[tuple[float, float]]:
     """The final values over common seeds, of runs that came equally far."""
     pairs = []
     for one in first:
@@ -240,11 +243,11 @@ def _pairs(first: list[Record], runs: list[Record], metric: str) -> list[tuple[f
     return pairs
 
 
-def _comparable(one: Record, other: Record, metric: str) -> bool:
+def _comparable(one: RunRecord, other: RunRecord, metric: str) -> bool:
     return (one.finished and other.finished) or tested(one, metric)[-1][0] == tested(other, metric)[-1][0]
 
 
-def _difference(first: list[Record], runs: list[Record], metric: str) -> Difference:
+def _difference(first: list[RunRecord], runs: list[RunRecord], metric: str) -> Difference:
     pairs = _pairs(first, runs, metric)
     if len(pairs) < 2:
         return Difference(len(pairs))
@@ -312,7 +315,7 @@ def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Me
     said.append("client-round: one client asked in one round, whether or not it answered.")
     said.append("MB: sent both ways in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
     if target is not None:
-        share = f"{SHARE[judge.higher_is_better]:.0%}"
+        share = f"{WORST_SHARE[judge.higher_is_better]:.0%}"
         origin = "as asked" if asked else f"{share} of the final mean of {lines[0].label}"
         said.append(
             f"rounds to {judge.show(target)}: {origin}; the first round counts as 1, and in the median over seeds "
@@ -322,7 +325,7 @@ def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Me
 
 
 def _reservations(
-    groups: dict[str, list[Record]],
+    groups: dict[str, list[RunRecord]],
     finals: dict[str, dict[int, float | None]],
     differences: dict[str, Difference],
     metric: str,
@@ -353,7 +356,7 @@ def _reservations(
     return said
 
 
-def _paired_reservations(first: list[Record], runs: list[Record], each: Difference) -> list[str]:
+def _paired_reservations(first: list[RunRecord], runs: list[RunRecord], each: Difference) -> list[str]:
     label, said = runs[0].label, []
     common = len({run.seed for run in runs} & {run.seed for run in first})
     if each.n < common:

@@ -11,21 +11,21 @@ from tempfile import TemporaryDirectory
 import torch
 
 from partita.core import checkpoint, serialization, tensors
-from partita.core.client import ClientState, Job, assemble
-from partita.core.client_store import Disk, Memory
+from partita.core.client import ClientState, Job, client_params
+from partita.core.client_store import DiskStore, MemoryStore
 from partita.core.data import Examples, Population
-from partita.core.method import Local, Method, Rule, Server, Update
+from partita.core.method import ClientRule, Method, Server, ServerRule, Update
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
-from partita.core.plan import Turn
+from partita.core.plan import RoundInfo
 from partita.core.rng import Key
-from partita.core.rounds import Engine, Lost, Round, ask, rounds
+from partita.core.rounds import ClientFailure, Engine, RoundResult, make_job, rounds
 from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
-from partita.engines.availability import Faults
-from partita.engines.dry_run import Rehearsal
-from partita.engines.simulation import Embedded
-from partita.testing.toy import OneClient, Tiny, TinyPopulation, Wide, WidePopulation
+from partita.engines.availability import Availability
+from partita.engines.dry_run import DryRunEngine
+from partita.engines.simulation import SimulationEngine
+from partita.testing.toy import Float64Model, Float64Population, PooledPopulation, ToyPopulation, ToyTransformer
 
 
 class ConformanceError(AssertionError):
@@ -33,7 +33,7 @@ class ConformanceError(AssertionError):
 
 
 @dataclass(frozen=True)
-class Findings:
+class ConformanceReport:
     """What was measured on the way."""
 
     block_difference: float  # the largest, relative to the size of what it is a part of
@@ -47,33 +47,36 @@ def check_method(
     population: Population | None = None,
     optimizer: Optimizer | None = None,
     tolerance: float = 1e-5,
-) -> Findings:
+) -> ConformanceReport:
     """Raise a ConformanceError that names the first promise broken; return what was measured.
 
     Without an optimizer it is AdamW, or SGD for a method that is derived for that alone.
     """
-    model, population = model or Tiny(), population or TinyPopulation()
+    model, population = model or ToyTransformer(), population or ToyPopulation()
     model = method.extend(model, Key(5)) if method.extend else model
     own: Optimizer = AdamW(weight_decay=0.1)
     training = Training(lr=0.02, optimizer=optimizer or (own if method.takes(own.name) else SGD()), batch_size=8)
     clients = 1 if method.pool else 0.5
     run = Run(method, training, rounds=6, key=Key(7), cohort=clients)
     if method.pool:
-        population = OneClient(population)
+        population = PooledPopulation(population)
     make = _maker(run, model, population)
     _check_plan(run, model, population)
     before = torch.get_rng_state()
-    whole = _play(run, model, make(), Watch(run, model))
+    whole = _play(run, model, make(), EngineProbe(run, model))
     run = replace(run, drift=False)  # measured once; it takes a tenth of the time and changes nothing
     _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
     _require(_same(whole, _play(run, model, make())), "the same run gives two results: something outside it has a say")
     _check_wire(run, model, make, whole)
     # What clients choose by their data, and a server by what it saw, no plan can foretell.
-    if all(type(rule).narrow is Local.narrow for rule in method.local) and type(method.server).signal is Rule.signal:
+    if (
+        all(type(rule).narrow is ClientRule.narrow for rule in method.client_rules)
+        and type(method.server_rule).signal is ServerRule.signal
+    ):
         _check_rehearsal(run, model, population, whole)
     _check_order(run, model, make)
     _check_resume(run, model, make, whole)
-    return Findings(
+    return ConformanceReport(
         _check_blocks(run, model, population, tolerance),
         sum(sum(each.traffic.up.values()) for each in whole.rounds),
         sum(sum(each.traffic.down.values()) for each in whole.rounds),
@@ -81,8 +84,8 @@ def check_method(
 
 
 @dataclass(frozen=True)
-class Played:
-    rounds: list[Round]
+class RunTrace:
+    rounds: list[RoundResult]
     states: dict[str, Tensors]  # by client, all that it keeps
 
     @property
@@ -90,41 +93,46 @@ class Played:
         return self.rounds[-1].server.params
 
 
-Maker = Callable[..., Embedded]
+Maker = Callable[..., SimulationEngine]
 
 
-def _faults(run: Run, clients: Sequence[str]) -> Faults:
+def _faults(run: Run, clients: Sequence[str]) -> Availability:
     """Some clients drop out and some straggle, but in every round somebody answers."""
     if run.method.pool:
-        return Faults()
-    faults, trace = Faults(dropout=0.15, straggle=0.3), {}
+        return Availability()
+    availability, trace = Availability(dropout=0.15, straggle=0.3), {}
     for round in range(run.rounds):
         first, *others = run.draw_cohort(round, clients)
-        if not any(faults.work(run.key, round, client) for client in (first, *others)):
+        if not any(availability.completed_fraction(run.key, round, client) for client in (first, *others)):
             trace[round, first] = 1.0
-    return replace(faults, trace=trace)
+    return replace(availability, trace=trace)
 
 
 def _maker(run: Run, model: Model, population: Population) -> Maker:
-    def make(**options: object) -> Embedded:
-        return Embedded(run, model, population, faults=_faults(run, population.clients), **options)  # type: ignore[arg-type]
+    def make(**options: object) -> SimulationEngine:
+        return SimulationEngine(run, model, population, availability=_faults(run, population.clients), **options)  # type: ignore[arg-type]
 
     return make
 
 
 def _play(
-    run: Run, model: Model, engine: Embedded, watch: Watch | None = None, server: Server | None = None, start: int = 0
-) -> Played:
+    run: Run,
+    model: Model,
+    engine: SimulationEngine,
+    watch: EngineProbe | None = None,
+    server: Server | None = None,
+    start: int = 0,
+) -> RunTrace:
     carried: Engine = watch.over(engine) if watch else engine
     played = []
     for each in rounds(run, model, carried, server, start):
         if watch:
             watch.after(each)
         played.append(each)
-    return Played(played, states_of(run, engine))
+    return RunTrace(played, states_of(run, engine))
 
 
-def states_of(run: Run, engine: Embedded) -> dict[str, Tensors]:
+def states_of(run: Run, engine: SimulationEngine) -> dict[str, Tensors]:
     states = {}
     for client in engine.clients():
         state = engine.store.load(client, run.rounds)
@@ -133,7 +141,7 @@ def states_of(run: Run, engine: Embedded) -> dict[str, Tensors]:
     return states
 
 
-class Watch:
+class EngineProbe:
     """Stands between the rounds and an engine, and looks at everything that passes."""
 
     def __init__(self, run: Run, model: Model) -> None:
@@ -141,7 +149,7 @@ class Watch:
         self.server: Server | None = None
         self.trained: set[str] = set()
 
-    def over(self, engine: Embedded) -> Watch:
+    def over(self, engine: SimulationEngine) -> EngineProbe:
         self.engine = engine
         return self
 
@@ -151,7 +159,7 @@ class Watch:
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         for job in jobs:
             held = {name: value.clone() for name, value in job.params.items()}
             for reply in self.engine.train([job]):
@@ -161,16 +169,18 @@ class Watch:
                 yield reply
 
     def _look(self, job: Job, update: Update) -> None:
-        plan, _ = assemble(self.run, self.model, job, ClientState())
+        plan, _ = client_params(self.run, self.model, job, ClientState())
         sent = serialization.unpack(serialization.pack({"delta": update.delta, **update.slots}))
         names = {name for part in sent.values() for name in part}
         _require(not names & plan.keep, f"'{_some(names & plan.keep)}' is kept by the client and yet in its update")
         _require(names <= plan.up, f"'{_some(names - plan.up)}' is in an update that does not send it up")
         self.trained |= plan.train
 
-    def after(self, each: Round) -> None:
+    def after(self, each: RoundResult) -> None:
         before = self.model.initial if self.server is None else self.server.params
-        still = each.server.params.keys() - self.run.method.server.moves(self.model, frozenset(self.trained))
+        still = each.server.params.keys() - self.run.method.server_rule.affected_names(
+            self.model, frozenset(self.trained)
+        )
         moved = {name for name in still if not torch.equal(before[name], each.server.params[name])}
         _require(not moved, f"'{_some(moved)}' moved in round {each.number}, in which nobody trained it")
         copied = {name for name in still if before[name] is not each.server.params[name]}
@@ -182,12 +192,16 @@ class Watch:
 
 def _check_plan(run: Run, model: Model, population: Population) -> None:
     """A function of the model and the turn, and of nothing else."""
-    for turn in (Turn(round, run.rounds, client) for round in range(run.rounds) for client in population.clients):
-        same = run.method.plan(model, turn) == run.method.plan(model, turn)
-        _require(same, f"its plan for {turn.client} in round {turn.round} differs from one call to the next")
+    for round_info in (
+        RoundInfo(round, run.rounds, client) for round in range(run.rounds) for client in population.clients
+    ):
+        same = run.method.plan(model, round_info) == run.method.plan(model, round_info)
+        _require(
+            same, f"its plan for {round_info.client} in round {round_info.round} differs from one call to the next"
+        )
 
 
-def _check_wire(run: Run, model: Model, make: Maker, whole: Played) -> None:
+def _check_wire(run: Run, model: Model, make: Maker, whole: RunTrace) -> None:
     """Messages packed for real, and clients that hold only what they were sent, change nothing."""
     packed = _play(run, model, make(wire=True))
     _require(_same(whole, packed), "what travels does not suffice: with real messages the result differs")
@@ -195,8 +209,8 @@ def _check_wire(run: Run, model: Model, make: Maker, whole: Played) -> None:
         _require(one.traffic == two.traffic, f"bytes differ with real messages in round {one.number}")
 
 
-def _check_rehearsal(run: Run, model: Model, population: Population, whole: Played) -> None:
-    rehearsal = Rehearsal(run, model, population.clients, _faults(run, population.clients))
+def _check_rehearsal(run: Run, model: Model, population: Population, whole: RunTrace) -> None:
+    rehearsal = DryRunEngine(run, model, population.clients, _faults(run, population.clients))
     for one, two in zip(whole.rounds, rounds(replace(run, drift=False), model, rehearsal), strict=True):
         _require(one.traffic == two.traffic, f"the plan foretells other bytes than were sent in round {one.number}")
 
@@ -204,7 +218,7 @@ def _check_rehearsal(run: Run, model: Model, population: Population, whole: Play
 def _check_order(run: Run, model: Model, make: Maker) -> None:
     """A client's answer does not depend on who was asked before it."""
     server = next(iter(rounds(run, model, make()))).server
-    jobs = [ask(run, model, server, 1, client)[0] for client in make().clients()]
+    jobs = [make_job(run, model, server, 1, client)[0] for client in make().clients()]
     ahead = {reply.client: reply for reply in make().train(jobs)}
     for reply in make().train(reversed(jobs)):
         other = ahead[reply.client]
@@ -214,14 +228,14 @@ def _check_order(run: Run, model: Model, make: Maker) -> None:
             )
 
 
-def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
+def _check_resume(run: Run, model: Model, make: Maker, whole: RunTrace) -> None:
     """Stop early with state on disk, halfway and in blocks with state in memory, and go on from what was written."""
     for stop, kind, block in ((1, "disk", 1), (run.rounds // 2, "memory", 3)):
         whole = whole if block == 1 else _play(run, model, make(block=block))
         with TemporaryDirectory() as name:
             folder = Path(name)
-            disk = Disk(folder / "clients")
-            store = disk if kind == "disk" else Memory(disk)
+            disk = DiskStore(folder / "clients")
+            store = disk if kind == "disk" else MemoryStore(disk)
             stream = rounds(run, model, make(store=store, block=block))
             for _ in range(stop):
                 each = next(stream)
@@ -229,7 +243,7 @@ def _check_resume(run: Run, model: Model, make: Maker, whole: Played) -> None:
             store.commit(stop)
             path = checkpoint.save(folder / "server", stop, each.server)
             done, server = checkpoint.load(path)
-            again = _play(run, model, make(store=Disk(disk.folder), block=block), server=server, start=done)
+            again = _play(run, model, make(store=DiskStore(disk.folder), block=block), server=server, start=done)
             _require(_same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
             late = [each.traffic for each in whole.rounds[stop:]]
             _require(late == [each.traffic for each in again.rounds], f"resumed after round {stop - 1}, bytes differ")
@@ -245,7 +259,7 @@ def _check_blocks(run: Run, model: Model, population: Population, tolerance: flo
     own = run.training.optimizer
     single = replace(run, training=replace(run.training, optimizer=plain if run.method.takes(plain.name) else own))
     worst = _compare_blocks(single, model, population, tolerance)
-    _compare_blocks(run, Wide(model), WidePopulation(population), tolerance)
+    _compare_blocks(run, Float64Model(model), Float64Population(population), tolerance)
     return worst
 
 
@@ -266,11 +280,11 @@ def _compare_blocks(run: Run, model: Model, population: Population, tolerance: f
     return worst
 
 
-def _params(played: Played) -> Tensors:
+def _params(played: RunTrace) -> Tensors:
     return {f"params/{name}": value for name, value in played.params.items()}
 
 
-def _same(one: Played, two: Played) -> bool:
+def _same(one: RunTrace, two: RunTrace) -> bool:
     states = all(tensors.equal(one.states[client], two.states[client]) for client in one.states)
     return states and tensors.equal(one.params, two.params)
 

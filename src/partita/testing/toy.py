@@ -17,7 +17,7 @@ from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 
 
-class Tiny(Model):
+class ToyTransformer(Model):
     """Two layers of softmax attention over four tokens, with every tag a method may ask for."""
 
     name = "tiny attention"
@@ -52,7 +52,7 @@ class Tiny(Model):
             f"layer.{layer}": each[..., 0].mean(-1, keepdim=True) for layer, each in zip(self.layers, maps, strict=True)
         }
 
-    def shallow(self, without: Names) -> Tiny:
+    def shallow(self, without: Names) -> ToyTransformer:
         other = copy(self)
         other.layers = tuple(layer for layer in self.layers if f"layer.{layer}" not in without)
         return other
@@ -84,7 +84,7 @@ class Tiny(Model):
 
 
 @dataclass(frozen=True)
-class TinyExamples:
+class ToyExamples:
     x: Tensor
     y: Tensor
 
@@ -95,7 +95,7 @@ class TinyExamples:
         return Batch({"x": self.x[indices]}, self.y[indices])
 
 
-class TinyPopulation:
+class ToyPopulation:
     """Eight clients of different sizes, each with inputs shifted its own way."""
 
     clients = tuple(f"c{number}" for number in range(8))
@@ -105,11 +105,11 @@ class TinyPopulation:
         draw = (Key(3) / client).generator()
         x = torch.randn(9 + 5 * number, 4, 4, generator=draw) + 0.3 * number / 8
         y = (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long()
-        part = TinyExamples(x, y)
+        part = ToyExamples(x, y)
         return ClientData(part, part, part)
 
 
-class Wide(Model):
+class Float64Model(Model):
     """A model in float64."""
 
     def __init__(self, model: Model) -> None:
@@ -122,8 +122,8 @@ class Wide(Model):
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
         return self.model.attention(params, batch, tokens)
 
-    def shallow(self, without: Names) -> Wide:
-        return Wide(self.model.shallow(without))
+    def shallow(self, without: Names) -> Float64Model:
+        return Float64Model(self.model.shallow(without))
 
     def by_head(self) -> dict[str, tuple[int, int]]:
         return self.model.by_head()
@@ -133,7 +133,7 @@ class Wide(Model):
 
 
 @dataclass(frozen=True)
-class WideExamples:
+class Float64Examples:
     examples: Examples
 
     def __len__(self) -> int:
@@ -145,16 +145,16 @@ class WideExamples:
         return Batch(wide, batch.targets)
 
 
-class WidePopulation:
+class Float64Population:
     def __init__(self, population: Population) -> None:
         self.population, self.clients = population, population.clients
 
     def __getitem__(self, client: str) -> ClientData:
         data = self.population[client]
-        return ClientData(WideExamples(data.train), WideExamples(data.validation), WideExamples(data.test))
+        return ClientData(Float64Examples(data.train), Float64Examples(data.validation), Float64Examples(data.test))
 
 
-class OneClient:
+class PooledPopulation:
     """All of a population's data as one client's."""
 
     clients = ("pooled",)
@@ -163,7 +163,7 @@ class OneClient:
         parts = [
             population[client].train.take(torch.arange(len(population[client].train))) for client in population.clients
         ]
-        part = TinyExamples(torch.cat([p.inputs["x"] for p in parts]), torch.cat([p.targets for p in parts]))
+        part = ToyExamples(torch.cat([p.inputs["x"] for p in parts]), torch.cat([p.targets for p in parts]))
         self.data = ClientData(part, part, part)
 
     def __getitem__(self, client: str) -> ClientData:

@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.batch_schedule import Deal
-from partita.core.data import IGNORED, Batch, Examples, Selection
+from partita.core.batch_schedule import BatchSchedule
+from partita.core.data import IGNORE_INDEX, Batch, Examples, TableExamples
 
 
-def stage(examples: Sequence[Examples], deals: Sequence[Deal], device: torch.device) -> Iterator[Batch]:
+def iterate_batches(
+    examples: Sequence[Examples], schedules: Sequence[BatchSchedule], device: torch.device
+) -> Iterator[Batch]:
     """(client, example, ...) for the leading clients, who still have a batch; for a single client, (example, ...).
 
     Rows of one table are taken for all clients at once, and already lie on the device where the table does.
     """
-    table = _common(examples) if len(examples) > 1 else None
+    table = _shared_table(examples) if len(examples) > 1 else None
     if table is not None:
-        rows = (each.indices.index_select(0, deal.order) for each, deal in zip(examples, deals, strict=True))  # type: ignore[attr-defined]
-        deals = [Deal(order, deal.sizes) for order, deal in zip(rows, deals, strict=True)]
-    for step in zip_longest(*deals):
+        pairs = zip(examples, schedules, strict=True)
+        rows = (each.indices.index_select(0, schedule.order) for each, schedule in pairs)  # type: ignore[attr-defined]
+        schedules = [BatchSchedule(order, schedule.sizes) for order, schedule in zip(rows, schedules, strict=True)]
+    for step in zip_longest(*schedules):
         here = [each for each in step if each is not None]
         if table is not None:
             batch = _take_together(table, here)
@@ -57,13 +60,13 @@ def collate(batches: Sequence[Batch]) -> Batch:
         mask = torch.zeros(len(batches), longest)  # (client, example)
         for row, batch in zip(mask, batches, strict=True):
             row[: len(batch.targets)] = 1.0 if batch.mask is None else batch.mask
-    return Batch(inputs, join([batch.targets for batch in batches], IGNORED), mask)
+    return Batch(inputs, join([batch.targets for batch in batches], IGNORE_INDEX), mask)
 
 
-def _common(examples: Sequence[Examples]) -> Examples | None:
+def _shared_table(examples: Sequence[Examples]) -> Examples | None:
     """The table of which all are rows."""
     first = examples[0]
-    if not isinstance(first, Selection):
+    if not isinstance(first, TableExamples):
         return None
     return first.table if all(getattr(each, "table", None) is first.table for each in examples) else None
 
@@ -75,7 +78,7 @@ def _take_together(table: Examples, rows: Sequence[Tensor]) -> Batch:
     mask = None
     if min(sizes) < longest:
         mask = (torch.arange(longest) < torch.tensor(sizes).unsqueeze(1)).float()  # (client, example)
-        rows = [_filled(each, longest) for each in rows]
+        rows = [_padded(each, longest) for each in rows]
     batch = table.take(torch.cat(list(rows)))
 
     def by_client(value: Tensor) -> Tensor:
@@ -84,7 +87,7 @@ def _take_together(table: Examples, rows: Sequence[Tensor]) -> Batch:
     return Batch({name: by_client(value) for name, value in batch.inputs.items()}, by_client(batch.targets), mask)
 
 
-def _filled(rows: Tensor, longest: int) -> Tensor:
+def _padded(rows: Tensor, longest: int) -> Tensor:
     """With its first row, or where there is none with the table's, up to the length."""
     first = rows[:1] if len(rows) else rows.new_zeros(1)
     return torch.cat([rows, first.expand(longest - len(rows))])

@@ -19,18 +19,24 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.dp_settings import Private
+from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import Context
 from partita.core.plan import Phase
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
-from partita.training.dp_sgd import Draw
-from partita.training.phase_trainer import Block, LiftError, told
+from partita.training.dp_sgd import NoiseSource
+from partita.training.phase_trainer import PhaseTrainer, VmapError, translate_errors
 
-AFTER = 2  # steps of one shape are taken plainly before the next is recorded: kernels are chosen in the first ones
-KEPT = 16  # blocks with their graphs, each with a copy of what its clients share; the one unused for longest makes room
-SMALL = 2**26  # numbers of all clients of a block together, up to which launching kernels costs more than computing
-PROGRAMS = 8 * KEPT  # of all blocks together, which torch would stop at 8
+WARMUP_STEPS = (
+    2  # steps of one shape are taken plainly before the next is recorded: kernels are chosen in the first ones
+)
+MAX_CACHED = (
+    16  # blocks with their graphs, each with a copy of what its clients share; the one unused for longest makes room
+)
+SMALL_MODEL = (
+    2**26
+)  # numbers of all clients of a block together, up to which launching kernels costs more than computing
+MAX_PROGRAMS = 8 * MAX_CACHED  # of all blocks together, which torch would stop at 8
 
 Replay = tuple[Callable[[], None], Tensor]  # plays the recorded work anew, and where its result lies
 Recorder = Callable[[Callable[[], Tensor]], Replay]
@@ -40,7 +46,7 @@ class GraphError(ValueError):
     """Work that cannot be recorded, or not compiled."""
 
 
-class Graphs:
+class GraphCache:
     """Makes blocks, or hands out again those that it made: `learn` takes it in the place of `Block`.
 
     What depends on chance in each step, as privacy does, is neither recorded nor compiled.
@@ -49,29 +55,29 @@ class Graphs:
     def __init__(self, recorder: Recorder | None, strict: bool = True, compile: bool = False) -> None:
         self.recorder, self.compile = recorder, compile
         self.strict = strict  # whether what cannot be recorded is an error, or is said once and then taken plainly
-        self.known: OrderedDict[Hashable, Graphed] = OrderedDict()
+        self.known: OrderedDict[Hashable, GraphedPhaseTrainer] = OrderedDict()
 
     def __call__(
         self,
         run: Run,
         phase: Phase,
         contexts: Sequence[Context],
-        now: Sequence[Tensors],
+        start_params: Sequence[Tensors],
         moments: Sequence[Slots],
-        private: Private | None = None,
-        draws: Sequence[Draw] = (),
-    ) -> Block:
-        if private is not None:
-            return Block(run, phase, contexts, now, moments, private, draws)
-        block = Graphed(self, run, phase, contexts, now, moments)
-        shape = block.shape(now[0])
+        dp_settings: DPSGDSettings | None = None,
+        noise_sources: Sequence[NoiseSource] = (),
+    ) -> PhaseTrainer:
+        if dp_settings is not None:
+            return PhaseTrainer(run, phase, contexts, start_params, moments, dp_settings, noise_sources)
+        block = GraphedPhaseTrainer(self, run, phase, contexts, start_params, moments)
+        shape = block.shape(start_params[0])
         if shape in self.known:
             self.known.move_to_end(shape)
-            self.known[shape].take_over(block, now, moments)
+            self.known[shape].reload(block, start_params, moments)
             return self.known[shape]
-        block.settle(now, moments)
+        block.allocate(start_params, moments)
         self.known[shape] = block
-        if len(self.known) > KEPT:
+        if len(self.known) > MAX_CACHED:
             self.known.popitem(last=False)
         return block
 
@@ -83,7 +89,7 @@ class Graphs:
             return None
         try:
             return self.recorder(work)
-        except (RuntimeError, LiftError) as error:  # the latter of the former, in what vmap has lifted twice before
+        except (RuntimeError, VmapError) as error:  # the latter of the former, in what vmap has lifted twice before
             text = f"steps of {what} cannot be recorded: {str(error.__cause__ or error).splitlines()[0]}"
             if self.strict:
                 raise GraphError(f"{text}; set engine.graphs = false") from error
@@ -118,77 +124,77 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-class Graphed(Block):
+class GraphedPhaseTrainer(PhaseTrainer):
     """A block whose learning rate and ages are tensors as well, so that all that changes has its place in memory."""
 
     def __init__(
         self,
-        graphs: Graphs,
+        graphs: GraphCache,
         run: Run,
         phase: Phase,
         contexts: Sequence[Context],
-        now: Sequence[Tensors],
+        start_params: Sequence[Tensors],
         moments: Sequence[Slots],
     ) -> None:
-        super().__init__(run, phase, contexts, now, moments)
+        super().__init__(run, phase, contexts, start_params, moments)
         self.graphs, self.phase = graphs, phase
 
-    def fill(self, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
+    def load(self, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
         """Not before it is clear whether another block has places for it."""
 
-    def shape(self, now: Tensors) -> Hashable:
+    def shape(self, start_params: Tensors) -> Hashable:
         """Blocks of which this is equal can take each other's places."""
-        local = self.run.method.local
+        local = self.run.method.client_rules
         # A rule may look at the rate, which is then a number that was recorded.
         rate = self.lr if local else None
-        layout = _layout({name: now[name] for name in self.names}), *map(_layout, self.shared)
+        layout = _layout({name: start_params[name] for name in self.names}), *map(_layout, self.shared)
         return id(self.model), self.plan, self.phase, tuple(map(id, local)), self.run.training, rate, self.count, layout
 
-    def settle(self, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
+    def allocate(self, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
         """Have places of its own, also for what clients share, which others may change or drop."""
-        super().fill(now, moments)
+        super().load(start_params, moments)
         self.slots = list(_leaves(self.moments))
         self.shared = [(_cloned(value), dims) for value, dims in self.shared]
         self.rate = torch.tensor(self.lr, device=self.device)
-        self.years = torch.empty(len(self.names), device=self.device)
-        self._age()
-        self.ages = dict(zip(self.names, self.years.unbind(), strict=True))
+        self.step_count_buffer = torch.empty(len(self.names), device=self.device)
+        self._reset_step_counts()
+        self.step_counts = dict(zip(self.names, self.step_count_buffer.unbind(), strict=True))
         self.replays: dict[Hashable, tuple[Batch, Replay] | None] = {}
         self.taken = Counter[Hashable]()
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
 
-    def take_over(self, other: Graphed, now: Sequence[Tensors], moments: Sequence[Slots]) -> None:
+    def reload(self, other: GraphedPhaseTrainer, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
         """Become the other, in the places of this one."""
-        self.lr, self.born, self.steps, self.anchor = other.lr, other.born, 0, other.anchor
+        self.lr, self.initial_steps, self.steps, self.anchor = other.lr, other.initial_steps, 0, other.anchor
         self.rate.fill_(self.lr)
-        self._age()
+        self._reset_step_counts()
         if shared := list(_leaves([value for value, _ in self.shared])):
             torch._foreach_copy_(shared, list(_leaves([value for value, _ in other.shared])))
-        start = [now[0][name] for name in self.names]
-        alike = all(all(map(operator.is_, [each[name] for name in self.names], start)) for each in now[1:])
+        start = [start_params[0][name] for name in self.names]
+        alike = all(all(map(operator.is_, [each[name] for name in self.names], start)) for each in start_params[1:])
         if alike and not any(moments):
-            torch._foreach_copy_(list(self.live.values()), start)  # the same for each client
+            torch._foreach_copy_(list(self.trainable.values()), start)  # the same for each client
             if self.moments:
                 torch._foreach_zero_(self.slots)
         else:
-            mine = self.live, self.moments
-            super().fill(now, moments)
-            torch._foreach_copy_(list(_leaves(list(mine))), list(_leaves([self.live, self.moments])))
-            self.live, self.moments = mine
+            mine = self.trainable, self.moments
+            super().load(start_params, moments)
+            torch._foreach_copy_(list(_leaves(list(mine))), list(_leaves([self.trainable, self.moments])))
+            self.trainable, self.moments = mine
 
-    def _age(self) -> None:
+    def _reset_step_counts(self) -> None:
         """Where all are of one age, as they mostly are, nothing is copied: a copy may wait for what the GPU is at."""
-        born = [float(self.born[name]) for name in self.names]
-        if len({*born}) == 1:
-            self.years.fill_(born[0])
+        initial_steps = [float(self.initial_steps[name]) for name in self.names]
+        if len({*initial_steps}) == 1:
+            self.step_count_buffer.fill_(initial_steps[0])
         else:
-            self.years.copy_(torch.tensor(born), non_blocking=True)
+            self.step_count_buffer.copy_(torch.tensor(initial_steps), non_blocking=True)
 
     def step(self, batch: Batch) -> Tensor:
         shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None
         if shape not in self.replays:
             self.taken[shape] += 1
-            if self.taken[shape] <= AFTER:
+            if self.taken[shape] <= WARMUP_STEPS:
                 return super().step(batch)
             self.replays[shape] = self._record(batch)
         found = self.replays[shape]
@@ -200,38 +206,40 @@ class Graphed(Block):
         return losses.clone()
 
     def params(self) -> list[Mapping[str, Tensor]]:
-        return self._rows(tensors.copies(self.live))
+        return self._client_views(tensors.clone_all(self.trainable))
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
-        mine, self.moments = self.moments, {slot: tensors.copies(part) for slot, part in self.moments.items()}
+        mine, self.moments = self.moments, {slot: tensors.clone_all(part) for slot, part in self.moments.items()}
         states = super().states(steps)
         self.moments = mine
         return states
 
     def _record(self, batch: Batch) -> tuple[Batch, Replay] | None:
         mask = None if batch.mask is None else batch.mask.clone()
-        held = Batch(tensors.copies(batch.inputs), batch.targets.clone(), mask)
+        held = Batch(tensors.clone_all(batch.inputs), batch.targets.clone(), mask)
         what = f"{self.model.name} with {self.run.method.name}"
-        replay = self.graphs.record(lambda: Block.step(self, held), what)
+        replay = self.graphs.record(lambda: PhaseTrainer.step(self, held), what)
         return None if replay is None else (held, replay)
 
-    def _lift(self, function: Callable[..., Any], dims: list[Any]) -> Callable[..., Any]:
+    def _vmap(self, function: Callable[..., Any], dims: list[Any]) -> Callable[..., Any]:
         if not self.graphs.compile or function != self._objective:
-            return super()._lift(function, dims)
+            return super()._vmap(function, dims)
         masked = dims[-1] is not None
         if masked not in self.compiled:
             whole = torch.vmap(function, in_dims=tuple(dims)) if self.many else function
-            small = sum(value.numel() for value in self.live.values()) < SMALL
-            self.compiled[masked] = told(_compiled(whole, small and self.device.type == "cuda"), self._cannot)
+            small = sum(value.numel() for value in self.trainable.values()) < SMALL_MODEL
+            self.compiled[masked] = translate_errors(
+                _compiled(whole, small and self.device.type == "cuda"), self._compile_error
+            )
         return self.compiled[masked]
 
-    def _cannot(self, error: RuntimeError) -> GraphError:
+    def _compile_error(self, error: RuntimeError) -> GraphError:
         what = f"{self.model.name} with {self.run.method.name}"
         return GraphError(f"{what} cannot be compiled: {str(error).splitlines()[0]}; set engine.compile = false")
 
-    def _move(self, live: Tensors, grads: Tensors, moments: Slots) -> None:
-        self.years.add_(1)
-        self.run.training.optimizer.step_by_tensors(live, grads, moments, self.rate, self.ages)
+    def _optimizer_step(self, trainable: Tensors, grads: Tensors, moments: Slots) -> None:
+        self.step_count_buffer.add_(1)
+        self.run.training.optimizer.capturable_step(trainable, grads, moments, self.rate, self.step_counts)
 
 
 def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any]:
@@ -240,19 +248,21 @@ def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any
     """
     from torch import _dynamo  # takes a second
 
-    def straight(live: Tensors, *rest: Any) -> Any:
+    def straight(trainable: Tensors, *rest: Any) -> Any:
         # Of what was flat for a moment the gradient lies in order, as the optimizer wants it. The compiler sees to that
         # at no cost; a copy for each name afterwards took a twelfth of a large model's step.
-        return function({name: value.flatten().view(value.shape) for name, value in live.items()}, *rest)
+        return function({name: value.flatten().view(value.shape) for name, value in trainable.items()}, *rest)
 
     program = torch.compile(straight, fullgraph=True, options={"combo_kernels": True} if combined else None)
 
     def call(*parts: Any) -> Any:
         try:
-            with _dynamo.config.patch(recompile_limit=PROGRAMS):
+            with _dynamo.config.patch(recompile_limit=MAX_PROGRAMS):
                 return program(*parts)
         except _dynamo.exc.FailOnRecompileLimitHit as error:
-            raise RuntimeError(f"its clients' plans and batches would need more than {PROGRAMS} programs") from error
+            raise RuntimeError(
+                f"its clients' plans and batches would need more than {MAX_PROGRAMS} programs"
+            ) from error
 
     return call
 

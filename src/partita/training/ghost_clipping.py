@@ -15,24 +15,24 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from partita.core import tensors
-from partita.core.dp_settings import Private
+from partita.core.dp_settings import DPSGDSettings
 from partita.core.tensors import Tensors
-from partita.training.dp_sgd import by_example
+from partita.training.dp_sgd import per_example_gradients
 
 PEEKS = ("__get__", "size", "dim", "ndimension", "__len__")  # calls that look at a parameter and compute nothing
-CHECKED = 2  # examples whose norms are also taken the plain way, once a phase
+CHECKED_EXAMPLES = 2  # examples whose norms are also taken the plain way, once a phase
 
 
 class GhostError(ValueError):
     """A model that uses a trained parameter in a way whose norms cannot be read off."""
 
 
-class _Watch(TorchFunctionMode):
+class _NormRecorder(TorchFunctionMode):
     """Notes every linear layer, layer norm and embedding that takes a trained parameter: (kind, what went in, out)."""
 
-    def __init__(self, live: Tensors, count: int) -> None:
+    def __init__(self, trainable: Tensors, count: int) -> None:
         super().__init__()
-        self.names = {id(value): name for name, value in live.items()}
+        self.names = {id(value): name for name, value in trainable.items()}
         self.count = count
         self.calls: list[tuple[Callable[..., Tensor], Tensor]] = []  # (squared norms from output gradients, output)
         self.seen: set[str] = set()
@@ -65,15 +65,15 @@ Squares = Callable[[Tensor], Tensor]  # output gradient -> (example,)
 
 
 def _linear(trained: Trained, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Squares:
-    def squares(slope: Tensor) -> Tensor:
-        total = _square(slope.sum(1)) if trained(bias) else slope.new_zeros(len(slope))
+    def squares(grad: Tensor) -> Tensor:
+        total = _square(grad.sum(1)) if trained(bias) else grad.new_zeros(len(grad))
         if not trained(weight):
             return total
         inputs = _by_token(given)
         tokens = inputs.shape[1]
-        if 2 * tokens**2 < inputs.shape[2] * slope.shape[2]:
-            return total + ((inputs @ inputs.mT) * (slope @ slope.mT)).sum((1, 2))
-        return total + _square(slope.mT @ inputs)
+        if 2 * tokens**2 < inputs.shape[2] * grad.shape[2]:
+            return total + ((inputs @ inputs.mT) * (grad @ grad.mT)).sum((1, 2))
+        return total + _square(grad.mT @ inputs)
 
     return squares
 
@@ -81,20 +81,20 @@ def _linear(trained: Trained, given: Tensor, weight: Tensor, bias: Tensor | None
 def _layer_norm(
     trained: Trained, given: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Squares:
-    def squares(slope: Tensor) -> Tensor:
-        total = _square(slope.sum(1)) if trained(bias) else slope.new_zeros(len(slope))
+    def squares(grad: Tensor) -> Tensor:
+        total = _square(grad.sum(1)) if trained(bias) else grad.new_zeros(len(grad))
         if not trained(weight):
             return total
-        return total + _square((slope * _by_token(functional.layer_norm(given, shape, eps=eps))).sum(1))
+        return total + _square((grad * _by_token(functional.layer_norm(given, shape, eps=eps))).sum(1))
 
     return squares
 
 
 def _embedding(trained: Trained, tokens: Tensor, weight: Tensor, *others: Any, **more: Any) -> Squares:
-    def squares(slope: Tensor) -> Tensor:
+    def squares(grad: Tensor) -> Tensor:
         rows = tokens.reshape(len(tokens), -1)
-        same = (rows.unsqueeze(1) == rows.unsqueeze(2)).to(slope)  # (example, token, token)
-        return (same * (slope @ slope.mT)).sum((1, 2))
+        same = (rows.unsqueeze(1) == rows.unsqueeze(2)).to(grad)  # (example, token, token)
+        return (same * (grad @ grad.mT)).sum((1, 2))
 
     return squares
 
@@ -104,7 +104,7 @@ def _scale(trained: Trained, left: Tensor, right: Tensor) -> Squares:
     weight, other = (left, right) if trained(left) else (right, left)
     if weight.ndim != 1:
         raise GhostError("a parameter of more than one dimension is multiplied number by number")
-    return lambda slope: _square((slope * _by_token(other)).sum(1))
+    return lambda grad: _square((grad * _by_token(other)).sum(1))
 
 
 _KINDS: dict[Any, Callable[..., Squares]] = {
@@ -118,7 +118,7 @@ _KINDS: dict[Any, Callable[..., Squares]] = {
 
 def _by_token(value: Tensor) -> Tensor:
     """(example, token, width), in single precision at least"""
-    return tensors.wide(value.detach()).reshape(len(value), -1, value.shape[-1])
+    return tensors.upcast(value.detach()).reshape(len(value), -1, value.shape[-1])
 
 
 def _square(value: Tensor) -> Tensor:
@@ -126,45 +126,51 @@ def _square(value: Tensor) -> Tensor:
 
 
 def ghost_sum(
-    losses_of: Callable[[Tensors], Tensor], live: Tensors, mask: Tensor | None, count: int, private: Private
+    losses_of: Callable[[Tensors], Tensor],
+    trainable: Tensors,
+    mask: Tensor | None,
+    count: int,
+    dp_settings: DPSGDSettings,
 ) -> tuple[Tensors, Tensor, Tensor]:
     """(the sum of clipped gradients, each example's loss, each one's gradient norm)"""
     with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in live.items()}
-        with _Watch(leaves, count) as watch:
+        leaves = {name: value.detach().requires_grad_() for name, value in trainable.items()}
+        with _NormRecorder(leaves, count) as watch:
             losses = losses_of(leaves)  # (example,)
         if missed := _missed(leaves, watch.seen, losses):
             raise GhostError(f"'{missed}' is used in a way that cannot be watched")
         outs = [out for _, out in watch.calls]
-        slopes = torch.autograd.grad(losses.sum(), outs, retain_graph=True, allow_unused=True)
-        found = zip(watch.calls, slopes, strict=True)
-        parts = [squares(_by_token(slope)) for (squares, _), slope in found if slope is not None]
+        grads = torch.autograd.grad(losses.sum(), outs, retain_graph=True, allow_unused=True)
+        found = zip(watch.calls, grads, strict=True)
+        parts = [squares(_by_token(grad)) for (squares, _), grad in found if grad is not None]
         norms = torch.stack(parts).sum(0).clamp(min=0).sqrt()
-        shares = (private.clip / norms).clamp(max=1.0)
+        shares = (dp_settings.clip / norms).clamp(max=1.0)
         shares = shares if mask is None else shares * mask
         grads = torch.autograd.grad((losses * shares.to(losses)).sum(), list(leaves.values()), allow_unused=True)
     total = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
-    return {name: total.get(name, torch.zeros_like(value)) for name, value in live.items()}, losses.detach(), norms
+    return {name: total.get(name, torch.zeros_like(value)) for name, value in trainable.items()}, losses.detach(), norms
 
 
 def check_norms(
     losses_of: Callable[[Tensors, Tensors, Tensor], Tensor],
-    live: Tensors,
+    trainable: Tensors,
     inputs: Tensors,
     targets: Tensor,
-    private: Private,
+    dp_settings: DPSGDSettings,
 ) -> None:
     """A layout that only looks like one by example is found out, by norms that are taken both ways.
 
     In full precision: in half of it, two ways through a model may differ by some percent.
     """
 
-    def of_one(live: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
-        loss = losses_of(live, inputs, targets).sum()
+    def of_one(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss = losses_of(trainable, inputs, targets).sum()
         return loss, loss
 
-    found = ghost_sum(lambda live: losses_of(live, inputs, targets), live, None, len(targets), private)[2]
-    wanted = by_example(of_one, live, inputs, targets)[1]
+    found = ghost_sum(
+        lambda trainable: losses_of(trainable, inputs, targets), trainable, None, len(targets), dp_settings
+    )[2]
+    wanted = per_example_gradients(of_one, trainable, inputs, targets)[1]
     if bool(torch.isfinite(wanted).all()) and not torch.allclose(found.to(wanted), wanted, rtol=1e-2, atol=1e-6):
         raise GhostError("the norms read off its layers are not those of its gradients")
 
@@ -174,5 +180,5 @@ def _missed(leaves: Tensors, seen: Iterable[str], losses: Tensor) -> str | None:
     others = [name for name in leaves if name not in set(seen)]
     if not others:
         return None
-    slopes = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, allow_unused=True)
-    return next((name for name, slope in zip(others, slopes, strict=True) if slope is not None), None)
+    grads = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, allow_unused=True)
+    return next((name for name, grad in zip(others, grads, strict=True) if grad is not None), None)

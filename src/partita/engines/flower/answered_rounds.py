@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from partita.core import atomic_files
-from partita.core.client import ClientFault, ClientState, Job
-from partita.engines.flower.fingerprints import Seals
-from partita.engines.flower.messages import Ticket
+from partita.core.client import ClientError, ClientState, Job
+from partita.engines.flower.fingerprints import Fingerprints
+from partita.engines.flower.messages import JobId
 
-SESSIONS = 1000  # of one run, at most: a server starts one whenever it starts again
+SESSIONS_KEPT = 1000  # of one run, at most: a server starts one whenever it starts again
 
 
 class HistoryError(ValueError):
     """A file of a site's past that cannot be read; going on without it would be unsafe."""
 
 
-def enter(path: Path, ticket: Ticket) -> bool:
+def enter(path: Path, job_id: JobId) -> bool:
     """Note the job, and say whether its session is a new one.
 
     Rounds of a session only go up, and a session that gave way to another does not return. So an old message that
@@ -32,19 +32,19 @@ def enter(path: Path, ticket: Ticket) -> bool:
         ClientFault: the message is an old one.
     """
     seen = _read(path) or {"session": "", "round": 0, "ended": []}
-    new = ticket.session != seen["session"]
-    if ticket.session in seen["ended"]:
-        raise ClientFault(ticket.client, f"session '{ticket.session}' has ended here; this is an old message")
-    if not new and ticket.round < seen["round"]:
-        raise ClientFault(
-            ticket.client, f"was asked for round {ticket.round} after round {seen['round']}; this is an old message"
+    new = job_id.session != seen["session"]
+    if job_id.session in seen["ended"]:
+        raise ClientError(job_id.client, f"session '{job_id.session}' has ended here; this is an old message")
+    if not new and job_id.round < seen["round"]:
+        raise ClientError(
+            job_id.client, f"was asked for round {job_id.round} after round {seen['round']}; this is an old message"
         )
     if new and seen["session"]:
         seen["ended"].append(seen["session"])
-    if len(seen["ended"]) >= SESSIONS:
-        raise ClientFault(ticket.client, f"has seen {SESSIONS} sessions of this run; delete {path.name} to go on")
-    if new or ticket.round > seen["round"]:
-        atomic_files.write(path, json.dumps({**seen, "session": ticket.session, "round": ticket.round}).encode())
+    if len(seen["ended"]) >= SESSIONS_KEPT:
+        raise ClientError(job_id.client, f"has seen {SESSIONS_KEPT} sessions of this run; delete {path.name} to go on")
+    if new or job_id.round > seen["round"]:
+        atomic_files.write(path, json.dumps({**seen, "session": job_id.session, "round": job_id.round}).encode())
     return new
 
 
@@ -69,8 +69,8 @@ def fingerprint(job: Job, state: ClientState, config: str, examples: int) -> str
     parts = {"params": job.params, "personal": state.personal}
     parts |= {f"slot.{slot}": part for slot, part in job.slots.items()}
     parts |= {f"memory.{slot}": part for slot, part in state.memory.items()}
-    seals = {name: Seals()(part) for name, part in sorted(parts.items())}
-    whole = json.dumps([config, examples, seals, sorted(job.signal.items())])
+    fingerprints = {name: Fingerprints()(part) for name, part in sorted(parts.items())}
+    whole = json.dumps([config, examples, fingerprints, sorted(job.signal.items())])
     return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
 
 

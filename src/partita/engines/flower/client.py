@@ -16,21 +16,21 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from partita.core import atomic_files, serialization, tensors
-from partita.core.client import ClientFault, Job
-from partita.core.client_store import Disk
+from partita.core.client import ClientError, Job
+from partita.core.client_store import DiskStore
 from partita.core.data import ClientData
 from partita.core.model import Model
 from partita.core.plan import Plan
-from partita.core.rounds import Lost
+from partita.core.rounds import ClientFailure
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
-from partita.engines.availability import Faults
+from partita.engines.availability import Availability
 from partita.engines.flower import answered_rounds, messages
-from partita.engines.flower.fingerprints import Seals
-from partita.engines.flower.message_checks import check_order, check_reply, presentable
-from partita.engines.flower.messages import Order, Refusal
-from partita.engines.simulation import Embedded
-from partita.evaluation import Measure
+from partita.engines.flower.fingerprints import Fingerprints
+from partita.engines.flower.message_checks import check_reply, check_request, is_valid_score
+from partita.engines.flower.messages import ErrorReply, SiteRequest
+from partita.engines.simulation import SimulationEngine
+from partita.evaluation import Evaluator
 
 COPY, SESSION, STATES, ANSWERED = "copy.safetensors", "session.json", "states", "answered.json"
 
@@ -44,9 +44,9 @@ class Site:
     client: str
     data: ClientData
     folder: Path
-    faults: Faults
+    availability: Availability
     device: torch.device
-    measure: Measure
+    evaluator: Evaluator
     config: str = ""  # the digest of the config that server and sites share
     answered: Path | None = None  # the rounds for which noise was drawn by this site's secret; None: in the folder
 
@@ -64,7 +64,7 @@ def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) 
 
     @app.query()
     def meet(message: Message, context: Context) -> Message:
-        return _reply(message, lambda: messages.of_name(name(context)))
+        return _reply(message, lambda: messages.encode_name(name(context)))
 
     @app.train()
     def learn(message: Message, context: Context) -> Message:
@@ -78,61 +78,67 @@ def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) 
 
 
 def train(site: Site, content: RecordDict) -> RecordDict:
-    order, plan, engine = _enter(site, content, done=0)
+    request, plan, engine = _enter(site, content, done=0)
     held = _held(site.folder / COPY)
-    job = _job(site, order, plan, held)
-    if isinstance(job, Refusal):
-        return messages.of_refusal(job)
+    job = _job(site, request, plan, held)
+    if isinstance(job, ErrorReply):
+        return messages.encode_error(job)
     if site.run.method.privacy and not _may_answer(site, engine, job):
-        return messages.of_refusal(
-            Refusal(
+        return messages.encode_error(
+            ErrorReply(
                 f"round {job.round} was already answered for another model; answering again would reuse its noise, and "
                 "two answers would show what it hides"
             )
         )
-    if order.sent:
+    if request.sent:
         # Before the answer: what a client answered to, the server takes it to hold.
-        atomic_files.write(site.folder / COPY, serialization.pack({"params": {**held, **order.sent}}))
+        atomic_files.write(site.folder / COPY, serialization.pack({"params": {**held, **request.sent}}))
     [answer] = engine.train([job])
-    if isinstance(answer, Lost):
-        return messages.of_refusal(Refusal(answer.reason))
+    if isinstance(answer, ClientFailure):
+        return messages.encode_error(ErrorReply(answer.reason))
     check_reply(answer, plan, site.client)
-    return messages.of_update(answer)
+    return messages.encode_update(answer)
 
 
 def evaluate(site: Site, content: RecordDict) -> RecordDict:
-    order, plan, engine = _enter(site, content, done=1)
+    request, plan, engine = _enter(site, content, done=1)
     if site.run.method.privacy and site.run.method.adapt:
-        return messages.of_refusal(
-            Refusal(
+        return messages.encode_error(
+            ErrorReply(
                 f"{site.run.method.name} adapts to training examples before it is scored, and adds no noise to that"
             )
         )
-    job = _job(site, order, plan, _held(site.folder / COPY))
-    if isinstance(job, Refusal):
-        return messages.of_refusal(job)
+    job = _job(site, request, plan, _held(site.folder / COPY))
+    if isinstance(job, ErrorReply):
+        return messages.encode_error(job)
     [(_, scores)] = engine.evaluate([job])
-    return messages.of_scores({name: value for name, value in scores.items() if presentable(name, value)})
+    return messages.encode_scores({name: value for name, value in scores.items() if is_valid_score(name, value)})
 
 
-def _enter(site: Site, content: RecordDict, done: int) -> tuple[Order, Plan, Embedded]:
+def _enter(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Plan, SimulationEngine]:
     """What is asked, the plan for it, and the engine of this one client. Nothing is touched before all is checked."""
-    order = messages.to_order(content)
-    plan = check_order(site.run, site.model, site.client, site.config, order, done)
-    if answered_rounds.enter(site.folder / SESSION, order.ticket):
+    request = messages.decode_job(content)
+    plan = check_request(site.run, site.model, site.client, site.config, request, done)
+    if answered_rounds.enter(site.folder / SESSION, request.job_id):
         (site.folder / COPY).unlink(missing_ok=True)
-    store = Disk(site.folder / STATES, site.device)
-    store.rewind(order.void)
+    store = DiskStore(site.folder / STATES, site.device)
+    store.rewind(request.void)
     # A store keeps what its last two checkpoints need; behind both of the server's lies what is settled.
-    store.commit(order.settled)
-    store.commit(order.settled)
-    engine = Embedded(
-        site.run, site.model, site, device=site.device, store=store, faults=site.faults, measure=site.measure
+    store.commit(request.settled)
+    store.commit(request.settled)
+    engine = SimulationEngine(
+        site.run,
+        site.model,
+        site,
+        device=site.device,
+        store=store,
+        availability=site.availability,
+        evaluator=site.evaluator,
     )
-    return order, plan, engine
+    return request, plan, engine
 
 
-def _may_answer(site: Site, engine: Embedded, job: Job) -> bool:
+def _may_answer(site: Site, engine: SimulationEngine, job: Job) -> bool:
     state = engine.store.load(site.client, job.round)
     asked = answered_rounds.fingerprint(job, state, site.config, len(site.data.train))
     return answered_rounds.claim(site.answered or site.folder / ANSWERED, job.round, asked)
@@ -145,15 +151,15 @@ def _held(path: Path) -> Tensors:
         return {}  # the seal finds out what is missing
 
 
-def _job(site: Site, order: Order, plan: Plan, held: Tensors) -> Job | Refusal:
+def _job(site: Site, request: SiteRequest, plan: Plan, held: Tensors) -> Job | ErrorReply:
     """The job with all its parameters, if they are those that the server means."""
-    initial, known = site.model.initial, {**held, **order.sent}
+    initial, known = site.model.initial, {**held, **request.sent}
     params = {name: known[name] if name in known else initial[name].cpu() for name in sorted(plan.down)}
-    if Seals()(params) != order.seal:
-        return Refusal("does not hold what it was sent in earlier rounds; it is sent everything anew", empty=True)
-    slots = {slot: tensors.to(part, site.device) for slot, part in order.slots.items()}
-    stale, round = frozenset(order.sent), order.ticket.round
-    return Job(round, site.client, tensors.to(params, site.device), stale, slots, order.signal)
+    if Fingerprints()(params) != request.fingerprint:
+        return ErrorReply("does not hold what it was sent in earlier rounds; it is sent everything anew", empty=True)
+    slots = {slot: tensors.to(part, site.device) for slot, part in request.slots.items()}
+    stale, round = frozenset(request.sent), request.job_id.round
+    return Job(round, site.client, tensors.to(params, site.device), stale, slots, request.signal)
 
 
 def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:
@@ -161,10 +167,10 @@ def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:
     try:
         content = work()
     except Exception as error:
-        reason = error.reason if isinstance(error, ClientFault) else str(error)
+        reason = error.reason if isinstance(error, ClientError) else str(error)
         origin = type(error).__module__
         if origin.startswith("partita.data.") or not origin.startswith("partita."):
             logging.getLogger(__name__).exception("this message could not be answered")
             reason = f"failed with {type(error).__name__}; the log of its SuperNode says more"
-        content = messages.of_refusal(Refusal(reason, fault=True))
-    return Message(messages.stamped(content, message.content), reply_to=message)
+        content = messages.encode_error(ErrorReply(reason, fault=True))
+    return Message(messages.with_job_id(content, message.content), reply_to=message)

@@ -10,7 +10,7 @@ from partita.core import tensors
 from partita.core.tensors import Tensors
 
 
-class Seals:
+class Fingerprints:
     """Fingerprints of parameters, each tensor read once: the server's stay the same objects until they change."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from partita.core.safe_text import component
-from partita.engines.flower.prefork_server import warm
+from partita.core.safe_text import path_component
+from partita.engines.flower.prefork_server import start_prefork_server
 
 WAIT = 120.0  # seconds for the SuperLink to come up
 PATIENCE = 10.0  # seconds for a process to end by itself
@@ -30,12 +30,12 @@ QUIET = {
 }
 
 
-class LoopbackError(ValueError):
+class DeploymentError(ValueError):
     """A federation on this machine that does not come up."""
 
 
 @dataclass(frozen=True)
-class Loopback:
+class LocalDeployment:
     folder: Path
     environment: Mapping[str, str]
     link: subprocess.Popen[bytes]
@@ -43,18 +43,26 @@ class Loopback:
 
     def run(self, app: Path, settings: str) -> None:
         """Run the app to its end, with its log on the terminal."""
-        command = [program("flwr", self.environment), "run", str(app), "loopback", "--stream", "--run-config", settings]
+        command = [
+            find_executable("flwr", self.environment),
+            "run",
+            str(app),
+            "loopback",
+            "--stream",
+            "--run-config",
+            settings,
+        ]
         subprocess.run(command, env=self.environment, check=True)
 
 
 @contextmanager
-def loopback(
+def deploy_locally(
     clients: Sequence[str],
     folder: Path,
     modules: Sequence[str] | None = None,
     nodes: str = "",
     gate: Callable[[int], int] = lambda port: port,
-) -> Iterator[Loopback]:
+) -> Iterator[LocalDeployment]:
     """All processes have ended when the block is left, however it is left.
 
     With `modules`, one process imports these and Flower, and all others are its forks. `nodes` is added to every node
@@ -66,15 +74,15 @@ def loopback(
     with ExitStack() as stack:
         environment = _environment(folder, port)
         if modules is not None:
-            environment = stack.enter_context(warm(modules, environment, folder / "warm.log"))
+            environment = stack.enter_context(start_prefork_server(modules, environment, folder / "warm.log"))
         running: list[subprocess.Popen[bytes]] = []
-        stack.callback(end, running)
+        stack.callback(terminate, running)
 
         def launch(name: str, *command: str) -> subprocess.Popen[bytes]:
-            with (folder / f"{component(name)}.log").open("wb") as log:
+            with (folder / f"{path_component(name)}.log").open("wb") as log:
                 # A group of its own, so that the processes it starts in turn can be ended with it.
                 process = subprocess.Popen(
-                    [program(command[0], environment), *command[1:]],
+                    [find_executable(command[0], environment), *command[1:]],
                     env=environment,
                     stdout=log,
                     stderr=log,
@@ -91,10 +99,10 @@ def loopback(
             config = f'client={json.dumps(client)} folder="{folder / "sites"}" {nodes}'
             address = ("--superlink", f"127.0.0.1:{door}", "--node-config", config)
             started[client] = launch(client, "flower-supernode", *listen, str(own), *address)
-        yield Loopback(folder, environment, link, started)
+        yield LocalDeployment(folder, environment, link, started)
 
 
-def here() -> dict[str, str]:
+def current_environment() -> dict[str, str]:
     """The environment of this process, in which the programs installed beside its Python are found first."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
@@ -106,13 +114,13 @@ def _environment(folder: Path, port: int) -> dict[str, str]:
     address = f'address = "127.0.0.1:{port}"\ninsecure = true\n'
     (home / "config.toml").write_text(f'[superlink]\ndefault = "loopback"\n\n[superlink.loopback]\n{address}')
     # Several clients share this machine: each with all its cores would be slower for all.
-    return {"OMP_NUM_THREADS": "1", **here(), **QUIET, "FLWR_HOME": str(home)}
+    return {"OMP_NUM_THREADS": "1", **current_environment(), **QUIET, "FLWR_HOME": str(home)}
 
 
-def program(name: str, environment: Mapping[str, str]) -> str:
+def find_executable(name: str, environment: Mapping[str, str]) -> str:
     path = shutil.which(name, path=environment["PATH"])
     if path is None:
-        raise LoopbackError(f"{name} is not found; install Flower with: pip install 'partita[flower]'")
+        raise DeploymentError(f"{name} is not found; install Flower with: pip install 'partita[flower]'")
     return path
 
 
@@ -132,10 +140,10 @@ def _await(link: subprocess.Popen[bytes], port: int, log: Path) -> None:
                 return
         except OSError:
             time.sleep(0.2)
-    raise LoopbackError(f"the SuperLink does not come up; {log} says why")
+    raise DeploymentError(f"the SuperLink does not come up; {log} says why")
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ask them and all that they started to end, and end those that do not."""
     for step in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:

@@ -19,7 +19,7 @@ GRACE = 30.0  # seconds past the deadline in which to fetch what had arrived by 
 
 
 @dataclass
-class Limit:
+class Deadline:
     """When waiting began and when it ends; the end comes nearer once enough have answered."""
 
     begun: float
@@ -30,7 +30,7 @@ class Limit:
         return self.until - self.begun
 
 
-class Post:
+class Mailbox:
     """`deadline` is in seconds; `poll` is how long to wait between two looks.
 
     Once enough have answered, the others have `patience` seconds more, and never more than the deadline.
@@ -46,7 +46,7 @@ class Post:
 
     def fetch(self, asked: Sequence[str | None], begun: float, enough: int) -> Iterator[Message | str]:
         """For each in the order asked its reply, or why there is none."""
-        limit = Limit(begun, begun + self.deadline)
+        limit = Deadline(begun, begun + self.deadline)
         if self.patience == math.inf:
             yield from (self._fetch(message, limit) for message in asked)
             return
@@ -60,8 +60,8 @@ class Post:
             while place not in found:
                 where, reply = box.get()
                 found[where] = reply
-                answers += messages.is_answer(reply)
-                if answers == enough and messages.is_answer(reply):
+                answers += messages.has_result(reply)
+                if answers == enough and messages.has_result(reply):
                     limit.until = min(limit.until, time.monotonic() + self.patience)
             taken = found.pop(place)
             if isinstance(taken, Exception):
@@ -71,17 +71,17 @@ class Post:
     def peek(self, message: str) -> Message | str | None:
         """The reply, if it is there."""
         now = time.monotonic()
-        return self._pull(message, Limit(now, now + GRACE))
+        return self._pull(message, Deadline(now, now + GRACE))
 
     def _fetch_into(
-        self, box: SimpleQueue[tuple[int, Message | str | Exception]], place: int, message: str | None, limit: Limit
+        self, box: SimpleQueue[tuple[int, Message | str | Exception]], place: int, message: str | None, limit: Deadline
     ) -> None:
         try:
             box.put((place, self._fetch(message, limit)))
         except Exception as error:
             box.put((place, error))
 
-    def _fetch(self, message: str | None, limit: Limit) -> Message | str:
+    def _fetch(self, message: str | None, limit: Deadline) -> Message | str:
         """What arrived by the deadline counts, though its turn may come after it."""
         while message:
             late = time.monotonic() - limit.until
@@ -91,7 +91,7 @@ class Post:
             time.sleep(max(0.0, min(self.poll, limit.until - time.monotonic())))
         return "is no longer connected"
 
-    def _pull(self, message: str, limit: Limit, grace: float = 0.0) -> Message | str | None:
+    def _pull(self, message: str, limit: Deadline, grace: float = 0.0) -> Message | str | None:
         """In a thread, since Flower waits for an upload that has begun, even if the sender died in the middle of it."""
         box: SimpleQueue[Message | Exception | None] = SimpleQueue()
 

@@ -14,25 +14,25 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from partita.core import serialization, tensors
 from partita.core.client import Job
 from partita.core.method import Update
-from partita.core.safe_text import clean
+from partita.core.safe_text import printable
 from partita.core.tensors import Slots, Tensors
 
 FORMAT = "safetensors"
-LONGEST = 500  # characters of any text from the other side that is shown or recorded
+MAX_TEXT = 500  # characters of any text from the other side that is shown or recorded
 
 
 class MessageError(ValueError):
     """A message that cannot be read, or that holds what it must not."""
 
 
-def plain(text: object) -> str:
+def printable_line(text: object) -> str:
     """A text from the other side, fit for a terminal, a log, a row and a report: one short line, all of it visible."""
-    line = clean(str(text)[: LONGEST + 1])
-    return line if len(line) <= LONGEST else line[: LONGEST - 4] + " ..."
+    line = printable(str(text)[: MAX_TEXT + 1])
+    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 4] + " ..."
 
 
 @dataclass(frozen=True)
-class Ticket:
+class JobId:
     """Which job a message is about. A reply repeats the ticket of its job, so that no other reply passes for it."""
 
     round: int
@@ -41,21 +41,21 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Order:
+class SiteRequest:
     """A job as a site sees it: of its parameters only what travelled, and the seal of all that it should now hold."""
 
-    ticket: Ticket
+    job_id: JobId
     sent: Tensors
     slots: Slots
     signal: Mapping[str, float]
-    seal: str
+    fingerprint: str
     config: str  # the digest of the config that server and sites share
     void: int  # of this round and those after it, the site's own state is void: no answer of theirs reached the server
     settled: int  # no checkpoint can go back behind this round
 
 
 @dataclass(frozen=True)
-class Refusal:
+class ErrorReply:
     """Why a site has no answer."""
 
     reason: str
@@ -63,23 +63,23 @@ class Refusal:
     empty: bool = False  # it does not hold what the server believes
 
 
-def of_job(job: Job, seal: str, session: str, config: str, void: int, settled: int) -> RecordDict:
-    ticket = asdict(Ticket(job.round, job.client, session))
-    about: dict[str, Any] = {"seal": seal, "config": config, "void": void, "settled": settled}
+def encode_job(job: Job, fingerprint: str, session: str, config: str, void: int, settled: int) -> RecordDict:
+    job_id = asdict(JobId(job.round, job.client, session))
+    about: dict[str, Any] = {"seal": fingerprint, "config": config, "void": void, "settled": settled}
     return RecordDict(
         {
-            "job": ConfigRecord({**ticket, **about}),
+            "job": ConfigRecord({**job_id, **about}),
             "signal": MetricRecord(dict(job.signal)),
             "tensors": _blob({"params": tensors.select(job.params, job.stale), **job.slots}),
         }
     )
 
 
-def to_order(content: RecordDict) -> Order:
-    only(content, ("job", "signal", "tensors"))
+def decode_job(content: RecordDict) -> SiteRequest:
+    check_records(content, ("job", "signal", "tensors"))
     job, slots = _record(content, "job", ConfigRecord), _slots(content)
-    return Order(
-        to_ticket(content, "job"),
+    return SiteRequest(
+        decode_job_id(content, "job"),
         slots.pop("params", {}),
         slots,
         _numbers(content, "signal"),
@@ -90,82 +90,84 @@ def to_order(content: RecordDict) -> Order:
     )
 
 
-def stamped(answer: RecordDict, asked: RecordDict) -> RecordDict:
+def with_job_id(answer: RecordDict, asked: RecordDict) -> RecordDict:
     """The answer with the ticket of what was asked, if that can be read."""
     try:
-        ticket = to_ticket(asked, "job")
+        job_id = decode_job_id(asked, "job")
     except MessageError:
         return answer
-    return RecordDict({**answer, "ticket": ConfigRecord(asdict(ticket))})
+    return RecordDict({**answer, "ticket": ConfigRecord(asdict(job_id))})
 
 
-def to_ticket(content: RecordDict, name: str = "ticket") -> Ticket:
+def decode_job_id(content: RecordDict, name: str = "ticket") -> JobId:
     record = _record(content, name, ConfigRecord)
-    return Ticket(_entry(record, "round", int), _entry(record, "client", str), _entry(record, "session", str))
+    return JobId(_entry(record, "round", int), _entry(record, "client", str), _entry(record, "session", str))
 
 
-def of_update(update: Update) -> RecordDict:
+def encode_update(update: Update) -> RecordDict:
     numbers: dict[str, Any] = {"weight": update.weight} | ({} if update.loss is None else {"loss": update.loss})
     return RecordDict(
         {
             "numbers": MetricRecord(numbers),
             "steps": MetricRecord(dict(update.steps)),
-            "told": MetricRecord(dict(update.told)),
+            "metrics": MetricRecord(dict(update.metrics)),
             "tensors": _blob({"delta": update.delta, **update.slots}),
         }
     )
 
 
-def to_update(content: RecordDict, ticket: Ticket, limit: int) -> Update:
+def decode_update(content: RecordDict, job_id: JobId, limit: int) -> Update:
     """The answer to the ticket's job. `limit` is the most bytes that an honest one can have."""
-    only(content, ("ticket", "numbers", "steps", "told", "tensors"))
+    check_records(content, ("ticket", "numbers", "steps", "metrics", "tensors"))
     numbers = _record(content, "numbers", MetricRecord)
     steps: Any = dict(_record(content, "steps", MetricRecord))  # the rounds look whether they are whole numbers
     slots = _slots(content, limit)
     loss = _entry(numbers, "loss", float) if "loss" in numbers else None
-    weight, told = _entry(numbers, "weight", float), _numbers(content, "told")
-    return Update(ticket.client, slots.pop("delta", {}), slots, weight, steps, loss, told, round=ticket.round)
+    weight, metrics = _entry(numbers, "weight", float), _numbers(content, "metrics")
+    return Update(job_id.client, slots.pop("delta", {}), slots, weight, steps, loss, metrics, round=job_id.round)
 
 
-def of_scores(scores: Mapping[str, float]) -> RecordDict:
+def encode_scores(scores: Mapping[str, float]) -> RecordDict:
     return RecordDict({"scores": MetricRecord(dict(scores))})
 
 
-def to_scores(content: RecordDict) -> dict[str, float]:
-    only(content, ("ticket", "scores"))
+def decode_scores(content: RecordDict) -> dict[str, float]:
+    check_records(content, ("ticket", "scores"))
     return _numbers(content, "scores")
 
 
-def of_name(client: str) -> RecordDict:
+def encode_name(client: str) -> RecordDict:
     return RecordDict({"site": ConfigRecord({"client": client})})
 
 
-def to_name(content: RecordDict) -> str:
+def decode_name(content: RecordDict) -> str:
     return _entry(_record(content, "site", ConfigRecord), "client", str)
 
 
-def of_refusal(refusal: Refusal) -> RecordDict:
-    return RecordDict({"refusal": ConfigRecord({**asdict(refusal), "reason": plain(refusal.reason)})})
+def encode_error(refusal: ErrorReply) -> RecordDict:
+    return RecordDict({"refusal": ConfigRecord({**asdict(refusal), "reason": printable_line(refusal.reason)})})
 
 
-def to_refusal(content: RecordDict) -> Refusal | None:
+def decode_error(content: RecordDict) -> ErrorReply | None:
     if "refusal" not in content:
         return None
     record = _record(content, "refusal", ConfigRecord)
-    return Refusal(plain(_entry(record, "reason", str)), _entry(record, "fault", bool), _entry(record, "empty", bool))
+    return ErrorReply(
+        printable_line(_entry(record, "reason", str)), _entry(record, "fault", bool), _entry(record, "empty", bool)
+    )
 
 
-def stray(given: Iterable[str], known: Container[str]) -> str | None:
+def first_unknown(given: Iterable[str], known: Container[str]) -> str | None:
     """The first name that is not among the known, which may be the empty text."""
     return next((name for name in given if name not in known), None)
 
 
-def only(content: RecordDict, names: tuple[str, ...]) -> None:
-    if (strange := stray(content, names)) is not None:
-        raise MessageError(f"it has a record '{plain(strange)}'; is partita of one version on both sides?")
+def check_records(content: RecordDict, names: tuple[str, ...]) -> None:
+    if (strange := first_unknown(content, names)) is not None:
+        raise MessageError(f"it has a record '{printable_line(strange)}'; is partita of one version on both sides?")
 
 
-def is_answer(reply: object) -> bool:
+def has_result(reply: object) -> bool:
     """Whether it is a reply with what was asked for, as opposed to an error, a refusal, or none."""
     return isinstance(reply, Message) and reply.has_content() and "refusal" not in reply.content
 
@@ -188,9 +190,11 @@ def _slots(content: RecordDict, limit: int | None = None) -> dict[str, Tensors]:
         raise MessageError(f"it has {len(data):,} bytes of tensors, and all that a plan can send up fits in {limit:,}")
     try:
         slots = serialization.unpack(data)
-        serialization.count(slots)
+        serialization.byte_counts(slots)
     except Exception as error:  # bytes made up by somebody else make safetensors and torch fail in any way they can
-        raise MessageError(f"its tensors cannot be read ({plain(error)}); were they cut short on the way?") from error
+        raise MessageError(
+            f"its tensors cannot be read ({printable_line(error)}); were they cut short on the way?"
+        ) from error
     return slots
 
 
@@ -207,5 +211,5 @@ def _record(content: RecordDict, name: str, kind: type[Any]) -> Any:
 
 def _entry(record: Any, name: str, kind: type[Any]) -> Any:
     if type(record.get(name)) is not kind:
-        raise MessageError(f"'{plain(name)}' is missing from it, or is no {kind.__name__}")
+        raise MessageError(f"'{printable_line(name)}' is missing from it, or is no {kind.__name__}")
     return record[name]

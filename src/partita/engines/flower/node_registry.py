@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from flwr.app import Message, MessageType, RecordDict
 
 from partita.engines.flower import messages
-from partita.engines.flower.mailbox import Post
-from partita.engines.flower.messages import MessageError, plain
+from partita.engines.flower.mailbox import Mailbox
+from partita.engines.flower.messages import MessageError, printable_line
 
 _log = logging.getLogger(__name__)
 SHOWN = 3  # failures of one node that are logged; it may go on failing at every look
 
 
-class Names:
-    def __init__(self, post: Post, population: Sequence[str]) -> None:
+class NodeRegistry:
+    def __init__(self, post: Mailbox, population: Sequence[str]) -> None:
         self.post, self.population = post, population
         self.said: dict[int, str] = {}  # node -> the client it says it is, first come first
         self.asked: dict[int, str] = {}  # node -> the message that asks it
@@ -54,9 +54,16 @@ class Names:
             return
         first = self.first.setdefault(node, name)
         if first != name:
-            _log.warning("node %d said it is '%s' and now '%s'; it is left out", node, plain(first), plain(name))
+            _log.warning(
+                "node %d said it is '%s' and now '%s'; it is left out",
+                node,
+                printable_line(first),
+                printable_line(name),
+            )
         elif name not in self.population:
-            _log.warning("node %d says it is '%s', which is not among the clients; it is left out", node, plain(name))
+            _log.warning(
+                "node %d says it is '%s', which is not among the clients; it is left out", node, printable_line(name)
+            )
         elif name in self.said.values():
             _log.warning("node %d says it is '%s', as another did; while that one is online, it counts", node, name)
         self.said[node] = name
@@ -66,7 +73,7 @@ def _read(reply: Message | str) -> str:
     if isinstance(reply, str):
         raise MessageError(reply)
     if not reply.has_content():
-        raise MessageError(plain(reply.error.reason) if reply.has_error() else "it is empty")
-    if refusal := messages.to_refusal(reply.content):
+        raise MessageError(printable_line(reply.error.reason) if reply.has_error() else "it is empty")
+    if refusal := messages.decode_error(reply.content):
         raise MessageError(refusal.reason)
-    return messages.to_name(reply.content)
+    return messages.decode_name(reply.content)

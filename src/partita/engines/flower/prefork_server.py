@@ -28,16 +28,20 @@ QUICK = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
 
 PROGRAMS = ("flwr", "flwr-clientapp", "flwr-serverapp", "flower-superexec", "flower-superlink", "flower-supernode")
 FLOWER = ("flwr.cli.app", "flwr.supernode.cli", "flwr.superlink.cli", "flwr.supercore.cli")
-KNOCK = Path(__file__).with_name("knock.py")
+CLIENT_MODULE = Path(__file__).with_name("prefork_client.py")
 
 
 @contextmanager
-def warm(modules: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> Iterator[dict[str, str]]:
+def start_prefork_server(
+    modules: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+) -> Iterator[dict[str, str]]:
     """The environment in which programs of Flower start fast, as long as the block lasts."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))  # ours alone, and short: a socket's path has 100 characters at most
     for name in PROGRAMS:
         program, cold = folder / name, Path(sys.executable).with_name(name)
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{KNOCK}" "{folder / "door"}" "{cold}" "$@"\n')
+        program.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT_MODULE}" "{folder / "door"}" "{cold}" "$@"\n'
+        )
         program.chmod(0o700)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)

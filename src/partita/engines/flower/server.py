@@ -14,24 +14,24 @@ from flwr.serverapp import Grid, ServerApp
 
 from partita.core import tensors
 from partita.core.checkpoint import States
-from partita.core.client import ClientFault, ClientState, Job
+from partita.core.client import ClientError, ClientState, Job
 from partita.core.data import Examples
 from partita.core.method import Update
 from partita.core.model import Model
-from partita.core.rounds import Lost
+from partita.core.rounds import ClientFailure
 from partita.core.settings import Run, RunError
 from partita.engines.flower import messages
-from partita.engines.flower.fingerprints import Seals
-from partita.engines.flower.mailbox import Post
-from partita.engines.flower.message_checks import Expected, check_scores, expect
-from partita.engines.flower.messages import MessageError, plain
-from partita.engines.flower.node_registry import Names
-from partita.evaluation import ACCURACY, Measure
+from partita.engines.flower.fingerprints import Fingerprints
+from partita.engines.flower.mailbox import Mailbox
+from partita.engines.flower.message_checks import ExpectedReply, check_scores, expected_reply
+from partita.engines.flower.messages import MessageError, printable_line
+from partita.engines.flower.node_registry import NodeRegistry
+from partita.evaluation import ACCURACY, Evaluator
 
 _log = logging.getLogger(__name__)
 
 
-class Elsewhere:
+class RemoteClientStore:
     """The store of a server whose clients keep their own state: it knows of none, only of what is settled."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Elsewhere:
         return {}
 
 
-class Flower:
+class FlowerEngine:
     """Jobs go out at once; answers are fetched in the order asked, so the result does not depend on who is fast.
 
     Those who have not answered by the deadline, in seconds from the start of a round, are lost to that round, and take
@@ -75,15 +75,15 @@ class Flower:
         poll: float = 0.2,
         patience: float = math.inf,
         config: str = "",
-        measure: Measure = ACCURACY,
+        evaluator: Evaluator = ACCURACY,
     ) -> None:
         self.run, self.model, self.population = run, model, population
-        self.post, self.config, self.measure = Post(grid, deadline, poll, patience), config, measure
+        self.post, self.config, self.evaluator = Mailbox(grid, deadline, poll, patience), config, evaluator
         self.session, self.start, self.deadline = session, start, deadline
-        self.device, self.poll, self.store = device or torch.device("cpu"), poll, Elsewhere()
-        self.seals = Seals()
+        self.device, self.poll, self.store = device or torch.device("cpu"), poll, RemoteClientStore()
+        self.fingerprints = Fingerprints()
         self.answered: dict[str, int] = {}  # client -> the last round whose answer arrived
-        self.names = Names(self.post, population)
+        self.names = NodeRegistry(self.post, population)
         self.nodes: dict[str, int] = {}  # by client
         self.enough = max(1, run.minimum, run.cohort if isinstance(run.cohort, int) else 1)
         self.need = max(self.enough, wait_for)  # of clients, before the first round; later enough are enough
@@ -102,78 +102,80 @@ class Flower:
         self.need, self.nodes = self.enough, nodes
         return [client for client in self.population if client in nodes]
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | Lost]:
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         for expected, reply in self._ask(MessageType.TRAIN, jobs):
             yield self._update(expected, reply)
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Examples that the server holds are not sent out, so on those there are no scores."""
         for expected, reply in self._ask(MessageType.EVALUATE, jobs) if on is None else ():
-            scores, client = self._scores(expected, reply), expected.ticket.client
-            if isinstance(scores, Lost):
+            scores, client = self._scores(expected, reply), expected.job_id.client
+            if isinstance(scores, ClientFailure):
                 _log.warning("no scores of client '%s': %s", client, scores.reason)
             else:
                 yield client, scores
 
-    def _scores(self, expected: Expected, reply: Message | str) -> dict[str, float] | Lost:
+    def _scores(self, expected: ExpectedReply, reply: Message | str) -> dict[str, float] | ClientFailure:
         try:
             opened = self._open(expected, reply)
-            if isinstance(opened, Lost):
+            if isinstance(opened, ClientFailure):
                 return opened
-            scores = messages.to_scores(opened)
-            check_scores(scores, self.measure)
+            scores = messages.decode_scores(opened)
+            check_scores(scores, self.evaluator)
         except MessageError as error:
             return self._useless(expected, error)
         return scores
 
-    def _update(self, expected: Expected, reply: Message | str) -> Update | Lost:
+    def _update(self, expected: ExpectedReply, reply: Message | str) -> Update | ClientFailure:
         try:
             opened = self._open(expected, reply)
-            if isinstance(opened, Lost):
+            if isinstance(opened, ClientFailure):
                 return opened
-            update = messages.to_update(opened, expected.ticket, expected.limit)
+            update = messages.decode_update(opened, expected.job_id, expected.limit)
         except MessageError as error:
             return self._useless(expected, error)
         # As in one process, a site keeps what it learned even if the rounds refuse its update.
-        self.answered[update.client] = expected.ticket.round
+        self.answered[update.client] = expected.job_id.round
         slots = {slot: tensors.to(part, self.device) for slot, part in update.slots.items()}
         return replace(update, delta=tensors.to(update.delta, self.device), slots=slots)
 
-    def _useless(self, expected: Expected, error: MessageError) -> Lost:
-        client, reason = expected.ticket.client, plain(f"its answer is of no use: {error}")
+    def _useless(self, expected: ExpectedReply, error: MessageError) -> ClientFailure:
+        client, reason = expected.job_id.client, printable_line(f"its answer is of no use: {error}")
         if not self.run.tolerate:
-            raise ClientFault(client, reason) from error
-        return Lost(client, reason, refused=True)
+            raise ClientError(client, reason) from error
+        return ClientFailure(client, reason, refused=True)
 
-    def _open(self, expected: Expected, reply: Message | str) -> RecordDict | Lost:
-        client = expected.ticket.client
+    def _open(self, expected: ExpectedReply, reply: Message | str) -> RecordDict | ClientFailure:
+        client = expected.job_id.client
         if isinstance(reply, str):
-            return Lost(client, reply)
+            return ClientFailure(client, reply)
         if reply.has_error():
-            return Lost(client, plain(f"could not answer: {reply.error.reason}"))
+            return ClientFailure(client, printable_line(f"could not answer: {reply.error.reason}"))
         if not reply.has_content():
             raise MessageError("it is empty")
-        expected.check(messages.to_ticket(reply.content))
-        refusal = messages.to_refusal(reply.content)
+        expected.check(messages.decode_job_id(reply.content))
+        refusal = messages.decode_error(reply.content)
         if refusal is None:
             return reply.content
         if refusal.fault and not self.run.tolerate:
-            raise ClientFault(client, refusal.reason)
-        return Lost(client, refusal.reason, refusal.empty)
+            raise ClientError(client, refusal.reason)
+        return ClientFailure(client, refusal.reason, refusal.empty)
 
-    def _ask(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[Expected, Message | str]]:
+    def _ask(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[ExpectedReply, Message | str]]:
         begun = time.monotonic()
-        asked = [(expect(self.run, self.model, job, self.session), self._send(kind, job)) for job in jobs]
+        asked = [(expected_reply(self.run, self.model, job, self.session), self._send(kind, job)) for job in jobs]
         enough = max(self.run.minimum, -(-len(asked) // 2))
         replies = self.post.fetch([message for _, message in asked], begun, enough)
         for (expected, _), reply in zip(asked, replies, strict=True):
             if isinstance(reply, str):
-                self.names.doubt(self.nodes[expected.ticket.client])
+                self.names.doubt(self.nodes[expected.job_id.client])
             yield expected, reply
 
     def _send(self, kind: str, job: Job) -> str | None:
         void = self.answered.get(job.client, self.start - 1) + 1
-        content = messages.of_job(job, self.seals(job.params), self.session, self.config, void, self.store.commits[0])
+        content = messages.encode_job(
+            job, self.fingerprints(job.params), self.session, self.config, void, self.store.commits[0]
+        )
         return self.post.send(content, self.nodes[job.client], kind, str(job.round))
 
 

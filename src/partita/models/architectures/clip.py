@@ -6,10 +6,10 @@ from typing import Any
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
-from partita.models.architectures.spec import Architecture, Row, rows
+from partita.models.architectures.spec import Architecture, TagRule, tag_rules
 
 
-def _tower(name: str) -> tuple[Row, ...]:
+def _tower(name: str) -> tuple[TagRule, ...]:
     layer = {
         r"self_attn\.q_proj\..+": "query",
         r"self_attn\.k_proj\..+": "key",
@@ -23,8 +23,8 @@ def _tower(name: str) -> tuple[Row, ...]:
         r"(pre_layrnorm|post_layernorm|final_layer_norm)\..+": "norm",
     }
     return (
-        *rows(rf"{name}_model\.encoder\.layers\.(?P<layer>\d+)\.", layer, name),
-        *rows(rf"{name}_model\.", outside, name),
+        *tag_rules(rf"{name}_model\.encoder\.layers\.(?P<layer>\d+)\.", layer, name),
+        *tag_rules(rf"{name}_model\.", outside, name),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from partita.core.model import Output
 from partita.core.tensors import Tensors
 from partita.models import split_qkv
-from partita.models.architectures.spec import Architecture, Start, rows
+from partita.models.architectures.spec import Architecture, InputSide, tag_rules
 
 
 def _state(module: Any, inputs: Tensors) -> Tensor:
@@ -51,7 +51,7 @@ def _next(module: Any, inputs: Tensors) -> Output:
 GPT2 = Architecture(
     roles=(
         (r"transformer\.w[tp]e\..+", "embedding"),
-        *rows(
+        *tag_rules(
             r"transformer\.h\.(?P<layer>\d+)\.",
             {
                 r"attn\.c_attn\.query\..+": "query",
@@ -67,13 +67,13 @@ GPT2 = Architecture(
     ),
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
     split=split_qkv.split,
-    start=Start("input_ids", ("wte", "wpe"), "h"),
+    start=InputSide("input_ids", ("wte", "wpe"), "h"),
 )
 
 LLAMA = Architecture(
     roles=(
         (r"model\.embed_tokens\..+", "embedding"),
-        *rows(
+        *tag_rules(
             r"model\.layers\.(?P<layer>\d+)\.",
             {
                 # Qwen3's norms of queries and keys change the scores of attention, as no other norm in a layer does
@@ -90,5 +90,5 @@ LLAMA = Architecture(
         (r"(score|lm_head)\..+", "head"),
     ),
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
-    start=Start("input_ids", ("embed_tokens",), "layers"),
+    start=InputSide("input_ids", ("embed_tokens",), "layers"),
 )

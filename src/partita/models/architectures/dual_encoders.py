@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.core.options import nearest
+from partita.core.options import closest_match
 from partita.models import ModelError
 
-PAIRS = ("clip", "vision-text-dual-encoder")
+DUAL_ENCODERS = ("clip", "vision-text-dual-encoder")
 
 
 @dataclass(frozen=True)
-class Sight:
+class ImageTowerSpec:
     """A tower of images. States are (example, token, width); the first token stands for the image."""
 
     enter: Callable[[Any, Tensor], Tensor]  # from pixels to what enters the first layer
@@ -29,7 +29,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextTowerSpec:
     """A tower of texts. States are (text, token, width); `seen` (text, token) is false for padding."""
 
     words: str  # the table of tokens
@@ -52,8 +52,8 @@ def _last(tower: Any, states: Tensor, seen: Tensor) -> Tensor:
     return normed
 
 
-SIGHTS = {
-    "clip_vision_model": Sight(
+IMAGE_TOWERS = {
+    "clip_vision_model": ImageTowerSpec(
         enter=lambda tower, pixels: tower.pre_layrnorm(tower.embeddings(pixels)),
         layers="encoder.layers",
         leave=lambda tower, states: tower.post_layernorm(states),
@@ -61,7 +61,7 @@ SIGHTS = {
     ),
     **dict.fromkeys(
         ("dinov2", "dinov2_with_registers"),
-        Sight(
+        ImageTowerSpec(
             enter=lambda tower, pixels: tower.embeddings(pixels),
             layers="encoder.layer",
             leave=lambda tower, states: tower.layernorm(states),
@@ -69,15 +69,15 @@ SIGHTS = {
     ),
 }
 
-READINGS = {
-    "clip_text_model": Reading(
+TEXT_TOWERS = {
+    "clip_text_model": TextTowerSpec(
         words="embeddings.token_embedding",
         enter=_clip_words,
         layers="encoder.layers",
         causal=True,
         pool=_last,
     ),
-    "bert": Reading(
+    "bert": TextTowerSpec(
         words="embeddings.word_embeddings",
         enter=lambda tower, states: tower.embeddings(inputs_embeds=states),
         layers="encoder.layer",
@@ -87,23 +87,23 @@ READINGS = {
 }
 
 
-def sight_of(model_type: str) -> Sight:
-    if model_type not in SIGHTS:
-        raise ModelError(f"partita cannot put prompts into a tower of images '{model_type}'; {_known(SIGHTS)}")
-    return SIGHTS[model_type]
+def image_tower_spec(model_type: str) -> ImageTowerSpec:
+    if model_type not in IMAGE_TOWERS:
+        raise ModelError(f"partita cannot put prompts into a tower of images '{model_type}'; {_known(IMAGE_TOWERS)}")
+    return IMAGE_TOWERS[model_type]
 
 
-def reading_of(model_type: str) -> Reading:
-    if model_type not in READINGS:
-        raise ModelError(f"partita cannot put prompts into a tower of texts '{model_type}'; {_known(READINGS)}")
-    return READINGS[model_type]
+def text_tower_spec(model_type: str) -> TextTowerSpec:
+    if model_type not in TEXT_TOWERS:
+        raise ModelError(f"partita cannot put prompts into a tower of texts '{model_type}'; {_known(TEXT_TOWERS)}")
+    return TEXT_TOWERS[model_type]
 
 
-def check_pair(path: str, model_type: str) -> None:
-    if model_type not in PAIRS:
+def check_dual_encoder(path: str, model_type: str) -> None:
+    if model_type not in DUAL_ENCODERS:
         raise ModelError(
             f"'{path}' is a '{model_type}', which has no tower of texts beside one of images; "
-            f"{nearest(model_type, PAIRS)}"
+            f"{closest_match(model_type, DUAL_ENCODERS)}"
         )
 
 

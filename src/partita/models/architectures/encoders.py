@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
-from partita.models.architectures.spec import Architecture, Forward, Start, rows
+from partita.models.architectures.spec import Architecture, Forward, InputSide, tag_rules
 
 _EMBEDDINGS = {
     r"embeddings\.(word|position|token_type)_embeddings\..+": "embedding",
@@ -29,13 +29,13 @@ def like_bert(body: str, text: Forward) -> Architecture:
     }
     return Architecture(
         roles=(
-            *rows(rf"{body}\.", _EMBEDDINGS),
-            *rows(rf"{body}\.encoder\.layer\.(?P<layer>\d+)\.", layer),
+            *tag_rules(rf"{body}\.", _EMBEDDINGS),
+            *tag_rules(rf"{body}\.encoder\.layer\.(?P<layer>\d+)\.", layer),
             (rf"{body}\.pooler\..+", "head"),  # only a head for whole texts uses it
             *_HEADS,
         ),
         heads={"text": text, "tokens": whole},
-        start=Start("input_ids", ("embeddings", "embeddings_project"), "encoder.layer"),
+        start=InputSide("input_ids", ("embeddings", "embeddings_project"), "encoder.layer"),
     )
 
 
@@ -58,8 +58,8 @@ def _through_relu(module: Any, inputs: Tensors) -> Output:
 
 DISTILBERT = Architecture(
     roles=(
-        *rows(r"distilbert\.", _EMBEDDINGS),
-        *rows(
+        *tag_rules(r"distilbert\.", _EMBEDDINGS),
+        *tag_rules(
             r"distilbert\.transformer\.layer\.(?P<layer>\d+)\.",
             {
                 r"attention\.q_lin\..+": "query",
@@ -73,5 +73,5 @@ DISTILBERT = Architecture(
         *_HEADS,
     ),
     heads={"text": _through_relu, "tokens": whole},
-    start=Start("input_ids", ("embeddings",), "transformer.layer"),
+    start=InputSide("input_ids", ("embeddings",), "transformer.layer"),
 )

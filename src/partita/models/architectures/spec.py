@@ -14,12 +14,12 @@ from partita.models import Kind
 
 ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head")
 
-Row = tuple[str, ...]  # pattern of the whole parameter name, role, and tags beyond that, if any
+TagRule = tuple[str, ...]  # pattern of the whole parameter name, role, and tags beyond that, if any
 Forward = Callable[[Any, Tensors], Output]
 
 
 @dataclass(frozen=True)
-class Start:
+class InputSide:
     """How an input becomes what enters the first layer, by paths within the module's body."""
 
     takes: str  # the input
@@ -31,12 +31,12 @@ class Start:
 class Architecture:
     """The group "layer" of a row's pattern becomes the tag "layer.N". `split` parts what the module holds as one."""
 
-    roles: tuple[Row, ...]
+    roles: tuple[TagRule, ...]
     heads: Mapping[Kind, Forward]
     split: Callable[[nn.Module], None] | None = None
-    start: Start | None = None  # without it, frozen layers cannot be cached
+    start: InputSide | None = None  # without it, frozen layers cannot be cached
 
 
-def rows(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[Row, ...]:
+def tag_rules(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[TagRule, ...]:
     """One row for each pattern below the stem."""
     return tuple((stem + pattern, role, *tags) for pattern, role in roles.items())

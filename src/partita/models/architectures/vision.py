@@ -8,7 +8,7 @@ import torch
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
-from partita.models.architectures.spec import Architecture, Start, rows
+from partita.models.architectures.spec import Architecture, InputSide, tag_rules
 
 # The second name of each is DINOv2's before transformers 5.20.
 _PROJECTIONS = {
@@ -24,12 +24,12 @@ def like_vit(body: str) -> Architecture:
     return Architecture(
         roles=(
             (rf"{body}\.embeddings\..+", "embedding"),
-            *rows(rf"{body}\.layers\.(?P<layer>\d+)\.", {**_PROJECTIONS, r"layernorm_(before|after)\..+": "norm"}),
+            *tag_rules(rf"{body}\.layers\.(?P<layer>\d+)\.", {**_PROJECTIONS, r"layernorm_(before|after)\..+": "norm"}),
             (rf"{body}\.layernorm\..+", "norm"),
             (r"classifier\..+", "head"),
         ),
         heads={"image": _class_token},
-        start=Start("pixel_values", ("embeddings",), "layers"),
+        start=InputSide("pixel_values", ("embeddings",), "layers"),
     )
 
 
@@ -39,12 +39,12 @@ def like_dinov2(body: str) -> Architecture:
     return Architecture(
         roles=(
             (rf"{body}\.embeddings\..+", "embedding"),
-            *rows(rf"{body}\.encoder\.layer\.(?P<layer>\d+)\.", {**_PROJECTIONS, **own}),
+            *tag_rules(rf"{body}\.encoder\.layer\.(?P<layer>\d+)\.", {**_PROJECTIONS, **own}),
             (rf"{body}\.layernorm\..+", "norm"),
             (r"classifier\..+", "head"),
         ),
         heads={"image": _class_token_and_mean},
-        start=Start("pixel_values", ("embeddings",), "encoder.layer"),
+        start=InputSide("pixel_values", ("embeddings",), "encoder.layer"),
     )
 
 

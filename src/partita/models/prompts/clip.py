@@ -13,9 +13,9 @@ from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
 from partita.core.rng import Key
 from partita.models import ModelError, Task
 from partita.models import pretrained as loading
-from partita.models.adapter import quiet
-from partita.models.architectures.dual_encoders import check_pair
-from partita.models.prompts.dual_encoder import Tokenize, Towers, freeze
+from partita.models.adapter import without_logs
+from partita.models.architectures.dual_encoders import check_dual_encoder
+from partita.models.prompts.dual_encoder import DualEncoder, Tokenize, freeze
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # By shape: the towers of images and of texts as transformers describes them, and the width of what they have in common.
@@ -43,7 +43,7 @@ def clip(
     shape: Annotated[Literal["tiny", "b16"] | None, "random towers of this shape, instead of a path"] = None,
     template: Annotated[str, "text of a class, with {} for its name"] = "a photo of a {}.",
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], "type of the towers"] = "float32",
-) -> Towers:
+) -> DualEncoder:
     """A frozen pair of towers from a folder or the Hub, with its tokenizer; a method adds what it learns.
 
     Instead of a path, a `shape` asks for random towers: "tiny", or as large as ViT-B/16's. `template` is the text of a
@@ -59,20 +59,20 @@ def clip(
         )
     if path is not None:
         config = loading.config_for(path, task)
-        check_pair(path, config.model_type)
+        check_dual_encoder(path, config.model_type)
         loading.check_images(path, config, task)
         module = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
         return freeze(config.model_type, module, _tokenizer(path), task.classes, template, DTYPES[dtype])
     assert shape is not None
     words = sorted({word for text in (template.format(""), *task.classes) for word in _words(text)})
-    with loading.drawing_from(key):
+    with loading.seeded(key):
         module = CLIPModel(_config(shape, task, len(words)))
     return freeze(f"random {shape} clip", module, _by_word(words), task.classes, template, DTYPES[dtype])
 
 
 def _tokenizer(path: str) -> Tokenize:
     try:
-        with quiet():
+        with without_logs():
             tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]

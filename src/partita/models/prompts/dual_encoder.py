@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from partita.core import tensors
 from partita.core.model import Model, Output
-from partita.core.options import nearest
+from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
-from partita.models import STATES, ModelError, attention
-from partita.models.adapter import quiet
-from partita.models.architectures.dual_encoders import reading_of, sight_of
+from partita.models import CACHED_STATES, ModelError, attention
+from partita.models.adapter import without_logs
+from partita.models.architectures.dual_encoders import image_tower_spec, text_tower_spec
 from partita.models.losses import losses_for
 
 SCALE = "logit_scale"
@@ -25,7 +25,7 @@ Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]  # texts to ids and 
 
 
 @dataclass(frozen=True, eq=False)
-class Towers(Model):
+class DualEncoder(Model):
     """All is frozen and held once, in one precision; only the temperature may train, if a method wants it to.
 
     `held` are tensors made once: what the template says of each class, and the embedded words of its name.
@@ -53,7 +53,7 @@ class Towers(Model):
         from partita.models.prompts.registry import KINDS
 
         if kind not in KINDS:
-            raise ModelError(f"there are no prompts of the kind '{kind}'; {nearest(kind, KINDS)}")
+            raise ModelError(f"there are no prompts of the kind '{kind}'; {closest_match(kind, KINDS)}")
         return KINDS[kind](self, key, **options)
 
     def depth(self) -> int:
@@ -68,7 +68,7 @@ class Towers(Model):
 
     def see(self, inputs: Tensors, patches: bool = False) -> Tensor:
         """Looks at images without prompts, or remembers what was seen of them."""
-        return inputs[STATES] if STATES in inputs else self.look(inputs["pixel_values"], patches=patches)
+        return inputs[CACHED_STATES] if CACHED_STATES in inputs else self.look(inputs["pixel_values"], patches=patches)
 
     def look(self, pixels: Tensor, prompts: Tensor | None = None, patches: bool = False) -> Tensor:
         """The image's feature, and with `patches` those of its patches behind it: (example, token, feature).
@@ -77,7 +77,7 @@ class Towers(Model):
         and each further layer that has its own finds them in the place of those before.
         """
         tower: Any = self.module.vision_model
-        sight, settings = sight_of(str(tower.config.model_type)), tower.config
+        sight, settings = image_tower_spec(str(tower.config.model_type)), tower.config
         states = sight.enter(tower, pixels.to(self.module.dtype))  # (example, token, width)
         length = 0 if prompts is None else prompts.shape[-2]
         for number, layer in enumerate(tower.get_submodule(sight.layers)):
@@ -90,7 +90,7 @@ class Towers(Model):
             states = torch.cat([states[:, :1], states[:, first:]], 1)
         else:
             states = states[:, :1]
-        return tensors.wide(self.module.visual_projection(sight.leave(tower, states)))
+        return tensors.upcast(self.module.visual_projection(sight.leave(tower, states)))
 
     def glance(self, tokens: int, depth: int) -> Tensor:
         """(layer, token, width): what enters each of the first layers in so many places of a grey image, spread evenly.
@@ -98,7 +98,7 @@ class Towers(Model):
         Grey is the mean colour of the data, so that no image is needed.
         """
         tower: Any = self.module.vision_model
-        sight, settings = sight_of(str(tower.config.model_type)), tower.config
+        sight, settings = image_tower_spec(str(tower.config.model_type)), tower.config
         side = int(settings.image_size)
         grey = torch.zeros(1, settings.num_channels, side, side, dtype=self.module.dtype, device=self.module.device)
         found = []
@@ -121,18 +121,18 @@ class Towers(Model):
     def encode(self, states: Tensor, seen: Tensor) -> Tensor:
         """From embedded tokens to features (text, feature)."""
         tower: Any = self.module.text_model
-        reading = reading_of(str(tower.config.model_type))
+        reading = text_tower_spec(str(tower.config.model_type))
         states = reading.enter(tower, states)
         for layer in tower.get_submodule(reading.layers):
             # A token of a causal tower sees none after it, so padding, which comes last, needs no mask.
             states = layer(states, None, is_causal=True) if reading.causal else layer(states, seen[:, None, None])
-        return tensors.wide(self.module.text_projection(reading.pool(tower, states, seen)))
+        return tensors.upcast(self.module.text_projection(reading.pool(tower, states, seen)))
 
     def embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Embedded tokens (text, token, width), and where they are no padding."""
         ids, seen = self.tokenize(texts)
         tower: Any = self.module.text_model
-        table = tower.get_submodule(reading_of(str(tower.config.model_type)).words).weight
+        table = tower.get_submodule(text_tower_spec(str(tower.config.model_type)).words).weight
         return table[ids.to(table.device)], seen.to(table.device)
 
     def compare(self, params: Tensors, image: Tensor, texts: Tensor) -> Output:
@@ -143,19 +143,19 @@ class Towers(Model):
 
 def freeze(
     name: str, module: Any, tokenize: Tokenize, classes: Sequence[str], template: str, dtype: torch.dtype
-) -> Towers:
+) -> DualEncoder:
     """Takes the module over, and reads the classes once."""
     if template.count("{}") != 1:
         raise ModelError(f"template is '{template}'; it must have one {{}}, where the class is to stand")
     classes = [each.replace("_", " ") for each in classes]  # as people write them
-    sight_of(str(module.vision_model.config.model_type))
-    reading_of(str(module.text_model.config.model_type))
+    image_tower_spec(str(module.vision_model.config.model_type))
+    text_tower_spec(str(module.text_model.config.model_type))
     module.train(False).requires_grad_(False)
     scale = module.logit_scale.detach().float().clone()
     module.to(dtype)
-    with quiet():
+    with without_logs():
         module.set_attn_implementation(attention.NAME)
-    towers = Towers(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})})
+    towers = DualEncoder(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})})
     with torch.no_grad():
         towers.held["texts"] = towers.encode(*_read(towers, [template.format(each) for each in classes], classes))
         # What follows the name in the template follows it behind a context too.
@@ -164,7 +164,7 @@ def freeze(
     return towers
 
 
-def _read(towers: Towers, texts: Sequence[str], classes: Sequence[str]) -> tuple[Tensor, Tensor]:
+def _read(towers: DualEncoder, texts: Sequence[str], classes: Sequence[str]) -> tuple[Tensor, Tensor]:
     ids, seen = towers.tokenize(texts)
     rows = [tuple(row) for row in ids.tolist()]
     # Where a folder lacks the vocabulary, transformers makes a tokenizer that knows no word.
@@ -177,7 +177,7 @@ def _read(towers: Towers, texts: Sequence[str], classes: Sequence[str]) -> tuple
     return towers.embed(texts)
 
 
-def check_length(towers: Towers, length: int) -> None:
+def check_length(towers: DualEncoder, length: int) -> None:
     most = int(towers.module.text_model.config.max_position_embeddings)
     if length > most:
         raise ModelError(

@@ -11,12 +11,12 @@ from torch.nn import functional
 from partita.core.model import Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models.prompts.dual_encoder import Towers
-from partita.models.prompts.prompts import Beside
+from partita.models.prompts.dual_encoder import DualEncoder
+from partita.models.prompts.prompts import PromptModel
 
 
 @dataclass(frozen=True, eq=False)
-class Gated(Beside):
+class FeatureAdapter(PromptModel):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         image = self.towers.see(inputs)[:, 0]  # (example, feature)
         return self.towers.compare(params, image * gate(params, image), self.towers.held["texts"])
@@ -30,7 +30,7 @@ def gate(params: Tensors, image: Tensor) -> Tensor:
     return linear("out", linear("in", image).tanh()).softmax(-1)
 
 
-def gated(towers: Towers, key: Key) -> Gated:
+def feature_adapter(towers: DualEncoder, key: Key) -> FeatureAdapter:
     width = towers.held["texts"].shape[1]
     initial, tags = dict(towers.initial), dict(towers.tags)
     for part in ("in", "out"):
@@ -39,4 +39,4 @@ def gated(towers: Towers, key: Key) -> Gated:
             numbers = torch.rand(shape, generator=(key / name).generator())
             initial[name] = (2 * numbers - 1) / width**0.5  # as torch draws a linear layer
             tags[name] = frozenset({"adapter", "global", "vision"})
-    return Gated(towers, towers.name, initial, tags)
+    return FeatureAdapter(towers, towers.name, initial, tags)

@@ -11,8 +11,8 @@ from partita.core.model import Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.prompts.dual_encoder import Towers
-from partita.models.prompts.prompts import Beside, drawn, prompted
+from partita.models.prompts.dual_encoder import DualEncoder
+from partita.models.prompts.prompts import PromptModel, dual_prompts, random_prompts
 
 SHARED, LEFT, RIGHT = "prompt.text.global", "prompt.text.left", "prompt.text.right"
 
@@ -25,7 +25,7 @@ class WithTexts(Output):
 
 
 @dataclass(frozen=True, eq=False)
-class Factored(Beside):
+class LowRankPrompts(PromptModel):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         own = self.towers.read(params[SHARED] + params[LEFT] @ params[RIGHT])
         out = self.towers.compare(params, self.towers.see(inputs)[:, 0], own)
@@ -36,13 +36,13 @@ class Factored(Beside):
         return WithTexts(out.logits, out.features, texts)
 
 
-def factored(towers: Towers, key: Key, *, text: int, rank: int, phrase: str = "") -> Factored:
+def low_rank_prompts(towers: DualEncoder, key: Key, *, text: int, rank: int, phrase: str = "") -> LowRankPrompts:
     width = towers.width("text")
     if not 1 <= rank <= min(text, width):
         raise ModelError(f"rank is {rank}, but a context is {text} x {width}; use a rank from 1 to {min(text, width)}")
-    plain = prompted(towers, key, text=text, phrase=phrase)
+    plain = dual_prompts(towers, key, text=text, phrase=phrase)
     initial, tags = dict(plain.initial), dict(plain.tags)
     for name, shape in (LEFT, (text, rank)), (RIGHT, (rank, width)):
-        initial[name] = drawn(key / name, *shape)
+        initial[name] = random_prompts(key / name, *shape)
         tags[name] = frozenset({"prompt", "local", "text"})
-    return Factored(towers, plain.name, initial, tags)
+    return LowRankPrompts(towers, plain.name, initial, tags)

@@ -12,14 +12,14 @@ from partita.core.model import Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.prompts.dual_encoder import SCALE, Towers
-from partita.models.prompts.prompts import Beside, prompted
+from partita.models.prompts.dual_encoder import SCALE, DualEncoder
+from partita.models.prompts.prompts import PromptModel, dual_prompts
 
 OWNERS = ("global", "local")
 
 
 @dataclass(frozen=True, eq=False)
-class Transported(Beside):
+class OptimalTransportPrompts(PromptModel):
     """Each class has a text by each owner; a logit is the similarity of patches and texts under their transport."""
 
     mass: float
@@ -32,23 +32,23 @@ class Transported(Beside):
         texts = functional.normalize(texts, dim=-1)  # (owner, class, feature)
         alike = torch.einsum("epf,ocf->ecpo", states[:, 1:], texts)  # (example, class, patch, owner)
         # The transport is a weight and not a road for gradients, as in the paper.
-        moved = transport(1 - alike.detach(), self.mass, self.smoothing, self.iterations)
+        moved = sinkhorn(1 - alike.detach(), self.mass, self.smoothing, self.iterations)
         return Output(params[SCALE].exp() * (moved * alike).sum((-1, -2)), states[:, 0])
 
     def remember(self, inputs: Tensors) -> Tensor:
         return self.towers.remember(inputs, patches=True)
 
 
-def transported(
-    towers: Towers, key: Key, *, text: int, mass: float, smoothing: float, iterations: int, phrase: str = ""
-) -> Transported:
+def optimal_transport_prompts(
+    towers: DualEncoder, key: Key, *, text: int, mass: float, smoothing: float, iterations: int, phrase: str = ""
+) -> OptimalTransportPrompts:
     if text < 1:
         raise ModelError(f"there are {text} prompts of text; give 1 or more")
-    plain = prompted(towers, key, text=text, owners=OWNERS, fusion="mean", phrase=phrase)
-    return Transported(towers, plain.name, plain.initial, plain.tags, mass, smoothing, iterations)
+    plain = dual_prompts(towers, key, text=text, owners=OWNERS, fusion="mean", phrase=phrase)
+    return OptimalTransportPrompts(towers, plain.name, plain.initial, plain.tags, mass, smoothing, iterations)
 
 
-def transport(cost: Tensor, mass: float, smoothing: float, iterations: int) -> Tensor:
+def sinkhorn(cost: Tensor, mass: float, smoothing: float, iterations: int) -> Tensor:
     """How much of each patch goes to each text, (..., patch, text), at least cost and with an entropy as smoothing.
 
     A patch gives at most its share of 1, and each text gets its share of the mass, exactly. Always so many rounds of

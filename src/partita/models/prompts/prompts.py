@@ -12,11 +12,11 @@ from torch import Tensor
 
 from partita.core import memory, tensors
 from partita.core.model import Model, Output
-from partita.core.options import nearest
+from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
-from partita.models.prompts.dual_encoder import Towers, check_length
+from partita.models.prompts.dual_encoder import DualEncoder, check_length
 
 Fusion = Literal["local_queries", "global_queries", "both", "mean", "none"]
 View = Literal["nothing", "grey"]
@@ -27,10 +27,10 @@ ASKING |= {"both": ("local", "global"), "mean": (), "none": ()}
 
 
 @dataclass(frozen=True, eq=False)
-class Beside(Model):
+class PromptModel(Model):
     """Towers with more parameters beside them; each kind says what it computes with these."""
 
-    towers: Towers
+    towers: DualEncoder
     name: str
     initial: Tensors
     tags: Mapping[str, Names]
@@ -47,7 +47,7 @@ class Beside(Model):
 
 
 @dataclass(frozen=True, eq=False)
-class Prompted(Beside):
+class DualPrompts(PromptModel):
     """Where a tower has prompts, they enter it; a tower without any does as it always did."""
 
     fusion: Fusion
@@ -67,8 +67,8 @@ class Prompted(Beside):
         return super().remember(inputs)
 
 
-def prompted(
-    towers: Towers,
+def dual_prompts(
+    towers: DualEncoder,
     key: Key,
     *,
     text: int = 0,
@@ -79,7 +79,7 @@ def prompted(
     output: float = 0.0,
     phrase: str = "",
     view: str = "nothing",
-) -> Prompted:
+) -> DualPrompts:
     """So many prompts for each tower and each owner. A phrase is what the context says at first, in its last places.
 
     `output` is how large the fusion's output projection is at first, beside the other projections. With `view` "grey",
@@ -87,7 +87,7 @@ def prompted(
     """
     for option, given, known in ("fusion", fusion, get_args(Fusion)), ("view", view, get_args(View)):
         if given not in known:
-            raise ModelError(f"{option} is '{given}'; {nearest(given, known)}")
+            raise ModelError(f"{option} is '{given}'; {closest_match(given, known)}")
     if min(text, vision) < 0:
         raise ModelError(f"there are {text} prompts of text and {vision} of vision; give 0 or more of each")
     if not 1 <= depth <= (most := towers.depth()):
@@ -97,7 +97,7 @@ def prompted(
         width = towers.width(tower)
         for owner in owners if shape[-1] else ():
             name = f"prompt.{tower}.{owner}"
-            initial[name] = drawn(key / name, *shape, width)
+            initial[name] = random_prompts(key / name, *shape, width)
             if tower == "text" and phrase:
                 initial[name] = _saying(towers, phrase, initial[name])
             if tower == "vision" and view == "grey":
@@ -107,15 +107,15 @@ def prompted(
         for asking in ASKING[fusion] if shape[-1] and len(owners) > 1 else ():
             for part in ("query", "key", "value", "output"):
                 name = f"fusion.{tower}.{asking}.{part}"
-                start = drawn(key / name, width, width, spread=None)
+                start = random_prompts(key / name, width, width, spread=None)
                 initial[name] = output * start if part == "output" else start
                 tags[name] = frozenset({"fusion", tower})
     together = text * (len(owners) if fusion == "none" else 1)
     check_length(towers, together + int(towers.held["seen"].sum(1).max()))
-    return Prompted(towers, towers.name, initial, tags, fusion)  # type: ignore[arg-type]
+    return DualPrompts(towers, towers.name, initial, tags, fusion)  # type: ignore[arg-type]
 
 
-def drawn(key: Key, *shape: int, spread: float | None = SPREAD) -> Tensor:
+def random_prompts(key: Key, *shape: int, spread: float | None = SPREAD) -> Tensor:
     """Normal numbers; without a spread, such that a vector keeps its length on the way through."""
     memory.require(4 * math.prod(shape), f"prompts of the shape {shape}", "lower method.text or method.vision")
     spread = shape[-1] ** -0.5 if spread is None else spread
@@ -143,7 +143,7 @@ def _attend(params: Tensors, name: str, prompts: Mapping[str, Tensor], asking: s
     return own + (scores.softmax(-1) @ (other @ value.mT)) @ output.mT
 
 
-def _saying(towers: Towers, phrase: str, context: Tensor) -> Tensor:
+def _saying(towers: DualEncoder, phrase: str, context: Tensor) -> Tensor:
     words = towers.embed([phrase])[0][0, 1:-1].to(context)  # without the tokens that begin and end a text
     if len(words) > len(context):
         raise ModelError(f"the phrase '{phrase}' is {len(words)} tokens long; give as many prompts of text, or more")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from partita.core.model import Model
-from partita.models.prompts.feature_adapter import gated
-from partita.models.prompts.low_rank_prompts import factored
-from partita.models.prompts.optimal_transport import transported
-from partita.models.prompts.prompts import prompted
+from partita.models.prompts.feature_adapter import feature_adapter
+from partita.models.prompts.low_rank_prompts import low_rank_prompts
+from partita.models.prompts.optimal_transport import optimal_transport_prompts
+from partita.models.prompts.prompts import dual_prompts
 
 KINDS: dict[str, Callable[..., Model]] = {
-    "prompts": prompted,
-    "transport": transported,
-    "low-rank": factored,
-    "adapter": gated,
+    "prompts": dual_prompts,
+    "transport": optimal_transport_prompts,
+    "low-rank": low_rank_prompts,
+    "adapter": feature_adapter,
 }

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from partita.core import checkpoint, tensors
 from partita.core.method import Method, MethodError, Server, Update
-from partita.core.plan import Turn
+from partita.core.plan import RoundInfo
 from partita.core.rng import Key
-from partita.methods.auto_warmup import square
+from partita.methods.auto_warmup import squared_norm
 from partita.methods.fedfrozen import fedfrozen
 from partita.testing.conformance import check_method
 
@@ -85,10 +85,10 @@ def test_the_spread_is_the_weighted_mean_square_distance() -> None:
 def test_latest_freezes_whatever_clients_say_and_before_any_signal_all_train() -> None:
     model = small()
     method = fedfrozen("auto", threshold=1e9, latest=0.5)
-    sizes = [len(method.plan(model, Turn(round, 10, "a")).train) for round in range(10)]
-    assert sizes[:5] == [len(model.every())] * 5
-    assert sizes[5:] == [len(model.every()) - 4] * 5
-    assert len(method.plan(model, Turn(0, 10, "a", {"frozen": 1.0})).train) == len(model.every()) - 4
+    sizes = [len(method.plan(model, RoundInfo(round, 10, "a")).train) for round in range(10)]
+    assert sizes[:5] == [len(model.all_names())] * 5
+    assert sizes[5:] == [len(model.all_names()) - 4] * 5
+    assert len(method.plan(model, RoundInfo(0, 10, "a", {"frozen": 1.0})).train) == len(model.all_names()) - 4
     played = play(run_of(fedfrozen("auto", threshold=1e9), 4), model, FOUR)
     plain = play(run_of(Method("plain"), 4), model, FOUR)
     assert tensors.equal(played[-1].server.params, plain[-1].server.params), "never firing, it is FedAvg bit for bit"
@@ -182,4 +182,4 @@ def test_clients_that_stand_still_do_not_disagree_and_one_that_weighs_nothing_ha
 
 
 def test_long_sums_are_in_double_precision() -> None:
-    assert square({"a": torch.tensor([4096.0, 1.0])}, "a") == 4096**2 + 1
+    assert squared_norm({"a": torch.tensor([4096.0, 1.0])}, "a") == 4096**2 + 1
