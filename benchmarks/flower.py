@@ -48,16 +48,16 @@ steps = 1
 name = "synthetic"
 test_examples = 20
 [split]
-kind = "iid"
+name = "iid"
 clients = {clients}
 [evaluate]
-personal = 1000
-clients = 1
+personal_every = 1000
+max_clients = 1
 drift = false
 [checkpoint]
 every = 1000
 [engine]
-block = 1
+clients_per_block = 1
 threads = 1
 """
 OWN_MODEL = """from partita import models

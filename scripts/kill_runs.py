@@ -36,15 +36,15 @@ examples = 240
 test_examples = 40
 size = 4
 [split]
-kind = "iid"
+name = "iid"
 clients = 6
 [federation]
 cohort = 0.5
-dropout = 0.1
+client_dropout = 0.1
 [engine]
-block = 1
+clients_per_block = 1
 [evaluate]
-personal = 20
+personal_every = 20
 [checkpoint]
 every = 2
 [model]

@@ -27,7 +27,7 @@ HEADINGS = {
     "": "Top level",
     "method": "`[method]`: `name` says which, `a+b` composes two",
     "data": "`[data]`: `name` says which",
-    "split": "`[split]`: `kind` says which",
+    "split": "`[split]`: `name` says which",
     "model": "`[model]`: `name` says which",
 }
 INDEXES = {"method": methods.INDEX, "data": data.INDEX, "split": data.SPLITS, "model": models.INDEX}

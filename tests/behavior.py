@@ -40,7 +40,7 @@ from partita.testing.conformance import states_of
 
 FOUR = Clients(c0=3, c1=9, c2=12, c3=6)
 ENGINES: dict[str, dict[str, Any]] = {"one by one": {}, "blocks of 4": {"block": 4}, "wire": {"wire": True}}
-OVER_FLOWER = ("fedavg", "fedfrozen", "scaffold", "fedper", "safl", "quantise", "prune", "moon")
+OVER_FLOWER = ("fedavg", "fedfrozen", "scaffold", "fedper", "safl", "quantize", "prune", "moon")
 TIMES = ("seconds", "time", "started")
 RUNS: dict[str, list[str]] = {
     "fedavg": [],
@@ -98,7 +98,7 @@ def of_methods() -> Iterator[tuple[str, str]]:
         model = method.extend(model, run.key / "model") if method.extend else model
         if method.pool:
             population = _pooled(population)
-        availability = Availability() if method.pool else Availability(straggle=0.3)
+        availability = Availability() if method.pool else Availability(straggler_rate=0.3)
         for kind, options in ENGINES.items():
             engine = SimulationEngine(run, model, population, availability=availability, **options)
             played = list(rounds(run, model, engine))

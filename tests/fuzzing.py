@@ -182,7 +182,7 @@ def configs(draw: st.DrawFn) -> Raw:
 TINY: Raw = {
     "rounds": 1,
     "data": {"name": "synthetic", "examples": 60, "test_examples": 10, "size": 4, "classes": 3},
-    "split": {"kind": "iid", "clients": 3},
+    "split": {"name": "iid", "clients": 3},
     "model": {"name": "vit", "layers": 2, "width": 8, "heads": 2, "patch": 2},
     "method": {"name": "fedavg"},
     "training": {"batch_size": 8},

@@ -39,7 +39,7 @@ SMALL_TASK = """
 optimizer = "sgd"
 lr = 0.1
 [split]
-kind = "iid"
+name = "iid"
 clients = 3
 [data]
 name = "synthetic"

@@ -68,7 +68,7 @@ def every(change: Callable[[Tensor], object]) -> Change:
 
 
 def first(change: Callable[[Tensor], object]) -> Change:
-    """One tensor of the delta, of those that are not quantised."""
+    """One tensor of the delta, of those that are not quantized."""
 
     def changed(u: Update) -> list[object] | None:
         if not u.delta:
@@ -181,7 +181,7 @@ SHAPES: dict[str, Callable[[Tensor], object]] = {
 
 def _tensors() -> Iterator[Case]:
     for name, kind in KINDS.items():
-        # Cast from zero: what int8 means under a quantising channel is decided there.
+        # Cast from zero: what int8 means under a quantizing channel is decided there.
         yield Case(f"delta as {name}", every(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
         yield Case(f"one of delta as {name}", first(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
     for name, change in SHAPES.items():

@@ -450,7 +450,7 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory(case: str) -> N
     assert less < 0.7 * much
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(part.training for part in saving.module.modules() if isinstance(part, torch.nn.Dropout))
-    with pytest.raises(ModelError, match=r"checkpointing cannot be lifted by vmap.*engine.block = 1"):
+    with pytest.raises(ModelError, match=r"checkpointing cannot be lifted by vmap.*engine.clients_per_block = 1"):
         torch.vmap(lambda one: saving(one, inputs).logits)({n: v.expand(2, *v.shape) for n, v in it.params.items()})
     with pytest.raises(ModelError, match=r"model\.checkpointing = false"):
         torch.func.grad(lambda one: saving(one, inputs).logits.sum())(it.params)

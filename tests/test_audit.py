@@ -201,10 +201,10 @@ def test_several_attacks_share_the_risk() -> None:
 
 CONFIG = {
     "method": {"name": "fedavg"},
-    "split": {"kind": "iid", "clients": 3},
+    "split": {"name": "iid", "clients": 3},
     "model": {"name": "vit", "layers": 1, "width": 8, "heads": 2, "patch": 4},
     "training": {"lr": 0.1, "optimizer": "sgd", "batch_size": 64, "steps": 1},
-    "evaluate": {"every": 9, "personal": 9, "drift": False},
+    "evaluate": {"every": 9, "personal_every": 9, "drift": False},
     "rounds": 1,
 }
 

@@ -157,7 +157,7 @@ def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch:
     from test_privacy_ghost import Texts, model_of
 
     def found() -> set[str]:
-        run = run_of(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.8, norms="ghost")), count=1, batch_size=3)
+        run = run_of(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.8, clipping="ghost")), count=1, batch_size=3)
         model = model_of("Bert")
         checks = judge(check_examples(run, model, Texts(), initial_server(run, model)))
         return {each["what"] for each in checks if not each["passed"]}
@@ -291,10 +291,10 @@ def test_a_choice_of_layers_with_half_the_noise_without_a_clip_or_with_repeated_
 CONFIG = {
     "method": {"name": "fedavg"},
     "data": {"name": "synthetic", "examples": 120, "size": 4},
-    "split": {"kind": "iid", "clients": 2},
+    "split": {"name": "iid", "clients": 2},
     "model": {"name": "vit", "layers": 1, "width": 8, "heads": 2, "patch": 2},
     "training": {"lr": 0.1, "optimizer": "sgd", "batch_size": 16},
-    "evaluate": {"every": 9, "personal": 9},
+    "evaluate": {"every": 9, "personal_every": 9},
     "rounds": 1,
 }
 

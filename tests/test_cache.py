@@ -229,7 +229,7 @@ def test_a_model_is_left_as_it_was() -> None:
 CONFIG: dict[str, Any] = {
     "method": {"name": "fedprox"},
     "data": {"name": "synthetic", "examples": 60, "test_examples": 20, "size": 4, "classes": 3},
-    "split": {"kind": "iid", "clients": 3},
+    "split": {"name": "iid", "clients": 3},
     "model": {"name": "vit", "width": 8, "heads": 2, "frozen": ["embedding", "layer.0"]},
     "training": {"batch_size": 8},
     "rounds": 2,
@@ -239,7 +239,7 @@ CONFIG: dict[str, Any] = {
 def test_a_run_with_engine_cache_frozen_ends_where_one_without_does(tmp_path: Path) -> None:
     rows = {}
     for once in (False, True):
-        config = parse({**CONFIG, "engine": {"block": 1, "cache_frozen": once}})
+        config = parse({**CONFIG, "engine": {"clients_per_block": 1, "cache_frozen": once}})
         rows[once] = list(start(config, tmp_path / str(once)))
         assert (tmp_path / str(once) / RESULT).exists()
     for plain, remembered in zip(rows[False], rows[True], strict=True):

@@ -1,4 +1,4 @@
-"""Pruning and quantisation: whole again at the server, counted to the byte, and what they save with SAFL."""
+"""Pruning and quantization: whole again at the server, counted to the byte, and what they save with SAFL."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_head_pruning_needs_safl_and_more_than_one_head_and_is_open_about_lookin
     [rule] = prune("heads").client_rules
     assert rule.uses_data
     assert rule.release is None
-    with pytest.raises(MethodError, match=r"compose 'prune\+quantise'"):
+    with pytest.raises(MethodError, match=r"compose 'prune\+quantize'"):
         play(run_of(compose(quantize(), prune()), 1), WIDE, FOUR)
     with pytest.raises(MethodError, match=r"method\.keep is 0"):
         prune(keep=0.0)
@@ -249,9 +249,9 @@ def test_what_is_not_finite_stays_so_and_is_noticed(odd: float) -> None:
     ("name", "options", "model"),
     [
         pytest.param("prune", {"keep": 0.1}, WIDE, marks=pytest.mark.slow),
-        pytest.param("quantise", {}, WIDE, marks=pytest.mark.slow),
-        pytest.param("quantise", {"rows": False}, WIDE, marks=pytest.mark.slow),
-        pytest.param("safl+prune+quantise", {"k": 1, "keep": 0.1}, WIDE, marks=pytest.mark.slow),
+        pytest.param("quantize", {}, WIDE, marks=pytest.mark.slow),
+        pytest.param("quantize", {"rows": False}, WIDE, marks=pytest.mark.slow),
+        pytest.param("safl+prune+quantize", {"k": 1, "keep": 0.1}, WIDE, marks=pytest.mark.slow),
     ],
 )
 def test_the_channel_keeps_its_promises(name: str, options: dict[str, Any], model: ToyTransformer) -> None:
@@ -285,19 +285,19 @@ def test_a_third_of_the_layers_with_pruned_heads_is_three_quarters_less_than_fed
         for name, options in {
             "safl": {},
             "safl+prune": {"by": "heads"},
-            "safl+prune+quantise": {"by": "heads"},
+            "safl+prune+quantize": {"by": "heads"},
         }.items()
     }
-    assert less == pytest.approx({"safl": 0.735, "safl+prune": 0.777, "safl+prune+quantise": 0.940}, abs=6e-4)
+    assert less == pytest.approx({"safl": 0.735, "safl+prune": 0.777, "safl+prune+quantize": 0.940}, abs=6e-4)
     assert less["safl+prune"] > 0.75
 
 
 # ---- what cannot be opened
 
 
-def spoil(change: Callable[[Update], Update], method: Method, tolerate: bool) -> RoundResult:
+def spoil(change: Callable[[Update], Update], method: Method, skip_failed_clients: bool) -> RoundResult:
     """A round in which client a's message arrives changed."""
-    run = run_of(method, 1, tolerate=tolerate)
+    run = run_of(method, 1, skip_failed_clients=skip_failed_clients)
 
     def answer(job: Job) -> Update:
         delta = {name: draw(1, *value.shape) for name, value in WIDE.initial.items()}
@@ -349,8 +349,8 @@ SPOILT: dict[str, tuple[Method, Callable[[Update], Update], str]] = {
 def test_a_message_that_cannot_be_opened_is_that_clients_fault(kind: str) -> None:
     method, change, message = SPOILT[kind]
     with pytest.raises(ClientError, match=rf"client 'a': sent what cannot be opened: .*{message}"):
-        spoil(change, method, tolerate=False)
-    each = spoil(change, method, tolerate=True)
+        spoil(change, method, skip_failed_clients=False)
+    each = spoil(change, method, skip_failed_clients=True)
     assert [lost.client for lost in each.lost] == ["a"]
     assert list(each.sent) == ["b"]
     assert issubclass(CompressionError, ValueError)

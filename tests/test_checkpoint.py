@@ -31,7 +31,9 @@ FOUR = Clients(a=5, b=6, c=7, d=8)
 
 
 def server_of(value: float = 1.0) -> Server:
-    ledger = ParameterVersions({"w": 2, "b": 0}, {"ü/x": (2, 0), "a": (-1, 0), "z": (2, 0)}, preloaded=True)
+    ledger = ParameterVersions(
+        {"w": 2, "b": 0}, {"ü/x": (2, 0), "a": (-1, 0), "z": (2, 0)}, clients_have_initial_model=True
+    )
     params = {"w": torch.full((2, 3), value), "b": torch.tensor(value / 3, dtype=torch.bfloat16)}
     moved = {"w": torch.arange(3.0) * value, "b": torch.ones(1)}
     return Server(params, {"velocity": moved, "count": {"w": torch.tensor(7)}, "nothing yet": {}}, ledger)
@@ -310,8 +312,8 @@ def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
 
 @pytest.mark.parametrize("kind", [DiskStore, lambda folder: MemoryStore(DiskStore(folder))], ids=["disk", "memory"])
 def test_a_run_goes_back_to_the_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path, kind: Any) -> None:
-    run = run_of(local_only(), 6, cohort=0.5, minimum=0)
-    availability = Availability(dropout=0.2)
+    run = run_of(local_only(), 6, cohort=0.5, min_updates=0)
+    availability = Availability(client_dropout=0.2)
     reference = MemoryStore()
     play(run, MODEL, FOUR, store=reference, availability=availability)
     store = kind(tmp_path / "clients")

@@ -17,10 +17,10 @@ from partita.report.layer_selection import alarms_raised, layers_by_round, overl
 CONFIG: dict[str, Any] = {
     "rounds": 4,
     "data": {"name": "synthetic", "examples": 90, "size": 4, "channels": 1},
-    "split": {"kind": "iid", "clients": 3},
+    "split": {"name": "iid", "clients": 3},
     "model": {"name": "vit", "layers": 3, "width": 8, "heads": 2, "patch": 2},
     "training": {"lr": 0.01, "steps": 1, "batch_size": 8},
-    "evaluate": {"every": 4, "personal": 4},
+    "evaluate": {"every": 4, "personal_every": 4},
     "method": {"name": "safl", "k": 1},
 }
 

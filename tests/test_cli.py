@@ -33,10 +33,10 @@ examples = 160
 test_examples = 40
 size = 4
 [split]
-kind = "iid"
+name = "iid"
 clients = 5
 [evaluate]
-personal = 2
+personal_every = 2
 """
     + SMALL_VIT
 )
@@ -97,7 +97,7 @@ def test_run_records_and_reports(partita: Shell, config: Path, tmp_path: Path) -
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedfrozen", "local-only", "centralized"])
 def test_plan_foretells_the_bytes_that_a_run_records(method: str, partita: Shell, config: Path, tmp_path: Path) -> None:
     changes = ["--set", f"method={{name='{method}'" + (", warmup=2}" if method == "fedfrozen" else "}")]
-    changes += ["--set", "federation.cohort=2", "--set", "federation.dropout=0.2"]
+    changes += ["--set", "federation.cohort=2", "--set", "federation.client_dropout=0.2"]
     assert partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
     for row in rows:
@@ -263,7 +263,7 @@ BAD = {
     "a frozen kernel that a method asks for": (["model.frozen=['query']"], "is tagged 'query'"),
     "more clients than samples": (["split.clients=500"], "500 clients"),
     "an empty client": (
-        ["split={kind='quantity', clients=50, alpha=0.01, smallest=1}"],
+        ["split={name='quantity', clients=50, alpha=0.01, min_examples=1}"],
         "would get 0; use fewer clients",
     ),
     "too large a cohort": (["federation.cohort=9"], "federation.cohort is 9, but there are 5 clients"),
@@ -271,8 +271,8 @@ BAD = {
         ["training.lr=1e9", "training.optimizer=sgd", "method={name='fedavg'}"],
         "lower training.lr, set training.clip, or look at the client's data",
     ),
-    "a trace that is not there": (["federation.trace=none.csv"], "cannot read the trace none.csv"),
-    "no answers": (["federation.dropout=1.0"], "0 of 5 clients answered in round 0"),
+    "a trace that is not there": (["federation.availability_trace=none.csv"], "cannot read the trace none.csv"),
+    "no answers": (["federation.client_dropout=1.0"], "0 of 5 clients answered in round 0"),
 }
 
 

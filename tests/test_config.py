@@ -77,17 +77,20 @@ def test_optimizers_are_built() -> None:
         ("training.optimizer=adam", "it must be 'sgd' or 'adamw'"),
         ("training.momentum=0.9", "training.momentum and training.nesterov are for optimizer = 'sgd'"),
         ("training=1", "training is 1; it must be a table, [training]"),
-        ("split.kind=dirichlett", "unknown split 'dirichlett'; did you mean 'dirichlet'?"),
+        ("split.name=dirichlett", "unknown split 'dirichlett'; did you mean 'dirichlet'?"),
         ("split.beta=3", "unknown key 'split.beta'"),
         ("data.name=digit", "unknown data 'digit'; did you mean 'digits'?"),
         ("model.wdth=3", "unknown key 'model.wdth'; did you mean 'width'?"),
-        ("engine.block=many", "engine.block is 'many'; it must be a whole number from 1 to 1e9 or 'auto'"),
+        (
+            "engine.clients_per_block=many",
+            "engine.clients_per_block is 'many'; it must be a whole number from 1 to 1e9 or 'auto'",
+        ),
         ("seed=first", "seed is 'first'; it must be a whole number"),
     ],
 )
 def test_what_is_wrong_is_named(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        parsed("split={kind='dirichlet', clients=4, alpha=1.0}", "model={name='vit'}", change)
+        parsed("split={name='dirichlet', clients=4, alpha=1.0}", "model={name='vit'}", change)
 
 
 @pytest.mark.parametrize("change", ["lr", "=3", "seed.x=1"])

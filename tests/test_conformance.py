@@ -51,8 +51,13 @@ def check(method: Method, tolerance: float = 1e-5) -> ConformanceReport:
 
 # Ten epochs of the head are too many for a fast test; the promises are the same for two.
 BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}, "lora": {"rank": 2}, "flora": {"rank": 2}}
-BRIEF |= {"pfeddc": {"text": 2, "vision": 2}, "promptfl": {"text": 2}, "vpfl": {"vision": 2}, "coop": {"text": 2}}
-BRIEF |= {"fedotp": {"text": 2, "iterations": 5}, "fedpgp": {"text": 2, "rank": 1}}
+BRIEF |= {
+    "pfeddc": {"text_tokens": 2, "vision_tokens": 2},
+    "promptfl": {"text_tokens": 2},
+    "vpfl": {"vision_tokens": 2},
+    "coop": {"text_tokens": 2},
+}
+BRIEF |= {"fedotp": {"text_tokens": 2, "iterations": 5}, "fedpgp": {"text_tokens": 2, "rank": 1}}
 
 
 @cache
@@ -84,7 +89,7 @@ def test_every_method_and_supported_composition_conforms(name: str) -> None:
         ("fedfrozen", {"warmup": 0}),
         ("fedfrozen", {"warmup": 1.0}),
         ("fedfrozen", {"warmup": 2, "scope": "value"}),
-        ("fedfrozen", {"warmup": 1, "freeze": "random", "draw": 3}),
+        ("fedfrozen", {"warmup": 1, "freeze": "random", "seed": 3}),
         ("fedfrozen", {"warmup": 1, "freeze": "value"}),
         ("fedfrozen", {"warmup": 1, "freeze": "mlp"}),
         ("fedfrozen+fedprox", {"warmup": 2, "mu": 0.5}),

@@ -27,9 +27,14 @@ ROUNDS = 4
 
 def settings(method: str = "fedper", seed: int = 0, rounds: int = ROUNDS) -> Config:
     raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
-    raw |= {"method": {"name": method}, "seed": seed, "rounds": rounds, "engine": {"state": "disk", "block": 1}}
+    raw |= {
+        "method": {"name": method},
+        "seed": seed,
+        "rounds": rounds,
+        "engine": {"client_state": "disk", "clients_per_block": 1},
+    }
     raw |= {"privacy": {"noise": 2.0, "accountant": "rdp"}, "federation": {"cohort": 2}}
-    return parse({**raw, "split": {"kind": "iid", "clients": 3}})
+    return parse({**raw, "split": {"name": "iid", "clients": 3}})
 
 
 def play(config: Config, folder: Path) -> str:

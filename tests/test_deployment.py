@@ -47,9 +47,9 @@ method = {{name = "{method}"{options}}}
 [model]
 name = "plain"
 [federation]
-minimum = 2
+min_updates = 2
 [engine]
-block = 1
+clients_per_block = 1
 """
     + SMALL_TASK
     + "test_examples = 20\nclasses = 3\n"
@@ -287,7 +287,7 @@ SAME: dict[str, tuple[str, dict[str, str]]] = {
     "fedavg": ("", {}),
     "scaffold": ("", {}),
     "fedfrozen": (", warmup = 1", {}),
-    "safl": (", k = 1, noise = 2.0, probe = 0.5", {"[engine]": f'{PRIVATE}[engine]\nsecret = "SECRET"'}),
+    "safl": (", k = 1, noise = 2.0, probe = 0.5", {"[engine]": f'{PRIVATE}[engine]\nsecret_file = "SECRET"'}),
     "pfeddc": (", text = 2, vision = 2", {'name = "plain"': 'name = "clip"\nshape = "tiny"'}),
 }
 

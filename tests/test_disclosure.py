@@ -31,7 +31,7 @@ from partita.training.local_training import train_clients
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "privacy.md"
 CONFIG: dict[str, Any] = {
     "data": {"name": "synthetic", "examples": 120, "size": 4, "test_examples": 30},
-    "split": {"kind": "iid", "clients": 3},
+    "split": {"name": "iid", "clients": 3},
     "model": {"name": "vit", "layers": 2, "width": 8, "heads": 2, "patch": 2},
     "training": {"lr": 0.1, "optimizer": "sgd", "batch_size": 16},
     "rounds": 1,
@@ -102,13 +102,13 @@ def test_noised_models_that_clients_keep_are_scored(tmp_path: Path) -> None:
 
 
 def test_scores_on_test_parts_can_be_left_out(tmp_path: Path) -> None:
-    row = row_of(tmp_path / "run", {"name": "fedavg"}, **PRIVACY["example"], evaluate={"personal": 0})
+    row = row_of(tmp_path / "run", {"name": "fedavg"}, **PRIVACY["example"], evaluate={"personal_every": 0})
     assert row["personal"] is None
     assert row["test"]
 
 
 def test_reasons_of_lost_clients_are_not_quoted(tmp_path: Path) -> None:
-    away = {"federation": {"dropout": 0.6, "minimum": 1}, "seed": 3}
+    away = {"federation": {"client_dropout": 0.6, "min_updates": 1}, "seed": 3}
     plain = row_of(tmp_path / "plain", {"name": "fedavg"}, **away)
     hidden = row_of(tmp_path / "client", {"name": "fedavg"}, **away, **PRIVACY["client"])
     assert plain["lost"]

@@ -71,7 +71,7 @@ def test_clinical_notes_in_private_as_the_comment_says(tmp_path: Path) -> None:
 def test_prompts_beside_a_pair(tmp_path: Path) -> None:
     paths = [f"data.path={pictures(tmp_path / 'pictures')}", f"model.path={pairs.folder('clip')}"]
     tiny = ["data.size=8", "data.channels=1", "data.mean=[0.5]", "data.std=[0.5]", "model.dtype=float32"]
-    small = ["split.clients=2", "method.text=2", "method.vision=2", "rounds=1"]
+    small = ["split.clients=2", "method.text_tokens=2", "method.vision_tokens=2", "rounds=1"]
     [row] = runner.start(load(EXAMPLES / "prompts.toml", [*paths, *tiny, *small]), tmp_path / "run")
     assert set(row["up"]) - {""} == {name for name in row["up"] if "global" in name}
 

@@ -47,7 +47,7 @@ def test_draws_are_keyed_by_round_and_client() -> None:
 
 
 def test_a_trace_decides_where_it_speaks() -> None:
-    availability = Availability(dropout=1.0, trace={(3, "c7"): 0.25, (4, "c7"): 1.0})
+    availability = Availability(client_dropout=1.0, trace={(3, "c7"): 0.25, (4, "c7"): 1.0})
     assert [availability.completed_fraction(Key(0), number, "c7") for number in (2, 3, 4)] == [0.0, 0.25, 1.0]
     assert availability.completed_fraction(Key(0), 3, "c8") == 0.0
 

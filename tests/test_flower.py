@@ -88,13 +88,17 @@ def setting(name: str) -> tuple[Run, Model, Population]:
     if method.extend:
         model = method.extend(model, run_of(method).key)
     optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
-    return run_of(method, 3, optimizer, lr=0.02, cohort=0.5, minimum=0, preloaded=name == "fedpart"), model, population
+    return (
+        run_of(method, 3, optimizer, lr=0.02, cohort=0.5, min_updates=0, clients_have_initial_model=name == "fedpart"),
+        model,
+        population,
+    )
 
 
 @pytest.mark.parametrize("name", INDEX)
 def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(name: str, tmp_path: Path) -> None:
     run, model, population = setting(name)
-    availability = Availability(dropout=0.15, straggle=0.3)
+    availability = Availability(client_dropout=0.15, straggler_rate=0.3)
     embedded = SimulationEngine(run, model, population, availability=availability)
     grid = wired(run, model, population, tmp_path, availability)
     engine = flower(run, model, grid, population.clients)
@@ -152,7 +156,7 @@ FAULTS: dict[str, tuple[Tamper, str]] = {
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_bad_answer_is_recorded_and_changes_nothing_else(kind: str, tmp_path: Path) -> None:
     tamper, reason = FAULTS[kind]
-    model, run = small(), run_of(fedavg(), 2, tolerate=True, drift=False)
+    model, run = small(), run_of(fedavg(), 2, skip_failed_clients=True, drift=False)
     grid = wired(run, model, THREE, tmp_path)
     tampered(grid, 11, tamper)
     played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
@@ -227,7 +231,7 @@ def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_pa
 @pytest.mark.parametrize("silent", ["no answer", "an upload that hangs"])
 def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str, tmp_path: Path) -> None:
     """The silent one is asked first, and refusals are no answers: the clock starts with the second update."""
-    model, run, over = small(), run_of(fedavg(), 1, minimum=2), threading.Event()
+    model, run, over = small(), run_of(fedavg(), 1, min_updates=2), threading.Event()
     grid = wired(run, model, FOUR, tmp_path, Availability(trace={(0, "c3"): 0.0}))
     if silent == "no answer":
         tampered(grid, 12, lambda *_: None)
@@ -254,7 +258,7 @@ def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str,
 
 
 def test_patience_waits_for_enough_and_does_not_hide_an_error(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1, minimum=3)
+    model, run = small(), run_of(fedavg(), 1, min_updates=3)
     grid = wired(run, model, THREE, tmp_path)
     grid.fetching = lambda reply: time.sleep(0.3) if reply.metadata.src_node_id == 11 else None
     [played] = rounds(run, model, flower(run, model, grid, THREE.clients, patience=0.0))
@@ -288,7 +292,7 @@ def test_who_did_not_answer_gets_no_job_until_it_speaks(tmp_path: Path) -> None:
 
 
 def test_too_few_answers_end_the_run(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1, minimum=3)
+    model, run = small(), run_of(fedavg(), 1, min_updates=3)
     grid = wired(run, model, THREE, tmp_path)
     tampered(grid, 11, failed)
     with pytest.raises(RunError, match=r"only 2 of 3 clients answered .*the node went away"):
@@ -329,7 +333,7 @@ def test_of_an_error_that_may_quote_data_only_the_kind_leaves_the_site(
         def __getitem__(self, client: str) -> Any:
             raise kind("patient 4711 has no scan")
 
-    model, run = small(), run_of(fedavg(), 1, minimum=0, tolerate=True)
+    model, run = small(), run_of(fedavg(), 1, min_updates=0, skip_failed_clients=True)
     grid = wired(run, model, Leaky(c0=3), tmp_path)
     [played] = rounds(run, model, flower(run, model, grid, ["c0"]))
     assert played.lost == (ClientFailure("c0", f"failed with {kind.__name__}; the log of its SuperNode says more"),)
@@ -337,7 +341,7 @@ def test_of_an_error_that_may_quote_data_only_the_kind_leaves_the_site(
 
 
 def test_a_site_refuses_jobs_of_others_and_models_of_another_shape(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1, minimum=0, tolerate=True)
+    model, run = small(), run_of(fedavg(), 1, min_updates=0, skip_failed_clients=True)
     grid = wired(run, model, THREE, tmp_path)
     engine = flower(run, model, grid, THREE.clients)
     engine.clients()
@@ -413,7 +417,7 @@ def late_head(model: Model, round_info: RoundInfo) -> Plan:
 def test_a_server_that_goes_on_from_a_checkpoint_ends_where_it_would_have(method: Method, tmp_path: Path) -> None:
     """Sites had gone two rounds further; what they hold and remember of those must not count."""
     model = small()
-    run = run_of(method, 5, cohort=3 if method.name == "late head" else 2, preloaded=True)
+    run = run_of(method, 5, cohort=3 if method.name == "late head" else 2, clients_have_initial_model=True)
     whole = list(rounds(run, model, flower(run, model, wired(run, model, THREE, tmp_path / "a"), THREE.clients)))
     grid = wired(run, model, THREE, tmp_path / "b")
     stream = rounds(run, model, flower(run, model, grid, THREE.clients))
@@ -449,12 +453,12 @@ CONFIG = (
 rounds = 3
 method = {{name = "{method}"{options}}}
 [evaluate]
-personal = 2
+personal_every = 2
 [federation]
-minimum = 2
-tolerate = true
+min_updates = 2
+skip_failed_clients = true
 [engine]
-block = 1
+clients_per_block = 1
 """
     + SMALL_TASK
     + "test_examples = 20"
@@ -515,14 +519,19 @@ def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
 
 def test_a_site_says_where_its_data_are_and_nothing_else(tmp_path: Path) -> None:
     config = written(tmp_path / "app")
-    settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 3, "set": "rounds=1 federation.minimum=0"}
+    settings = {
+        "folder": str(tmp_path / "run"),
+        "deadline": 60.0,
+        "clients": 3,
+        "set": "rounds=1 federation.min_updates=0",
+    }
     nodes: dict[str, dict[str, Any]] = {
         "c0": {"data.noise": 2.0, "engine.threads": 1},
         "c1": {"training.lr": 5.0},
         "c2": {"data.noize": 2.0},
     }
     grid = app_grid(config, tmp_path / "sites", settings, **nodes)
-    [row] = flower_app.serve(grid, load(config, ["rounds=1", "federation.minimum=0"]), settings, "1")
+    [row] = flower_app.serve(grid, load(config, ["rounds=1", "federation.min_updates=0"]), settings, "1")
     assert row["lost"] == {
         "c1": "the node config sets training.lr=5.0, but a site can only change data. and engine. keys",
         "c2": "unknown key 'data.noize'; did you mean 'noise'?",
@@ -535,7 +544,9 @@ def test_under_privacy_each_site_draws_by_a_secret_of_its_own(tmp_path: Path) ->
     settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 3, "set": " ".join(words)}
     (tmp_path / "mine").write_bytes(b"0123456789abcdef")
     (tmp_path / "mine").chmod(0o600)
-    grid = app_grid(config, tmp_path / "sites", settings, c0={"engine.secret": str(tmp_path / "mine")}, c1={}, c2={})
+    grid = app_grid(
+        config, tmp_path / "sites", settings, c0={"engine.secret_file": str(tmp_path / "mine")}, c1={}, c2={}
+    )
     for row in flower_app.serve(grid, load(config, words), settings, "1"):
         assert not row["lost"]
         assert row["train_loss"] is None
@@ -548,7 +559,7 @@ def test_under_privacy_each_site_draws_by_a_secret_of_its_own(tmp_path: Path) ->
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     """Each reads its own rows; the server has none of them, and only a test set."""
     config = written(tmp_path / "app", "fedper")
-    changes = ["rounds=1", "split={kind='site', sites=['north', 'south']}", "evaluate.personal=1"]
+    changes = ["rounds=1", "split={name='site', sites=['north', 'south']}", "evaluate.personal_every=1"]
     settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 2, "set": shlex.join(changes)}
     sizes = {"north": {"data.examples": 30}, "south": {"data.examples": 90}}
     with pytest.warns(UserWarning, match=r"weights are taken on trust up to federation\.max_examples"):

@@ -239,17 +239,17 @@ ATTACKS: dict[str, Attack] = {
         kept=True,
     ),
     "64 bits where 8 travel": Attack(
-        delta(lambda value: value.double(), "embed.weight"), "as torch.float64 on cpu, not", "quantise"
+        delta(lambda value: value.double(), "embed.weight"), "as torch.float64 on cpu, not", "quantize"
     ),
-    "scales of whole numbers": Attack(scales(lambda value: value.to(torch.int8)), "as torch.int8 on cpu", "quantise"),
-    "scales of true and false": Attack(scales(lambda value: value.bool()), "as torch.bool on cpu, not", "quantise"),
-    "scales of 64 bits": Attack(scales(lambda value: value.double()), "as torch.float64 on cpu, not", "quantise"),
-    "scales of another shape": Attack(scales(lambda value: value[:1, None]), "what cannot be opened", "quantise"),
-    "no scales": Attack(rewritten(slots={}), "what cannot be opened", "quantise"),
+    "scales of whole numbers": Attack(scales(lambda value: value.to(torch.int8)), "as torch.int8 on cpu", "quantize"),
+    "scales of true and false": Attack(scales(lambda value: value.bool()), "as torch.bool on cpu, not", "quantize"),
+    "scales of 64 bits": Attack(scales(lambda value: value.double()), "as torch.float64 on cpu, not", "quantize"),
+    "scales of another shape": Attack(scales(lambda value: value[:1, None]), "what cannot be opened", "quantize"),
+    "no scales": Attack(rewritten(slots={}), "what cannot be opened", "quantize"),
     "a slot beside the scales": Attack(
         rewritten(slots=lambda found: {**found, "mine": {"head.weight": torch.zeros(3, WIDTH)}}),
         "sent the slot 'mine'",
-        "quantise",
+        "quantize",
     ),
     # What an honest site could have sent: only a method that does not trust single updates helps.
     "a loss of its own": Attack(numbers(numbers={"loss": -7.0}), ""),
@@ -264,12 +264,12 @@ def method_of(name: str) -> Method:
 
 
 def model_for(name: str) -> Model:
-    """Small tensors are not quantised."""
-    return ToyTransformer(width=WIDTH, layers=1) if name == "quantise" else small()
+    """Small tensors are not quantized."""
+    return ToyTransformer(width=WIDTH, layers=1) if name == "quantize" else small()
 
 
-def run_under(attack: Attack, tolerate: bool) -> Run:
-    return run_of(method_of(attack.method), 2, tolerate=tolerate, drift=False)
+def run_under(attack: Attack, skip_failed_clients: bool) -> Run:
+    return run_of(method_of(attack.method), 2, skip_failed_clients=skip_failed_clients, drift=False)
 
 
 @cache
@@ -281,9 +281,9 @@ def honest_end(method: str, away: bool) -> str:
     )
 
 
-def strike(attack: Attack, folder: Path, tolerate: bool = True) -> tuple[list[ClientFailure], str]:
+def strike(attack: Attack, folder: Path, skip_failed_clients: bool = True) -> tuple[list[ClientFailure], str]:
     """Whom the server lost in a run in which c1 attacks in the first round, and the digest of the model."""
-    run, model = run_under(attack, tolerate), model_for(attack.method)
+    run, model = run_under(attack, skip_failed_clients), model_for(attack.method)
     grid = wired(run, model, THREE, folder)
     tampered(grid, 11, attack.tamper)
     played = list(rounds(run, model, flower(run, model, grid, THREE.clients, deadline=60.0)))
@@ -311,7 +311,7 @@ def test_no_answer_of_a_site_ends_a_run_or_leaves_a_trace_in_it(kind: str, tmp_p
 def test_a_run_that_does_not_tolerate_faults_ends_with_the_client_and_the_fault(kind: str, tmp_path: Path) -> None:
     attack = ATTACKS[kind]
     with pytest.raises(ClientError) as ended:
-        strike(attack, tmp_path, tolerate=False)
+        strike(attack, tmp_path, skip_failed_clients=False)
     assert ended.value.client == "c1"
     assert attack.reason in ended.value.reason
     assert len(ended.value.reason) <= MAX_TEXT
@@ -320,7 +320,7 @@ def test_a_run_that_does_not_tolerate_faults_ends_with_the_client_and_the_fault(
 
 def test_an_old_answer_and_an_answer_of_another_do_not_pass(tmp_path: Path) -> None:
     """Client c1 sends in round 1 what c0 sent, and in round 2 what it sent itself in round 0."""
-    run, model = run_of(fedavg(), 3, tolerate=True, drift=False), small()
+    run, model = run_of(fedavg(), 3, skip_failed_clients=True, drift=False), small()
     grid = wired(run, model, THREE, tmp_path)
     sent: dict[tuple[int, str], RecordDict] = {}
     honest = {node: grid.nodes[node] for node in (11, 12)}
@@ -361,7 +361,7 @@ def test_an_answer_counts_once_though_it_comes_twice(tmp_path: Path) -> None:
     "kind", [IndexError, AttributeError, AssertionError, RecursionError, DecodeError, struct.error]
 )
 def test_a_message_that_flower_cannot_unpack_loses_its_site_alone(kind: type[Exception], tmp_path: Path) -> None:
-    run, model = run_of(fedavg(), 2, tolerate=True, drift=False), small()
+    run, model = run_of(fedavg(), 2, skip_failed_clients=True, drift=False), small()
     grid = wired(run, model, THREE, tmp_path)
 
     def breaks(reply: Message) -> None:
@@ -382,7 +382,7 @@ def test_the_report_shows_a_reason_as_text() -> None:
 
 def test_the_limit_is_that_of_the_round(tmp_path: Path) -> None:
     """After the warm-up the kernel is frozen; a site that still sends it sends too much."""
-    run, model = run_of(build("fedfrozen", {"warmup": 1}), 2, tolerate=True, drift=False), small()
+    run, model = run_of(build("fedfrozen", {"warmup": 1}), 2, skip_failed_clients=True, drift=False), small()
     grid = wired(run, model, THREE, tmp_path)
     kept: list[Update] = []
 
@@ -422,8 +422,8 @@ SCORES: dict[str, tuple[Tamper, str]] = {
 }  # fmt: skip
 
 
-def evaluated(tamper: Tamper, folder: Path, tolerate: bool) -> list[tuple[str, dict[str, float]]]:
-    run, model = run_of(fedavg(), 1, tolerate=tolerate), small()
+def evaluated(tamper: Tamper, folder: Path, skip_failed_clients: bool) -> list[tuple[str, dict[str, float]]]:
+    run, model = run_of(fedavg(), 1, skip_failed_clients=skip_failed_clients), small()
     grid = wired(run, model, THREE, folder)
     honest = grid.nodes[11]
 
@@ -442,12 +442,12 @@ def test_scores_that_nobody_could_have_measured_are_left_out(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tamper, reason = SCORES[kind]
-    found = evaluated(tamper, tmp_path / "a", tolerate=True)
+    found = evaluated(tamper, tmp_path / "a", skip_failed_clients=True)
     assert [name for name, _ in found] == ["c0", "c2"]
     assert reason in caplog.text
     assert len(caplog.records[-1].getMessage()) <= MAX_TEXT + 50
     with pytest.raises(ClientError, match="client 'c1'"):
-        evaluated(tamper, tmp_path / "b", tolerate=False)
+        evaluated(tamper, tmp_path / "b", skip_failed_clients=False)
 
 
 # ---- a hostile site: its name
@@ -484,7 +484,7 @@ def test_a_node_with_a_bad_name_is_left_out(kind: str, tmp_path: Path, caplog: p
 
 def test_a_node_cannot_be_one_client_after_another(tmp_path: Path) -> None:
     """It leaves jobs unanswered, so it is asked for its name again, and says another every time."""
-    run, model = run_of(fedavg(), 4, tolerate=True), small()
+    run, model = run_of(fedavg(), 4, skip_failed_clients=True), small()
     grid = wired(run, model, THREE, tmp_path)
     others = [f"d{number}" for number in range(100)]
     turns = iter(["c1", *others])

@@ -343,8 +343,8 @@ CONFIG = (
 rounds = 1
 method = {name = "fedavg"}
 [federation]
-minimum = 0
-tolerate = true
+min_updates = 0
+skip_failed_clients = true
 """
     + SMALL_TASK
     + "test_examples = 20"
@@ -356,7 +356,9 @@ def served(config: Path, folder: Path, here: list[str], there: list[str], secret
     """The row of a run with one site, by a server with these changes to the config and a site with those."""
     (config.parent / "app").mkdir(parents=True, exist_ok=True)
     settings = {"folder": str(folder), "deadline": 60.0, "clients": 1, "set": " ".join(there)}
-    own = {"client": "c0", "folder": str(config.parent / "sites")} | ({"engine.secret": str(secret)} if secret else {})
+    own = {"client": "c0", "folder": str(config.parent / "sites")} | (
+        {"engine.secret_file": str(secret)} if secret else {}
+    )
 
     def site(message: Message) -> Message:
         return flower_app.client(config)(message, Context(1, 1, own, RecordDict(), settings))  # type: ignore[arg-type]
@@ -382,10 +384,10 @@ def test_a_site_with_another_config_refuses_and_says_so(config: Path, tmp_path: 
 @pytest.mark.parametrize(
     "change",
     ["training.lr=0.5", "method.name=fedprox", "seed=1", "privacy.noise=2.0", "training.batch_size=8", "rounds=9",
-     "model.width=16", "split.clients=4", "federation.dropout=0.5", "label=b"],
+     "model.width=16", "split.clients=4", "federation.client_dropout=0.5", "label=b"],
 )  # fmt: skip
 def test_whatever_both_sides_must_agree_on_is_in_the_digest(change: str, config: Path) -> None:
-    plain, own = shared_digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.secret=s"]
+    plain, own = shared_digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.secret_file=s"]
     assert shared_digest(load(config, [change])) != plain
     assert shared_digest(load(config, own)) == plain
 
@@ -400,7 +402,8 @@ def test_a_second_experiment_does_not_draw_the_noise_of_the_first_again(config: 
     other = [*private, "training.lr=0.5"]
     assert served(config, tmp_path / "c", other, other, tmp_path / "secret")["lost"] == {}
     roots = [
-        build_experiment(load(config, [*words, f"engine.secret={tmp_path / 'secret'}"])) for words in (private, other)
+        build_experiment(load(config, [*words, f"engine.secret_file={tmp_path / 'secret'}"]))
+        for words in (private, other)
     ]
     assert roots[0].run.secret != roots[1].run.secret
 
@@ -426,7 +429,7 @@ def test_a_label_does_not_lead_out_of_the_folder(label: str, config: Path) -> No
 
 
 def test_a_client_called_dots_has_a_folder_of_its_own(config: Path, tmp_path: Path) -> None:
-    settings = {"set": shlex.quote("split={kind='site', sites=['..', 'north']}")}
+    settings = {"set": shlex.quote("split={name='site', sites=['..', 'north']}")}
     own: Any = {"client": "..", "folder": str(tmp_path / "sites")}
     site = flower_app._site(Context(1, 1, own, RecordDict(), settings), config)  # type: ignore[arg-type]
     assert site.folder.resolve().parent.parent == (tmp_path / "sites").resolve()

@@ -31,7 +31,15 @@ WORDS = [
     {"tokens": ["mild", "cough"], "tags": ["B-Sign", "I-Sign"]},
 ]
 TRACE = "round,client,work\n0,c0,0.5\n1,c1,1\n2,c2,0\n"
-LINES = ["{}", "[]", "null", "3", '{"text": 3}', '{"text": null, "label": null}', '{"text": "\\ud800", "label": "yes"}']
+LINES = [
+    "{}",
+    "[]",
+    "null",
+    "3",
+    '{"text_tokens": 3}',
+    '{"text": null, "label": null}',
+    '{"text": "\\ud800", "label": "yes"}',
+]
 LINES += [
     '{"text": {"a": 1}, "label": "yes"}',
     '{"text": "x", "label": 99999999999999999999999}',

@@ -171,7 +171,7 @@ def refuse_inside(work: Callable[[], Tensor]) -> Replay:
     try:
         return refuse(work)
     except RuntimeError as error:
-        raise VmapError("vmap cannot lift it; set engine.block = 1") from error
+        raise VmapError("vmap cannot lift it; set engine.clients_per_block = 1") from error
 
 
 @pytest.mark.parametrize("recorder", [refuse, refuse_inside])

@@ -43,15 +43,15 @@ from partita.testing.toy import ToyTransformer
 SIZES = {"a": 5, "b": 6, "c": 7}
 THREE = Clients(**SIZES)
 BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}}
-WIDTH = {"quantise": 12, "prune": 36, "safl+prune+quantise": 36, "client-level, quantised": 12}  # else too few numbers
+WIDTH = {"quantize": 12, "prune": 36, "safl+prune+quantize": 36, "client-level, quantized": 12}  # else too few numbers
 PRIVATE = {
     "client-level": lambda: protect_clients(fedavg(), 1.0, 0.1, 3),
     "client-level, fedadam": lambda: protect_clients(build("fedadam"), 1.0, 0.1, 3),
-    "client-level, quantised": lambda: protect_clients(build("quantise"), 1.0, 0.1, 3),
+    "client-level, quantized": lambda: protect_clients(build("quantize"), 1.0, 0.1, 3),
     "client-level, narrowed": lambda: protect_clients(build("safl", {"select": "static"}), 1.0, 0.1, 3),
     "example-level": lambda: replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0)),
 }
-COMPOSED = ("fedfrozen+scaffold", "fedper+moon+fedadam", "safl+prune+quantise")
+COMPOSED = ("fedfrozen+scaffold", "fedper+moon+fedadam", "safl+prune+quantize")
 # Those that need another model are not here, nor the one that has a single client.
 TOY = [name for name in INDEX if not (made := build(name)).extend and not made.pool]
 FEDERATIONS = (*TOY, *COMPOSED, *PRIVATE)
@@ -87,7 +87,7 @@ class Setting:
 @cache
 def setting(name: str) -> Setting:
     method = PRIVATE[name]() if name in PRIVATE else build(name, BRIEF.get(name, {}))
-    run = run_of(method, 3, tolerate=True, drift=False, examples=SIZES)
+    run = run_of(method, 3, skip_failed_clients=True, drift=False, examples=SIZES)
     model = ToyTransformer(width=WIDTH.get(name, 4), layers=1)
     engine = SimulationEngine(run, model, THREE)
     server = next(rounds(run, model, engine)).server
@@ -106,7 +106,7 @@ def harmless(name: str, case: Case) -> bool:
     if name.startswith("client-level"):
         huge = any(word in case.name for word in ("3e38", "1e30", "1e12")) and "weight" not in case.name
         return huge or "as " in case.name
-    return ("quantise" in name or "prune" in name) and ("as int8" in case.name or "slots" in case.name)
+    return ("quantize" in name or "prune" in name) and ("as int8" in case.name or "slots" in case.name)
 
 
 def try_out(name: str, case: Case) -> str | None:
@@ -125,10 +125,10 @@ def try_out(name: str, case: Case) -> str | None:
     if case.name != "client is the next":  # there, b speaks for c, whose own reply then comes second
         assert tensors.equal(last(played), at.without), "a refused reply left a trace"
     if case.name == "no reply":  # nobody to blame
-        assert tensors.equal(last(at.play(case, tolerate=False) or []), at.without)
+        assert tensors.equal(last(at.play(case, skip_failed_clients=False) or []), at.without)
         return "refused"
     with pytest.raises(ClientError) as caught:
-        at.play(case, tolerate=False)
+        at.play(case, skip_failed_clients=False)
     assert caught.value.client in (WHO, "a", "c", "mallory", "5", "")
     return "refused"
 
@@ -182,7 +182,7 @@ ONES = 0.01 * math.sqrt(sum(value.numel() for value in MODEL.initial.values()))
 def test_an_update_far_beyond_the_initial_model_is_refused_whatever_the_server_has_become() -> None:
     initial = math.sqrt(sum(float(value.square().sum()) for value in MODEL.initial.values()))
     most = MAX_NORM_RATIO * initial / ONES
-    run = run_of(fedavg(), 1, tolerate=True)
+    run = run_of(fedavg(), 1, skip_failed_clients=True)
     for server in (None, Server(tensors.scale(MODEL.initial, 1e6))):
         for factor, lost in ((0.99 * most, 0), (1.01 * most, 1)):
             [each] = rounds(run, MODEL, scaled(factor), server)
@@ -231,7 +231,7 @@ def test_norms_of_protected_clients_are_not_recorded() -> None:
 
 
 def test_weights_of_clients_of_unknown_size_are_capped_and_said_to_be_on_trust() -> None:
-    run = run_of(fedavg(), 2, examples={"a": 5}, max_examples=6, tolerate=True)
+    run = run_of(fedavg(), 2, examples={"a": 5}, max_examples=6, skip_failed_clients=True)
     with pytest.warns(UserWarning, match=r"weights are taken on trust up to federation\.max_examples = 6") as caught:
         played = play(run, MODEL, THREE)
     assert len(caught) == 1, "once a run"
@@ -247,14 +247,14 @@ def test_a_round_with_too_few_usable_replies_is_skipped_and_the_run_goes_on() ->
         delta = {"head.weight": torch.full((3, 4), math.nan if job.round == 1 else 1.0)}
         return Update(job.client, delta, {}, 1.0, {"head.weight": 1}, 0.5)
 
-    run = run_of(fedavg(), 3, minimum=2, tolerate=True)
+    run = run_of(fedavg(), 3, min_updates=2, skip_failed_clients=True)
     played = list(rounds(run, MODEL, Script(answer)))
     assert [each.skipped is not None for each in played] == [False, True, False]
-    assert "only 0 of 2 clients answered in round 1 and federation.minimum is 2" in str(played[1].skipped)
+    assert "only 0 of 2 clients answered in round 1 and federation.min_updates is 2" in str(played[1].skipped)
     assert tensors.equal(last(played[:1]), last(played[:2]))
     assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
     with pytest.raises(ClientError):
-        list(rounds(replace(run, tolerate=False), MODEL, Script(answer)))
+        list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
 
 
 NOT_EVEN_A_REPLY = ("no update but text", "client is a stranger", "client is list", "round 0", "delta is None")
@@ -263,14 +263,14 @@ NOT_EVEN_A_REPLY = ("no update but text", "client is a stranger", "client is lis
 @pytest.mark.parametrize("case", [each for each in CASES if each.name in NOT_EVEN_A_REPLY], ids=lambda case: case.name)
 def test_one_client_can_make_a_round_that_needs_it_not_count_but_not_end_the_run(case: Case) -> None:
     at = setting("fedavg")
-    played = at.play(case, minimum=3)
+    played = at.play(case, min_updates=3)
     assert played
     assert [each.skipped is not None for each in played] == [True, False]
     assert tensors.equal(last(played[:1]), at.server.params)
 
 
 def test_clients_that_stay_away_are_an_error_as_ever() -> None:
-    run = run_of(fedavg(), 1, minimum=2, tolerate=True)
+    run = run_of(fedavg(), 1, min_updates=2, skip_failed_clients=True)
     with pytest.raises(RunError, match=r"only 0 of 2 clients answered"):
         list(rounds(run, MODEL, Script(lambda job: ClientFailure(job.client, "is asleep"))))
 
@@ -298,7 +298,7 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
             job.client, {"head.weight": torch.full((3, 4), 1.0 + job.round)}, {}, 1.0, {"head.weight": 1}, 0.5
         )
 
-    run = run_of(Method("explosive", server_rule=Explosive(state)), 3, tolerate=True)
+    run = run_of(Method("explosive", server_rule=Explosive(state)), 3, skip_failed_clients=True)
     played = list(rounds(run, MODEL, Script(answer)))
     named = "memory/head.weight" if state else "head.weight"
     assert [each.skipped for each in played] == [
@@ -309,7 +309,7 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
     assert played[1].server.params["head.weight"] is played[0].server.params["head.weight"]
     assert tensors.equal(played[1].server.state["memory"], played[0].server.state["memory"])
     with pytest.raises(RunError, match=rf"round 1 would have made '{named}' of the server not finite; lower training"):
-        list(rounds(replace(run, tolerate=False), MODEL, Script(answer)))
+        list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
 
 
 # ---- what is recorded
@@ -353,7 +353,7 @@ class Loud:
 def test_rows_and_the_report_tell_of_it(drift: bool, tmp_path: Path) -> None:
     raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
     raw |= {"rounds": 2, "method": {"name": "fedavg"}, "evaluate": {"drift": drift}}
-    config = parse({**raw, "federation": {"tolerate": True, "max_norm": 1.0}})
+    config = parse({**raw, "federation": {"skip_failed_clients": True, "max_norm": 1.0}})
     experiment, folder = build_experiment(config), tmp_path / "run"
     prepare(experiment, folder)
     store = MemoryStore()

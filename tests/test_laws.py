@@ -398,11 +398,13 @@ CLIENTS = ("u", "v", "w")
 
 @given(st.data(), st.booleans())
 @quick
-def test_the_ledger_agrees_with_a_dict_of_dicts(data: st.DataObject, preloaded: bool) -> None:
+def test_the_ledger_agrees_with_a_dict_of_dicts(data: st.DataObject, clients_have_initial_model: bool) -> None:
     """A history of rounds: some clients answer for some names, then some names change."""
-    ledger = ParameterVersions(dict.fromkeys(NAMES, 0), preloaded=preloaded)
+    ledger = ParameterVersions(dict.fromkeys(NAMES, 0), clients_have_initial_model=clients_have_initial_model)
     present = dict.fromkeys(NAMES, "initial")
-    held: dict[str, dict[str, str]] = {client: dict(present) if preloaded else {} for client in CLIENTS}
+    held: dict[str, dict[str, str]] = {
+        client: dict(present) if clients_have_initial_model else {} for client in CLIENTS
+    }
     for number in range(data.draw(st.integers(1, 6))):
         for client in CLIENTS:
             for wanted in (frozenset(NAMES), data.draw(subsets)):
@@ -435,7 +437,7 @@ def test_who_acknowledged_lacks_nothing_until_a_name_changes() -> None:
 
 
 def test_preloaded_clients_lack_only_what_changed() -> None:
-    ledger = ParameterVersions(dict.fromkeys(NAMES, 0), preloaded=True)
+    ledger = ParameterVersions(dict.fromkeys(NAMES, 0), clients_have_initial_model=True)
     assert ledger.missing("new", frozenset(NAMES)) == NO_NAMES
     assert ledger.changed(frozenset("c"), 1).missing("new", frozenset(NAMES)) == frozenset("c")
 

@@ -71,7 +71,7 @@ def test_the_sum_is_that_of_micro_batches(clip: float, chunk: int | None) -> Non
     model, batch = small(), Clients(a=12)["a"].train.take(torch.arange(12))
     wanted = micro_batches(model, model.initial, batch, clip)
     found, losses = clipped_sum(
-        loss_of(model), model.initial, batch.inputs, batch.targets, None, DPSGDSettings(clip, 0.0, chunk=chunk)
+        loss_of(model), model.initial, batch.inputs, batch.targets, None, DPSGDSettings(clip, 0.0, microbatch=chunk)
     )
     assert distance(found, wanted) < 1e-5
     assert torch.allclose(losses, model.losses(model(model.initial, batch.inputs), batch.targets), atol=1e-6)
@@ -382,7 +382,7 @@ def test_what_cannot_be_lifted_is_named() -> None:
         ({"clip": 0.0}, "privacy.clip is 0"),
         ({"noise": -1.0}, "privacy.noise is -1"),
         ({"clip": float("inf")}, "no noise is enough"),
-        ({"chunk": 0}, "privacy.chunk is 0"),
+        ({"microbatch": 0}, "privacy.microbatch is 0"),
     ],
 )
 def test_terms_that_cannot_be_are_refused(wrong: dict[str, float], said: str) -> None:
@@ -458,7 +458,7 @@ def product(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tenso
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_an_infinite_gradient_is_left_out_like_one_that_is_no_number(wrong: float, chunk: int | None) -> None:
     trainable, x = {"w": torch.ones(1, 3)}, torch.arange(12.0).reshape(4, 3)
-    privacy_config = DPSGDSettings(clip=0.5, noise=0.0, chunk=chunk)
+    privacy_config = DPSGDSettings(clip=0.5, noise=0.0, microbatch=chunk)
     wanted, _ = clipped_sum(product, trainable, {"x": x[[0, 1, 3]]}, torch.zeros(3), None, privacy_config)
     x[2, 1] = wrong
     for mask in (None, torch.ones(4)):
@@ -478,7 +478,9 @@ def test_a_chunk_bounds_how_many_gradients_are_held_at_once() -> None:
     trainable, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
     for chunk, wanted in ((None, 1), (5, 1), (4, 2), (2, 3), (1, 5)):
         calls = 0
-        clipped_sum(counted, trainable, {"x": x}, torch.zeros(5), None, DPSGDSettings(clip=0.5, noise=0.0, chunk=chunk))
+        clipped_sum(
+            counted, trainable, {"x": x}, torch.zeros(5), None, DPSGDSettings(clip=0.5, noise=0.0, microbatch=chunk)
+        )
         assert calls == wanted, chunk
 
 
@@ -495,7 +497,7 @@ def test_a_mask_goes_with_its_chunk() -> None:
     mask = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
     privacy_config = DPSGDSettings(clip=0.5, noise=0.0)
     wanted, _ = clipped_sum(product, trainable, {"x": x[mask.bool()]}, torch.zeros(3), None, privacy_config)
-    found, _ = clipped_sum(product, trainable, {"x": x}, torch.zeros(5), mask, replace(privacy_config, chunk=2))
+    found, _ = clipped_sum(product, trainable, {"x": x}, torch.zeros(5), mask, replace(privacy_config, microbatch=2))
     assert distance(found, wanted) < 1e-6
 
 

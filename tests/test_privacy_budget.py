@@ -191,7 +191,7 @@ def plan_of(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
         ({"epsilon": 0.0}, r"privacy\.epsilon is 0"),
         ({"noise": 1.0, "delta": 0.0}, r"privacy\.delta is 0"),
         ({"noise": 1.0, "unit": "client", "sampling": "shuffle"}, r"privacy\.sampling is about"),
-        ({"noise": 1.0, "unit": "client", "chunk": 2}, r"privacy\.chunk is about"),
+        ({"noise": 1.0, "unit": "client", "microbatch": 2}, r"privacy\.microbatch is about"),
         ({"noise": 1.0, "delta": 0.1}, r"must be well below 0\.025"),
         ({"noise": 0.1, "epsilon": 1.0}, "leave the noise out to have it found"),
     ],
@@ -251,11 +251,11 @@ def test_a_forecast_of_a_run() -> None:
 
 CONFIG = {
     "method": {"name": "fedavg"},
-    "split": {"kind": "iid", "clients": 3},
+    "split": {"name": "iid", "clients": 3},
     "model": {"name": "vit", "layers": 1, "width": 8, "heads": 2, "patch": 4},
     "training": {"lr": 0.1, "optimizer": "sgd", "batch_size": 64, "steps": 1},
     "federation": {"cohort": 2},
-    "evaluate": {"every": 9, "personal": 9, "drift": False},
+    "evaluate": {"every": 9, "personal_every": 9, "drift": False},
     "privacy": {"noise": 2.0, "accountant": "rdp", "repeatable": True},
     "rounds": 2,
 }

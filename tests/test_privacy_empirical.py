@@ -103,7 +103,7 @@ def test_an_example_whose_gradient_has_no_finite_norm_adds_nothing(value: float,
     """The square of 1e30 is infinite, though the number is not."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     run = run_of(
-        replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0, norms=norms)),  # type: ignore[arg-type]
+        replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0, clipping=norms)),  # type: ignore[arg-type]
         lr=1.0,
         batch_size=6,
         steps=1,

@@ -148,7 +148,7 @@ class Texts:
 
 
 def ended(norms: str, noise: float = 0.5) -> Tensors:
-    method = replace(build("fedprox"), privacy=DPSGDSettings(0.3, noise, norms=norms))  # type: ignore[arg-type]
+    method = replace(build("fedprox"), privacy=DPSGDSettings(0.3, noise, clipping=norms))  # type: ignore[arg-type]
     return last(play(run_of(method, count=2), model_of("Bert"), Texts()))
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.Mon
     """The tiny model multiplies its embedding by itself."""
     monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
     direct, auto, ghost = (
-        replace(fedavg(), privacy=DPSGDSettings(0.3, 0.5, norms=norms))  # type: ignore[arg-type]
+        replace(fedavg(), privacy=DPSGDSettings(0.3, 0.5, clipping=norms))  # type: ignore[arg-type]
         for norms in ("direct", "auto", "ghost")
     )
     played = [last(play(run_of(method, count=1), small(), Clients(a=8))) for method in (direct, auto)]
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.Mon
         play(run_of(ghost), small(), Clients(a=8))
     with pytest.raises(VmapError, match=r"engine\.block = 1"):
         play(run_of(ghost), small(), Clients(a=8, b=8), block=2)
-    moon = Method("moon", client_rules=build("moon").client_rules, privacy=DPSGDSettings(1.0, 1.0, norms="ghost"))
+    moon = Method("moon", client_rules=build("moon").client_rules, privacy=DPSGDSettings(1.0, 1.0, clipping="ghost"))
     with pytest.raises(VmapError, match=r"privacy\.norms = 'direct'"):
         play(run_of(moon), small(), Clients(a=8))
 
@@ -210,7 +210,7 @@ def mixed(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
 
 def test_clients_have_no_examples_to_read_norms_of() -> None:
     with pytest.raises(ValueError, match=r"privacy\.norms is about a client's examples"):
-        PrivacyConfig("client", noise=1.0, norms="ghost")
+        PrivacyConfig("client", noise=1.0, clipping="ghost")
 
 
 class Sums(Model):
@@ -258,7 +258,7 @@ def test_an_infinite_gradient_is_left_out_either_way(
 ) -> None:
     """The sum is that of the other examples. Read off layers, the norm is infinite times what the other token holds."""
     monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
-    private = DPSGDSettings(0.5, 0.0, sampling="shuffle", norms=norms)  # type: ignore[arg-type]
+    private = DPSGDSettings(0.5, 0.0, sampling="shuffle", clipping=norms)  # type: ignore[arg-type]
     run = run_of(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
     order = (run.key / "round" / 0 / "client" / "a" / "batches" / 0 / 0).permutation(6)
     wrong = int(order[place])

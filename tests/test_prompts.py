@@ -83,7 +83,7 @@ def test_towers_give_the_logits_of_transformers(pair: str) -> None:
 @pytest.mark.parametrize("pair", pairs.PAIRS)
 def test_vision_prompts_of_no_length_change_nothing(pair: str) -> None:
     towers = pairs.loaded(pair)
-    model = towers.prompted("prompts", KEY, vision=0)
+    model = towers.prompted("prompts", KEY, vision_tokens=0)
     assert torch.equal(model(model.initial, PIXELS).logits, towers(towers.initial, PIXELS).logits)
     empty = towers.look(PIXELS["pixel_values"], torch.zeros(2, 0, towers.width("vision")))
     assert close(empty, towers.look(PIXELS["pixel_values"]))
@@ -103,9 +103,9 @@ def test_names_are_cut_into_the_tokens_of_clips_own_tokenizer() -> None:
 @pytest.mark.parametrize("pair", pairs.PAIRS)
 def test_a_context_that_says_what_the_template_says_reads_the_same(pair: str) -> None:
     towers = pairs.loaded(pair)
-    model = towers.prompted("prompts", KEY, text=4, phrase="a photo of a")
+    model = towers.prompted("prompts", KEY, text_tokens=4, init_text="a photo of a")
     assert close(towers.read(model.initial["prompt.text.global"]), towers.held["texts"])
-    longer = towers.prompted("prompts", KEY, text=6, phrase="a photo of a").initial["prompt.text.global"]
+    longer = towers.prompted("prompts", KEY, text_tokens=6, init_text="a photo of a").initial["prompt.text.global"]
     assert torch.equal(longer[2:], model.initial["prompt.text.global"])
     assert 0.005 < longer[:2].std() < 0.05, "and what the phrase leaves over is drawn"
 
@@ -168,16 +168,20 @@ def test_a_grey_view_is_what_transformers_makes_of_a_grey_image(pair: str) -> No
     behind = 3 if pair.startswith("registers") else 1
     patches = torch.stack(entered)[:, behind:]
     assert patches.shape == (2, pairs.PATCHES, 16)
-    options = {"vision": 3, "depth": 2, "owners": ("global", "local")}
+    options = {"vision_tokens": 3, "depth": 2, "owners": ("global", "local")}
     grey, drawn = (pairs.loaded(pair).prompted("prompts", KEY, **options, view=v).initial for v in ("grey", "nothing"))
     for name in ("prompt.vision.global", "prompt.vision.local"):
         assert close(grey[name] - drawn[name], patches[:, [0, 1, 3]]), "at the ends, and one between"
         assert grey[name].dtype == torch.float32
-    deeper = pairs.loaded(pair).prompted("prompts", KEY, vision=3, view="grey").initial["prompt.vision.global"]
-    shallow = pairs.loaded(pair).prompted("prompts", KEY, vision=3).initial["prompt.vision.global"]
+    deeper = (
+        pairs.loaded(pair).prompted("prompts", KEY, vision_tokens=3, vision_init="grey").initial["prompt.vision.global"]
+    )
+    shallow = pairs.loaded(pair).prompted("prompts", KEY, vision_tokens=3).initial["prompt.vision.global"]
     assert close(deeper - shallow, patches[:1, [0, 1, 3]]), "one layer takes the first of them"
-    fewer = pairs.loaded(pair).prompted("prompts", KEY, text=2, view="grey").initial
-    assert tensors.equal(fewer, pairs.loaded(pair).prompted("prompts", KEY, text=2).initial), "texts show nothing"
+    fewer = pairs.loaded(pair).prompted("prompts", KEY, text_tokens=2, vision_init="grey").initial
+    assert tensors.equal(fewer, pairs.loaded(pair).prompted("prompts", KEY, text_tokens=2).initial), (
+        "texts show nothing"
+    )
 
 
 def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
@@ -186,7 +190,7 @@ def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
     assert {value.dtype for value in towers.module.parameters()} == {torch.bfloat16}
     assert towers.all_names() == {"logit_scale"}
     assert towers.initial["logit_scale"].dtype == torch.float32
-    model = towers.prompted("prompts", KEY, text=2, vision=2, owners=("global", "local"), fusion="both")
+    model = towers.prompted("prompts", KEY, text_tokens=2, vision_tokens=2, owners=("global", "local"), fusion="both")
     assert model.towers.module is towers.module, "held once"  # type: ignore[attr-defined]
     assert {value.dtype for value in model.initial.values()} == {torch.float32}
     params = {name: value.requires_grad_() for name, value in moved(model).items()}
@@ -195,7 +199,7 @@ def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
     model.losses(out, torch.zeros(5, dtype=torch.long)).sum().backward()
     assert all(value.grad is not None and value.grad.dtype == torch.float32 for value in params.values())
     wide = pairs.loaded(dtype="float32")
-    same = wide.prompted("prompts", KEY, text=2, vision=2, owners=("global", "local"), fusion="both")
+    same = wide.prompted("prompts", KEY, text_tokens=2, vision_tokens=2, owners=("global", "local"), fusion="both")
     assert close(out.logits, same(moved(model), PIXELS).logits, 0.3), "the same up to the rounding of bfloat16"
 
 
@@ -205,7 +209,9 @@ def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
 @pytest.mark.parametrize("fusion", ASKING)
 def test_fusion_against_torchs_attention(fusion: str) -> None:
     towers = pairs.loaded()
-    model = towers.prompted("prompts", KEY, text=3, vision=2, depth=2, owners=("global", "local"), fusion=fusion)
+    model = towers.prompted(
+        "prompts", KEY, text_tokens=3, vision_tokens=2, depth=2, owners=("global", "local"), fusion=fusion
+    )
     params = moved(model)
     for tower in ("text", "vision"):
         shared, own = (params[f"prompt.{tower}.{owner}"] for owner in ("global", "local"))
@@ -234,7 +240,9 @@ def test_fusion_against_torchs_attention(fusion: str) -> None:
 
 @pytest.mark.parametrize(("fusion", "owner"), [("local_queries", "local"), ("global_queries", "global")])
 def test_at_first_those_who_ask_are_handed_on_as_they_are(fusion: str, owner: str) -> None:
-    model = pairs.loaded().prompted("prompts", KEY, text=3, vision=2, owners=("global", "local"), fusion=fusion)
+    model = pairs.loaded().prompted(
+        "prompts", KEY, text_tokens=3, vision_tokens=2, owners=("global", "local"), fusion=fusion
+    )
     for tower in ("text", "vision"):
         fused = fuse(model.initial, tower, fusion)
         assert fused is not None
@@ -243,7 +251,12 @@ def test_at_first_those_who_ask_are_handed_on_as_they_are(fusion: str, owner: st
 
 def test_shared_prompts_learn_from_the_first_step_only_if_the_output_is_open() -> None:
     for output in (0.0, 1.0):
-        options: dict[str, Any] = {"text": 3, "vision": 2, "owners": ("global", "local"), "fusion": "local_queries"}
+        options: dict[str, Any] = {
+            "text_tokens": 3,
+            "vision_tokens": 2,
+            "owners": ("global", "local"),
+            "fusion": "local_queries",
+        }
         model = pairs.loaded().prompted("prompts", KEY, output=output, **options)
         params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
         model.losses(model(params, PIXELS), torch.zeros(5, dtype=torch.long)).sum().backward()
@@ -254,7 +267,9 @@ def test_shared_prompts_learn_from_the_first_step_only_if_the_output_is_open() -
 
 
 def test_tags_tell_owners_towers_and_fusion_apart() -> None:
-    model = pairs.loaded().prompted("prompts", KEY, text=3, vision=2, owners=("global", "local"), fusion="both")
+    model = pairs.loaded().prompted(
+        "prompts", KEY, text_tokens=3, vision_tokens=2, owners=("global", "local"), fusion="both"
+    )
     assert model.names("global") == {"prompt.text.global", "prompt.vision.global"}
     assert model.names("local") == {"prompt.text.local", "prompt.vision.local"}
     assert model.names("prompt") == model.names("global", "local")
@@ -265,7 +280,7 @@ def test_tags_tell_owners_towers_and_fusion_apart() -> None:
 
 def test_prompts_are_drawn_by_name_from_the_key_alone() -> None:
     before = torch.get_rng_state()
-    options = {"text": 8, "vision": 8, "owners": ("global", "local"), "fusion": "both"}
+    options = {"text_tokens": 8, "vision_tokens": 8, "owners": ("global", "local"), "fusion": "both"}
     one, same, other = (pairs.loaded().prompted("prompts", Key(seed), **options).initial for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
     assert tensors.equal(one, same)
@@ -274,7 +289,7 @@ def test_prompts_are_drawn_by_name_from_the_key_alone() -> None:
             assert 0.015 < one[name].std() < 0.025
             assert not torch.equal(one[name], other[name])
         assert name.endswith("output") == (torch.count_nonzero(one[name]) == 0)
-    fewer = pairs.loaded().prompted("prompts", Key(1), text=8).initial
+    fewer = pairs.loaded().prompted("prompts", Key(1), text_tokens=8).initial
     assert torch.equal(fewer["prompt.text.global"], one["prompt.text.global"]), "whatever else is asked for"
 
 
@@ -320,7 +335,7 @@ def test_a_run_leaves_the_towers_and_the_temperature_as_they_were() -> None:
     towers = albums.towers("float32")
     before = {name: value.clone() for name, value in towers.module.state_dict().items()}
     held = {name: value.clone() for name, value in towers.held.items()}
-    method = pfeddc(text=2, vision=2, depth=2, fusion="both")
+    method = pfeddc(text_tokens=2, vision_tokens=2, depth=2, fusion="both")
     assert method.extend
     model = method.extend(towers, KEY)
     played = play(run_of(method, 2, SGD(momentum=0.9)), model, albums.FOUR, block=2)
@@ -377,7 +392,7 @@ def test_cards_state_the_bytes_for_vit_b16(name: str, wide: Model) -> None:
 
 
 def test_own_prompts_and_momentum_wait_for_a_client_that_is_away() -> None:
-    method = pfeddc(text=2, vision=2)
+    method = pfeddc(text_tokens=2, vision_tokens=2)
     assert method.extend
     model = method.extend(albums.towers("float32"), KEY)
     run = run_of(method, 8, SGD(momentum=0.9), cohort=1)
@@ -404,7 +419,7 @@ def test_own_prompts_and_momentum_wait_for_a_client_that_is_away() -> None:
 SMALL = {
     "model": {"name": "clip", "shape": "tiny"},
     "data": {"name": "synthetic", "examples": 40, "test_examples": 8, "size": 8},
-    "split": {"kind": "iid", "clients": 2},
+    "split": {"name": "iid", "clients": 2},
     "training": {"batch_size": 7},
     "rounds": 2,
 }
@@ -413,7 +428,7 @@ SMALL = {
 def test_a_config_reaches_them() -> None:
     raw = {
         **SMALL,
-        "method": {"name": "pfeddc", "text": 2, "vision": 2},
+        "method": {"name": "pfeddc", "text_tokens": 2, "vision_tokens": 2},
         "model": {"name": "clip", "path": pairs.folder("clip"), "template": "a photo of a {}."},
     }
     model = build_experiment(parse(raw)).model
@@ -446,10 +461,10 @@ def test_images_are_looked_at_once_where_no_prompt_enters_their_tower(name: str)
 
 
 def test_vision_prompts_leave_nothing_to_remember() -> None:
-    for method in ({"name": "vpfl"}, {"name": "pfeddc", "text": 2}):
+    for method in ({"name": "vpfl"}, {"name": "pfeddc", "text_tokens": 2}):
         with pytest.raises(ModelError, match=r"vision prompts change every layer .* set it to false"):
             build_experiment(parse({**SMALL, "method": method, "engine": {"cache_frozen": True}}))
-    text_only = {"name": "pfeddc", "vision": 0, "text": 2}
+    text_only = {"name": "pfeddc", "vision_tokens": 0, "text_tokens": 2}
     build_experiment(parse({**SMALL, "method": text_only, "engine": {"cache_frozen": True}}))
 
 
@@ -492,13 +507,17 @@ def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
     [
         ("prompt", {}, "no prompts of the kind 'prompt'; did you mean 'prompts'"),
         ("prompts", {"fusion": "locl_queries"}, "fusion is 'locl_queries'; did you mean 'local_queries'"),
-        ("prompts", {"vision": 2, "depth": 3}, "depth is 3, but clip has 2 layers; give 1 to 2"),
+        ("prompts", {"vision_tokens": 2, "depth": 3}, "depth is 3, but clip has 2 layers; give 1 to 2"),
         ("prompts", {"text": -1}, "there are -1 prompts of text"),
-        ("prompts", {"text": 3, "phrase": "a photo of a"}, "phrase 'a photo of a' is 4 tokens long"),
-        ("prompts", {"text": 12}, "is 17 tokens long, but clip reads no more than 16; use a shorter context"),
-        ("prompts", {"vision": 1, "view": "gray"}, "view is 'gray'; did you mean 'grey'"),
-        ("low-rank", {"text": 4, "rank": 5}, "rank is 5, but a context is 4 x 12; use a rank from 1 to 4"),
-        ("transport", {"text": 0, "mass": 1.0, "smoothing": 0.1, "iterations": 1}, "0 prompts of text; give 1 or more"),
+        ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "phrase 'a photo of a' is 4 tokens long"),
+        ("prompts", {"text_tokens": 12}, "is 17 tokens long, but clip reads no more than 16; use a shorter context"),
+        ("prompts", {"vision_tokens": 1, "vision_init": "gray"}, "view is 'gray'; did you mean 'grey'"),
+        ("low-rank", {"text_tokens": 4, "rank": 5}, "rank is 5, but a context is 4 x 12; use a rank from 1 to 4"),
+        (
+            "transport",
+            {"text_tokens": 0, "mass": 1.0, "smoothing": 0.1, "iterations": 1},
+            "0 prompts of text; give 1 or more",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_are_refused(kind: str, options: dict[str, Any], message: str) -> None:
@@ -514,7 +533,7 @@ def test_other_models_take_no_prompts() -> None:
 def test_random_towers_know_the_words_they_were_made_of() -> None:
     towers = albums.towers()
     with pytest.raises(ModelError, match=r"random towers do not know the word 'picture'; they know: \., a, cat"):
-        towers.prompted("prompts", KEY, text=8, phrase="a picture of")
+        towers.prompted("prompts", KEY, text_tokens=8, init_text="a picture of")
     assert math.isclose(float(functional.normalize(towers.held["texts"]).norm()), math.sqrt(3), rel_tol=1e-6)
 
 

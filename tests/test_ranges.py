@@ -208,12 +208,12 @@ def bare_texts(hint: Any) -> int:
     [
         "checkpoint.every=0",
         "evaluate.every=0",
-        "evaluate.personal=-1",
-        "evaluate.clients=0",
-        "evaluate.clients=-1",
+        "evaluate.personal_every=-1",
+        "evaluate.max_clients=0",
+        "evaluate.max_clients=-1",
         "engine.threads=-1",
-        "engine.block=0",
-        "engine.block=1000000000000000000000000000000",
+        "engine.clients_per_block=0",
+        "engine.clients_per_block=1000000000000000000000000000000",
         "federation.cohort=nan",
         "federation.cohort=1e308",
         "federation.cohort=0.0",
@@ -264,7 +264,11 @@ def test_a_file_that_is_no_config_is_named(text: bytes, tmp_path: Path) -> None:
         ("data", {"examples": 10**9}, "the synthetic data would take .* GB, but .* are free; lower data.examples"),
         ("data", {"size": 2**16}, "the synthetic data would take .* TB"),
         ("data", {"classes": 10**9}, "the synthetic data would take .* GB"),
-        ("training", {}, "training 3 clients side by side would take .* MB, .* are free; lower engine.block"),
+        (
+            "training",
+            {},
+            "training 3 clients side by side would take .* MB, .* are free; lower engine.clients_per_block",
+        ),
     ],
 )
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_allocated(

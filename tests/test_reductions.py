@@ -34,8 +34,8 @@ FEDAVG = fedavg()
 @cache
 def played(method: Method, optimizer: str = "adamw", count: int = 4, wire: bool = False) -> list[RoundResult]:
     """Half the clients a round, some of whom drop out or straggle."""
-    run = run_of(method, count, OPTIMIZERS[optimizer], cohort=0.5, minimum=0)
-    return play(run, MODEL, FOUR, availability=Availability(dropout=0.2, straggle=0.3), wire=wire)
+    run = run_of(method, count, OPTIMIZERS[optimizer], cohort=0.5, min_updates=0)
+    return play(run, MODEL, FOUR, availability=Availability(client_dropout=0.2, straggler_rate=0.3), wire=wire)
 
 
 def assert_same(one: list[RoundResult], two: list[RoundResult]) -> None:

@@ -64,7 +64,7 @@ cohort = 5
 [engine]
 name = "embedded"
 [evaluate]
-personal = true
+personal_every = true
 """
 
 

@@ -69,7 +69,7 @@ def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
         assert headers > 0
 
 
-@pytest.mark.parametrize("engine", [{}, {"wire": True}, {"block": 3}], ids=["plain", "wire", "block"])
+@pytest.mark.parametrize("engine", [{}, {"wire": True}, {"clients_per_block": 3}], ids=["plain", "wire", "block"])
 def test_a_client_that_missed_the_last_warm_up_round_gets_the_final_kernel_once(engine: dict[str, Any]) -> None:
     """Client c is away in the last warm-up round and in the first after it."""
     availability = Availability(trace={(1, "c"): 0.0, (2, "c"): 0.0})
@@ -82,11 +82,11 @@ def test_a_client_that_missed_the_last_warm_up_round_gets_the_final_kernel_once(
 
 
 def test_downloads_under_partial_participation_follow_who_answered_when() -> None:
-    warmup, run = 3, run_of(fedfrozen(3), 14, cohort=2, minimum=0)
+    warmup, run = 3, run_of(fedfrozen(3), 14, cohort=2, min_updates=0)
     made, held = 0, dict[str, int]()  # the kernel's version, and the one each client holds
     late = 0
     for each in rounds(
-        replace(run, drift=False), MODEL, DryRunEngine(run, MODEL, FOUR.clients, Availability(dropout=0.3))
+        replace(run, drift=False), MODEL, DryRunEngine(run, MODEL, FOUR.clients, Availability(client_dropout=0.3))
     ):
         lacking = [client for client in each.cohort if held.get(client) != made]
         for name in KERNEL:
@@ -99,7 +99,7 @@ def test_downloads_under_partial_participation_follow_who_answered_when() -> Non
 
 
 def test_preloaded_clients_are_not_sent_the_initial_model() -> None:
-    first, second = play(run_of(fedfrozen(0), 2, preloaded=True), MODEL, FOUR)
+    first, second = play(run_of(fedfrozen(0), 2, clients_have_initial_model=True), MODEL, FOUR)
     assert sum(first.traffic.down.values()) == 0
     assert {name for name, size in second.traffic.down.items() if size and name} == EVERY - KERNEL
     first, _ = play(run_of(fedfrozen(0), 2), MODEL, FOUR)
@@ -191,7 +191,7 @@ class Generous(ServerRule):
 def test_slots_come_down_for_what_trains_and_are_counted(but: str, times: int) -> None:
     method = Method("generous", fedfrozen(0).plan, server_rule=Generous(but))
     engine = Script(lambda job: reply_to(job, {}))
-    played = list(rounds(run_of(method, 2, preloaded=True), MODEL, engine))
+    played = list(rounds(run_of(method, 2, clients_have_initial_model=True), MODEL, engine))
     assert {frozenset(job.slots["beside"]) for job in engine.jobs if job.client != but} == {EVERY - KERNEL}
     for each in played:
         assert all(each.traffic.down[name] == (0 if name in KERNEL else times * SIZE[name]) for name in EVERY)
@@ -246,17 +246,17 @@ def test_too_few_answers_are_an_error_that_gives_the_reasons() -> None:
     def answer(job: Job) -> Update | ClientFailure:
         return ClientFailure(job.client, "is asleep") if job.client != "a" else reply_to(job)
 
-    run = run_of(fedavg(), 1, minimum=2)
+    run = run_of(fedavg(), 1, min_updates=2)
     with pytest.raises(
-        RunError, match=r"only 1 of 3 clients answered in round 0 and federation.minimum is 2 \(.*is asleep"
+        RunError, match=r"only 1 of 3 clients answered in round 0 and federation.min_updates is 2 \(.*is asleep"
     ):
         next(rounds(run, MODEL, Script(answer, "abc")))
-    assert next(rounds(replace(run, minimum=1), MODEL, Script(answer, "abc")))
+    assert next(rounds(replace(run, min_updates=1), MODEL, Script(answer, "abc")))
 
 
 def test_a_minimum_above_the_cohort_is_an_error_that_says_so() -> None:
-    with pytest.raises((ClientError, RunError), match=r"federation.minimum is 3"):
-        next(rounds(run_of(fedavg(), 1, minimum=3), MODEL, Script(reply_to)))
+    with pytest.raises((ClientError, RunError), match=r"federation.min_updates is 3"):
+        next(rounds(run_of(fedavg(), 1, min_updates=3), MODEL, Script(reply_to)))
 
 
 def poisoned() -> Clients:
@@ -270,7 +270,7 @@ def test_a_client_with_nan_ends_the_run_or_is_recorded_as_told(block: int) -> No
     run = run_of(fedavg(), 2)
     with pytest.raises(ClientError, match="client 'b': the loss is nan at step 1 of 2 in round 0"):
         play(run, MODEL, poisoned(), block=block)
-    tolerant = replace(run, tolerate=True)
+    tolerant = replace(run, skip_failed_clients=True)
     played = play(tolerant, MODEL, poisoned(), block=block)
     assert [[lost.client for lost in each.lost] for each in played] == [["b"], ["b"]]
     assert "the loss is nan" in played[0].lost[0].reason
@@ -315,7 +315,7 @@ def test_a_bad_update_is_refused_and_its_client_named(kind: str) -> None:
     with pytest.raises(ClientError, match=f"client 'b': {message}"):
         next(rounds(run, MODEL, Script(answer)))
     engine = Script(answer)
-    played = list(rounds(replace(run, tolerate=True), MODEL, engine))
+    played = list(rounds(replace(run, skip_failed_clients=True), MODEL, engine))
     assert [lost.client for lost in played[0].lost] == ["b"]
     assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
     assert [job.stale for job in engine.jobs if job.client == "b"][1] == EVERY
@@ -331,10 +331,10 @@ def test_a_bad_slot_is_refused_like_a_bad_delta() -> None:
 def test_a_delta_that_is_not_finite_is_found_though_every_loss_is(block: int) -> None:
     far = Clients(a=5, b=6, c=7)
     far.parts["b"] = ToyExamples(far.parts["b"].x * 1e9, far.parts["b"].y)
-    run = run_of(fedavg(), 1, lr=1e30, steps=1, minimum=0)
+    run = run_of(fedavg(), 1, lr=1e30, steps=1, min_updates=0)
     with pytest.raises(ClientError, match=r"norm .* is implausible"):
         play(run, MODEL, far, block=block)
-    [played] = play(replace(run, tolerate=True), MODEL, far, block=block)
+    [played] = play(replace(run, skip_failed_clients=True), MODEL, far, block=block)
     reasons = {lost.client: lost.reason for lost in played.lost}
     assert "with values that are not finite; lower training.lr" in reasons.pop("b")
     assert [reason.partition(" of ")[0] for reason in reasons.values()] == ["sent an update"] * 2
@@ -592,7 +592,7 @@ def test_an_answer_nobody_asked_for_is_an_error_or_dropped() -> None:
     run, engine = run_of(fedavg(), 1), Script(lambda job: replace(reply_to(job), client="b"), "ab")
     with pytest.raises(ClientError, match="client 'b': answered in round 0 without being asked, or twice"):
         next(rounds(run, MODEL, engine))
-    [each] = rounds(replace(run, tolerate=True), MODEL, engine)
+    [each] = rounds(replace(run, skip_failed_clients=True), MODEL, engine)
     assert each.sent.keys() == {"b"}
     assert [(lost.client, lost.reason) for lost in each.lost] == [("a", "gave no answer")]
     assert [lost.client for lost in each.refused] == ["b"]

@@ -23,7 +23,7 @@ CONFIG = {
     "rounds": 2,
     "method": {"name": "fedavg"},
     "data": {"name": "synthetic", "size": 4, "examples": 60, "test_examples": 20},
-    "split": {"kind": "iid", "clients": 3},
+    "split": {"name": "iid", "clients": 3},
     "model": {"name": "vit", "width": 8, "layers": 1, "heads": 1, "patch": 2},
     "training": {"optimizer": "sgd", "lr": 0.1, "batch_size": 8, "steps": 2},
     "privacy": {"noise": 1.0},
@@ -125,7 +125,7 @@ def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -
 
 def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    config = {**CONFIG, "engine": {"secret": str(path)}}
+    config = {**CONFIG, "engine": {"secret_file": str(path)}}
     with pytest.raises(PrivacyError, match=r"cannot read .*engine\.secret must name a file"):
         build(parse(config))
     path.write_bytes(b"short")
@@ -140,7 +140,7 @@ def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> No
     assert not (tmp_path / "a" / "private").exists()
     other = {**config, "rounds": 3}
     assert build(parse(other)).run.secret != build(parse(config)).run.secret, "no two experiments share noise"
-    both = {**REPEATABLE, "engine": {"secret": str(path)}}
+    both = {**REPEATABLE, "engine": {"secret_file": str(path)}}
     with pytest.raises(RunError, match=r"privacy\.repeatable draws by the seed, and engine\.secret by a file"):
         build(parse(both))
 
@@ -170,7 +170,7 @@ def test_another_secret_file_does_not_go_on_with_the_run(tmp_path: Path) -> None
     for name in ("mine", "other"):
         (tmp_path / name).write_bytes(name.encode() * 8)
         (tmp_path / name).chmod(0o600)
-    settings = parse({**CONFIG, "engine": {"secret": str(tmp_path / "mine")}})
+    settings = parse({**CONFIG, "engine": {"secret_file": str(tmp_path / "mine")}})
     rows = start(settings, tmp_path / "run")
     next(rows)
     rows.close()

@@ -124,21 +124,21 @@ def test_a_huge_alpha_gives_everyone_the_same_mix() -> None:
 
 def test_a_tiny_alpha_gives_each_class_to_one_client() -> None:
     task = make_task(np.arange(3000) % 30)
-    counts = mixes(task, deal(task, "dirichlet", 4, alpha=1e-3, smallest=1))
+    counts = mixes(task, deal(task, "dirichlet", 4, alpha=1e-3, min_examples=1))
     assert (counts.max(axis=0) >= 95).mean() > 0.9
 
 
 def test_rounding_favours_nobody_when_a_class_has_fewer_rows_than_there_are_clients() -> None:
     task = make_task(np.arange(200) % 10)
-    sizes = [len(rows) for rows in deal(task, "dirichlet", 100, alpha=1e6, smallest=1)]
+    sizes = [len(rows) for rows in deal(task, "dirichlet", 100, alpha=1e6, min_examples=1)]
     assert max(sizes) <= 6  # cutting every class at whole numbers gives 10 to a fifth of the clients, and 0 to the rest
 
 
-@given(seed=seeds, smallest=st.integers(8, 15), kind=st.sampled_from(["dirichlet", "quantity"]))
+@given(seed=seeds, min_examples=st.integers(8, 15), kind=st.sampled_from(["dirichlet", "quantity"]))
 @quick
-def test_nobody_has_less_than_the_smallest(seed: int, smallest: int, kind: str) -> None:
+def test_nobody_has_less_than_the_smallest(seed: int, min_examples: int, kind: str) -> None:
     task = make_task(np.arange(300) % 3)
-    assert min(map(len, deal(task, kind, 5, seed, alpha=1.0, smallest=smallest))) >= smallest
+    assert min(map(len, deal(task, kind, 5, seed, alpha=1.0, min_examples=min_examples))) >= min_examples
 
 
 @pytest.mark.parametrize(("kind", "classes"), [("dirichlet", 2), ("quantity", 1)])
@@ -146,7 +146,7 @@ def test_shares_are_those_of_a_dirichlet(kind: str, classes: int) -> None:
     alpha, clients, rows = 0.8, 4, 3000
     task = make_task(np.arange(rows) % classes)
     shares = [
-        mixes(task, deal(task, kind, clients, seed, alpha=alpha, smallest=1))[1, 0] * classes / rows
+        mixes(task, deal(task, kind, clients, seed, alpha=alpha, min_examples=1))[1, 0] * classes / rows
         for seed in range(300)
     ]
     assert stats.kstest(shares, stats.beta(alpha, alpha * (clients - 1)).cdf).pvalue > 0.01
@@ -154,7 +154,7 @@ def test_shares_are_those_of_a_dirichlet(kind: str, classes: int) -> None:
 
 def test_quantity_skews_sizes_and_not_labels() -> None:
     task = make_task(np.arange(20_000) % 4)
-    counts = mixes(task, deal(task, "quantity", 10, seed=3, alpha=0.5, smallest=1))
+    counts = mixes(task, deal(task, "quantity", 10, seed=3, alpha=0.5, min_examples=1))
     sizes = counts.sum(axis=1)
     assert sizes.max() > 5 * sizes.min()
     assert stats.chi2_contingency(counts[sizes > 40]).pvalue > 0.01
@@ -172,7 +172,7 @@ def test_pathological_has_exactly_so_many_classes_or_is_impossible(
 ) -> None:
     rows = np.array(counts)
     task = make_task(np.repeat(np.arange(len(rows)), rows))
-    possible = each <= len(rows) <= clients * each <= np.minimum(rows, clients).sum()
+    possible = each <= len(rows) <= clients * each <= np.min_updates(rows, clients).sum()
     if not possible:
         with pytest.raises(DataError):
             deal(task, "pathological", clients, seed, classes_per_client=each)
@@ -356,7 +356,7 @@ def test_dirichlet_agrees_with_flwr_datasets(alpha: float) -> None:
     task = make_task(np.arange(2000) % 5)
     bridge = {"partitioner": "DirichletPartitioner", "options": {"alpha": alpha, "min_partition_size": 1}}
     ours = np.array(
-        [entropy_and_spread(task, deal(task, "dirichlet", 8, s, alpha=alpha, smallest=1)) for s in range(100)]
+        [entropy_and_spread(task, deal(task, "dirichlet", 8, s, alpha=alpha, min_examples=1)) for s in range(100)]
     )
     theirs = np.array([entropy_and_spread(task, deal(task, "flwr", 8, s, **bridge)) for s in range(12)])
     error = np.sqrt(ours.var(axis=0) / len(ours) + theirs.var(axis=0) / len(theirs))

@@ -253,7 +253,7 @@ def test_a_report_opens_nothing_that_the_config_names(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "a", 0, rounds=2)
     secret = tmp_path / "secret"
     secret.write_text("x" * 32)
-    tables = f'[data]\nname = "images"\npath = "{secret}"\n[engine]\nsecret = "{secret}"\n'
+    tables = f'[data]\nname = "images"\npath = "{secret}"\n[engine]\nsecret_file = "{secret}"\n'
     plain = re.sub(r"\[(data|engine)\]\n.*\n", "", (folder / "config.toml").read_text())
     (folder / "config.toml").write_text(f'{plain}trace = "{secret}"\n{tables}')
     OPENED = []

@@ -713,9 +713,9 @@ name = "fedavg"
 lr = 0.02
 batch_size = 4
 [evaluate]
-personal = 1
+personal_every = 1
 [split]
-kind = "by_column"
+name = "by_column"
 test = 0.3
 """
 

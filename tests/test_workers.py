@@ -47,7 +47,9 @@ def made(name: str, block: int = 1, lr: float = 0.05) -> SimulationEngine:
     """Found by its name in new processes, which choose kernels as this one did."""
     configure_backends("auto")
     run = run_of(build(name), lr=lr, count=4, cohort=4)
-    return SimulationEngine(run, small(), CLIENTS, block, availability=Availability(dropout=0.2, straggle=0.3))
+    return SimulationEngine(
+        run, small(), CLIENTS, block, availability=Availability(client_dropout=0.2, straggler_rate=0.3)
+    )
 
 
 def broken() -> SimulationEngine:
@@ -245,7 +247,7 @@ def test_a_message_arrives_as_it_was_sent() -> None:
     grid = torch.arange(12.0).view(3, 4)
     parts = {
         "large": torch.randn(300_000),  # more than a pipe holds
-        "view": grid[1:, ::2].t(),
+        "vision_init": grid[1:, ::2].t(),
         "half": grid.bfloat16(),
         "number": torch.tensor(7),
         "none": torch.empty(0, 3),
@@ -281,6 +283,6 @@ def test_a_worker_builds_the_engine_of_the_experiment() -> None:
     """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
     experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
     engines = runner._engine(experiment, MemoryStore()), runner.build_engine(runner._resolved(experiment), None)
-    assert [engine.block for engine in engines] == [2, 2]
+    assert [engine.clients_per_block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
     assert tensors.equal(one, other)

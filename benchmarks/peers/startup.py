@@ -39,7 +39,7 @@ size = {pixels}
 channels = 3
 noise = {noise}
 [split]
-kind = "iid"
+name = "iid"
 clients = {clients}
 [model]
 name = "vit"
@@ -53,7 +53,7 @@ batch_size = {batch}
 steps = {steps}
 [evaluate]
 every = {rounds}
-clients = 1
+max_clients = 1
 drift = false
 [checkpoint]
 every = {rounds}

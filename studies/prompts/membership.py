@@ -34,7 +34,7 @@ from partita.privacy.membership import Array, roc
 FULL = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.01, "batch_size": 32, "epochs": 1}
 TINY = {
     "data": {"name": "synthetic", "examples": 120, "test_examples": 40, "size": 8},
-    "split": {"kind": "iid", "clients": 2},
+    "split": {"name": "iid", "clients": 2},
     "training": {"batch_size": 8},
 }
 Found = dict[str, Any]
@@ -54,7 +54,10 @@ def arms(pair: Path, data: Path, folder: Path) -> dict[str, Found]:
 
 
 def tiny() -> dict[str, Found]:
-    prompts = {"model": {"name": "clip", "shape": "tiny"}, "method": {"name": "pfeddc", "text": 2, "vision": 2}}
+    prompts = {
+        "model": {"name": "clip", "shape": "tiny"},
+        "method": {"name": "pfeddc", "text_tokens": 2, "vision_tokens": 2},
+    }
     whole = {"model": {"name": "vit", "width": 8, "heads": 2}, "method": {"name": "fedavg"}}
     return {"pfeddc": {**TINY, **prompts}, "fedavg": {**TINY, **whole}}
 

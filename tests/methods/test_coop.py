@@ -18,7 +18,7 @@ NAME = "prompt.text.local"
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_client_is_a_plain_loop_with_torchs_sgd_over_all_rounds(momentum: float) -> None:
-    method = coop(text=2)
+    method = coop(text_tokens=2)
     assert method.extend
     model = method.extend(albums.towers("float32"), Key(4))
     run = run_of(method, 3, SGD(momentum=momentum))
@@ -42,6 +42,6 @@ def test_a_client_is_a_plain_loop_with_torchs_sgd_over_all_rounds(momentum: floa
 def test_a_phrase_is_where_it_starts() -> None:
     words = albums.towers("float32").embed(["photo of"])[0][0, 1:-1]
     for phrase, same in (("photo of", True), ("", False)):
-        method = coop(text=2, phrase=phrase)
+        method = coop(text_tokens=2, init_text=phrase)
         assert method.extend
         assert torch.equal(method.extend(albums.towers("float32"), Key(4)).initial[NAME], words) == same

@@ -18,7 +18,7 @@ INPUTS = {"pixel_values": albums.pictures(5, seed=9).pixels}
 
 
 def extended(**options: object) -> Model:
-    method = fedotp(text=2, **options)  # type: ignore[arg-type]
+    method = fedotp(text_tokens=2, **options)  # type: ignore[arg-type]
     assert method.extend
     return method.extend(albums.towers(), Key(4))
 
@@ -77,7 +77,7 @@ def test_alike_contexts_share_alike() -> None:
 
 
 def test_the_own_context_stays() -> None:
-    method = fedotp(text=2)
+    method = fedotp(text_tokens=2)
     model = extended()
     plan = plan_for(method.plan, model, RoundInfo(0, 3, "a"))
     assert plan.up == plan.down == {"prompt.text.global"}
@@ -91,4 +91,4 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, float]) -> No
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:
-    assert albums.momentum_goes_on(fedotp(text=2))
+    assert albums.momentum_goes_on(fedotp(text_tokens=2))

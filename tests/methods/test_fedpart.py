@@ -52,5 +52,5 @@ def test_with_whole_rounds_only_it_is_fedavg_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("wrong", [{"full": -1}, {"each": 0}])
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(MethodError, match=r"method.full is"):
+    with pytest.raises(MethodError, match=r"method.full_rounds is"):
         fedpart(**wrong)

@@ -22,7 +22,7 @@ LEFT, RIGHT, SHARED = "prompt.text.left", "prompt.text.right", "prompt.text.glob
 
 
 def extended(**options: object) -> Model:
-    method = fedpgp(text=3, rank=2, **options)  # type: ignore[arg-type]
+    method = fedpgp(text_tokens=3, rank=2, **options)  # type: ignore[arg-type]
     assert method.extend
     return method.extend(albums.towers(), Key(4))
 
@@ -32,7 +32,7 @@ def context(model: Model) -> Context:
 
 
 def test_with_own_factors_of_zero_it_answers_as_promptfl() -> None:
-    model, method = extended(), promptfl(text=3)
+    model, method = extended(), promptfl(text_tokens=3)
     assert method.extend
     plain = method.extend(albums.towers(), Key(4))
     zero = {**model.initial, LEFT: torch.zeros_like(model.initial[LEFT])}
@@ -56,7 +56,7 @@ def test_the_penalty_is_the_cross_entropy_of_two_similarities() -> None:
 
 
 def test_with_a_large_weight_the_shared_context_nears_the_written_text() -> None:
-    method = fedpgp(text=3, rank=2, mu=30.0)
+    method = fedpgp(text_tokens=3, rank=2, mu=30.0)
     model = extended()
     towers = albums.towers()
     after = last(play(run_of(method, 3, lr=0.02), model, albums.FOUR))
@@ -83,10 +83,10 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:
-    assert albums.momentum_goes_on(fedpgp(text=2, rank=1))
+    assert albums.momentum_goes_on(fedpgp(text_tokens=2, rank=1))
 
 
 def test_a_phrase_is_where_it_starts() -> None:
     words = albums.towers().embed(["photo of"])[0][0, 1:-1]
-    assert torch.equal(extended(phrase="photo of").initial[SHARED][-len(words) :], words)
+    assert torch.equal(extended(init_text="photo of").initial[SHARED][-len(words) :], words)
     assert not torch.equal(extended().initial[SHARED][-len(words) :], words)

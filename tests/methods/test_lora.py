@@ -168,9 +168,9 @@ def test_what_cannot_be_extended_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_is_fedavg_on_a_model_whose_base_is_frozen() -> None:
     open_, frozen = extended(), extended(frozen=BODY)
     assert frozen.all_names() == open_.names("lora", "head")
-    availability = Availability(dropout=0.2, straggle=0.3)
+    availability = Availability(client_dropout=0.2, straggler_rate=0.3)
     rounds = [
-        play(run_of(method, 3, OPTIMIZERS["adamw"], cohort=0.5, minimum=0), model, FOUR, availability=availability)
+        play(run_of(method, 3, OPTIMIZERS["adamw"], cohort=0.5, min_updates=0), model, FOUR, availability=availability)
         for method, model in ((lora(rank=2, alpha=3.0), open_), (fedavg(), frozen))
     ]
     for one, two in zip(*rounds, strict=True):

@@ -42,12 +42,12 @@ def alike(one: Method, two: Method) -> bool:
 
 
 def test_without_own_prompts_and_vision_it_is_promptfl() -> None:
-    assert alike(pfeddc(text=3, vision=0, client_rules=False), promptfl(text=3))
-    assert not alike(pfeddc(text=3, vision=0), promptfl(text=3))
+    assert alike(pfeddc(text_tokens=3, vision_tokens=0, client_rules=False), promptfl(text_tokens=3))
+    assert not alike(pfeddc(text_tokens=3, vision_tokens=0), promptfl(text_tokens=3))
 
 
 def test_without_own_prompts_and_text_it_is_vpfl() -> None:
-    assert alike(pfeddc(text=0, vision=3, depth=2, client_rules=False), vpfl(vision=3, depth=2))
+    assert alike(pfeddc(text_tokens=0, vision_tokens=3, depth=2, client_rules=False), vpfl(vision_tokens=3, depth=2))
 
 
 def test_without_own_prompts_it_is_federated_prompts_in_both_towers() -> None:
@@ -61,7 +61,7 @@ def test_without_own_prompts_it_is_federated_prompts_in_both_towers() -> None:
 
 
 def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_kept() -> None:
-    model, longer = extended(pfeddc(text=2, vision=0, fusion="none")), extended(promptfl(text=4))
+    model, longer = extended(pfeddc(text_tokens=2, vision_tokens=0, fusion="none")), extended(promptfl(text_tokens=4))
     own, shared = (model.initial[f"prompt.text.{owner}"] for owner in ("local", "global"))
     both = {**longer.initial, "prompt.text.global": torch.cat([shared, own])}
     assert torch.equal(model(model.initial, INPUTS).logits, longer(both, INPUTS).logits)
@@ -73,9 +73,9 @@ def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_ke
         [only] = list(rounds(run, model, engine))
         return engine.store.load("a", 1), only
 
-    state, one = stepped(pfeddc(text=2, vision=0, fusion="none"), model)
+    state, one = stepped(pfeddc(text_tokens=2, vision_tokens=0, fusion="none"), model)
     longer.initial.update(both)
-    _, two = stepped(promptfl(text=4), longer)
+    _, two = stepped(promptfl(text_tokens=4), longer)
     after = two.server.params["prompt.text.global"]
     assert torch.equal(one.server.params["prompt.text.global"], after[:2])
     # What is sent is rounded twice, as a difference and as a sum; what is kept is not.
@@ -85,7 +85,7 @@ def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_ke
 
 @pytest.mark.parametrize("fusion", ["local_queries", "global_queries", "both", "mean", "none"])
 def test_only_shared_prompts_travel(fusion: Any) -> None:
-    method = pfeddc(text=2, vision=2, fusion=fusion)
+    method = pfeddc(text_tokens=2, vision_tokens=2, fusion=fusion)
     model = extended(method)
     plan = plan_for(method.plan, model, RoundInfo(0, 3, "a"))
     assert plan.up == plan.down == model.names("global")
@@ -98,7 +98,7 @@ def test_only_shared_prompts_travel(fusion: Any) -> None:
 
 @pytest.mark.parametrize("fusion", ["local_queries", "global_queries", "both"])
 def test_all_that_trains_has_a_gradient_once_the_output_has_left_zero(fusion: Any) -> None:
-    model = extended(pfeddc(text=2, vision=2, depth=2, fusion=fusion))
+    model = extended(pfeddc(text_tokens=2, vision_tokens=2, depth=2, fusion=fusion))
     draws = {
         name: torch.randn(value.shape, generator=(Key(1) / name).generator()) for name, value in model.initial.items()
     }
@@ -111,7 +111,7 @@ def test_all_that_trains_has_a_gradient_once_the_output_has_left_zero(fusion: An
 
 
 def test_own_prompts_of_clients_part_ways() -> None:
-    method = pfeddc(text=2, vision=2)
+    method = pfeddc(text_tokens=2, vision_tokens=2)
     model = extended(method)
     run = run_of(method, 2)
     engine = SimulationEngine(run, model, albums.FOUR)
@@ -125,6 +125,6 @@ def test_own_prompts_of_clients_part_ways() -> None:
 
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(MethodError, match="no prompts with text = 0 and vision = 0; use zero-shot"):
-        pfeddc(text=0, vision=0)
+        pfeddc(text_tokens=0, vision_tokens=0)
     with pytest.raises(ValueError, match=r"method\.fusion is 'locl'; it must be 'local_queries' or"):
         build("pfeddc", {"fusion": "locl"})

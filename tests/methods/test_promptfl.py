@@ -23,7 +23,7 @@ def extended(method: Method, dtype: Literal["float32", "float64"] = "float32") -
 
 
 def test_only_the_context_trains_and_travels() -> None:
-    method = promptfl(text=3)
+    method = promptfl(text_tokens=3)
     model = extended(method)
     plan = plan_for(method.plan, model, RoundInfo(0, 5, "a"))
     assert plan == share(frozenset({"prompt.text.global"}), down=frozenset({"prompt.text.global"}))
@@ -31,7 +31,7 @@ def test_only_the_context_trains_and_travels() -> None:
 
 def test_a_step_of_all_clients_is_a_step_on_all_their_data() -> None:
     """With one full batch each, the mean of what clients send is the step of whoever holds all examples."""
-    method = promptfl(text=3)
+    method = promptfl(text_tokens=3)
     model = extended(method, "float64")
     [played] = play(run_of(method, 1, SGD(), lr=0.1, batch_size=100), model, albums.FOUR)
     params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
@@ -46,26 +46,28 @@ def test_a_step_of_all_clients_is_a_step_on_all_their_data() -> None:
 
 
 def test_a_phrase_is_where_it_starts() -> None:
-    one, other = extended(promptfl(text=2, phrase="photo of")), extended(promptfl(text=2))
+    one, other = extended(promptfl(text_tokens=2, init_text="photo of")), extended(promptfl(text_tokens=2))
     words = albums.towers("float32").embed(["photo of"])[0][0, 1:-1]
     assert torch.equal(one.initial["prompt.text.global"], words)
     assert not torch.equal(other.initial["prompt.text.global"], words)
 
 
 def test_blocks_of_float32_towers_agree_with_single_clients() -> None:
-    method = promptfl(text=3)
+    method = promptfl(text_tokens=3)
     run = run_of(method, 2, SGD(momentum=0.9))
     one, two = (last(play(run, extended(method), albums.FOUR, block=block)) for block in (1, 4))
     assert tensors.norm(tensors.subtract(one, two)) < 1e-6 * tensors.norm(one)
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:
-    assert albums.momentum_goes_on(promptfl(text=2))
+    assert albums.momentum_goes_on(promptfl(text_tokens=2))
 
 
 def test_what_is_a_clients_own_trains_and_stays() -> None:
     """The plan that methods with own prompts share."""
-    model = albums.towers("float32").prompted("prompts", Key(4), text=2, owners=("global", "local"), fusion="none")
+    model = albums.towers("float32").prompted(
+        "prompts", Key(4), text_tokens=2, owners=("global", "local"), fusion="none"
+    )
     plan = plan_for(share_global, model, RoundInfo(0, 5, "a"))
     shared, own = frozenset({"prompt.text.global"}), frozenset({"prompt.text.local"})
     assert (plan.train, plan.up, plan.down, plan.keep) == (shared | own, shared, shared, own)

@@ -33,8 +33,8 @@ FOUR = Clients(a=5, b=6, c=7, d=8)
 
 
 def played(method: Method, count: int = 3, model: Model = MODEL, **more: Any) -> list[RoundResult]:
-    run = run_of(method, count, OPTIMIZERS["adamw"], cohort=0.5, minimum=0)
-    return play(run, model, FOUR, availability=Availability(dropout=0.1, straggle=0.3), **more)
+    run = run_of(method, count, OPTIMIZERS["adamw"], cohort=0.5, min_updates=0)
+    return play(run, model, FOUR, availability=Availability(client_dropout=0.1, straggler_rate=0.3), **more)
 
 
 # ---- reductions

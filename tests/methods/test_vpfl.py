@@ -12,7 +12,7 @@ from partita.methods.vpfl import vpfl
 
 
 def test_only_the_prompts_of_images_train_and_travel() -> None:
-    method = vpfl(vision=3, depth=2)
+    method = vpfl(vision_tokens=3, depth=2)
     assert method.extend
     model = method.extend(albums.towers(), Key(4))
     plan = plan_for(method.plan, model, RoundInfo(0, 5, "a"))
@@ -25,7 +25,7 @@ def test_only_the_prompts_of_images_train_and_travel() -> None:
 
 
 def test_without_prompts_it_answers_as_the_towers_do() -> None:
-    method = vpfl(vision=0)
+    method = vpfl(vision_tokens=0)
     assert method.extend
     towers = albums.towers()
     model = method.extend(towers, Key(4))
@@ -34,10 +34,10 @@ def test_without_prompts_it_answers_as_the_towers_do() -> None:
 
 
 def test_a_view_is_where_it_starts() -> None:
-    one, other = (vpfl(vision=2, view=view).extend(albums.towers(), Key(4)) for view in ("grey", "nothing"))  # type: ignore[misc]
+    one, other = (vpfl(vision_tokens=2, view=view).extend(albums.towers(), Key(4)) for view in ("grey", "nothing"))  # type: ignore[misc]
     [name] = one.names("prompt")
     assert torch.allclose(one.initial[name] - other.initial[name], albums.towers().glance(2, 1).float(), atol=1e-6)
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:
-    assert albums.momentum_goes_on(vpfl(vision=2))
+    assert albums.momentum_goes_on(vpfl(vision_tokens=2))

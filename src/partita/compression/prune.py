@@ -47,7 +47,7 @@ class TopKMagnitude(UpdateTransform):
                 parts["delta"][name] = value
                 continue
             if not value.is_floating_point():
-                raise MethodError("prune comes after what makes whole numbers of an update; compose 'prune+quantise'")
+                raise MethodError("prune comes after what makes whole numbers of an update; compose 'prune+quantize'")
             flat = value.flatten()
             places = flat.abs().topk(self._count(flat.numel())).indices.sort().values
             parts["delta"][name] = flat[places]

@@ -1,4 +1,4 @@
-"""Quantisation: an update travels in 8 bits a number, rounded up or down at random so that its mean is kept."""
+"""Quantization: an update travels in 8 bits a number, rounded up or down at random so that its mean is kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partita.core.method import Method, Update, UpdateTransform
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 
-SCALE = "quantise_scale"
+SCALE = "quantize_scale"
 MAX_LEVEL = 127  # the largest number in 8 bits with a sign
 MIN_ELEMENTS = (
     64  # numbers up to which a tensor travels as it is: the header of its scale would cost more than is saved
@@ -21,7 +21,7 @@ MIN_ELEMENTS = (
 
 def quantize(rows: bool = True) -> Method:
     """With `rows`, each row of a matrix has a scale of its own; otherwise each tensor has one."""
-    return Method("quantise", transforms=(Int8Quantizer(rows),))
+    return Method("quantize", transforms=(Int8Quantizer(rows),))
 
 
 @dataclass(frozen=True)

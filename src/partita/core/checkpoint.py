@@ -60,7 +60,7 @@ def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "",
         "names": list(server.versions.current),
         "clients": clients,
         "owners": None if owners == clients else owners,  # of a state; mostly all clients
-        "preloaded": server.versions.preloaded,
+        "preloaded": server.versions.clients_have_initial_model,
     }
     path = write_checksummed(folder, done, serialization.save(flat, {"partita": json.dumps(about)}))
     for old in list_checksummed(folder)[:-CHECKPOINTS_KEPT]:
@@ -122,4 +122,4 @@ def _parse(data: bytes, device: torch.device | None) -> Checkpoint:
 def _layout(server: Server) -> object:
     """What two servers of one run have in common."""
     params = {name: (value.shape, value.dtype) for name, value in server.params.items()}
-    return params, sorted(server.versions.current), server.versions.preloaded
+    return params, sorted(server.versions.current), server.versions.clients_have_initial_model

@@ -20,8 +20,8 @@ class DPSGDSettings:
     clip: float
     noise: float
     sampling: Literal["poisson", "shuffle"] = "poisson"
-    norms: Literal["auto", "direct", "ghost"] = "auto"  # direct: of each example's gradient; ghost: read off layers
-    chunk: int | None = None  # examples whose gradients are held at once; None: a whole batch
+    clipping: Literal["auto", "direct", "ghost"] = "auto"  # direct: of each example's gradient; ghost: read off layers
+    microbatch: int | None = None  # examples whose gradients are held at once; None: a whole batch
 
     def __post_init__(self) -> None:
         if not self.clip > 0:
@@ -30,5 +30,5 @@ class DPSGDSettings:
             raise PrivacyError(f"privacy.noise is {self.noise}; it must be a number from 0 up")
         if self.noise and self.clip == float("inf"):
             raise PrivacyError("privacy.clip is infinite, so no noise is enough; give it a number, such as 1.0")
-        if self.chunk is not None and self.chunk < 1:
-            raise PrivacyError(f"privacy.chunk is {self.chunk}; it must be at least 1, or left out")
+        if self.microbatch is not None and self.microbatch < 1:
+            raise PrivacyError(f"privacy.microbatch is {self.microbatch}; it must be at least 1, or left out")

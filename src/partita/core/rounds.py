@@ -85,7 +85,9 @@ def initial_server(run: Run, model: Model) -> Server:
     return Server(
         dict(model.initial),
         run.method.server_rule.init(model),
-        ParameterVersions(dict.fromkeys(sorted(model.initial), 0), preloaded=run.preloaded),
+        ParameterVersions(
+            dict.fromkeys(sorted(model.initial), 0), clients_have_initial_model=run.clients_have_initial_model
+        ),
     )
 
 
@@ -146,9 +148,9 @@ class _RoundRunner:
         key = self.run.key / "round" / self.number
         self.cohort = cohort = self.run.draw_cohort(self.number, clients)
         self.population = len(clients)
-        if self.run.minimum > len(cohort):
+        if self.run.min_updates > len(cohort):
             raise RunError(
-                f"federation.minimum is {self.run.minimum}, but only {len(cohort)} clients are asked a round"
+                f"federation.min_updates is {self.run.min_updates}, but only {len(cohort)} clients are asked a round"
             )
         updates = self._receive(engine.train(self._ask(client) for client in cohort))
         watched = self.drift.watch(updates) if self.run.drift else updates
@@ -165,7 +167,7 @@ class _RoundRunner:
         server = method.server_rule.apply(self.server, aggregate)
         if spoilt := _first_non_finite(self.server, server):
             reason = f"round {self.number} would have made '{spoilt}' of the server not finite"
-            if not self.run.tolerate:
+            if not self.run.skip_failed_clients:
                 raise RunError(f"{reason}; lower training.lr, or method.lr where there is one")
             return self._result(self.server, reason)
         return self._result(server)
@@ -175,14 +177,14 @@ class _RoundRunner:
         `tolerate` an attacker must not be able to end the run.
         """
         count, refused = len(self.received), sum(lost.refused for lost in self.lost)
-        if count >= self.run.minimum:
+        if count >= self.run.min_updates:
             return None
         reasons = "; ".join(f"{lost.client}: {lost.reason}" for lost in self.lost[:3])
         short = (
-            f"only {count} of {len(self.cohort)} clients answered in round {self.number} and federation.minimum is "
-            f"{self.run.minimum} ({reasons})"
+            f"only {count} of {len(self.cohort)} clients answered in round {self.number} and federation.min_updates is "
+            f"{self.run.min_updates} ({reasons})"
         )
-        if not self.run.tolerate or count + refused < self.run.minimum:
+        if not self.run.skip_failed_clients or count + refused < self.run.min_updates:
             raise RunError(f"{short}; lower it, or ask more clients a round")
         return short
 
@@ -242,7 +244,7 @@ class _RoundRunner:
                 self.up.append(weight)
                 checked = self.inspector.check(reply, plan)
             except InvalidUpdate as refusal:
-                if not self.run.tolerate:
+                if not self.run.skip_failed_clients:
                     raise ClientError(reply.client, str(refusal)) from refusal
                 self._lose(ClientFailure(reply.client, str(refusal), refused=True))
                 continue
@@ -271,7 +273,7 @@ class _RoundRunner:
         named = isinstance(reply, Update | ClientFailure) and isinstance(reply.client, str)
         # A guess by the order of answers must not cost another client its turn, so it only names who ends the run.
         client = reply.client if named else next(iter(self.plans), UNKNOWN_CLIENT)  # type: ignore[attr-defined]
-        if not self.run.tolerate:
+        if not self.run.skip_failed_clients:
             raise ClientError(client, fault)
         self.refused.append(ClientFailure(client[:MAX_REASON] if named else UNKNOWN_CLIENT, fault, refused=True))
 

@@ -47,9 +47,11 @@ class Run:
     rounds: int
     key: Key
     cohort: int | float = 1.0  # clients a round, as a number or (a float up to 1.0) as a fraction
-    minimum: int = 1  # answers without which a round is not applied but an error
-    tolerate: bool = False  # a client's fault (a loss or an update that is no use) is recorded and does not end the run
-    preloaded: bool = False  # clients hold the initial model before the first round
+    min_updates: int = 1  # answers without which a round is not applied but an error
+    skip_failed_clients: bool = (
+        False  # a client's fault (a loss or an update that is no use) is recorded and does not end the run
+    )
+    clients_have_initial_model: bool = False  # clients hold the initial model before the first round
     drift: bool = True  # measure drift each round
     max_norm: float | None = None  # of an update; longer ones are scaled down to it
     max_examples: int = 10_000_000  # that a client may claim where their number is not registered

@@ -22,7 +22,7 @@ class ParameterVersions:
 
     current: Mapping[str, int] = field(default_factory=dict)
     held: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    preloaded: bool = False  # clients hold the initial model before the first round
+    clients_have_initial_model: bool = False  # clients hold the initial model before the first round
 
     def missing(self, client: str, names: Names) -> Names:
         """The names whose present version the client does not hold."""
@@ -39,7 +39,7 @@ class ParameterVersions:
                 row = tuple(version if name in names else has for (name, version), has in rows)
                 known[before] = shared.setdefault(row, row)
             held[client] = known[before]
-        return ParameterVersions(self.current, held, self.preloaded)
+        return ParameterVersions(self.current, held, self.clients_have_initial_model)
 
     def forget(self, overwritten: Iterable[tuple[str, Names]]) -> ParameterVersions:
         """These clients were sent something else under these names, so they no longer hold the server's."""
@@ -47,11 +47,11 @@ class ParameterVersions:
         for client, names in overwritten:
             rows = zip(self.current, self._row(client), strict=True)
             held[client] = tuple(NEVER if name in names else has for name, has in rows)
-        return ParameterVersions(self.current, held, self.preloaded)
+        return ParameterVersions(self.current, held, self.clients_have_initial_model)
 
     def changed(self, names: Names, version: int) -> ParameterVersions:
         versions = {name: version if name in names else old for name, old in self.current.items()}
-        return ParameterVersions(versions, self.held, self.preloaded)
+        return ParameterVersions(versions, self.held, self.clients_have_initial_model)
 
     def _row(self, client: str) -> tuple[int, ...]:
-        return self.held.get(client) or (0 if self.preloaded else NEVER,) * len(self.current)
+        return self.held.get(client) or (0 if self.clients_have_initial_model else NEVER,) * len(self.current)

@@ -22,7 +22,7 @@ def lm(
     key: Key,
     text: Annotated[str, "column of the texts"] = "text",
     tokenizer: Annotated[str | None, "folder or id of the Hub; the model's own if left out"] = None,
-    block: Annotated[Count, "tokens in an example"] = 128,
+    block_size: Annotated[Count, "tokens in an example"] = 128,
     group: Annotated[str | None, "column by whose values texts are joined, such as an author"] = None,
     config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
     test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
@@ -33,7 +33,7 @@ def lm(
     For a client of its own for each value, split by_column on the same column.
     """
     source = load_dataset(path, key, config, test)
-    encode = text_encoder(tokenizer, block)
+    encode = text_encoder(tokenizer, block_size)
     train, names = _blocks(source.train, encode, text, group)
     held_out, _ = _blocks(source.test, encode, text, group)
     columns = {} if group is None else {group: np.array(names)}

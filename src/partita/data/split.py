@@ -45,7 +45,7 @@ SPLITS = {
 
 def split(
     task: Task,
-    kind: str,
+    name: str,
     clients: Count | None = None,
     *,
     key: Key,
@@ -54,9 +54,9 @@ def split(
     **options: Any,
 ) -> Federation:
     """Deal the train rows to clients, and let each cut its own validation and test part."""
-    deal = import_from_registry(SPLITS, kind, "split")
+    deal = import_from_registry(SPLITS, name, "split")
     asked = options if clients is None else {"clients": clients, **options}
-    partition = deal(task, key=key / kind, **validate_options(deal, asked, "split", given=["task", "key"]))
+    partition = deal(task, key=key / name, **validate_options(deal, asked, "split", given=["task", "key"]))
     # By their decimals: a share of 0.29 of 100 rows is 29 rows, which binary fractions miss.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     return Federation(task, partition.clients, cut)
@@ -70,16 +70,18 @@ def iid(task: Task, clients: Clients, key: Key) -> Partition:
     return group_by_client(owner, NumberedClients(clients))
 
 
-def dirichlet(task: Task, clients: Clients, key: Key, alpha: Concentration, smallest: MinExamples = 10) -> Partition:
+def dirichlet(
+    task: Task, clients: Clients, key: Key, alpha: Concentration, min_examples: MinExamples = 10
+) -> Partition:
     """Label skew: the rows of each class are shared out in proportions drawn from a symmetric Dirichlet."""
-    _check_counts(task, clients, smallest)
-    return _proportions(task.labels(), clients, key, alpha, smallest)
+    _check_counts(task, clients, min_examples)
+    return _proportions(task.labels(), clients, key, alpha, min_examples)
 
 
-def quantity(task: Task, clients: Clients, key: Key, alpha: Concentration, smallest: MinExamples = 10) -> Partition:
+def quantity(task: Task, clients: Clients, key: Key, alpha: Concentration, min_examples: MinExamples = 10) -> Partition:
     """Size skew: all rows alike are shared out in proportions drawn from a symmetric Dirichlet."""
-    count = _check_counts(task, clients, smallest)
-    return _proportions(np.zeros(count, np.int64), clients, key, alpha, smallest)
+    count = _check_counts(task, clients, min_examples)
+    return _proportions(np.zeros(count, np.int64), clients, key, alpha, min_examples)
 
 
 def pathological(
@@ -148,7 +150,7 @@ def _column(task: Task, column: str) -> NDArray[Any]:
     return task.columns[column]
 
 
-def _proportions(groups: Ints, clients: int, key: Key, alpha: float, smallest: int) -> Partition:
+def _proportions(groups: Ints, clients: int, key: Key, alpha: float, min_examples: int) -> Partition:
     members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
     owner, best, poorest = np.empty_like(groups), -1, ""
     for attempt in range(ATTEMPTS):
@@ -156,13 +158,13 @@ def _proportions(groups: Ints, clients: int, key: Key, alpha: float, smallest: i
         for rows in members:
             owner[draws.permutation(rows)] = np.repeat(np.arange(clients), _shares(len(rows), clients, alpha, draws))
         sizes = np.bincount(owner, minlength=clients)
-        if sizes.min() >= smallest:
+        if sizes.min() >= min_examples:
             return group_by_client(owner, NumberedClients(clients))
         if sizes.min() > best:
             best, poorest = int(sizes.min()), f"c{sizes.argmin()}"
-    remedy = " or a lower smallest" if smallest > 1 else ""
+    remedy = " or a lower smallest" if min_examples > 1 else ""
     raise DataError(
-        f"no client may have fewer examples than {smallest}, but at best of {ATTEMPTS} draws '{poorest}' would get "
+        f"no client may have fewer examples than {min_examples}, but at best of {ATTEMPTS} draws '{poorest}' would get "
         f"{best}; use fewer clients than {clients}, a larger alpha than {alpha:g}{remedy}"
     )
 
@@ -219,12 +221,12 @@ def _names(values: list[str], per_value: int) -> list[str]:
     return [f"{name}-{place}" for name in taken for place in range(per_value)] if per_value > 1 else list(taken)
 
 
-def _check_counts(task: Task, clients: int, smallest: int = 1) -> int:
+def _check_counts(task: Task, clients: int, min_examples: int = 1) -> int:
     """The number of rows to deal, if there are enough of them."""
-    if clients * smallest > len(task.train):
+    if clients * min_examples > len(task.train):
         raise DataError(
-            f"{clients} clients of at least {smallest} examples need {clients * smallest}, but {task.name} has "
-            f"{len(task.train)}; use at most {len(task.train) // smallest} clients"
+            f"{clients} clients of at least {min_examples} examples need {clients * min_examples}, but {task.name} has "
+            f"{len(task.train)}; use at most {len(task.train) // min_examples} clients"
         )
     return len(task.train)
 

@@ -54,7 +54,7 @@ def _operations(run: Run, model: Model, population: Population) -> float:
     """Of one step, by a look at one example: a backward pass costs as much as two forward."""
     examples = next((each for client in population.clients if len(each := population[client].train)), None)
     if examples is None:
-        raise RunError("no client has examples to train on here; with split.kind = 'site', name one in split.client")
+        raise RunError("no client has examples to train on here; with split.name = 'site', name one in split.client")
     batch = examples.take(torch.zeros(1, dtype=torch.long))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(model.initial, batch.inputs)
@@ -67,13 +67,13 @@ def check_block(run: Run, model: Model, clients: Sequence[str], block: int) -> N
     trained = plan_for(run.method.plan, model, RoundInfo(0, run.rounds, clients[0])).train
     numbers = sum(model.initial[name].numel() for name in trained)
     words = f"training {together} clients side by side" if together > 1 else "training one client"
-    memory.require(16 * numbers * together, words, "lower engine.block, or choose a smaller model")
+    memory.require(16 * numbers * together, words, "lower engine.clients_per_block, or choose a smaller model")
 
 
 def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.device) -> GraphCache | None:
     """On a GPU unless told otherwise. Where "auto" meets what cannot be recorded, it says so and goes on without."""
     if wanted is True and device.type == "cpu":
-        raise RunError("engine.graphs is for GPUs, and this run is on a CPU; leave it at 'auto'")
+        raise RunError("engine.cuda_graphs is for GPUs, and this run is on a CPU; leave it at 'auto'")
     recorder = CudaRecorder() if wanted and device.type == "cuda" else None
     return GraphCache(recorder, strict=wanted is True, compile=compile) if recorder or compile else None
 

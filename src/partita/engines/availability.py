@@ -22,24 +22,24 @@ class Availability:
     otherwise straggles with probability `straggle`, getting through a uniformly drawn share of its steps.
     """
 
-    dropout: float = 0.0
-    straggle: float = 0.0
+    client_dropout: float = 0.0
+    straggler_rate: float = 0.0
     trace: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for rate in ("dropout", "straggle"):
+        for rate in ("client_dropout", "straggler_rate"):
             if not 0 <= getattr(self, rate) <= 1:
                 raise ValueError(f"federation.{rate} is {getattr(self, rate)}; it is a probability, from 0 to 1")
 
     def completed_fraction(self, key: Key, round: int, client: str) -> float:
         if (round, client) in self.trace:
             return self.trace[round, client]
-        if not self.dropout and not self.straggle:
+        if not self.client_dropout and not self.straggler_rate:
             return 1.0
         draw = key / "round" / round / "client" / client / "faults"
-        if (draw / "dropout").uniform() < self.dropout:
+        if (draw / "dropout").uniform() < self.client_dropout:
             return 0.0
-        return (draw / "work").uniform() if (draw / "straggle").uniform() < self.straggle else 1.0
+        return (draw / "work").uniform() if (draw / "straggle").uniform() < self.straggler_rate else 1.0
 
 
 def read_trace(path: Path) -> dict[tuple[int, str], float]:

@@ -144,7 +144,7 @@ class SimulationEngine:
         return self._carry_back(update) if self.wire else update
 
     def _lost(self, fault: ClientError) -> ClientFailure:
-        if not self.run.tolerate:
+        if not self.run.skip_failed_clients:
             raise fault
         return ClientFailure(fault.client, fault.reason)
 
@@ -164,8 +164,8 @@ class SimulationEngine:
         try:
             return start_training(run, client_rounds, self.make_trainer)
         except torch.OutOfMemoryError as error:
-            remedy = "lower engine.block" if len(client_rounds) > 1 else "lower training.batch_size"
-            remedy += ", or set engine.graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
+            remedy = "lower engine.clients_per_block" if len(client_rounds) > 1 else "lower training.batch_size"
+            remedy += ", or set engine.cuda_graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
             raise RunError(f"{len(client_rounds)} clients side by side do not fit the memory; {remedy}") from error
         except RuntimeError as error:
             if "deterministic implementation" not in str(error):

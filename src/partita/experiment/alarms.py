@@ -136,6 +136,6 @@ def _mismatch(window: Sequence[RoundSummary]) -> Alarm | None:
     text = (
         f"of the layers sent in the last {SHORT_WINDOW} rounds, {alone} of {total} came from a single client, so "
         "they were not averaged; ask more clients a round with federation.cohort, raise method.k, or set "
-        "method.over = 'cohort'"
+        "method.average_over = 'cohort'"
     )
     return Alarm("aggregation mismatch", window[-1].round, text)

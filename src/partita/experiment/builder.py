@@ -71,9 +71,9 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         config.rounds,
         key,
         cohort=1.0 if method.pool else federate.cohort,
-        minimum=federate.minimum,
-        tolerate=federate.tolerate,
-        preloaded=federate.preloaded,
+        min_updates=federate.min_updates,
+        skip_failed_clients=federate.skip_failed_clients,
+        clients_have_initial_model=federate.clients_have_initial_model,
         max_norm=federate.max_norm,
         max_examples=federate.max_examples,
         examples=_Sizes(federation),
@@ -86,12 +86,14 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         sizes = {client: len(federation[client].train) for client in federation.clients}
         guard = make_private(run, model, sizes, config.privacy)
         run = guard.run
-    trace = read_trace(Path(federate.trace)) if federate.trace else {}
-    availability = Availability() if method.pool else Availability(federate.dropout, federate.straggle, trace)
+    trace = read_trace(Path(federate.availability_trace)) if federate.availability_trace else {}
+    availability = (
+        Availability() if method.pool else Availability(federate.client_dropout, federate.straggler_rate, trace)
+    )
     if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
         _warn_slow_bf16(bf16_slowdown())
-    graphs = choose_graphs(config.engine.graphs, config.engine.compile, device)
-    block = config.engine.block
+    graphs = choose_graphs(config.engine.cuda_graphs, config.engine.compile, device)
+    block = config.engine.clients_per_block
     if block == "auto":
         block = choose_block(run, *whole, device, bool(graphs), config.engine.workers)
     if device.type == "cpu":
@@ -153,15 +155,17 @@ def _rest(table: Any, key: str) -> dict[str, Any]:
 
 def makes_secret(config: Config) -> bool:
     """Whether the run draws by a secret that it makes itself."""
-    return config.privacy is not None and not config.privacy.repeatable and config.engine.secret is None
+    return config.privacy is not None and not config.privacy.repeatable and config.engine.secret_file is None
 
 
 def _secret(config: Config, given: Key | None) -> Key | None:
-    if config.engine.secret is not None:
+    if config.engine.secret_file is not None:
         if config.privacy is not None and config.privacy.repeatable:
-            raise RunError("privacy.repeatable draws by the seed, and engine.secret by a file; leave one of them out")
+            raise RunError(
+                "privacy.repeatable draws by the seed, and engine.secret_file by a file; leave one of them out"
+            )
         # A file can serve many experiments, and two that drew the same noise would give it away.
-        return from_file(Path(config.engine.secret)) / shared_digest(config)
+        return from_file(Path(config.engine.secret_file)) / shared_digest(config)
     return (given or draw()) if makes_secret(config) else None
 
 

@@ -86,38 +86,40 @@ class FederationConfig:
     cohort: Annotated[
         Count | PositiveShare, "clients in a round: a whole number, or a fraction with a decimal point"
     ] = 1.0
-    dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
-    straggle: Annotated[Share, "probability that a client completes only a part of its round"] = 0.0
-    trace: Annotated[str | None, "CSV file with the columns round, client, work, in place of the two above"] = None
-    minimum: Annotated[Whole, "answers that a round needs; with fewer, the run stops"] = 1
-    tolerate: Annotated[bool, "record a client's fault and go on, instead of stopping the run"] = False
+    client_dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
+    straggler_rate: Annotated[Share, "probability that a client completes only a part of its round"] = 0.0
+    availability_trace: Annotated[
+        str | None, "CSV file with the columns round, client, work, in place of the two above"
+    ] = None
+    min_updates: Annotated[Whole, "answers that a round needs; with fewer, the run stops"] = 1
+    skip_failed_clients: Annotated[bool, "record a client's fault and go on, instead of stopping the run"] = False
     max_norm: Annotated[Positive | None, "longer updates are scaled down to this norm"] = None
     max_examples: Annotated[Count, "training examples that a client of unknown size may claim"] = 10_000_000
-    preloaded: Annotated[bool, "clients hold the initial model before the first round"] = False
+    clients_have_initial_model: Annotated[bool, "clients hold the initial model before the first round"] = False
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    block: Annotated[Count | Literal["auto"], "clients that train side by side"] = "auto"
+    clients_per_block: Annotated[Count | Literal["auto"], "clients that train side by side"] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], "`auto` takes a GPU where there is one"] = "auto"
     workers: Annotated[Processes, "processes that share the clients; on GPUs, one on each in turn"] = 1
-    state: Annotated[Literal["memory", "disk"], "where clients' own tensors are kept between rounds"] = "memory"
+    client_state: Annotated[Literal["memory", "disk"], "where clients' own tensors are kept between rounds"] = "memory"
     threads: Annotated[Processes | None, "threads of torch; as many as torch chooses if left out"] = None
     onednn: Annotated[bool | Literal["auto"], "oneDNN's kernels for CPUs"] = "auto"
     deterministic: Annotated[bool, "on a GPU: the same bits in every run, at some cost in speed"] = True
-    graphs: Annotated[
+    cuda_graphs: Annotated[
         bool | Literal["auto"], "on a GPU: record steps once and replay them; `true` stops the run if that fails"
     ] = "auto"
     compile: Annotated[bool, "have torch compile the model: half a minute at first, then cached on disk"] = False
     cache_frozen: Annotated[bool, "compute the output of frozen layers once for each example"] = False
-    secret: Annotated[str | None, "file of 16 or more random bytes; random draws for privacy depend on it"] = None
+    secret_file: Annotated[str | None, "file of 16 or more random bytes; random draws for privacy depend on it"] = None
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
     every: Annotated[Count, "rounds between tests on the central test set"] = 1
-    personal: Annotated[Whole, "rounds between tests on the clients' own test parts; 0 for never"] = 5
-    clients: Annotated[Count, "number of clients tested, drawn once; at most as many as there are"] = 100
+    personal_every: Annotated[Whole, "rounds between tests on the clients' own test parts; 0 for never"] = 5
+    max_clients: Annotated[Count, "number of clients tested, drawn once; at most as many as there are"] = 100
     drift: Annotated[bool, "measure client drift in every round"] = True
 
 
@@ -135,7 +137,7 @@ class Config:
 
     method: Table
     data: Table = field(default_factory=lambda: {"name": "digits"})
-    split: Table = field(default_factory=lambda: {"kind": "dirichlet", "clients": 10, "alpha": 0.1})
+    split: Table = field(default_factory=lambda: {"name": "dirichlet", "clients": 10, "alpha": 0.1})
     model: Table = field(default_factory=lambda: {"name": "vit"})
     seed: Annotated[Seed, "every random draw depends on it"] = 0
     rounds: Annotated[int, Range(low=1, high=10**6), "rounds of the federation"] = 20
@@ -174,10 +176,10 @@ _TABLES = {
 _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
     "method": ("name", methods.INDEX, ()),
     "data": ("name", data.INDEX, ("key",)),
-    "split": ("kind", data.SPLITS, ("task", "key")),
+    "split": ("name", data.SPLITS, ("task", "key")),
     "model": ("name", models.INDEX, ("task", "key")),
 }
-_OF_EVERY_SPLIT = ("task", "kind", "clients", "key", "options")  # of data.split, these are no options of their own
+_OF_EVERY_SPLIT = ("task", "name", "clients", "key", "options")  # of data.split, these are no options of their own
 
 
 def schema() -> dict[str, dict[str, Option]]:
@@ -283,7 +285,7 @@ def _filled_split(table: Table) -> Table:
     cuts = {key: options.pop(key) for key in common if key in options}
     validate_options(data.split, cuts, "split", _OF_EVERY_SPLIT)
     own = validate_options(function, options, "split", _NAMED["split"][2])
-    return {"kind": kind, **common, **_defaults(function), **cuts, **own}
+    return {"name": kind, **common, **_defaults(function), **cuts, **own}
 
 
 def _named(table: Table, where: str) -> tuple[str, dict[str, Any]]:

@@ -116,7 +116,7 @@ def server(config: Path) -> ServerApp:
 def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str) -> Iterator[Row]:
     """Begin the run, or go on with the one in the folder, a row at a time."""
     folder = Path(str(_said(settings, "folder", "run config")))
-    config = replace(config, engine=replace(config.engine, block=1))
+    config = replace(config, engine=replace(config.engine, clients_per_block=1))
     begun = (folder / run_folder.CONFIG).exists()
     experiment = build(config, restore_secret(config, folder) if begun else None)
     with run_folder.lock(folder):
@@ -169,7 +169,7 @@ def _site(context: Context, config: Path) -> Site:
     place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
     folder = Path(str(place)) / _identity(shared) / path_component(name)
     secret = load_or_save(folder) if makes_secret(own) else None
-    experiment = build(replace(own, engine=replace(own.engine, block=1)), secret)
+    experiment = build(replace(own, engine=replace(own.engine, clients_per_block=1)), secret)
     if name not in experiment.federation.clients:
         raise FlowerError(f"the node config says client = '{name}', which is not among the experiment's clients")
     return Site(

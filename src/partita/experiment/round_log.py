@@ -47,7 +47,7 @@ def evaluate_round(experiment: Experiment, engine: Engine, each: RoundResult) ->
     due, run, last = experiment.config.evaluate, experiment.run, each.number + 1 == experiment.run.rounds
     federation, model = experiment.federation, experiment.model
     present = engine.clients()
-    clients = sorted((run.key / "evaluate").sample(present, min(due.clients, len(present))))
+    clients = sorted((run.key / "evaluate").sample(present, min(due.max_clients, len(present))))
 
     def jobs() -> Iterator[Job]:
         return (make_job(run, model, each.server, each.number, client)[0] for client in clients)
@@ -64,7 +64,7 @@ def evaluate_round(experiment: Experiment, engine: Engine, each: RoundResult) ->
         else:
             test = score(model, each.server.params, federation.test, experiment.evaluator)
     personal: dict[str, dict[str, float]] | None = None
-    if due.personal and _may_report(experiment) and (last or (each.number + 1) % due.personal == 0):
+    if due.personal_every and _may_report(experiment) and (last or (each.number + 1) % due.personal_every == 0):
         personal = {}
         for client, scores in engine.evaluate(jobs()):
             for metric, value in scores.items():

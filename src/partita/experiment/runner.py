@@ -124,7 +124,9 @@ def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path)
     """What earlier rounds cost is part of the bill; under another noise they would not have been the same run."""
     began = read_json(folder / PRIVACY)
     if began["secret"] != _fingerprint(experiment):
-        raise PrivacyError(f"{folder} was begun with another secret; name that file as engine.secret to resume the run")
+        raise PrivacyError(
+            f"{folder} was begun with another secret; name that file as engine.secret_file to resume the run"
+        )
     noise = began["noise"]
     if noise != guard.privacy_config.noise:
         raise PrivacyError(
@@ -139,7 +141,7 @@ def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path)
 @contextmanager
 def _engine_and_store(experiment: Experiment, disk: DiskStore) -> Iterator[tuple[Engine, ClientStore]]:
     config = experiment.config.engine
-    store: ClientStore = disk if config.state == "disk" else MemoryStore(disk)
+    store: ClientStore = disk if config.client_state == "disk" else MemoryStore(disk)
     engine = _engine(experiment, store)
     if config.workers == 1:
         yield engine, store
@@ -172,7 +174,7 @@ def _engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:
 
 def _resolved(experiment: Experiment) -> Config:
     """With the block that was chosen, which a resumed run and every worker must share."""
-    return replace(experiment.config, engine=replace(experiment.config.engine, block=experiment.block))
+    return replace(experiment.config, engine=replace(experiment.config.engine, clients_per_block=experiment.block))
 
 
 def run_rounds(

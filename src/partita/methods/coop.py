@@ -7,11 +7,13 @@ from partita.core.options import Count, Text
 from partita.methods.promptfl import share_global
 
 
-def coop(text: Count = 16, phrase: Text = "") -> Method:
-    """`text` is the context's length in tokens; a phrase, such as "a photo of a", is what it says at first."""
+def coop(text_tokens: Count = 16, init_text: Text = "") -> Method:
+    """`text_tokens` is the length of the context; `init_text`, such as "a photo of a", is its initial value."""
     return Method(
         "coop",
         plan=share_global,
         carry_optimizer=True,
-        extend=lambda model, key: model.prompted("prompts", key, text=text, owners=("local",), phrase=phrase),
+        extend=lambda model, key: model.prompted(
+            "prompts", key, text_tokens=text_tokens, owners=("local",), init_text=init_text
+        ),
     )

@@ -19,10 +19,10 @@ def fedfrozen(
     warmup: Whole | Share | Literal["auto"] = 0.3,
     scope: Literal["rest", "value"] = "rest",
     freeze: Frozen = "kernel",
-    draw: Seed = 0,
+    seed: Seed = 0,
     threshold: Positive = 17.0,
     patience: Count = 3,
-    latest: Share = 1.0,
+    max_warmup: Share = 1.0,
 ) -> Method:
     """Warm-up in rounds (an integer), as a fraction of the rounds (a float; 1.0 never freezes), or "auto".
 
@@ -38,31 +38,31 @@ def fedfrozen(
         raise MethodError(f"method.warmup is {warmup}; give rounds as 0, 1, 2, ... or a fraction from 0.0 to 1.0")
     if scope == "value" and freeze != "kernel":
         raise MethodError(f"method.scope 'value' already says what trains; it cannot go with freeze '{freeze}'")
-    if not threshold > 0 or patience < 1 or not 0 <= latest <= 1:
+    if not threshold > 0 or patience < 1 or not 0 <= max_warmup <= 1:
         raise MethodError(
-            f"method.threshold, patience and latest are {threshold}, {patience} and {latest}; "
+            f"method.threshold, patience and latest are {threshold}, {patience} and {max_warmup}; "
             "give a number above 0, at least one round, and a fraction from 0.0 to 1.0"
         )
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         if warmup == "auto":
-            warm = not round_info.signal.get("frozen", 0.0) and round_info.round < round(latest * round_info.rounds)
+            warm = not round_info.signal.get("frozen", 0.0) and round_info.round < round(max_warmup * round_info.rounds)
         else:
             warm = round_info.round < (round(warmup * round_info.rounds) if isinstance(warmup, float) else warmup)
         if warm:
             return share_everything(model, round_info)
         train = (
-            model.names("value", "head") if scope == "value" else model.all_names() - frozen_names(model, freeze, draw)
+            model.names("value", "head") if scope == "value" else model.all_names() - frozen_names(model, freeze, seed)
         )
         return share(train, down=model.all_names())
 
     if warmup != "auto":
         return Method("fedfrozen", plan=plan)
-    rule = AutoWarmup(lambda model: frozen_names(model, freeze, draw), threshold, patience)
+    rule = AutoWarmup(lambda model: frozen_names(model, freeze, seed), threshold, patience)
     return Method("fedfrozen", plan=plan, server_rule=rule)
 
 
-def frozen_names(model: Model, freeze: Frozen, draw: int) -> Names:
+def frozen_names(model: Model, freeze: Frozen, seed: int) -> Names:
     kernel = model.names("query", "key")
     if freeze == "kernel":
         return kernel
@@ -74,5 +74,5 @@ def frozen_names(model: Model, freeze: Frozen, draw: int) -> Names:
     for shape in sorted(shapes, key=tuple):
         alike = sorted(name for name, value in model.initial.items() if value.shape == shape)
         count = sum(model.initial[name].shape == shape for name in kernel)
-        chosen.update((Key(draw) / "freeze" / str(tuple(shape))).sample(alike, count))
+        chosen.update((Key(seed) / "freeze" / str(tuple(shape))).sample(alike, count))
     return frozenset(chosen)

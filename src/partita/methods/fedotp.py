@@ -8,7 +8,11 @@ from partita.methods.promptfl import share_global
 
 
 def fedotp(
-    text: Count = 16, mass: PositiveShare = 0.8, smoothing: Positive = 0.1, iterations: Count = 100, phrase: Text = ""
+    text_tokens: Count = 16,
+    mass: PositiveShare = 0.8,
+    smoothing: Positive = 0.1,
+    iterations: Count = 100,
+    init_text: Text = "",
 ) -> Method:
     """`mass` is how much of an image the texts of a class take in all; `smoothing` the weight of the entropy."""
     if not 0 < mass <= 1 or smoothing <= 0 or iterations < 1:
@@ -16,7 +20,13 @@ def fedotp(
             f"method.mass is {mass}, method.smoothing {smoothing} and method.iterations {iterations}; "
             "give more than 0 up to 1, more than 0, and 1 or more"
         )
-    options = {"text": text, "mass": mass, "smoothing": smoothing, "iterations": iterations, "phrase": phrase}
+    options = {
+        "text_tokens": text_tokens,
+        "mass": mass,
+        "smoothing": smoothing,
+        "iterations": iterations,
+        "init_text": init_text,
+    }
     return Method(
         "fedotp",
         plan=share_global,

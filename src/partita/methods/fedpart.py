@@ -9,17 +9,20 @@ from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.tensors import Names
 
 
-def fedpart(full: Whole = 5, each: Count = 2) -> Method:
+def fedpart(full_rounds: Whole = 5, rounds_per_layer: Count = 2) -> Method:
     """A cycle is `full` rounds of everything, then `each` rounds for every group of parameters."""
-    if full < 0 or each < 1:
-        raise MethodError(f"method.full is {full} and method.each {each}; give 0 or more, and 1 or more, rounds")
+    if full_rounds < 0 or rounds_per_layer < 1:
+        raise MethodError(
+            f"method.full_rounds is {full_rounds} and method.rounds_per_layer {rounds_per_layer}; the first must be at "
+            "least 0 and the second at least 1"
+        )
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         parts = groups(model)
-        place = round_info.round % (full + each * len(parts))
-        if place < full:
+        place = round_info.round % (full_rounds + rounds_per_layer * len(parts))
+        if place < full_rounds:
             return share_everything(model, round_info)
-        return share(parts[(place - full) // each], down=model.all_names())
+        return share(parts[(place - full_rounds) // rounds_per_layer], down=model.all_names())
 
     return Method("fedpart", plan=plan)
 

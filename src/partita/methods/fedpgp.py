@@ -33,7 +33,7 @@ class TextContrast(ClientRule):
 
 
 def fedpgp(
-    text: Count = 16, rank: Count = 4, mu: NotNegative = 1.0, temperature: Positive = 0.5, phrase: Text = ""
+    text_tokens: Count = 16, rank: Count = 4, mu: NotNegative = 1.0, temperature: Positive = 0.5, init_text: Text = ""
 ) -> Method:
     """`mu` is the weight of the contrastive loss; with 0, the texts it would need are not read."""
     if mu < 0 or temperature <= 0:
@@ -43,5 +43,7 @@ def fedpgp(
         plan=share_global,
         client_rules=(TextContrast(mu, temperature),) if mu else (),
         carry_optimizer=True,
-        extend=lambda model, key: model.prompted("low-rank", key, text=text, rank=rank, phrase=phrase),
+        extend=lambda model, key: model.prompted(
+            "low-rank", key, text_tokens=text_tokens, rank=rank, init_text=init_text
+        ),
     )

@@ -27,10 +27,10 @@ class HypernetworkServer(ServerRule):
     lr: float
     embedding: int
     hidden: int
-    draw: int
+    seed: int
 
     def init(self, model: Model) -> Slots:
-        made, key = sorted(model.names("query", "key", "value")), Key(self.draw) / "fedtp"
+        made, key = sorted(model.names("query", "key", "value")), Key(self.seed) / "fedtp"
         numbers = self.hidden * (self.embedding + self.hidden + sum(model.initial[name].numel() for name in made))
         require(4 * numbers, "the hypernetwork of fedtp", "lower method.hidden or method.embedding")
         sizes = {"in": (self.hidden, self.embedding), "out": (self.hidden, self.hidden)}
@@ -86,7 +86,7 @@ class HypernetworkServer(ServerRule):
     def _embedding(self, server: Server, client: str) -> Tensor:
         if client in (known := server.state.get("embedding", {})):
             return known[client]
-        drawn = torch.randn(self.embedding, generator=(Key(self.draw) / "fedtp" / "client" / client).generator())
+        drawn = torch.randn(self.embedding, generator=(Key(self.seed) / "fedtp" / "client" / client).generator())
         return drawn.to(server.state["trunk"]["in.bias"])
 
 
@@ -95,7 +95,7 @@ def _features(trunk: Tensors, embedding: Tensor) -> Tensor:
     return functional.linear(inner, trunk["out.weight"], trunk["out.bias"])
 
 
-def fedtp(lr: NotNegative = 0.05, embedding: Count = 8, hidden: Whole = 32, draw: Seed = 0) -> Method:
+def fedtp(lr: NotNegative = 0.05, embedding: Count = 8, hidden: Whole = 32, seed: Seed = 0) -> Method:
     if embedding < 1 or hidden < 0:
         raise MethodError(f"method.embedding is {embedding} and method.hidden {hidden}; give 1 or more, and 0 or more")
-    return Method("fedtp", server_rule=HypernetworkServer(lr, embedding, hidden, draw))
+    return Method("fedtp", server_rule=HypernetworkServer(lr, embedding, hidden, seed))

@@ -24,7 +24,7 @@ def flora(
     alpha: Positive = 16.0,
     roles: tuple[str, ...] = ("query", "value"),
     head: bool = True,
-    draw: Seed = 0,
+    seed: Seed = 0,
 ) -> Method:
     """As lora, but each round starts with new factors: B is zero, and A is drawn by `draw`."""
 
@@ -32,7 +32,7 @@ def flora(
         train = factors(model, head)
         return share(train, down=train | {layer + W for layer in layers(train)})
 
-    rule = FloraServer(alpha, draw)
+    rule = FloraServer(alpha, seed)
     return Method(
         "flora", plan=plan, server_rule=rule, extend=lambda model, key: model.low_rank(rank, alpha, roles, key)
     )
@@ -47,7 +47,7 @@ class FloraServer(ServerRule):
     """The server's B is zero for good, so what a client's factors add to a weight is their whole product."""
 
     alpha: float
-    draw: int
+    seed: int
 
     def init(self, model: Model) -> Slots:
         return {"flora": {"rounds": torch.tensor(0)}}
@@ -66,6 +66,6 @@ class FloraServer(ServerRule):
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         params, done = super().apply(server, aggregate).params, server.state["flora"]["rounds"]
         for name in (layer + A for layer in layers(params) if layer + W in aggregate.delta):
-            numbers = torch.rand(params[name].shape, generator=(Key(self.draw) / int(done) / name).generator())
+            numbers = torch.rand(params[name].shape, generator=(Key(self.seed) / int(done) / name).generator())
             params[name] = ((2 * numbers - 1) / numbers.shape[1] ** 0.5).to(params[name])  # as PEFT draws it
         return replace(server, params=params, state={"flora": {"rounds": done + 1}})

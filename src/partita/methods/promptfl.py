@@ -9,13 +9,13 @@ from partita.core.plan import Plan, RoundInfo, share
 from partita.core.tensors import Names
 
 
-def promptfl(text: Count = 16, phrase: Text = "") -> Method:
-    """`text` is the context's length in tokens; a phrase, such as "a photo of a", is what it says at first."""
+def promptfl(text_tokens: Count = 16, init_text: Text = "") -> Method:
+    """`text_tokens` is the length of the context; `init_text`, such as "a photo of a", is its initial value."""
     return Method(
         "promptfl",
         plan=share_global,
         carry_optimizer=True,
-        extend=lambda model, key: model.prompted("prompts", key, text=text, phrase=phrase),
+        extend=lambda model, key: model.prompted("prompts", key, text_tokens=text_tokens, init_text=init_text),
     )
 
 

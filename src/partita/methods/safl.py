@@ -37,7 +37,7 @@ def safl(
     capacity: dict[str, Count | PositiveShare] | None = None,
     depth: dict[str, Count] | None = None,
     embeddings: bool = False,
-    over: Literal["senders", "cohort"] = "senders",
+    average_over: Literal["senders", "cohort"] = "senders",
     noise: NotNegative = 0.0,
     clip: Positive = 1.0,
 ) -> Method:
@@ -83,7 +83,10 @@ def safl(
     )
     named = frozenset({*(capacity or {}), *(depth or {})})
     method = Method(
-        "safl", client_rules=(layers,), server_rule=CohortMean() if over == "cohort" else ServerRule(), clients=named
+        "safl",
+        client_rules=(layers,),
+        server_rule=CohortMean() if average_over == "cohort" else ServerRule(),
+        clients=named,
     )
     if not depth:
         return method

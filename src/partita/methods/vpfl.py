@@ -9,14 +9,16 @@ from partita.core.options import Count
 from partita.methods.promptfl import share_global
 
 
-def vpfl(vision: Count = 8, depth: Count = 1, view: Literal["nothing", "grey"] = "nothing") -> Method:
-    """`vision` prompts enter the first layer, and new ones each of the first `depth` layers.
+def vpfl(vision_tokens: Count = 8, depth: Count = 1, vision_init: Literal["nothing", "grey"] = "nothing") -> Method:
+    """`vision_tokens` prompts enter the first layer, and new ones each of the first `depth` layers.
 
-    With `view` "grey" they start near the patches of a grey image.
+    With `vision_init` "grey" they start near the patches of a grey image.
     """
     return Method(
         "vpfl",
         plan=share_global,
         carry_optimizer=True,
-        extend=lambda model, key: model.prompted("prompts", key, vision=vision, depth=depth, view=view),
+        extend=lambda model, key: model.prompted(
+            "prompts", key, vision_tokens=vision_tokens, depth=depth, vision_init=vision_init
+        ),
     )

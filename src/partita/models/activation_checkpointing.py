@@ -24,7 +24,7 @@ class _Recompute:
         if any(isinstance(each, Tensor) and (is_batchedtensor(each) or is_gradtrackingtensor(each)) for each in inputs):
             raise ModelError(
                 "checkpointing cannot be lifted by vmap, over clients or over examples; "
-                "set engine.block = 1 and no example-level privacy, or model.checkpointing = false"
+                "set engine.clients_per_block = 1 and no example-level privacy, or model.checkpointing = false"
             )
         lent = [(part._parameters, dict(part._parameters)) for part in self.layer.modules()]
 

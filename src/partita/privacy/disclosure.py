@@ -62,8 +62,9 @@ ROW: Mapping[str, Quantity] = {
     "personal": Quantity(
         "named",
         "withheld",
-        "scores of noised models on clients' own test parts: test examples are not covered, and evaluate.personal = 0 "
-        "leaves them out; withheld where heads are fitted for the test, unless method.finetune is 0",
+        "scores of noised models on clients' own test parts: test examples are not covered, and "
+        "evaluate.personal_every = 0 leaves them out; withheld where heads are fitted for the test, unless "
+        "method.finetune is 0",
     ),
     "privacy": Quantity("public", "public", "epsilon follows from public numbers, and the signal from noised values"),
     "chosen": Quantity(

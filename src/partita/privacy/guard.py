@@ -36,8 +36,8 @@ class PrivacyConfig:
         float, Range(above=0, high=math.inf), "largest norm of one example's gradient, or of one client's update"
     ] = 1.0
     sampling: Annotated[Literal["poisson", "shuffle"], "`poisson` draws each example on its own"] = "poisson"
-    norms: Annotated[Literal["auto", "direct", "ghost"], "how the norms of gradients are computed"] = "auto"
-    chunk: Annotated[Count | None, "examples whose gradients are held at once"] = None
+    clipping: Annotated[Literal["auto", "direct", "ghost"], "how the norms of gradients are computed"] = "auto"
+    microbatch: Annotated[Count | None, "examples whose gradients are held at once"] = None
     accountant: Annotated[Literal["auto", "pld", "rdp"], "how epsilon is computed"] = "auto"
     repeatable: Annotated[
         bool, "draw noise by the seed, for research: anyone can recompute it, so epsilon is a simulation"
@@ -50,7 +50,7 @@ class PrivacyConfig:
             raise PrivacyError(f"privacy.epsilon is {self.epsilon}; it must be a number above 0")
         if self.delta is not None and not 0 < self.delta < 1:
             raise PrivacyError(f"privacy.delta is {self.delta}; it is a probability, such as 1e-5")
-        own = {"sampling": "poisson", "norms": "auto", "chunk": None}
+        own = {"sampling": "poisson", "clipping": "auto", "microbatch": None}
         for key, usual in own.items() if self.unit == "client" else ():
             if getattr(self, key) != usual:
                 raise PrivacyError(f"privacy.{key} is about a client's examples; leave it out with unit = 'client'")
@@ -158,7 +158,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
             # Drift is measured on updates before the noise.
             return replace(run, method=method, hidden_cohorts=True, drift=False)
         private = DPSGDSettings(
-            privacy_config.clip, noise, privacy_config.sampling, privacy_config.norms, privacy_config.chunk
+            privacy_config.clip, noise, privacy_config.sampling, privacy_config.clipping, privacy_config.microbatch
         )
         return replace(run, method=replace(run.method, privacy=private))
 

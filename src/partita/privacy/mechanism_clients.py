@@ -83,7 +83,7 @@ def _hear(run: Run, model: Model, engine: Engine, server: Server, transform: Cli
     method = replace(
         run.method, transforms=(transform, *run.method.transforms[1:]), server_rule=replace(rule, inner=ear)
     )
-    lasting = replace(run, method=method, minimum=0, rounds=max(count, run.rounds), drift=False)
+    lasting = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)
     for number, _ in enumerate(rounds(lasting, model, engine, server), start=1):
         if number == count:
             break

@@ -70,14 +70,15 @@ def load_or_save(folder: Path) -> Key:
 
 
 def from_file(path: Path) -> Key:
-    """The secret that a user provides as engine.secret: a file of random bytes."""
-    words = _read(path, "engine.secret must name a file of 16 or more random bytes")
+    """The secret that a user provides as engine.secret_file: a file of random bytes."""
+    words = _read(path, "engine.secret_file must name a file of 16 or more random bytes")
     if len(words) < MIN_BYTES:
         raise PrivacyError(
-            f"engine.secret, {path}, holds {len(words)} bytes; fill it with {MIN_BYTES} or more that nobody can guess"
+            f"engine.secret_file, {path}, holds {len(words)} bytes; fill it with {MIN_BYTES} or more that "
+            "nobody can guess"
         )
     if path.stat().st_mode & 0o077:
-        warnings.warn(f"engine.secret, {path}, can be read by other users; run: chmod 600 {path}", stacklevel=2)
+        warnings.warn(f"engine.secret_file, {path}, can be read by other users; run: chmod 600 {path}", stacklevel=2)
     return Key(int.from_bytes(hashlib.blake2b(words, digest_size=KEY_BYTES).digest(), "big"))
 
 

@@ -100,7 +100,7 @@ def _faults(run: Run, clients: Sequence[str]) -> Availability:
     """Some clients drop out and some straggle, but in every round somebody answers."""
     if run.method.pool:
         return Availability()
-    availability, trace = Availability(dropout=0.15, straggle=0.3), {}
+    availability, trace = Availability(client_dropout=0.15, straggler_rate=0.3), {}
     for round in range(run.rounds):
         first, *others = run.draw_cohort(round, clients)
         if not any(availability.completed_fraction(run.key, round, client) for client in (first, *others)):

@@ -92,7 +92,7 @@ class GraphCache:
         except (RuntimeError, VmapError) as error:  # the latter of the former, in what vmap has lifted twice before
             text = f"steps of {what} cannot be recorded: {str(error.__cause__ or error).splitlines()[0]}"
             if self.strict:
-                raise GraphError(f"{text}; set engine.graphs = false") from error
+                raise GraphError(f"{text}; set engine.cuda_graphs = false") from error
             warnings.warn(f"{text}; they are taken one by one, which is slower", stacklevel=2)
             return None
 

@@ -30,7 +30,7 @@ def clipped_sum(
     """The sum over examples of gradients that are at most `clip` long over all names together, and each one's loss."""
     total: Tensors = {}
     losses: list[Tensor] = []
-    size = dp_settings.chunk or len(targets)
+    size = dp_settings.microbatch or len(targets)
     for start in range(0, len(targets), size):
         here = slice(start, start + size)
         grads, norms, found = per_example_gradients(

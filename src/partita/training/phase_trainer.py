@@ -239,7 +239,7 @@ class PhaseTrainer:
             return self.model.losses(self.model({**frozen, **trainable}, inputs), targets)
 
         numbers = len(batch.targets) * sum(value.numel() for value in trainable.values())
-        if self.ghost and (dp_settings.norms == "ghost" or numbers > GHOST_THRESHOLD):
+        if self.ghost and (dp_settings.clipping == "ghost" or numbers > GHOST_THRESHOLD):
             try:
                 if not self.steps:
                     few = (
@@ -256,22 +256,24 @@ class PhaseTrainer:
                 if bool(torch.isfinite(norms).all()):
                     return total, losses
             except GhostError as error:
-                if dp_settings.norms == "ghost":
+                if dp_settings.clipping == "ghost":
                     raise VmapError(
-                        f"privacy.norms is 'ghost', but of {self.model.name} with {self.run.method.name} {error}; set "
-                        "it to 'direct', or train other parts of the model"
+                        f"privacy.clipping is 'ghost', but of {self.model.name} with {self.run.method.name} {error}; "
+                        "set it to 'direct', or train other parts of the model"
                     ) from error
                 self.ghost = False
         return clipped_sum(of_one, trainable, batch.inputs, batch.targets, batch.mask, dp_settings)
 
     def _ghost(self) -> bool:
         """Whether norms can be read off layers: not in a block, and not where a rule has a loss of its own."""
-        if self.private is None or self.private.norms == "direct":
+        if self.private is None or self.private.clipping == "direct":
             return False
         alone = not self.many and not any(rule.per_example for rule in self.run.method.client_rules)
-        if self.private.norms == "ghost" and not alone:
-            remedy = "set engine.block = 1" if self.many else "set privacy.norms = 'direct'"
-            raise VmapError(f"privacy.norms = 'ghost' is for one client at a time and the task's loss alone; {remedy}")
+        if self.private.clipping == "ghost" and not alone:
+            remedy = "set engine.clients_per_block = 1" if self.many else "set privacy.clipping = 'direct'"
+            raise VmapError(
+                f"privacy.clipping = 'ghost' is for one client at a time and the task's loss alone; {remedy}"
+            )
         return alone
 
     def _precision(self) -> torch.autocast:
@@ -299,7 +301,11 @@ class PhaseTrainer:
             return function
         lifted = torch.vmap(function, in_dims=tuple(dims)) if self.many else function
         over = "clients" if self.private is None else "clients and, for privacy, over examples"
-        remedy = "set engine.block = 1 to train clients one by one" if self.many else "use another model, or no privacy"
+        remedy = (
+            "set engine.clients_per_block = 1 to train clients one by one"
+            if self.many
+            else "use another model, or no privacy"
+        )
         if self.private and not self._in_full():
             remedy = "set training.precision = 'float32'"
 

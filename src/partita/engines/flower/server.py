@@ -85,7 +85,7 @@ class FlowerEngine:
         self.answered: dict[str, int] = {}  # client -> the last round whose answer arrived
         self.names = NodeRegistry(self.post, population)
         self.nodes: dict[str, int] = {}  # by client
-        self.enough = max(1, run.minimum, run.cohort if isinstance(run.cohort, int) else 1)
+        self.enough = max(1, run.min_updates, run.cohort if isinstance(run.cohort, int) else 1)
         self.need = max(self.enough, wait_for)  # of clients, before the first round; later enough are enough
 
     def clients(self) -> Sequence[str]:
@@ -141,7 +141,7 @@ class FlowerEngine:
 
     def _useless(self, expected: ExpectedReply, error: MessageError) -> ClientFailure:
         client, reason = expected.job_id.client, printable_line(f"its answer is of no use: {error}")
-        if not self.run.tolerate:
+        if not self.run.skip_failed_clients:
             raise ClientError(client, reason) from error
         return ClientFailure(client, reason, refused=True)
 
@@ -157,14 +157,14 @@ class FlowerEngine:
         refusal = messages.decode_error(reply.content)
         if refusal is None:
             return reply.content
-        if refusal.fault and not self.run.tolerate:
+        if refusal.fault and not self.run.skip_failed_clients:
             raise ClientError(client, refusal.reason)
         return ClientFailure(client, refusal.reason, refusal.empty)
 
     def _ask(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[ExpectedReply, Message | str]]:
         begun = time.monotonic()
         asked = [(expected_reply(self.run, self.model, job, self.session), self._send(kind, job)) for job in jobs]
-        enough = max(self.run.minimum, -(-len(asked) // 2))
+        enough = max(self.run.min_updates, -(-len(asked) // 2))
         replies = self.post.fetch([message for _, message in asked], begun, enough)
         for (expected, _), reply in zip(asked, replies, strict=True):
             if isinstance(reply, str):

@@ -36,13 +36,17 @@ class LowRankPrompts(PromptModel):
         return WithTexts(out.logits, out.features, texts)
 
 
-def low_rank_prompts(towers: DualEncoder, key: Key, *, text: int, rank: int, phrase: str = "") -> LowRankPrompts:
+def low_rank_prompts(
+    towers: DualEncoder, key: Key, *, text_tokens: int, rank: int, init_text: str = ""
+) -> LowRankPrompts:
     width = towers.width("text")
-    if not 1 <= rank <= min(text, width):
-        raise ModelError(f"rank is {rank}, but a context is {text} x {width}; use a rank from 1 to {min(text, width)}")
-    plain = dual_prompts(towers, key, text=text, phrase=phrase)
+    if not 1 <= rank <= min(text_tokens, width):
+        raise ModelError(
+            f"rank is {rank}, but a context is {text_tokens} x {width}; use a rank from 1 to {min(text_tokens, width)}"
+        )
+    plain = dual_prompts(towers, key, text_tokens=text_tokens, init_text=init_text)
     initial, tags = dict(plain.initial), dict(plain.tags)
-    for name, shape in (LEFT, (text, rank)), (RIGHT, (rank, width)):
+    for name, shape in (LEFT, (text_tokens, rank)), (RIGHT, (rank, width)):
         initial[name] = random_prompts(key / name, *shape)
         tags[name] = frozenset({"prompt", "local", "text"})
     return LowRankPrompts(towers, plain.name, initial, tags)

@@ -40,11 +40,18 @@ class OptimalTransportPrompts(PromptModel):
 
 
 def optimal_transport_prompts(
-    towers: DualEncoder, key: Key, *, text: int, mass: float, smoothing: float, iterations: int, phrase: str = ""
+    towers: DualEncoder,
+    key: Key,
+    *,
+    text_tokens: int,
+    mass: float,
+    smoothing: float,
+    iterations: int,
+    init_text: str = "",
 ) -> OptimalTransportPrompts:
-    if text < 1:
-        raise ModelError(f"there are {text} prompts of text; give 1 or more")
-    plain = dual_prompts(towers, key, text=text, owners=OWNERS, fusion="mean", phrase=phrase)
+    if text_tokens < 1:
+        raise ModelError(f"there are {text_tokens} prompts of text; give 1 or more")
+    plain = dual_prompts(towers, key, text_tokens=text_tokens, owners=OWNERS, fusion="mean", init_text=init_text)
     return OptimalTransportPrompts(towers, plain.name, plain.initial, plain.tags, mass, smoothing, iterations)
 
 

@@ -71,38 +71,40 @@ def dual_prompts(
     towers: DualEncoder,
     key: Key,
     *,
-    text: int = 0,
-    vision: int = 0,
+    text_tokens: int = 0,
+    vision_tokens: int = 0,
     depth: int = 1,
     owners: tuple[str, ...] = ("global",),
     fusion: str = "none",
     output: float = 0.0,
-    phrase: str = "",
-    view: str = "nothing",
+    init_text: str = "",
+    vision_init: str = "nothing",
 ) -> DualPrompts:
     """So many prompts for each tower and each owner. A phrase is what the context says at first, in its last places.
 
     `output` is how large the fusion's output projection is at first, beside the other projections. With `view` "grey",
     vision prompts start near the patches of a grey image.
     """
-    for option, given, known in ("fusion", fusion, get_args(Fusion)), ("view", view, get_args(View)):
+    for option, given, known in ("fusion", fusion, get_args(Fusion)), ("vision_init", vision_init, get_args(View)):
         if given not in known:
             raise ModelError(f"{option} is '{given}'; {closest_match(given, known)}")
-    if min(text, vision) < 0:
-        raise ModelError(f"there are {text} prompts of text and {vision} of vision; give 0 or more of each")
+    if min(text_tokens, vision_tokens) < 0:
+        raise ModelError(
+            f"there are {text_tokens} prompts of text and {vision_tokens} of vision; give 0 or more of each"
+        )
     if not 1 <= depth <= (most := towers.depth()):
         raise ModelError(f"depth is {depth}, but {towers.name} has {most} layers; give 1 to {most}")
     initial, tags = dict(towers.initial), dict(towers.tags)
-    for tower, shape in ("text", (text,)), ("vision", (depth, vision)):
+    for tower, shape in ("text", (text_tokens,)), ("vision", (depth, vision_tokens)):
         width = towers.width(tower)
         for owner in owners if shape[-1] else ():
             name = f"prompt.{tower}.{owner}"
             initial[name] = random_prompts(key / name, *shape, width)
-            if tower == "text" and phrase:
-                initial[name] = _saying(towers, phrase, initial[name])
-            if tower == "vision" and view == "grey":
+            if tower == "text" and init_text:
+                initial[name] = _saying(towers, init_text, initial[name])
+            if tower == "vision" and vision_init == "grey":
                 # The draw is added, or prompts in one place would never part.
-                initial[name] = initial[name] + towers.glance(vision, depth).to(initial[name])
+                initial[name] = initial[name] + towers.glance(vision_tokens, depth).to(initial[name])
             tags[name] = frozenset({"prompt", owner, tower})
         for asking in ASKING[fusion] if shape[-1] and len(owners) > 1 else ():
             for part in ("query", "key", "value", "output"):
@@ -110,14 +112,16 @@ def dual_prompts(
                 start = random_prompts(key / name, width, width, spread=None)
                 initial[name] = output * start if part == "output" else start
                 tags[name] = frozenset({"fusion", tower})
-    together = text * (len(owners) if fusion == "none" else 1)
+    together = text_tokens * (len(owners) if fusion == "none" else 1)
     check_length(towers, together + int(towers.held["seen"].sum(1).max()))
     return DualPrompts(towers, towers.name, initial, tags, fusion)  # type: ignore[arg-type]
 
 
 def random_prompts(key: Key, *shape: int, spread: float | None = SPREAD) -> Tensor:
     """Normal numbers; without a spread, such that a vector keeps its length on the way through."""
-    memory.require(4 * math.prod(shape), f"prompts of the shape {shape}", "lower method.text or method.vision")
+    memory.require(
+        4 * math.prod(shape), f"prompts of the shape {shape}", "lower method.text_tokens or method.vision_tokens"
+    )
     spread = shape[-1] ** -0.5 if spread is None else spread
     return spread * torch.randn(shape, generator=key.generator())
 
@@ -143,8 +147,8 @@ def _attend(params: Tensors, name: str, prompts: Mapping[str, Tensor], asking: s
     return own + (scores.softmax(-1) @ (other @ value.mT)) @ output.mT
 
 
-def _saying(towers: DualEncoder, phrase: str, context: Tensor) -> Tensor:
-    words = towers.embed([phrase])[0][0, 1:-1].to(context)  # without the tokens that begin and end a text
+def _saying(towers: DualEncoder, init_text: str, context: Tensor) -> Tensor:
+    words = towers.embed([init_text])[0][0, 1:-1].to(context)  # without the tokens that begin and end a text
     if len(words) > len(context):
-        raise ModelError(f"the phrase '{phrase}' is {len(words)} tokens long; give as many prompts of text, or more")
+        raise ModelError(f"init_text '{init_text}' is {len(words)} tokens long; give as many prompts of text, or more")
     return torch.cat([context[: len(context) - len(words)], words])
