@@ -46,7 +46,7 @@ def plain_sum(value: torch.Tensor, noise: torch.Tensor, std: float) -> torch.Ten
 
 
 def with_torch() -> AbstractContextManager[object]:
-    return patch.multiple(phase_trainer, gaussian=seeded, add_noise=plain_sum)
+    return patch.multiple(phase_trainer, gaussian_noise=seeded, add_noise=plain_sum)
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def evaluator(size: str, device: torch.device, repeats: int) -> list[dict[str, o
 
     sides: dict[str, tuple[Callable[[], object], Callable[[], AbstractContextManager[object]]]] = {
         "noise, torch": (lambda: seeded(like, key, 1.0), nullcontext),
-        "noise, cipher": (lambda: phase_trainer.gaussian(like, key, 1.0), nullcontext),
+        "noise, cipher": (lambda: phase_trainer.gaussian_noise(like, key, 1.0), nullcontext),
     }
     for clients in (1, CLIENTS):
         sides[f"round without privacy, {clients} together"] = lambda c=clients: play(plain, c), nullcontext  # type: ignore[misc]

@@ -170,7 +170,7 @@ def configs(draw: st.DrawFn) -> Raw:
     wanted = ["method", *draw(st.lists(st.sampled_from(["data", "split", "model"]), unique=True))]
     for table in wanted:
         heading = draw(st.sampled_from([name for name in SCHEMA if name.startswith(f"{table} ")]))
-        key = "kind" if table == "split" else "name"
+        key = "name"
         raw[table] = {key: heading.partition(" ")[2], **draw(tables(SCHEMA[heading], faulty[2]))}
     if draw(st.sampled_from([False] * 5 + [True])):
         raw[draw(st.sampled_from(["method", "data", "training", "privacy", "seed", "x\ny"]))] = draw(strange())
@@ -201,7 +201,7 @@ def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
     headings = [name for name in SCHEMA if name and not name.startswith(("data ", "model pretrained"))]
     for heading in draw(st.lists(st.sampled_from([*headings, "data synthetic"]), min_size=1, max_size=2)):
         table, _, name = heading.partition(" ")
-        key = {"split": "kind"}.get(table, "name")
+        key = "name"
         given = draw(tables(SCHEMA[heading], availability, small))
         kept = {} if table == "split" or name in ("clip", "pretrained") else raw.get(table, {})
         kept = {} if table == "method" else kept

@@ -41,7 +41,7 @@ from partita.training.dp_sgd import NoiseSource
 
 Patch = pytest.MonkeyPatch
 Noise = Callable[[Tensors, Key, float], Tensors]
-gaussian: Noise = phase_trainer.gaussian
+gaussian: Noise = phase_trainer.gaussian_noise
 clipped_sum, ghost_sum, clip_update = phase_trainer.clipped_sum, phase_trainer.ghost_sum, ClippedUpdates._clipped
 
 
@@ -79,7 +79,7 @@ def test_shuffled_batches_that_are_charged_as_such_pass() -> None:
 
 
 def test_half_the_noise(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(phase_trainer, "gaussian", lambda like, key, std: gaussian(like, key, std / 2))
+    monkeypatch.setattr(phase_trainer, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
     assert "noise multiplier" in failed()
 
 
@@ -90,7 +90,7 @@ def test_a_tensor_without_noise(monkeypatch: Patch) -> None:
         drawn = gaussian(like, key, std)
         return {**drawn, "layers.0.norm.weight": torch.zeros_like(drawn["layers.0.norm.weight"])}
 
-    monkeypatch.setattr(phase_trainer, "gaussian", lie)
+    monkeypatch.setattr(phase_trainer, "gaussian_noise", lie)
     assert "noise multiplier" in failed()
 
 
@@ -101,7 +101,7 @@ def test_noise_of_another_shape(monkeypatch: Patch) -> None:
         drawn = gaussian(like, key, 1.0)
         return {name: (torch.special.ndtr(value) - 0.5) * 12**0.5 * std for name, value in drawn.items()}
 
-    monkeypatch.setattr(phase_trainer, "gaussian", lie)
+    monkeypatch.setattr(phase_trainer, "gaussian_noise", lie)
     assert failed() == {"noise: distance from a normal distribution"}
 
 
@@ -141,7 +141,9 @@ def test_noise_that_is_repeated(
 
 def test_noise_that_is_the_same_for_all_tensors(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        phase_trainer, "gaussian", lambda like, key, std: {n: gaussian({"": v}, key, std)[""] for n, v in like.items()}
+        phase_trainer,
+        "gaussian_noise",
+        lambda like, key, std: {n: gaussian({"": v}, key, std)[""] for n, v in like.items()},
     )
     assert "noise: largest correlation between tensors" in failed()
 
@@ -186,17 +188,17 @@ def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch:
 
 
 def test_shuffled_batches_that_are_charged_as_poisson_samples(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(client, "sample", client.deal)
+    monkeypatch.setattr(client, "poisson_batches", client.shuffled_batches)
     found = failed()
     assert "variance of batch sizes / binomial" in found
     assert "examples in common between batches of two steps" in found
 
 
 def test_more_examples_than_were_charged(monkeypatch: Patch) -> None:
-    honest = client.sample
+    honest = client.poisson_batches
     monkeypatch.setattr(
         client,
-        "sample",
+        "poisson_batches",
         lambda count, training, *rest: honest(count, replace(training, batch_size=12), *rest),
     )
     assert "sampling rate" in failed()
@@ -228,17 +230,17 @@ def test_an_honest_run_under_client_level_privacy_passes(seed: int) -> None:
 
 
 def test_half_the_noise_on_sums_of_clients(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(of_clients, "gaussian", lambda like, key, std: gaussian(like, key, std / 2))
+    monkeypatch.setattr(of_clients, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
     assert "noise multiplier" in failed_clients()
 
 
 def test_noise_on_sums_of_clients_that_is_repeated(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(of_clients, "gaussian", lambda like, key, std: gaussian(like, Key(1), std))
+    monkeypatch.setattr(of_clients, "gaussian_noise", lambda like, key, std: gaussian(like, Key(1), std))
     assert "noise: largest correlation between rounds" in failed_clients()
 
 
 def test_updates_that_are_not_clipped(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(ClippedUpdates, "open", lambda self, update: update)
+    monkeypatch.setattr(ClippedUpdates, "decode_update", lambda self, update: update)
     assert failed_clients() == {"largest contribution of one client / clip"}
 
 
@@ -312,7 +314,7 @@ def test_the_command_ends_with_an_error_if_the_claim_does_not_hold(
     assert "yes  noise multiplier" in honest.output
     assert all(each["passed"] for each in json.loads((folder / "audit.json").read_text())["mechanism"])
     for module in (phase_trainer, of_clients):
-        monkeypatch.setattr(module, "gaussian", lambda like, key, std: gaussian(like, key, std / 2))
+        monkeypatch.setattr(module, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
     lying = CliRunner().invoke(app, ["audit", str(folder)])
     assert lying.exit_code == 1
     assert re.search(r"the claim of privacy does not hold: noise multiplier is (0\.9\d*|1(\.\d+)?),", lying.output)

@@ -26,7 +26,7 @@ from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.models import ModelError, frozen_cache
 from partita.models.adapter import FunctionalModel, from_module
-from partita.models.frozen_cache import CHUNK, STATES, CachedExamples, cache_frozen, frozen_depth
+from partita.models.frozen_cache import CACHED_STATES, CHUNK, CachedExamples, cache_frozen, frozen_depth
 from partita.testing.toy import ToyTransformer
 
 LOWEST = ("embedding", "layer.0")
@@ -88,11 +88,11 @@ def test_what_is_remembered_are_the_states_of_transformers(case: str) -> None:
     batch, plain = cached.take(rows), table.take(rows)
     wanted = module_of(case)(**plain.inputs, output_hidden_states=True).hidden_states[1]  # (example, token, width)
     seen = plain.inputs.get("attention_mask", torch.ones(wanted.shape[:2])).bool()
-    states = batch.inputs[STATES]
+    states = batch.inputs[CACHED_STATES]
     torch.testing.assert_close(states[seen], wanted[seen], rtol=0, atol=1e-6)
     assert not states[~seen].any()
     assert torch.equal(batch.targets, plain.targets)
-    assert batch.inputs.keys() - {STATES} == plain.inputs.keys() - {"pixel_values", "input_ids"}
+    assert batch.inputs.keys() - {CACHED_STATES} == plain.inputs.keys() - {"pixel_values", "input_ids"}
 
 
 @pytest.mark.parametrize("case", RUNS)
@@ -222,7 +222,7 @@ def test_a_model_is_left_as_it_was() -> None:
     others = cached.take(torch.arange(2, 4)).inputs
     above(model.initial, others)
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        above(model.initial, {STATES: others[STATES][..., :-1]})
+        above(model.initial, {CACHED_STATES: others[CACHED_STATES][..., :-1]})
     assert torch.equal(model(model.initial, inputs).logits, before)
 
 

@@ -137,7 +137,7 @@ def heads_of(case: str, method: Method, **more: Any) -> list[RoundResult]:
 def test_heads_that_do_not_travel_are_zero_and_all_else_is_as_it_was(case: str) -> None:
     model = adapted(case)
     model.module.config.label2id = {"O": 0, "B-x": 1, "I-x": 2}
-    parts = model.by_head()
+    parts = model.head_dimensions()
     plan = plan_for(share_everything, model, RoundInfo(0, 1, "a"))
     paid = {"layer.0": torch.tensor([0.1, 0.3]), "layer.1": torch.tensor([0.6, 0.2])}
     ctx = Context(model, plan, model.initial, {}, {}, 0.1, {ATTENTION: paid})

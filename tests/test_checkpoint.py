@@ -13,7 +13,6 @@ import torch
 from helpers import Clients, ServerMomentum, files_in, last, play, run_of, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partita.core.current import ParameterVersions
 
 from partita.core import atomic_files, checkpoint, tensors
 from partita.core.atomic_files import DamageError, DiskError
@@ -21,6 +20,7 @@ from partita.core.client import ClientState
 from partita.core.client_store import DiskStore, MemoryStore
 from partita.core.method import Method, Server
 from partita.core.rounds import rounds
+from partita.core.versions import ParameterVersions
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
 from partita.methods.fedavg import fedavg

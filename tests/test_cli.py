@@ -128,7 +128,7 @@ def test_plan_by_role_layer_and_name(partita: Shell, config: Path) -> None:
 def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
     times: float, told: str | None, partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "half_takes", lambda: times)
+    monkeypatch.setattr(builder, "bf16_slowdown", lambda: times)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         words = (
@@ -154,7 +154,7 @@ def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
 def test_float32_asks_nothing_of_the_cpu(
     partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "half_takes", lambda: pytest.fail("nobody asked"))
+    monkeypatch.setattr(builder, "bf16_slowdown", lambda: pytest.fail("nobody asked"))
     assert partita("run", "-c", config, "--set", "rounds=1", "--out", tmp_path / "run")[0] == 0
 
 

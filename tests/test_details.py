@@ -54,7 +54,7 @@ def test_a_composition_has_what_either_part_has(swapped: bool) -> None:
     assert both.carry_optimizer
     assert both.pool
     assert both.clients == {"a", "b"}
-    assert isinstance(both.server, Other)
+    assert isinstance(both.server_rule, Other)
     neither = compose(Method("one"), Method("two"))
     assert (neither.carry_optimizer, neither.pool, neither.clients) == (False, False, NO_NAMES)
 

@@ -28,9 +28,9 @@ from partita.methods.fedavg import fedavg
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 METHODS = ["fedavg", "scaffold", "fedper"]
-ON_GPU: list[dict[str, Any]] = [{"device": "cuda", "block": 1}, {"device": "cuda", "block": 2}]
-ON_GPU += [{"device": "cuda", "block": 2, "graphs": False}]
-ON_CPU: list[dict[str, Any]] = [{"device": "cpu", "block": 1}, {"device": "cpu", "block": 2}]
+ON_GPU: list[dict[str, Any]] = [{"device": "cuda", "clients_per_block": 1}, {"device": "cuda", "clients_per_block": 2}]
+ON_GPU += [{"device": "cuda", "clients_per_block": 2, "cuda_graphs": False}]
+ON_CPU: list[dict[str, Any]] = [{"device": "cpu", "clients_per_block": 1}, {"device": "cpu", "clients_per_block": 2}]
 
 
 def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:

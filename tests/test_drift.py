@@ -10,7 +10,7 @@ import torch
 from helpers import Clients, play, run_of, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rows import laid
+from test_rows import packed
 
 from partita.core import drift
 from partita.core.drift import Drift
@@ -137,7 +137,7 @@ def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytes
     monkeypatch.setattr(Drift, "_point", lambda self, *given: (looks.append(len(given[1])), point(self, *given)))
     sent = [(1, "abcd", 2.0), (2, "abcd", 1.0), (3, "abcd", 0.5), (4, "b", 5.0), (5, "abcd", 0.0), (6, "abcd", 3.0)]
     updates = [update_of(*each) for each in sent]
-    rows = [laid({name: value.unsqueeze(0) for name, value in update.delta.items()})[0] for update in updates]
+    rows = [packed({name: value.unsqueeze(0) for name, value in update.delta.items()})[0] for update in updates]
     in_rows = measured([replace(update, delta=row) for update, row in zip(updates, rows, strict=True)])
     assert looks == {1: [1, 1, 1, 1, 1], 100: [2, 1, 1]}.get(lot, [3, 1])
     for tag, expected in measured(updates).items():

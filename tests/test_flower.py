@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[Tamper, str]] = {
     "too much": (blob(lambda data: HUGE), r"it has 4\d\d,\d\d\d bytes of tensors"),
     "noise": (blob(lambda data: b"\xff" * 99), "its tensors cannot be read"),
     "a pickle": (blob(lambda data: data, "pickle"), "are not one safetensors blob"),
-    "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no ConfigRecord 'ticket'"),
+    "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no ConfigRecord 'job_id'"),
     "no tensors": (records(tensors=ConfigRecord()), "has no ArrayRecord 'tensors'"),
     "a list for a number": (records(numbers=MetricRecord({"weight": [1.0, 2.0]})), "'weight' is missing from it"),
     "an odd refusal": (records(refusal=ConfigRecord({"reason": 3})), "'reason' is missing from it"),

@@ -72,8 +72,8 @@ def without(name: str) -> Tamper:
 
 def job_id(**changes: Any) -> Tamper:
     def tamper(message: Message, reply: Message) -> Message:
-        record = ConfigRecord({**reply.content["ticket"], **changes})  # type: ignore[dict-item]
-        return Message(RecordDict({**reply.content, "ticket": record}), reply_to=message)
+        record = ConfigRecord({**reply.content["job_id"], **changes})  # type: ignore[dict-item]
+        return Message(RecordDict({**reply.content, "job_id": record}), reply_to=message)
 
     return tamper
 
@@ -81,7 +81,7 @@ def job_id(**changes: Any) -> Tamper:
 def refusal(reason: Any, **more: Any) -> Tamper:
     def tamper(message: Message, reply: Message) -> Message:
         record = ConfigRecord({"reason": reason, "fault": True, "empty": False} | more)
-        return Message(RecordDict({"refusal": record, "ticket": reply.content["ticket"]}), reply_to=message)
+        return Message(RecordDict({"refusal": record, "job_id": reply.content["job_id"]}), reply_to=message)
 
     return tamper
 
@@ -142,8 +142,8 @@ ATTACKS: dict[str, Attack] = {
         f"a ConfigRecord as {name}": Attack(records(**{name: ConfigRecord({"a": 1})}), f"Record '{name}'")
         for name in ("numbers", "steps", "metrics", "tensors")
     },
-    "no ticket": Attack(without("ticket"), "no ConfigRecord 'ticket'"),
-    "a ticket of numbers": Attack(records(job_id=MetricRecord({"round": 0})), "no ConfigRecord 'ticket'"),
+    "no ticket": Attack(without("job_id"), "no ConfigRecord 'job_id'"),
+    "a ticket of numbers": Attack(records(job_id=MetricRecord({"round": 0})), "no ConfigRecord 'job_id'"),
     "a ticket of another round": Attack(job_id(round=1), "it answers round 1 of client 'c1'"),
     "a ticket of round -1": Attack(job_id(round=-1), "it answers round -1"),
     "a ticket of another client": Attack(job_id(client="c0"), "of client 'c0' in session"),
@@ -416,7 +416,7 @@ SCORES: dict[str, tuple[Tamper, str]] = {
     "many metrics": (scored({f"m{i}": 0.5 for i in range(MANY)}), "sent a score of 'm0'"),
     "no scores": (without("scores"), "no MetricRecord 'scores'"),
     "texts": (records(scores=ConfigRecord({"accuracy": "1"})), "no MetricRecord 'scores'"),
-    "no ticket": (without("ticket"), "no ConfigRecord 'ticket'"),
+    "no ticket": (without("job_id"), "no ConfigRecord 'job_id'"),
     "an old ticket": (job_id(round=7), "it answers round 7"),
     "an odd refusal": (refusal(ODD), "<script>"),
 }  # fmt: skip

@@ -135,7 +135,7 @@ def test_a_site_refuses_what_its_own_plan_does_not_say(kind: str, asked: str, tm
     else:
         forged = order(run, **changes)
     answer = answer_of(site, forged, asked)
-    assert set(answer) <= {"refusal", "ticket"}
+    assert set(answer) <= {"refusal", "job_id"}
     refused = messages.decode_error(answer)
     assert refused
     assert reason in refused.reason

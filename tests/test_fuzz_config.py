@@ -29,7 +29,7 @@ FUZZ = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.functio
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory, so that a size that is let through can do no harm; and what a build changes outside stays."""
     monkeypatch.setattr(memory, "available", lambda: LIMIT)
-    monkeypatch.setattr(builder, "half_takes", lambda: 1.0)  # it warns of slow bfloat16, which is no fault
+    monkeypatch.setattr(builder, "bf16_slowdown", lambda: 1.0)  # it warns of slow bfloat16, which is no fault
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
 
 

@@ -176,7 +176,9 @@ def refuse_inside(work: Callable[[], Tensor]) -> Replay:
 
 @pytest.mark.parametrize("recorder", [refuse, refuse_inside])
 def test_what_cannot_be_recorded_is_an_error_that_names_the_remedy(recorder: Recorder) -> None:
-    with pytest.raises(GraphError, match=r"vit with fedavg cannot be recorded: operation not.*engine\.graphs = false"):
+    with pytest.raises(
+        GraphError, match=r"vit with fedavg cannot be recorded: operation not.*engine\.cuda_graphs = false"
+    ):
         play("fedavg", AdamW(), GraphCache(recorder), 4)
 
 
@@ -191,7 +193,7 @@ def test_or_is_said_and_taken_plainly() -> None:
 def test_a_cpu_records_nothing() -> None:
     cpu = torch.device("cpu")
     assert choose_graphs("auto", False, cpu) is choose_graphs(False, False, cpu) is None
-    with pytest.raises(RunError, match=r"engine\.graphs is for GPUs"):
+    with pytest.raises(RunError, match=r"engine\.cuda_graphs is for GPUs"):
         choose_graphs(True, False, cpu)
 
 

@@ -13,7 +13,6 @@ import torch
 from helpers import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partita.core.current import ParameterVersions
 
 from partita.core import serialization, tensors
 from partita.core.method import Update, average
@@ -21,6 +20,7 @@ from partita.core.model import TagError
 from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for, share, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Mean, Names, Tensors
+from partita.core.versions import ParameterVersions
 
 quick = settings(max_examples=50)
 NAMES = ("a", "b", "c", "d", "e")

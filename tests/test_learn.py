@@ -691,5 +691,5 @@ def test_one_rule_with_a_correction_is_enough_to_correct(others: tuple[ClientRul
 
 def test_mixed_precision_is_not_blamed_for_what_blocks_cannot_do() -> None:
     run = run_of(fedavg(), 1, precision="bfloat16")
-    with pytest.raises(VmapError, match=r"over clients: .*; set engine\.block = 1"):
+    with pytest.raises(VmapError, match=r"over clients: .*; set engine\.clients_per_block = 1"):
         play(run, Branching(width=4, layers=1), PAIR, block=2)

@@ -51,7 +51,7 @@ def test_delta_and_slots_are_clipped_together_and_nothing_else_is_told(size: flo
 
 
 def test_one_client_in_anothers_place_moves_the_mean_by_twice_the_clip_at_most() -> None:
-    transform, rule, server = ClippedUpdates(1.0, 0.0, 4), OverCohort(fedavg().server, 4), Server({})
+    transform, rule, server = ClippedUpdates(1.0, 0.0, 4), OverCohort(fedavg().server_rule, 4), Server({})
     opposite = {"w": torch.tensor([1e6, 0, 0, 0, 0])}
     one, other = (Update("x", tensors.scale(opposite, sign), {}, 100.0, {"w": 1}, None) for sign in (1.0, -1.0))
     rest = [replace(update(seed, 1.0, f"c{seed}"), slots={}) for seed in range(3)]
@@ -71,7 +71,7 @@ def test_noise_is_keyed_and_in_proportion_to_clip_and_cohort() -> None:
     noise = gaussian_noise(zero.delta, Key(1) / "delta", 0.25)["w"]
     assert torch.equal(noisy.delta["w"], add_noise(zero.delta["w"], noise, 0.25))
     assert not torch.equal(noisy.delta["w"], transform.decode_aggregate(zero, Key(2)).delta["w"])
-    hidden = replace(transform, secret=Key(9)).decode(zero, Key(1))
+    hidden = replace(transform, secret=Key(9)).decode_aggregate(zero, Key(1))
     assert not torch.equal(noisy.delta["w"], hidden.delta["w"])
 
 
@@ -114,7 +114,7 @@ class Looking(ClientRule):
     ("method", "said"),
     [
         *((build(name), "takes a mean of its own") for name in ("scaffold", "fednova", "feddyn", "fedtp", "flora")),
-        (build("fedfrozen", {"warmup": "auto"}), "Disagreement takes a mean of its own"),
+        (build("fedfrozen", {"warmup": "auto"}), "AutoWarmup takes a mean of its own"),
         (build("centralized"), "has one client"),
         (Method("looking", client_rules=(Looking(),)), "with Looking each client chooses"),
         (Method("doubling", transforms=(Doubling(),)), "Doubling changes the sum"),
@@ -182,14 +182,14 @@ def test_a_budget_for_clients_is_met() -> None:
 def test_slots_are_noised_like_the_delta_and_apart_from_it() -> None:
     zeros = {"w": torch.zeros(40_000)}
     guarded = ClippedUpdates(clip=0.5, noise=3.0, cohort=4)
-    found = guarded.decode(Aggregate(zeros, {"one": zeros, "two": zeros}, 4), Key(1))
+    found = guarded.decode_aggregate(Aggregate(zeros, {"one": zeros, "two": zeros}, 4), Key(1))
     parts = [found.delta, found.slots["one"], found.slots["two"]]
     for part in parts:
         assert float(part["w"].std()) == pytest.approx(3.0 * 0.5 / 4, rel=0.03)
     for place, part in enumerate(parts):
         for other in parts[place + 1 :]:
             assert abs(float((part["w"] * other["w"]).mean())) < 0.05 * (3.0 * 0.5 / 4) ** 2
-    assert guarded.decode(Aggregate(zeros, {}, 4), Key(1)).slots == {}
+    assert guarded.decode_aggregate(Aggregate(zeros, {}, 4), Key(1)).slots == {}
 
 
 def test_slots_are_summed_over_the_cohort_like_the_delta() -> None:

@@ -173,7 +173,7 @@ def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.Mon
     assert distance(*played) == 0
     with pytest.raises(VmapError, match=r"'embed.weight' is used by .*matmul.*; set it to 'direct'"):
         play(run_of(ghost), small(), Clients(a=8))
-    with pytest.raises(VmapError, match=r"engine\.block = 1"):
+    with pytest.raises(VmapError, match=r"engine\.clients_per_block = 1"):
         play(run_of(ghost), small(), Clients(a=8, b=8), block=2)
     moon = Method("moon", client_rules=build("moon").client_rules, privacy=DPSGDSettings(1.0, 1.0, clipping="ghost"))
     with pytest.raises(VmapError, match=r"privacy\.norms = 'direct'"):
@@ -209,7 +209,7 @@ def mixed(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
 
 
 def test_clients_have_no_examples_to_read_norms_of() -> None:
-    with pytest.raises(ValueError, match=r"privacy\.norms is about a client's examples"):
+    with pytest.raises(ValueError, match=r"privacy\.clipping is about a client's examples"):
         PrivacyConfig("client", noise=1.0, clipping="ghost")
 
 

@@ -240,7 +240,7 @@ def test_with_low_rank_factors_scores_are_those_of_the_merged_model() -> None:
     batch = batch_of(it)
     merged = it.model.attention(model.merged(params), batch, "cls")  # type: ignore[attr-defined]
     assert (stacked(model.attention(params, batch, "cls")) - stacked(merged)).abs().max() < 1e-5
-    assert not any("lora" in name for name in model.by_head())
+    assert not any("lora" in name for name in model.head_dimensions())
 
 
 def test_cached_layers_are_not_scored_and_the_others_score_the_same() -> None:
@@ -272,7 +272,7 @@ def test_checkpointing_changes_nothing() -> None:
 def test_a_head_is_made_of_the_parts_that_by_head_says(case: str) -> None:
     """Without the parts of one head of the values, or of the output, all that this head did is gone, and no more."""
     it = case_of(case)
-    parts, inputs = it.model.by_head(), inputs_of(it)
+    parts, inputs = it.model.head_dimensions(), inputs_of(it)
     tags = it.model.tags
     assert parts.keys() <= it.model.names("query", "key", "value", "output")
     for role, dims in (("query", 2), ("key", 2), ("value", 2), ("output", 2)):
@@ -335,4 +335,4 @@ def test_the_small_model_scores_its_first_token_and_a_plain_one_says_that_it_can
     with pytest.raises(TagError, match="plain cannot tell its attention; use a Hugging Face model"):
         plain.attention({}, Batch({}, torch.zeros(1)), "auto")
     with pytest.raises(TagError, match="plain cannot tell its heads apart"):
-        plain.by_head()
+        plain.head_dimensions()

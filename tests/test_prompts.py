@@ -509,9 +509,9 @@ def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
         ("prompts", {"fusion": "locl_queries"}, "fusion is 'locl_queries'; did you mean 'local_queries'"),
         ("prompts", {"vision_tokens": 2, "depth": 3}, "depth is 3, but clip has 2 layers; give 1 to 2"),
         ("prompts", {"text": -1}, "there are -1 prompts of text"),
-        ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "phrase 'a photo of a' is 4 tokens long"),
+        ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "init_text 'a photo of a' is 4 tokens long"),
         ("prompts", {"text_tokens": 12}, "is 17 tokens long, but clip reads no more than 16; use a shorter context"),
-        ("prompts", {"vision_tokens": 1, "vision_init": "gray"}, "view is 'gray'; did you mean 'grey'"),
+        ("prompts", {"vision_tokens": 1, "vision_init": "gray"}, "vision_init is 'gray'; did you mean 'grey'"),
         ("low-rank", {"text_tokens": 4, "rank": 5}, "rank is 5, but a context is 4 x 12; use a rank from 1 to 4"),
         (
             "transport",

@@ -69,7 +69,7 @@ def test_the_schema_has_every_table() -> None:
     assert {"", "training", "engine", "privacy", "method fedprox", "data images", "split flwr", "model vit"} <= {
         *SCHEMA
     }
-    assert {"clients", "alpha", "smallest", "validation", "test"} == {*SCHEMA["split dirichlet"]}
+    assert {"clients", "alpha", "min_examples", "validation", "test"} == {*SCHEMA["split dirichlet"]}
     assert "key" not in SCHEMA["data synthetic"]
 
 

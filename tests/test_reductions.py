@@ -214,9 +214,9 @@ def test_composing_queues_rules_and_transforms() -> None:
         fedfrozen(2),
     )
     assert whole.name == "a+b+fedfrozen"
-    assert [type(rule).__name__ for rule in whole.client_rules] == ["Slotted", "Proximal"]
+    assert [type(rule).__name__ for rule in whole.client_rules] == ["Slotted", "FedProxClient"]
     assert whole.transforms == (first, second)
-    assert isinstance(whole.server, Other)
+    assert isinstance(whole.server_rule, Other)
     assert trains(whole, 9) == MODEL.all_names() - KERNEL
     assert whole.carry_optimizer
     assert not whole.pool

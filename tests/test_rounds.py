@@ -69,7 +69,7 @@ def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
         assert headers > 0
 
 
-@pytest.mark.parametrize("engine", [{}, {"wire": True}, {"clients_per_block": 3}], ids=["plain", "wire", "block"])
+@pytest.mark.parametrize("engine", [{}, {"wire": True}, {"block": 3}], ids=["plain", "wire", "block"])
 def test_a_client_that_missed_the_last_warm_up_round_gets_the_final_kernel_once(engine: dict[str, Any]) -> None:
     """Client c is away in the last warm-up round and in the first after it."""
     availability = Availability(trace={(1, "c"): 0.0, (2, "c"): 0.0})
@@ -539,7 +539,7 @@ def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pyte
     def full(run: Run, visits: list[object], blocks: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr("partita.engines.simulation.launch", full)
+    monkeypatch.setattr("partita.engines.simulation.start_training", full)
     with pytest.raises(RunError, match=r"4 clients side by side do not fit the memory; lower engine\.block"):
         play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
     with pytest.raises(RunError, match=r"lower training\.batch_size"):
@@ -564,7 +564,7 @@ def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
         wait = start_training(run, visits, blocks)
         return lambda: told.append(f"wait {client}") or wait()  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr("partita.engines.simulation.launch", watched)
+    monkeypatch.setattr("partita.engines.simulation.start_training", watched)
     run, clients = run_of(fedavg(), 1), Clients(a=4, b=4, c=4)
     engine = SimulationEngine(run, MODEL, clients)
     assert engine.ahead == 0  # on a CPU
@@ -580,7 +580,7 @@ def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: py
     def fail(run: Run, visits: list[object], blocks: object) -> None:
         raise RuntimeError(said)
 
-    monkeypatch.setattr("partita.engines.simulation.launch", fail)
+    monkeypatch.setattr("partita.engines.simulation.start_training", fail)
     with pytest.raises(RunError, match=r"blur_backward .* implementation; set engine\.deterministic = false"):
         play(run_of(fedavg(), 1), MODEL, FOUR)
     said = "something else"

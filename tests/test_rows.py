@@ -56,7 +56,7 @@ def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
 
 def test_of_a_row_nothing_is_changed_by_itself() -> None:
     [row] = packed(random_tensors([(3,)], 1))
-    with pytest.raises(TypeError, match="'Laid' object does not support item assignment"):
+    with pytest.raises(TypeError, match="'PackedTensors' object does not support item assignment"):
         operator.setitem(row, "n0", torch.zeros(3))
     assert {**row, "n0": 1}["n0"] == 1
 
@@ -132,6 +132,6 @@ def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyP
         deltas[1]["classifier.bias"].fill_(torch.nan)
         return deltas, tensors.max_abs(deltas[1]), squares
 
-    monkeypatch.setattr(phase_trainer.PhaseTrainer, "moved", broken)
+    monkeypatch.setattr(phase_trainer.PhaseTrainer, "deltas", broken)
     with pytest.raises(Exception, match=r"sent 'classifier.bias' with values that are not finite"):
         play("fedavg", AdamW())

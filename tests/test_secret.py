@@ -126,7 +126,7 @@ def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -
 def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     config = {**CONFIG, "engine": {"secret_file": str(path)}}
-    with pytest.raises(PrivacyError, match=r"cannot read .*engine\.secret must name a file"):
+    with pytest.raises(PrivacyError, match=r"cannot read .*engine\.secret_file must name a file"):
         build(parse(config))
     path.write_bytes(b"short")
     with pytest.raises(PrivacyError, match="holds 5 bytes"):

@@ -29,8 +29,8 @@ seeds = st.integers(0, 2**32)
 label_lists = st.lists(st.integers(0, 5), min_size=40, max_size=120)
 KINDS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "iid": (4, {}),
-    "dirichlet": (4, {"alpha": 0.7, "smallest": 1}),
-    "quantity": (4, {"alpha": 0.7, "smallest": 1}),
+    "dirichlet": (4, {"alpha": 0.7, "min_examples": 1}),
+    "quantity": (4, {"alpha": 0.7, "min_examples": 1}),
     "pathological": (12, {"classes_per_client": 1}),
     "by_column": (None, {"column": "domain", "per_value": 2}),
     "groups": (2, {"column": "domain"}),
@@ -172,7 +172,7 @@ def test_pathological_has_exactly_so_many_classes_or_is_impossible(
 ) -> None:
     rows = np.array(counts)
     task = make_task(np.repeat(np.arange(len(rows)), rows))
-    possible = each <= len(rows) <= clients * each <= np.min_updates(rows, clients).sum()
+    possible = each <= len(rows) <= clients * each <= np.minimum(rows, clients).sum()
     if not possible:
         with pytest.raises(DataError):
             deal(task, "pathological", clients, seed, classes_per_client=each)
@@ -267,7 +267,12 @@ def test_options_are_checked_against_the_signature(
         ("dirichlet", 3, {"alpha": float("nan")}, "alpha is nan"),
         ("quantity", 3, {"alpha": -1.0}, "alpha is -1.0; .*above 0"),
         ("dirichlet", 7, {"alpha": 1.0}, "7 clients of at least 10 .*toy has 60; use at most 6 clients"),
-        ("dirichlet", 9, {"alpha": 0.01, "smallest": 4}, r"fewer examples than 4, .* 'c\d' would get [0-3]; use fewer"),
+        (
+            "dirichlet",
+            9,
+            {"alpha": 0.01, "min_examples": 4},
+            r"fewer examples than 4, .* 'c\d' would get [0-3]; use fewer",
+        ),
         ("iid", 61, {}, "61 clients .*toy has 60; use at most 60 clients"),
         ("iid", 0, {}, "clients is 0"),
         ("pathological", 3, {"classes_per_client": 4}, "classes_per_client = 4.* 3 classes; use at most 3"),
@@ -383,8 +388,8 @@ def test_pathological_agrees_with_flwr_datasets_but_for_evener_classes() -> None
     ("kind", "options"),
     [
         ("iid", {}),
-        ("dirichlet", {"alpha": 1.0, "smallest": 1}),
-        ("quantity", {"alpha": 10.0, "smallest": 1}),
+        ("dirichlet", {"alpha": 1.0, "min_examples": 1}),
+        ("quantity", {"alpha": 10.0, "min_examples": 1}),
         ("pathological", {"classes_per_client": 2}),
     ],
 )

@@ -19,7 +19,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partita.core.current import ParameterVersions
 from test_cli import Shell
 from test_report import write_run
 
@@ -29,6 +28,7 @@ from partita.core.client import ClientState
 from partita.core.client_store import DiskStore
 from partita.core.method import Server
 from partita.core.safe_text import client_of_folder, label_folder, path_component, printable
+from partita.core.versions import ParameterVersions
 from partita.experiment.compare import expand
 from partita.experiment.config import ConfigError, load
 from partita.report import ReportError, RunRecord, compare, load_run, page, to_json, to_markdown, to_text

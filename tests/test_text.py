@@ -256,7 +256,7 @@ def test_several_labels_are_zeros_and_ones(tmp_path: Path, bert: Path) -> None:
         assert task.classes == ("x", "y", "z")
         assert task.train.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [0, 0, 1]]
         with pytest.raises(DataError, match="one class for each example"):
-            split(task, "dirichlet", 2, key=Key(0), alpha=1.0, smallest=1)
+            split(task, "dirichlet", 2, key=Key(0), alpha=1.0, min_examples=1)
 
 
 def test_a_test_part_is_cut_by_key_where_there_is_none(tmp_path: Path, bert: Path) -> None:
@@ -504,7 +504,7 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
     ]
     write(tmp_path / "train.csv", rows)
     write(tmp_path / "test.csv", [{"text": "or", "role": "c"}])
-    options = {"path": tmp_path, "tokenizer": str(gpt), "block": 8}
+    options = {"path": tmp_path, "tokenizer": str(gpt), "block_size": 8}
     task = load("lm", Key(0), group="role", **options)
     assert (task.kind, task.classes) == ("lm", ())
     end = [tokenizer.eos_token_id]
@@ -526,7 +526,7 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
     assert int((everything(whole.train).targets != IGNORE_INDEX).sum()) == sum(len(row["text"]) + 1 for row in rows) - 1
     assert list(split(task, "by_column", key=Key(0), column="role").clients) == ["a", "b"]
     with pytest.raises(DataError, match="one class for each example"):
-        split(task, "dirichlet", 2, key=Key(0), alpha=1.0, smallest=1)
+        split(task, "dirichlet", 2, key=Key(0), alpha=1.0, min_examples=1)
     with pytest.raises(DataError, match="has no column 'roles'; did you mean 'role'"):
         load("lm", Key(0), group="roles", **options)
 
@@ -669,7 +669,7 @@ def table_for(kind: str, folder: Path) -> dict[str, Any]:
     rows = [{"text": "to be or not to be, " * length, "role": f"r{length}"} for length in (1, 2, 3)] * 4
     write(folder / "train.jsonl", [*rows, {"text": "to be", "role": "r0"}])
     write(folder / "test.jsonl", rows[:3])
-    return {"name": "lm", "path": str(folder), "group": "role", "block": 20}
+    return {"name": "lm", "path": str(folder), "group": "role", "block_size": 20}
 
 
 COLUMN = {"text": "site", "tokens": "document", "lm": "role"}

@@ -52,7 +52,7 @@ def skewed(seed: int) -> Federation:
     y = (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long()
     table = Table({"x": x}, y)
     task = Task("clouds", table, table, classes=("a", "b", "c"))
-    return split(task, "dirichlet", 6, key=Key(seed), alpha=0.5, smallest=2, validation=0.0, test=0.0)
+    return split(task, "dirichlet", 6, key=Key(seed), alpha=0.5, min_examples=2, validation=0.0, test=0.0)
 
 
 def unequal(federation: Federation) -> bool:

@@ -256,12 +256,12 @@ def test_a_message_arrives_as_it_was_sent() -> None:
         **{f"small {number}": torch.tensor(number) for number in range(1100)},  # more than one call can take
     }
     ours, theirs = Pipe()
-    sender = Thread(target=send, args=(theirs, {"parts": parts, "again": [parts["view"]], "word": "x"}))
+    sender = Thread(target=send, args=(theirs, {"parts": parts, "again": [parts["vision_init"]], "word": "x"}))
     sender.start()
     got = receive(ours, CPU)
     sender.join()
     assert tensors.equal(got["parts"], parts)
-    assert got["again"][0] is got["parts"]["view"]
+    assert got["again"][0] is got["parts"]["vision_init"]
     assert got["word"] == "x"
     assert all(value.data_ptr() % 64 == 0 for value in got["parts"].values())
     assert not any(value._is_view() for value in got["parts"].values())
@@ -283,6 +283,6 @@ def test_a_worker_builds_the_engine_of_the_experiment() -> None:
     """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
     experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
     engines = runner._engine(experiment, MemoryStore()), runner.build_engine(runner._resolved(experiment), None)
-    assert [engine.clients_per_block for engine in engines] == [2, 2]
+    assert [engine.block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
     assert tensors.equal(one, other)

@@ -113,7 +113,7 @@ def federated(
     run = Run(method, TRAINING, count, key, drift=False)
     server = initial_server(run, model)
     if start is not None:
-        server = Server(start, server.state, server.ledger)
+        server = Server(start, server.state, server.versions)
     return [
         server,
         *(each.server for each in rounds(run, model, SimulationEngine(run, model, people, block=10), server)),

@@ -41,7 +41,7 @@ def test_a_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> 
 
 def test_patience_counts_rounds_in_a_row() -> None:
     """A round below the threshold starts the count anew; what is frozen sends nothing, so it stays frozen."""
-    rule, model = EAGER.server, small()
+    rule, model = EAGER.server_rule, small()
     unit = torch.ones(4, 4)
     apart, alike = (unit, -0.9 * unit), (10 * unit, 10 * unit)
 
@@ -69,7 +69,7 @@ def _update(client: str, delta: dict[str, Tensor]) -> Update:
 
 
 def test_the_spread_is_the_weighted_mean_square_distance() -> None:
-    rule, model = EAGER.server, small()
+    rule, model = EAGER.server_rule, small()
     server = Server(dict(model.initial), rule.init(model))
     name = "layers.0.key.weight"
     deltas = {client: torch.randn(4, 4, generator=(Key(0) / client).generator()) for client in "abc"}
@@ -84,7 +84,7 @@ def test_the_spread_is_the_weighted_mean_square_distance() -> None:
 
 def test_latest_freezes_whatever_clients_say_and_before_any_signal_all_train() -> None:
     model = small()
-    method = fedfrozen("auto", threshold=1e9, latest=0.5)
+    method = fedfrozen("auto", threshold=1e9, max_warmup=0.5)
     sizes = [len(method.plan(model, RoundInfo(round, 10, "a")).train) for round in range(10)]
     assert sizes[:5] == [len(model.all_names())] * 5
     assert sizes[5:] == [len(model.all_names()) - 4] * 5
@@ -96,10 +96,10 @@ def test_latest_freezes_whatever_clients_say_and_before_any_signal_all_train() -
 
 def test_the_rule_watches_what_will_be_frozen() -> None:
     model = small()
-    watched = fedfrozen("auto", freeze="mlp").server.init(model)["progress"]
+    watched = fedfrozen("auto", freeze="mlp").server_rule.init(model)["progress"]
     assert watched.keys() == model.names("mlp")
     model.initial = {name: value.bfloat16() for name, value in model.initial.items()}
-    wide = fedfrozen("auto").server.init(model)["progress"]
+    wide = fedfrozen("auto").server_rule.init(model)["progress"]
     assert {value.dtype for value in wide.values()} == {torch.float32}, "a long mean in bfloat16 stops moving"
     assert wide.keys() == model.names("query", "key")
 
@@ -130,7 +130,7 @@ def test_round_by_round_it_is_the_formula() -> None:
 
 def follow(threshold: float) -> list[int]:
     """In numpy, with small weights, a client that weighs nothing, and a name that is not watched."""
-    rule, model = fedfrozen("auto", threshold=threshold, patience=2).server, small()
+    rule, model = fedfrozen("auto", threshold=threshold, patience=2).server_rule, small()
     server = Server(dict(model.initial), rule.init(model))
     watched, shapes = ("layers.0.key.bias", "layers.0.query.weight"), {"head.weight": (3, 4)}
     shapes |= {name: tuple(model.initial[name].shape) for name in watched}
@@ -172,7 +172,7 @@ def follow(threshold: float) -> list[int]:
 
 
 def test_clients_that_stand_still_do_not_disagree_and_one_that_weighs_nothing_has_no_say() -> None:
-    rule, model = EAGER.server, small()
+    rule, model = EAGER.server_rule, small()
     server = Server(dict(model.initial), rule.init(model))
     name = "layers.0.key.weight"
     still = rule.apply(server, rule.reduce(server, [_update(each, {name: torch.zeros(4, 4)}) for each in "ab"], 2))

@@ -16,7 +16,7 @@ from partita.methods.fedavgm import fedavgm
 
 def test_it_is_torchs_momentum() -> None:
     torchs = TorchServer(lambda values: torch.optim.SGD(values, lr=0.7, momentum=0.8))
-    ours = apply_all(fedavgm(lr=0.7, beta=0.8).server, drawn_deltas())
+    ours = apply_all(fedavgm(lr=0.7, beta=0.8).server_rule, drawn_deltas())
     assert_close(ours, torchs.apply_all(drawn_deltas()), rtol=0, atol=1e-12)
 
 
@@ -24,7 +24,7 @@ def test_a_name_nobody_sent_keeps_its_velocity_and_its_place() -> None:
     both, one = drawn_deltas(count=2), [{"a": each["a"]} for each in drawn_deltas(count=2)]
     apart = [both[0], one[1], both[1]]
     together = [both[0], both[1]]
-    assert_close(apply_all(fedavgm().server, apart)["b"], apply_all(fedavgm().server, together)["b"])
+    assert_close(apply_all(fedavgm().server_rule, apart)["b"], apply_all(fedavgm().server, together)["b"])
 
 
 def test_without_momentum_it_is_fedavg_bit_for_bit() -> None:

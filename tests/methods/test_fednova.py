@@ -83,5 +83,5 @@ def test_with_equal_steps_it_is_fedavg_bit_for_bit(steps: int) -> None:
 
 
 def test_other_optimizers_are_refused() -> None:
-    with pytest.raises(MethodError, match="fednova: Normalised is derived for sgd, not for adamw"):
+    with pytest.raises(MethodError, match="fednova: FedNovaServer is derived for sgd, not for adamw"):
         run_of(fednova(), optimizer=AdamW())

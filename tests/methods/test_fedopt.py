@@ -25,7 +25,7 @@ CLIENTS = Clients(a=5, b=9, c=6)
 
 def test_fedadam_is_torchs_adam() -> None:
     torchs = TorchServer(lambda values: torch.optim.Adam(values, lr=0.3, betas=(0.8, 0.95), eps=0.02))
-    ours = apply_all(fedadam(0.3, 0.8, 0.95, 0.02).server, drawn_deltas())
+    ours = apply_all(fedadam(0.3, 0.8, 0.95, 0.02).server_rule, drawn_deltas())
     assert_close(ours, torchs.apply_all(drawn_deltas()), rtol=0, atol=1e-12)
 
 
@@ -65,15 +65,15 @@ def test_fedadagrad_is_torchs_adagrad() -> None:
     torchs = TorchServer(
         lambda values: torch.optim.Adagrad(values, lr=0.3, eps=0.02, initial_accumulator_value=0.02**2)
     )
-    ours = apply_all(fedadagrad(0.3, 0.0, 0.02).server, drawn_deltas())
+    ours = apply_all(fedadagrad(0.3, 0.0, 0.02).server_rule, drawn_deltas())
     assert_close(ours, torchs.apply_all(drawn_deltas()), rtol=0, atol=1e-12)
 
 
 def test_a_name_ages_only_when_it_is_sent() -> None:
     both = drawn_deltas(count=3)
     apart = [both[0], {"a": both[1]["a"]}, both[2]]
-    alone = apply_all(fedadam(0.3).server, apart)["b"]
-    assert_close(alone, apply_all(fedadam(0.3).server, [both[0], both[2]])["b"])
+    alone = apply_all(fedadam(0.3).server_rule, apart)["b"]
+    assert_close(alone, apply_all(fedadam(0.3).server_rule, [both[0], both[2]])["b"])
 
 
 @pytest.mark.parametrize("method", [fedadam(2.0, 0.0, 1.0, 1.0, debias=False), fedyogi(2.0, 0.0, 1.0, 1.0)])
@@ -91,7 +91,7 @@ def test_the_first_rounds_of_adagrad_and_of_a_forgetful_yogi_are_the_same_bit_fo
 
 
 def test_yogi_stays_where_the_square_is_what_it_expects() -> None:
-    rule, tau = fedyogi(tau=0.5).server, 0.5
+    rule, tau = fedyogi(tau=0.5).server_rule, 0.5
     still = [{name: torch.full_like(value, tau) for name, value in drawn_deltas(1)[0].items()}] * 3
     assert all(bool(torch.isfinite(value).all()) for value in apply_all(rule, still).values())
 

@@ -29,7 +29,7 @@ def test_a_cycle() -> None:
     a, b, c, d = groups(model)
     whole = model.all_names()
     cycle = [whole, whole, whole, a, a, b, b, c, c, d, d]
-    planner = fedpart(full=3, each=2).plan
+    planner = fedpart(full_rounds=3, rounds_per_layer=2).plan
     plans = [plan_for(planner, model, RoundInfo(number, 99, "a")) for number in range(22)]
     assert [plan.train for plan in plans] == cycle * 2
     assert all(plan.up == plan.train and plan.down == whole and not plan.keep for plan in plans)
@@ -38,7 +38,7 @@ def test_a_cycle() -> None:
 def test_a_group_moves_and_the_rest_does_not() -> None:
     model = small()
     before = model.initial
-    for number, each in enumerate(play(run_of(fedpart(full=0, each=1), 3), model, CLIENTS)):
+    for number, each in enumerate(play(run_of(fedpart(full_rounds=0, rounds_per_layer=1), 3), model, CLIENTS)):
         after = each.server.params
         assert {name for name in before if after[name] is not before[name]} == groups(model)[number]
         assert {name for name in each.traffic.up if name} == groups(model)[number]
@@ -46,7 +46,7 @@ def test_a_group_moves_and_the_rest_does_not() -> None:
 
 
 def test_with_whole_rounds_only_it_is_fedavg_bit_for_bit() -> None:
-    one, two = (play(run_of(method, 3, cohort=2), small(), CLIENTS) for method in (fedpart(full=3), fedavg()))
+    one, two = (play(run_of(method, 3, cohort=2), small(), CLIENTS) for method in (fedpart(full_rounds=3), fedavg()))
     assert tensors.equal(last(one), last(two))
 
 

@@ -27,7 +27,7 @@ def trained(lr: float = 0.3) -> Server:
 
 def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas() -> None:
     """Of sum p_i <delta_i, w_i(z_i, hypernetwork)>, by autograd over the whole of it."""
-    rule, server, lr = fedtp(0.3, embedding=3, hidden=4).server, trained(), 0.3
+    rule, server, lr = fedtp(0.3, embedding=3, hidden=4).server_rule, trained(), 0.3
     draw = Key(2).generator()
     deltas = {c: {n: torch.randn(v.shape, generator=draw) for n, v in MODEL.initial.items()} for c in "ab"}
     weights = {"a": 1.0, "b": 3.0}
@@ -62,7 +62,7 @@ def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas()
 
 
 def test_every_client_is_sent_weights_of_its_own_and_the_rest_is_common() -> None:
-    rule, server = fedtp(0.3, embedding=3, hidden=4).server, trained()
+    rule, server = fedtp(0.3, embedding=3, hidden=4).server_rule, trained()
     one, two = (rule.send(server, client, MODEL.all_names())[0] for client in "ab")
     # No loss feels a key's bias, so that one moves by rounding alone.
     assert all(not torch.equal(one[name], two[name]) for name in MADE - {"layers.0.key.bias"})
@@ -72,18 +72,18 @@ def test_every_client_is_sent_weights_of_its_own_and_the_rest_is_common() -> Non
 
 def test_only_what_is_asked_for_is_made() -> None:
     some = MODEL.names("query", "mlp")
-    assert fedtp().server.send(trained(), "a", some)[0].keys() == some
+    assert fedtp().server_rule.send(trained(), "a", some)[0].keys() == some
 
 
 def test_a_client_that_weighs_nothing_teaches_nothing() -> None:
-    rule, server = fedtp(0.3, embedding=3, hidden=4).server, trained()
+    rule, server = fedtp(0.3, embedding=3, hidden=4).server_rule, trained()
     delta = {name: torch.ones_like(value) for name, value in MODEL.initial.items()}
     aggregate = rule.reduce(server, [Update("a", delta, {}, 0.0, {}, None)], 3)
     assert aggregate.slots["embedding"]["a"].abs().max() == 0
 
 
 def test_a_newcomer_is_served_too() -> None:
-    made, _ = fedtp(0.3, embedding=3, hidden=4).server.send(trained(), "never seen", MODEL.all_names())
+    made, _ = fedtp(0.3, embedding=3, hidden=4).server_rule.send(trained(), "never seen", MODEL.all_names())
     assert all(bool(torch.isfinite(value).all()) for value in made.values())
 
 
@@ -98,14 +98,14 @@ def test_newcomers_are_told_apart() -> None:
 
 
 def test_layers_are_drawn_apart_and_keep_the_size_of_what_they_are_given() -> None:
-    trunk = fedtp(embedding=200, hidden=200).server.init(MODEL)["trunk"]
+    trunk = fedtp(embedding=200, hidden=200).server_rule.init(MODEL)["trunk"]
     assert not torch.equal(trunk["in.weight"], trunk["out.weight"])
     for part in ("in", "out"):
         assert trunk[f"{part}.weight"].std().item() == pytest.approx(200**-0.5, rel=0.03)
 
 
 def test_all_start_from_the_model_as_it_was_loaded() -> None:
-    rule = fedtp().server
+    rule = fedtp().server_rule
     made, _ = rule.send(Server(dict(MODEL.initial), rule.init(MODEL)), "a", MODEL.all_names())
     assert tensors.equal(made, MODEL.initial)
 
@@ -115,7 +115,7 @@ def test_without_a_hidden_layer_the_first_round_is_fedavgs_bit_for_bit_and_the_o
     plain = play(run_of(fedavg(), 4), MODEL, CLIENTS)
     rule = fedtp(lr=1.0, hidden=0)
     ours = play(run_of(rule, 4), MODEL, CLIENTS)
-    sent = [rule.server.send(each.server, "a", MODEL.all_names())[0] for each in ours]
+    sent = [rule.server_rule.send(each.server, "a", MODEL.all_names())[0] for each in ours]
     assert tensors.equal(sent[0], last(plain[:1]))
     assert distance(sent[3], last(plain)) < 1e-5
 
@@ -127,7 +127,7 @@ def test_the_first_round_is_fedavgs_for_all_that_is_shared() -> None:
 
 def test_another_draw_gives_other_embeddings_and_wide_models_work() -> None:
     model, clients = Float64Model(MODEL), Float64Population(CLIENTS)
-    one, two = (play(run_of(fedtp(0.3, draw=draw), 2), model, clients)[-1].server for draw in (0, 1))
+    one, two = (play(run_of(fedtp(0.3, seed=draw), 2), model, clients)[-1].server for draw in (0, 1))
     assert not torch.equal(one.state["embedding"]["a"], two.state["embedding"]["a"])
     assert one.state["maps"][sorted(MADE)[0]].dtype == torch.float64
 

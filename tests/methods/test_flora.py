@@ -125,7 +125,7 @@ def test_every_round_starts_with_new_factors() -> None:
     assert [int(server.state["flora"]["rounds"]) for server in servers] == [1, 2, 3]
     one, two = (servers[0].params[f"{layer}.lora_A.weight"] for layer in LAYERS)
     assert not torch.equal(one, two), "each layer has its own"
-    again, other = (play(run_of(flora(2, 3.0, draw=draw), 1), MODEL, FOUR)[0].server for draw in (0, 1))
+    again, other = (play(run_of(flora(2, 3.0, seed=draw), 1), MODEL, FOUR)[0].server for draw in (0, 1))
     assert torch.equal(again.params[A], drawn[1])
     assert not torch.equal(other.params[A], drawn[1])
     assert tensors.equal({**again.params, A: drawn[0]}, {**servers[0].params, A: drawn[0]})
@@ -143,14 +143,14 @@ def test_the_base_comes_down_each_round_and_the_zeros_once() -> None:
 
 def test_a_round_without_answers_moves_nothing() -> None:
     before = initial_server(run_of(FLORA), MODEL)
-    after = FLORA.server.apply(before, Aggregate({}, {}, 0))
+    after = FLORA.server_rule.apply(before, Aggregate({}, {}, 0))
     assert all(after.params[name] is value for name, value in before.params.items())
 
 
 def test_a_factor_that_did_not_travel_is_the_servers() -> None:
     server, B = initial_server(run_of(FLORA), MODEL), torch.ones(4, 2)
     half = Update("a", {f"{LAYERS[0]}.lora_B.weight": B}, {}, 1.0, {}, None)
-    delta = FLORA.server.reduce(server, [half], 1).delta
+    delta = FLORA.server_rule.reduce(server, [half], 1).delta
     expected = 1.5 * (B @ MODEL.initial[f"{LAYERS[0]}.lora_A.weight"])
     assert tensors.equal(delta, {f"{LAYERS[0]}.weight": expected})
 
@@ -165,7 +165,7 @@ def test_updates_are_let_go_as_they_stream_past() -> None:
             assert len(alive) <= 3 * len(delta)
             yield Update("a", delta, {}, 1.0, {}, None)
 
-    assert FLORA.server.reduce(initial_server(run_of(FLORA), MODEL), updates(), 40).cohort == 40
+    assert FLORA.server_rule.reduce(initial_server(run_of(FLORA), MODEL), updates(), 40).cohort == 40
 
 
 def test_what_it_learned_is_saved_merged(tmp_path: Path) -> None:

@@ -42,19 +42,19 @@ def alike(one: Method, two: Method) -> bool:
 
 
 def test_without_own_prompts_and_vision_it_is_promptfl() -> None:
-    assert alike(pfeddc(text_tokens=3, vision_tokens=0, client_rules=False), promptfl(text_tokens=3))
+    assert alike(pfeddc(text_tokens=3, vision_tokens=0, local=False), promptfl(text_tokens=3))
     assert not alike(pfeddc(text_tokens=3, vision_tokens=0), promptfl(text_tokens=3))
 
 
 def test_without_own_prompts_and_text_it_is_vpfl() -> None:
-    assert alike(pfeddc(text_tokens=0, vision_tokens=3, depth=2, client_rules=False), vpfl(vision_tokens=3, depth=2))
+    assert alike(pfeddc(text_tokens=0, vision_tokens=3, depth=2, local=False), vpfl(vision_tokens=3, depth=2))
 
 
 def test_without_own_prompts_it_is_federated_prompts_in_both_towers() -> None:
     """From the same start as each alone, with all that is learnt shared."""
-    model, text, vision = (extended(each) for each in (pfeddc(3, 2, client_rules=False), promptfl(3), vpfl(2)))
+    model, text, vision = (extended(each) for each in (pfeddc(3, 2, local=False), promptfl(3), vpfl(2)))
     assert tensors.equal(model.initial, {**text.initial, **vision.initial})
-    method = pfeddc(3, 2, client_rules=False)
+    method = pfeddc(3, 2, local=False)
     plan = plan_for(method.plan, model, RoundInfo(0, 3, "a"))
     assert plan.train == plan.up == plan.down == {"prompt.text.global", "prompt.vision.global"}
     assert not plan.keep
@@ -124,7 +124,7 @@ def test_own_prompts_of_clients_part_ways() -> None:
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(MethodError, match="no prompts with text = 0 and vision = 0; use zero-shot"):
+    with pytest.raises(MethodError, match="no prompts with text_tokens = 0 and vision_tokens = 0; use zero-shot"):
         pfeddc(text_tokens=0, vision_tokens=0)
     with pytest.raises(ValueError, match=r"method\.fusion is 'locl'; it must be 'local_queries' or"):
         build("pfeddc", {"fusion": "locl"})

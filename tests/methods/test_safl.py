@@ -54,7 +54,7 @@ def test_the_topmost_layers_are_layer_skipping_bit_for_bit() -> None:
 
 
 def test_over_the_cohort_with_all_layers_it_is_fedavg_up_to_rounding() -> None:
-    one, two = played(safl(k=1.0, embeddings=True, over="cohort")), played(fedavg())
+    one, two = played(safl(k=1.0, embeddings=True, average_over="cohort")), played(fedavg())
     assert distance(last(one), last(two)) < 1e-6
 
 
@@ -138,12 +138,12 @@ def update_of(client: str, weight: float, **delta: float) -> Update:
 def test_senders_or_the_cohort_share_a_layer() -> None:
     updates = [update_of("a", 1.0, x=2.0, head=1.0), update_of("b", 3.0, y=4.0, head=5.0)]
     server = Server({name: torch.zeros(1) for name in ("x", "y", "z", "head")})
-    for rule, x, y in ((safl().server, 2.0, 4.0), (safl(over="cohort").server, 0.5, 3.0)):
+    for rule, x, y in ((safl().server_rule, 2.0, 4.0), (safl(average_over="cohort").server, 0.5, 3.0)):
         after = rule.apply(server, rule.reduce(server, iter(updates), 2))
         assert [float(after.params[name]) for name in ("x", "y", "head")] == [x, y, 4.0]
         assert after.params["z"] is server.params["z"]
-    assert type(safl().server) is ServerRule
-    assert safl(over="cohort").server == CohortMean()
+    assert type(safl().server_rule) is ServerRule
+    assert safl(average_over="cohort").server_rule == CohortMean()
 
 
 # ---- options
@@ -230,7 +230,9 @@ def test_a_transformer_without_a_layer_is_the_transformer_with_one_layer_less(ca
     less = adapted(case, sizes={"num_hidden_layers": 1})
     params = {name: it.params[name] for name in less.initial}  # of the first layer, and what is outside
     inputs = inputs_of(it)
-    assert torch.equal(it.model.shallow(frozenset({"layer.1"}))(it.params, inputs).logits, less(params, inputs).logits)
+    assert torch.equal(
+        it.model.skip_layers(frozenset({"layer.1"}))(it.params, inputs).logits, less(params, inputs).logits
+    )
     assert not torch.equal(it.model(it.params, inputs).logits, less(params, inputs).logits)
 
 

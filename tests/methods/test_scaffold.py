@@ -93,5 +93,5 @@ def test_what_a_client_keeps_is_not_corrected() -> None:
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9)])
 def test_other_optimizers_are_refused(optimizer: object) -> None:
-    with pytest.raises(MethodError, match=r"scaffold: Corrected is derived for sgd, not for .*without momentum"):
+    with pytest.raises(MethodError, match=r"scaffold: ScaffoldClient is derived for sgd, not for .*without momentum"):
         replace(run_of(scaffold()), training=run_of(fedavg(), optimizer=optimizer).training)  # type: ignore[arg-type]

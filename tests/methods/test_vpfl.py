@@ -34,7 +34,9 @@ def test_without_prompts_it_answers_as_the_towers_do() -> None:
 
 
 def test_a_view_is_where_it_starts() -> None:
-    one, other = (vpfl(vision_tokens=2, view=view).extend(albums.towers(), Key(4)) for view in ("grey", "nothing"))  # type: ignore[misc]
+    one, other = (
+        vpfl(vision_tokens=2, vision_init=view).extend(albums.towers(), Key(4)) for view in ("grey", "nothing")
+    )  # type: ignore[misc]
     [name] = one.names("prompt")
     assert torch.allclose(one.initial[name] - other.initial[name], albums.towers().glance(2, 1).float(), atol=1e-6)
 

@@ -119,7 +119,7 @@ class HeadSelector(ClientRule):
     uses_data: bool = True  # which heads travel tells of the examples
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
-        parts, paid = ctx.model.by_head(), ctx.notes.get(ATTENTION, {})
+        parts, paid = ctx.model.head_dimensions(), ctx.notes.get(ATTENTION, {})
         if all(count == 1 for _, count in parts.values()):
             raise MethodError(f"{ctx.model.name} has one head a layer and so none to leave out; set by = 'magnitude'")
         send: dict[str, Tensors] = {ROWS: {}, COLUMNS: {}}

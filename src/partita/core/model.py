@@ -59,11 +59,11 @@ class Model:
         """By layer, (example, head): the share of its attention, from 0 to 1, that a token pays to those asked for."""
         raise TagError(f"{self.name} cannot tell its attention; use a Hugging Face model, or rank its layers otherwise")
 
-    def by_head(self) -> dict[str, tuple[int, int]]:
+    def head_dimensions(self) -> dict[str, tuple[int, int]]:
         """Of each parameter made of one part for each head: along which dimension, and of how many."""
         raise TagError(f"{self.name} cannot tell its heads apart; use a Hugging Face model, or prune otherwise")
 
-    def shallow(self, without: Names) -> Model:
+    def skip_layers(self, without: Names) -> Model:
         """This model as it runs without the layers of these tags, though it still names their parameters."""
         raise TagError(f"{self.name} cannot leave layers out; use a Hugging Face model")
 

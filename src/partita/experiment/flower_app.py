@@ -162,7 +162,7 @@ def _site(context: Context, config: Path) -> Site:
         raise FlowerError(
             f"the node config sets {strange[0]}, but a site can only change {' and '.join(SITE_OPTIONS)} keys"
         )
-    if shared.split["kind"] == "site":
+    if shared.split["name"] == "site":
         changes.append(f"split.client={json.dumps(name)}")
     own = _settings(config, context.run_config, *changes)
     simulated = "partition-id" in node and "folder" not in node

@@ -95,7 +95,7 @@ def _fingerprint(experiment: Experiment) -> str | None:
 def describe_compute(config: Config, folder: Path) -> str:
     """How the engine computes, and what of it "auto" has chosen."""
     told = read_json(folder / run_folder.ENVIRONMENT)
-    auto = [name for name in ("device", "block", "graphs") if getattr(config.engine, name) == "auto"]
+    auto = [name for name in ("device", "clients_per_block", "cuda_graphs") if getattr(config.engine, name) == "auto"]
     said = f"on {told['device']}, {told['threads']} threads, blocks of {told['block']}, steps {told['steps']}"
     return said + (f" (auto: {', '.join(auto)})" if auto else "")
 

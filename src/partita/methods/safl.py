@@ -123,7 +123,7 @@ class DepthPlan:
 @lru_cache(maxsize=32)
 def _without(model: Model, layers: Names) -> Model:
     """One object for all clients of a depth, who can then train side by side."""
-    return model.shallow(layers)
+    return model.skip_layers(layers)
 
 
 @dataclass(frozen=True)

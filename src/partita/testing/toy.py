@@ -52,12 +52,12 @@ class ToyTransformer(Model):
             f"layer.{layer}": each[..., 0].mean(-1, keepdim=True) for layer, each in zip(self.layers, maps, strict=True)
         }
 
-    def shallow(self, without: Names) -> ToyTransformer:
+    def skip_layers(self, without: Names) -> ToyTransformer:
         other = copy(self)
         other.layers = tuple(layer for layer in self.layers if f"layer.{layer}" not in without)
         return other
 
-    def by_head(self) -> dict[str, tuple[int, int]]:
+    def head_dimensions(self) -> dict[str, tuple[int, int]]:
         """There is one head."""
         return dict.fromkeys(self.names("query", "key", "value"), (0, 1))
 
@@ -122,11 +122,11 @@ class Float64Model(Model):
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
         return self.model.attention(params, batch, tokens)
 
-    def shallow(self, without: Names) -> Float64Model:
-        return Float64Model(self.model.shallow(without))
+    def skip_layers(self, without: Names) -> Float64Model:
+        return Float64Model(self.model.skip_layers(without))
 
-    def by_head(self) -> dict[str, tuple[int, int]]:
-        return self.model.by_head()
+    def head_dimensions(self) -> dict[str, tuple[int, int]]:
+        return self.model.head_dimensions()
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.model.losses(out, targets)

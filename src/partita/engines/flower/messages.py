@@ -96,10 +96,10 @@ def with_job_id(answer: RecordDict, asked: RecordDict) -> RecordDict:
         job_id = decode_job_id(asked, "job")
     except MessageError:
         return answer
-    return RecordDict({**answer, "ticket": ConfigRecord(asdict(job_id))})
+    return RecordDict({**answer, "job_id": ConfigRecord(asdict(job_id))})
 
 
-def decode_job_id(content: RecordDict, name: str = "ticket") -> JobId:
+def decode_job_id(content: RecordDict, name: str = "job_id") -> JobId:
     record = _record(content, name, ConfigRecord)
     return JobId(_entry(record, "round", int), _entry(record, "client", str), _entry(record, "session", str))
 
@@ -118,7 +118,7 @@ def encode_update(update: Update) -> RecordDict:
 
 def decode_update(content: RecordDict, job_id: JobId, limit: int) -> Update:
     """The answer to the ticket's job. `limit` is the most bytes that an honest one can have."""
-    check_records(content, ("ticket", "numbers", "steps", "metrics", "tensors"))
+    check_records(content, ("job_id", "numbers", "steps", "metrics", "tensors"))
     numbers = _record(content, "numbers", MetricRecord)
     steps: Any = dict(_record(content, "steps", MetricRecord))  # the rounds look whether they are whole numbers
     slots = _slots(content, limit)
@@ -132,7 +132,7 @@ def encode_scores(scores: Mapping[str, float]) -> RecordDict:
 
 
 def decode_scores(content: RecordDict) -> dict[str, float]:
-    check_records(content, ("ticket", "scores"))
+    check_records(content, ("job_id", "scores"))
     return _numbers(content, "scores")
 
 
