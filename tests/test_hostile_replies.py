@@ -303,12 +303,12 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
     named = "memory/head.weight" if state else "head.weight"
     assert [each.skipped for each in played] == [
         None,
-        f"round 1 would have made '{named}' of the server not finite",
+        f"round 1 would have made the server's '{named}' not finite",
         None,
     ]
     assert played[1].server.params["head.weight"] is played[0].server.params["head.weight"]
     assert tensors.equal(played[1].server.state["memory"], played[0].server.state["memory"])
-    with pytest.raises(RunError, match=rf"round 1 would have made '{named}' of the server not finite; lower training"):
+    with pytest.raises(RunError, match=rf"round 1 would have made the server's '{named}' not finite; lower training"):
         list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
 
 
