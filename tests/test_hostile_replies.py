@@ -232,7 +232,7 @@ def test_norms_of_protected_clients_are_not_recorded() -> None:
 
 def test_weights_of_clients_of_unknown_size_are_capped_and_said_to_be_on_trust() -> None:
     run = run_of(fedavg(), 2, examples={"a": 5}, max_examples=6, skip_failed_clients=True)
-    with pytest.warns(UserWarning, match=r"weights are taken on trust up to federation\.max_examples = 6") as caught:
+    with pytest.warns(UserWarning, match=r"weights are trusted up to federation\.max_examples = 6") as caught:
         played = play(run, MODEL, THREE)
     assert len(caught) == 1, "once a run"
     assert [[lost.client for lost in each.lost] for each in played] == [["c"], ["c"]]
