@@ -31,7 +31,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "what is read from a file lies on the CPU anyway",
     (
         "core/client_store.py",
-        "self.commits = (0, 0)  # the rounds behind the last two checkpoints: both must stay usable",
+        "self.commits = (0, 0)  # completed rounds at the last two checkpoints: both must stay usable",
         "0 -> 1",
     ): "before round 1 there is one state at most, and the newest is never dropped",
     (

@@ -269,7 +269,7 @@ class UpdateValidator:
         raise InvalidUpdate(f"sent {shorten(name)}, which its plan does not send up in round {self.number}")
 
     def _check_names(self, names: Names, plan: Plan) -> None:
-        """Under client-level privacy all clients send the same names; otherwise the names would reveal participation."""
+        """Under client-level privacy all clients send the same names: differing names would reveal who took part."""
         if not self.limits.hides:
             return
         self.first = self.first if self.first is not None else names
@@ -351,8 +351,7 @@ def _tensors(value: object, what: str) -> Tensors:
     for name, tensor in part.items():
         if type(name) is not str or type(tensor) is not Tensor:
             raise InvalidUpdate(
-                f"sent {shorten(name)} in its {what} as {type(tensor).__name__}; it must be a tensor with a text as its "
-                "name"
+                f"sent {shorten(name)} in its {what} as {type(tensor).__name__}; it must be a tensor named by a text"
             )
         if (
             tensor.layout is not torch.strided
