@@ -15,7 +15,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a dict has the very same values as itself; asking that first only saves time",
     (
         "training/ghost_clipping.py",
-        "slopes = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
+        "grads = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
         "allow_unused=True)",
         "torch.autograd.grad(...) without retain_graph=True",
     ): "where a slope is found an error follows, and where none is found no part of the graph was walked",
@@ -101,12 +101,12 @@ EQUIVALENT: dict[Spot, str] = {
     ): "there are at least two, and all must have the table of whichever is looked at",
     (
         "training/dp_sgd.py",
-        "shares = (private.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
+        "shares = (dp_settings.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
         "0.0 -> 1.0",
     ): "the gradients of examples that are left out are zero as well",
     (
         "training/dp_sgd.py",
-        "whole = slope.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, number)",
+        "whole = grad.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)",
         "0.0 -> 1.0",
     ): "the shares of examples that are left out are zero as well",
     (

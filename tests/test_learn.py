@@ -592,7 +592,7 @@ def test_a_model_that_vmap_cannot_lift_is_named_and_runs_one_by_one() -> None:
     model, run = Branching(width=4, layers=1), run_of(fedavg(), 1)
     with pytest.raises(
         VmapError,
-        match=r"vmap cannot lift branching model with fedavg over clients: .*; set engine.clients_per_block = 1",
+        match=r"vmap does not support branching model with fedavg over clients: .*; set engine.clients_per_block = 1",
     ):
         play(run, model, PAIR, block=2)
     assert len(play(run, model, PAIR, block=1)) == 1

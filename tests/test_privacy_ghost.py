@@ -192,9 +192,9 @@ def test_uses_that_would_go_wrong_are_named() -> None:
 
     with pytest.raises(GhostError, match="'w' is used more than once"):
         sums(lambda trainable, x: linear(linear(x, trainable["w"]), trainable["w"]).sum(1))
-    with pytest.raises(GhostError, match="'b' is used in a way that cannot be watched"):
+    with pytest.raises(GhostError, match="'b' is used in a way that cannot be recorded"):
         sums(lambda trainable, x: (linear(x, trainable["w"]) + torch.stack([trainable["b"]])).sum(1))
-    with pytest.raises(GhostError, match="not laid out by example"):
+    with pytest.raises(GhostError, match="is not the example"):
         sums(lambda trainable, x: linear(x.repeat(2, 1), trainable["w"]).sum(1)[:4])
     with pytest.raises(GhostError, match="more than one dimension"):
         sums(lambda trainable, x: (x.unsqueeze(1) * trainable["w"]).sum((1, 2)))
