@@ -273,7 +273,7 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
 
 
 def carried_optimizer_state(run: Run, each: ClientRound) -> dict[str, Tensors]:
-    """Return the optimizer state from the client's last round by slot; empty unless `Method.carry_optimizer` is set."""
+    """Return the optimizer state from the client's last round by slot; empty without `Method.carry_optimizer`."""
     if not run.method.carry_optimizer:
         return {}
     memory = each.state.memory

@@ -12,9 +12,7 @@ HASH_CHARACTERS = "@"  # separates the start of a shortened name from its digest
 
 
 def printable(text: object) -> str:
-    """Return the text with invisible characters escaped, such as \\x1b, so that it cannot move the cursor or reorder
-    other text.
-    """
+    """Return the text with invisible characters escaped, such as \\x1b: it cannot move the cursor or reorder text."""
     return "".join(char if _visible(char) else _escaped(char) for char in str(text))
 
 

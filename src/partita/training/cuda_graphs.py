@@ -136,8 +136,9 @@ def _no_garbage() -> Iterator[None]:
 
 
 class GraphedPhaseTrainer(PhaseTrainer):
-    """A PhaseTrainer whose learning rate and step counts are tensors too, so that everything that changes has a fixed
-    address.
+    """A PhaseTrainer that a CUDA graph can replay: everything that changes is in a tensor with a fixed address.
+
+    This includes the learning rate and the step counts.
     """
 
     def __init__(
