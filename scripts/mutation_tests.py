@@ -53,7 +53,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/options.py": ("tests/test_options.py", "tests/test_config.py", "tests/test_ranges.py"),
     "core/plan.py": (*DETAILS, "tests/test_laws.py", "tests/test_learn.py", "tests/test_rounds.py"),
     "training/dp_sgd.py": (*PRIVATE, "tests/test_chacha.py"),
-    "core/update_checks.py": ("tests/test_rounds.py", "tests/test_hostile_replies.py"),
+    "core/update_checks.py": ("tests/test_replies.py", "tests/test_rounds.py", "tests/test_hostile_replies.py"),
     "core/rng.py": (
         "tests/test_chacha.py",
         "tests/test_laws.py",
@@ -80,12 +80,12 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "privacy/budget.py": COST[:1],
     "privacy/client_level.py": COST[::-1],
     "privacy/disclosure.py": ("tests/test_disclosure.py",),
-    "privacy/evidence.py": LIES,
+    "privacy/evidence.py": ("tests/test_evidence.py", *LIES),
     "privacy/guard.py": (*DETAILS, *COST),
     "privacy/spending.py": (*COST, "tests/test_privacy.py"),
-    "privacy/mechanism.py": LIES,
-    "privacy/mechanism_choice.py": LIES,
-    "privacy/mechanism_clients.py": LIES,
+    "privacy/mechanism.py": ("tests/test_mechanism.py", *LIES),
+    "privacy/mechanism_choice.py": ("tests/test_mechanism.py", *LIES),
+    "privacy/mechanism_clients.py": ("tests/test_mechanism.py", *LIES),
     "privacy/secret.py": ("tests/test_secret.py",),
 }
 

@@ -72,6 +72,91 @@ def test_the_extremes_of_the_integers_give_finite_numbers() -> None:
     assert float(chacha._box_muller(torch.zeros(8, dtype=torch.int64)).abs().max()) == pytest.approx(9.42, abs=0.01)
 
 
+def test_normal_numbers_are_those_of_the_formula() -> None:
+    """Box and Muller's formula in plain Python, on the words of the cipher and on those at the ends of their range."""
+    ends = [1, 2, 2**63 - 1, -(2**63), 0, -1, 2**62, -(2**62)]
+    words = [*ends, *ends[::-1], *np.frombuffer(chacha._cipher_stream(KEYS[1], 50), np.int64).tolist()]
+    wanted = []
+    for start in range(0, len(words), 8):
+        radii = [math.sqrt(-2 * math.log((word % 2**63 + 0.5) / 2**63)) for word in words[start : start + 4]]
+        angles = [2 * math.pi * (word / 2**64) for word in words[start + 4 : start + 8]]
+        wanted += [radius * math.cos(angle) for radius, angle in zip(radii, angles, strict=True)]
+        wanted += [radius * math.sin(angle) for radius, angle in zip(radii, angles, strict=True)]
+    np.testing.assert_allclose(chacha._box_muller(torch.tensor(words)).numpy(), wanted, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(chacha.normal(KEYS[1:2], [395])[0].numpy(), wanted[16:411], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("counts", "wanted"),
+    [
+        ([], []),
+        ([0, 0], [(0, 2)]),
+        ([8, 8], [(0, 2)]),
+        ([8, 8, 1], [(0, 2), (2, 3)]),
+        ([8, 8, 8, 8, 8], [(0, 2), (2, 4), (4, 5)]),
+        ([100], [(0, 1)]),
+        ([3, 100, 3, 13, 1], [(0, 1), (1, 2), (2, 4), (4, 5)]),
+    ],
+)
+def test_a_pass_takes_as_many_draws_as_fit(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], wanted: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(chacha, "_PASS", 2)  # blocks, that is 16 numbers
+    assert list(chacha._passes(counts)) == wanted
+
+
+def test_a_draw_below_the_probability_is_true_and_one_that_equals_it_is_not() -> None:
+    words = np.frombuffer(chacha._cipher_stream(KEYS[0], 3), np.uint64)[:20]
+    draws = [int(word) // 2**11 / 2**53 for word in words]
+    for probability in (0.0, *draws, 1.0):
+        found = chacha.bernoulli(KEYS[0], 20, probability)
+        assert found.tolist() == [draw < probability for draw in draws]
+
+
+def test_the_kernel_is_given_the_index_of_each_word_and_the_words_of_its_key() -> None:
+    """A stand-in for the kernel, on the CPU: it looks the words up in the stream of the library."""
+    streams = {key: torch.from_numpy(np.frombuffer(chacha._cipher_stream(key, 5), np.int64).copy()) for key in KEYS}
+
+    def kernel(index: torch.Tensor, *words: torch.Tensor) -> torch.Tensor:
+        assert len(words) == 4
+        assert all(word.dtype == torch.int64 and word.ndim == 0 for word in words)
+        return streams[torch.stack(words).numpy().tobytes()][index]
+
+    blocks = [2, 0, 5]
+    found = chacha._kernel_stream(kernel, KEYS, blocks, torch.device("cpu"))
+    for key, count, words in zip(KEYS, blocks, found, strict=True):
+        assert words.numpy().tobytes() == chacha._cipher_stream(key, count)
+
+
+def test_numbers_are_drawn_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def stream(keys: list[bytes], blocks: list[int], device: torch.device) -> list[torch.Tensor]:
+        asked.append(device.type)
+        return [torch.zeros(8 * count, dtype=torch.int64) for count in blocks]
+
+    monkeypatch.setattr(chacha, "_stream", stream)
+    chacha.normal(KEYS[:2], [10, 3], torch.device("cuda"))
+    chacha.normal(KEYS[:2], [10, 3])
+    assert asked == ["cuda", "cpu"]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2**62])
+def test_a_kernel_that_computes_another_stream_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    def stream(kernel: object, keys: list[bytes], blocks: list[int], device: torch.device) -> list[torch.Tensor]:
+        words = torch.tensor(np.frombuffer(chacha._cipher_stream(keys[0], blocks[0]), np.int64).tolist())
+        words[-1] ^= wrong
+        return [words]
+
+    monkeypatch.setattr(torch.cuda.jiterator, "_create_jit_fn", lambda source: source)
+    monkeypatch.setattr(chacha, "_kernel_stream", stream)
+    if wrong:
+        with pytest.raises(chacha.CipherError, match="computes another stream"):
+            chacha._kernel.__wrapped__()
+    else:
+        assert chacha._kernel.__wrapped__() == chacha._KERNEL
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.013, 0.4, 1.0])
 def test_poisson_draws_have_their_rate(rate: float) -> None:
     """Within five standard deviations over 400,000 draws."""
@@ -119,9 +204,29 @@ def test_what_is_released_lies_on_a_grid_that_does_not_depend_on_the_value(std: 
         released = add_noise(torch.full((20_000,), value), noise, std)
         steps = released.double() / grid
         assert torch.equal(steps, steps.round())
+        assert bool((steps % 2).any()), "no coarser than it has to be"
         assert released.dtype == torch.float32
         assert float(released.double().std()) == pytest.approx(std, rel=0.02)
         assert float(released.double().mean()) == pytest.approx(value, abs=0.05 * std)
+
+
+def test_what_is_released_is_the_nearest_grid_point_to_value_plus_noise() -> None:
+    value, noise = torch.tensor([0.5, 1.0, -2.0, 0.0]), torch.tensor([0.25, -3.0, 0.3, 0.0004], dtype=torch.float64)
+    wanted = [0.75, -2.0, round(-1.7 * 1024) / 1024, 0.0]
+    assert add_noise(value, noise, 1.0).tolist() == wanted
+
+
+def test_each_name_has_noise_of_its_own() -> None:
+    """Otherwise a server could subtract one noisy tensor from another. A name's noise is the same beside any others."""
+    like = {"a": torch.empty(64), "b": torch.empty(64), "c": torch.empty(2, 32)}
+    noise = gaussian_noise(like, Key(9), 2.0)
+    drawn = [noise[name].flatten() for name in like]
+    for one, other in [(0, 1), (0, 2), (1, 2)]:
+        assert abs(float(np.corrcoef(drawn[one].numpy(), drawn[other].numpy())[0, 1])) < 0.6
+    for name in like:
+        assert torch.equal(gaussian_noise({name: like[name]}, Key(9), 2.0)[name], noise[name])
+        [alone] = chacha.normal([(Key(9) / name).digest(32)], [64])
+        assert torch.equal(2.0 * alone, noise[name].flatten())
 
 
 def test_on_the_grid_neighbouring_values_reach_the_same_points() -> None:

@@ -64,6 +64,29 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, server: Server) -> 
     assert len(rows) == len(set(back.versions.held.values()))
 
 
+@pytest.mark.parametrize("owners", [(), ("a",), ("a", "z", "ü/x"), ("a", "other")])
+def test_a_checkpoint_says_which_states_belong_to_it(tmp_path: Path, owners: tuple[str, ...]) -> None:
+    """Also of clients that the ledger does not know, and where it knows others."""
+    states = {client: (place + 3, f"{place + 1:032x}") for place, client in enumerate(owners)}
+    saved = checkpoint.read(checkpoint.save(tmp_path, 5, server_of(), "my run", "my rows", states))
+    assert saved.states == states
+    assert (saved.done, saved.run, saved.rows) == (5, "my run", "my rows")
+    assert_same(saved.server, server_of())
+
+
+def test_the_newest_checkpoint_is_read_and_the_first_server_if_there_is_none(tmp_path: Path) -> None:
+    first = server_of(1.0)
+    none = checkpoint.newest(tmp_path, "my run", first)
+    assert (none.done, none.server) == (0, first)
+    for done in (3, 4, 5):
+        checkpoint.save(tmp_path, done, server_of(float(done)), "my run")
+        found = checkpoint.newest(tmp_path, "my run", first)
+        assert found.done == done
+        assert_same(found.server, server_of(float(done)))
+    with pytest.raises(DamageError, match="belongs to another run"):
+        checkpoint.newest(tmp_path, "another", first)
+
+
 def test_one_tensor_may_be_held_twice(tmp_path: Path) -> None:
     """As by a rule that remembers the parameters of the last round."""
     params = {"w": torch.arange(3.0)}
@@ -231,6 +254,52 @@ def test_a_visit_starts_from_the_newest_earlier_state(tmp_path: Path, kind: str)
     expected = {0: None, 1: 0.0, 2: 0.0, 3: 2.0, 5: 2.0, 6: 5.0, 11: 5.0, 12: 11.0, 100: 11.0}
     assert {number: value_of(store.load("c", number)) for number in expected} == expected
     assert value_of(store.load("stranger", 100)) is None
+
+
+def test_only_states_that_a_checkpoint_names_count(tmp_path: Path) -> None:
+    """A state of the same round that somebody put there is not read, and a missing one is an error."""
+    written = DiskStore(tmp_path, newest={})
+    assert written.states() == {}
+    assert written.load("a", 0).personal == {}
+    for number in range(3):
+        written.save("a", number, ClientState({"w": torch.tensor([float(number)])}))
+    states = dict(written.states())
+    assert states.keys() == {"a"}
+    assert states["a"][0] == 2
+    found = DiskStore(tmp_path, newest=states)
+    assert found.known() == ["a"]
+    assert found.load("a", 3).personal["w"].item() == 2.0
+    assert found.load("a", 2).personal["w"].item() == 1.0, "the newest before that round"
+    assert found.load("new", 3).personal == {}
+    DiskStore(tmp_path).save("stranger", 0, ClientState({"w": torch.ones(1)}))
+    assert [found.load("stranger", number).personal for number in (1, 3)] == [{}, {}]
+    assert found.known() == ["a"]
+    assert DiskStore(tmp_path).states() == {}
+    found.rewind(3)
+    atomic_files.list_checksummed(tmp_path / "a")[-1].unlink()
+    with pytest.raises(DamageError, match="is missing: it is the state of client 'a'"):
+        found.load("a", 3)
+    with pytest.raises(DamageError, match="is missing: it is the state of client 'a'"):
+        found.rewind(3)
+
+
+def test_a_long_name_is_read_from_the_newest_state(tmp_path: Path) -> None:
+    disk, names = DiskStore(tmp_path), ["long " * 60, "longer " * 60]
+    for client, number in ((names[0], 0), (names[1], 0), (names[1], 1), ("short", 0)):
+        disk.save(client, number, ClientState({"w": torch.ones(1)}))
+    assert disk.known() == [*names, "short"]
+
+
+def test_memory_tells_its_disk_of_commits_and_knows_what_either_knows(tmp_path: Path) -> None:
+    DiskStore(tmp_path).save("before", 0, ClientState({"w": torch.ones(1)}))
+    memory = MemoryStore(DiskStore(tmp_path, newest={"before": (0, "")}))
+    for number in range(6):
+        memory.save("a", number, ClientState({"w": torch.tensor([float(number)])}))
+        assert memory.known() == ["a", "before"]
+        memory.commit(number + 1)
+    assert len(atomic_files.list_checksummed(tmp_path / "a")) <= 3, "states that no checkpoint needs are dropped"
+    assert memory.states()["a"][0] == 5
+    assert MemoryStore().states() == {}
 
 
 def test_rewinding_forgets_what_came_after(tmp_path: Path) -> None:

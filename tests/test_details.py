@@ -12,7 +12,19 @@ from helpers import Script, run_of, small
 from partita.core.atomic_files import write
 from partita.core.client import ClientState, Job
 from partita.core.client_store import DiskStore, MemoryStore
-from partita.core.method import Method, ServerRule, Update, compose
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import (
+    Aggregate,
+    ClientRule,
+    Method,
+    Server,
+    ServerRule,
+    Update,
+    UpdateTransform,
+    average,
+    compose,
+)
+from partita.core.model import Model
 from partita.core.packed import CheckedTensors
 from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for
 from partita.core.rounds import rounds
@@ -129,3 +141,69 @@ def test_clients_cost_the_same_whether_or_not_their_examples_are_counted() -> No
     for guard in (known, unknown):
         guard.charge(0, ["a", "b"], {})
     assert known.spent() == unknown.spent() is not None
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32, torch.float64])
+def test_the_server_keeps_its_types_whatever_a_mean_is_computed_in(kind: torch.dtype) -> None:
+    server = Server({"a": torch.ones(2, dtype=kind), "b": torch.zeros(1)})
+    after = ServerRule().apply(server, Aggregate({"a": torch.full((2,), 0.5)}, {}, 1))
+    assert after.params["a"].dtype == kind
+    assert after.params["a"].tolist() == [1.5, 1.5]
+    assert after.params["b"] is server.params["b"], "what nobody sent stays the same object"
+
+
+def test_a_transform_hides_nothing_unless_it_says_so() -> None:
+    assert not UpdateTransform.hides
+
+
+class ForSgd(ClientRule):
+    optimizers = frozenset({"sgd"})
+
+
+class ForAny(ServerRule):
+    optimizers = frozenset({"sgd", "adamw"})
+
+
+def test_a_method_takes_an_optimizer_if_all_its_rules_do() -> None:
+    assert Method("plain", client_rules=(ClientRule(),)).takes("anything")
+    both = Method("both", client_rules=(ClientRule(), ForSgd()), server_rule=ForAny())
+    assert [both.takes(name) for name in ("sgd", "adamw", "other")] == [True, False, False]
+    assert [Method("one", server_rule=ForAny()).takes(name) for name in ("adamw", "other")] == [True, False]
+
+
+def test_in_a_composition_rules_queue_up_and_the_one_that_was_set_is_taken() -> None:
+    def head(model: Model, round_info: RoundInfo) -> Plan:
+        return Plan((Phase(HEAD),), up=HEAD, down=model.every())
+
+    rules, transforms, server = (ForSgd(), ClientRule()), (UpdateTransform(), UpdateTransform()), ForAny()
+    privacy_config = DPSGDSettings(1.0, 2.0)
+    adapt, extend, shape = (lambda *given: given[0] for _ in range(3))
+    first = Method("first", head, client_rules=rules[:1], transforms=transforms[:1], adapt=adapt, shape=shape)
+    second = Method(
+        "second",
+        client_rules=rules[1:],
+        transforms=transforms[1:],
+        server_rule=server,
+        extend=extend,
+        privacy=privacy_config,
+    )
+    for one, two, order in ((first, second, 1), (second, first, -1)):
+        both = compose(one, two)
+        assert (both.name, both.plan, both.server) == (f"{one.name}+{two.name}", head, server)
+        assert both.client_rules == rules[::order]
+        assert both.transforms == transforms[::order]
+        assert (both.adapt, both.extend, both.shape, both.privacy) == (adapt, extend, shape, privacy_config)
+
+
+def test_a_mean_over_the_cohort_counts_those_who_sent_nothing_of_a_name() -> None:
+    def update(client: str, weight: float, **values: float) -> Update:
+        delta = {name: torch.tensor([value]) for name, value in values.items()}
+        return Update(client, delta, {"seen": delta}, weight, dict.fromkeys(delta, 1), None)
+
+    updates = [update("a", 1.0, x=4.0, y=8.0), update("b", 3.0, x=8.0)]
+    senders, cohort = average(updates), average(updates, over="cohort")
+    for part in (senders.delta, senders.slots["seen"]):
+        assert {name: value.item() for name, value in part.items()} == {"x": 7.0, "y": 8.0}
+    for part in (cohort.delta, cohort.slots["seen"]):
+        assert {name: value.item() for name, value in part.items()} == {"x": 7.0, "y": 2.0}
+    assert (senders.cohort, cohort.cohort) == (2, 2)

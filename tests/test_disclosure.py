@@ -25,7 +25,7 @@ from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.privacy.client_level import protect_clients
-from partita.privacy.disclosure import BESIDE, LOST, ROW, disclosed
+from partita.privacy.disclosure import BESIDE, LOST, ROW, disclosed, withhold
 from partita.training.local_training import train_clients
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "privacy.md"
@@ -166,3 +166,40 @@ def table() -> Iterator[tuple[str, str, str]]:
 def test_the_guide_has_the_same_table() -> None:
     every = {**ROW, **BESIDE}
     assert list(table()) == [(what, each.example, each.client) for what, each in every.items()]
+
+
+def test_what_is_withheld_is_empty_and_the_rest_of_a_row_stays() -> None:
+    """A table stays a table. Keys that are not listed are not touched."""
+    row = {
+        "round": 3,
+        "train_loss": 0.5,
+        "drift": {"all": 0.1},
+        "bounded": {"a": 2.0},
+        "lost": {"a": "a loss of 7.5"},
+        "personal": {"mean": 0.5},
+        "alarms": ["look at client a"],
+        "note": "of my own",
+    }
+    before = {key: value.copy() if isinstance(value, dict) else value for key, value in row.items()}
+    assert withhold(row, "example") == {**row, "train_loss": None}
+    assert withhold(row, "client") == {
+        "round": 3,
+        "train_loss": None,
+        "drift": {},
+        "bounded": {},
+        "lost": {"a": LOST},
+        "personal": {},
+        "alarms": None,
+        "note": "of my own",
+    }
+    assert row == before, "the row that is passed in stays as it is"
+
+
+def test_the_record_says_what_is_not_covered_and_what_was_withheld() -> None:
+    for unit in ("example", "client"):
+        found = disclosed(unit)
+        for what, quantity in {**ROW, **BESIDE}.items():
+            status = quantity.example if unit == "example" else quantity.client
+            line = f"{what}: {quantity.why}"
+            assert (line in found["not_covered"]) == (status == "named")
+            assert (line in found["withheld"]) == (status == "withheld")

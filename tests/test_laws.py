@@ -383,6 +383,21 @@ def test_offsets_of_every_size_are_counted() -> None:
     assert serialization.byte_counts({}) == serialization.byte_counts({"empty": {}}) == {}
 
 
+@pytest.mark.parametrize("length", range(1, 9))
+def test_the_first_offset_is_zero(length: int) -> None:
+    """From 0 to 9 and from 1 to 10 differ by one digit, which shows at one of eight lengths of a padded header."""
+    slots = {"s": {"n" * length: torch.zeros(9, dtype=torch.int8)}}
+    assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
+
+
+def test_what_was_packed_beside_tensors_is_read_without_them() -> None:
+    for size in (1, 300):
+        about = {"round": "3", "client": "ü" * size}
+        packed = serialization.pack({"delta": {"a": torch.ones(5)}}, about)
+        assert serialization.read_metadata(packed) == about
+        assert serialization.unpack(packed)["delta"]["a"].tolist() == [1.0] * 5
+
+
 def test_one_tensor_may_travel_under_two_names() -> None:
     value = torch.arange(3.0)
     slots = {"params": {"a": value}, "memory": {"a": value, "b": value}}
@@ -434,6 +449,18 @@ def test_who_acknowledged_lacks_nothing_until_a_name_changes() -> None:
     # Two rounds missed: what changed in either, once.
     ledger = ledger.changed(frozenset("bd"), 2)
     assert ledger.missing("u", everything) == frozenset("abd")
+
+
+def test_who_was_sent_something_else_under_a_name_lacks_that_name_alone() -> None:
+    ledger = ParameterVersions({"a": 0, "b": 0, "c": 0}).acknowledge([("x", frozenset("abc")), ("y", frozenset("abc"))])
+    ledger = ledger.forget([("x", frozenset("b")), ("new", frozenset("a"))])
+    assert ledger.missing("x", frozenset("abc")) == {"b"}
+    assert ledger.missing("y", frozenset("abc")) == set()
+    assert ledger.missing("new", frozenset("abc")) == set("abc")
+    clients_have_initial_model = ParameterVersions({"a": 0, "b": 0}, clients_have_initial_model=True).forget(
+        [("x", frozenset("b"))]
+    )
+    assert clients_have_initial_model.missing("x", frozenset("ab")) == {"b"}
 
 
 def test_preloaded_clients_lack_only_what_changed() -> None:

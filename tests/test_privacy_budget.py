@@ -400,9 +400,16 @@ def test_what_is_charged_beside_training() -> None:
     plan = fedavg().plan(small(), RoundInfo(0, 3, "a"))
     quiet = replace(fedavg(), client_rules=(Quiet(),))
     assert releases_of(run_of(quiet), plan, 10) == []
+    assert releases_of(run_of(replace(fedavg(), client_rules=(Looking(),))), plan, 10) == [], (
+        "it says nothing of a release"
+    )
     assert releases_of(run_of(replace(fedavg(), client_rules=(Choosing(),))), plan, 10) == [Choosing.release]
     private = replace(fedavg(), client_rules=(Choosing(),), privacy=DPSGDSettings(1.0, 2.0))
     assert releases_of(run_of(private), plan, 0) == [Choosing.release], "of no examples nothing is trained"
+
+
+class Looking(ClientRule):
+    uses_data = True
 
 
 class Quiet(ClientRule):

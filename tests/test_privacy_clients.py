@@ -40,12 +40,12 @@ def length(each: Update) -> float:
 
 @pytest.mark.parametrize("size", [1e-3, 10.0])
 def test_delta_and_slots_are_clipped_together_and_nothing_else_is_told(size: float) -> None:
-    before = update(3, size)
+    before = replace(update(3, size), metrics={"score": 1.0})
     after = ClippedUpdates(1.0, 0.0, 2).encode(before, Key(0))
     assert length(after) == pytest.approx(min(1.0, length(before)), rel=1e-5)
     ratio = after.delta["w"] / before.delta["w"]
     assert torch.allclose(ratio, after.slots["control"]["w"] / before.slots["control"]["w"])
-    assert (after.weight, after.loss) == (1.0, None)
+    assert (after.weight, after.loss, after.metrics) == (1.0, None, {})
     again = ClippedUpdates(1.0, 0.0, 2).decode_update(replace(after, delta=tensors.scale(after.delta, 9.0)))
     assert length(again) <= 1 + 1e-6
 
@@ -73,6 +73,24 @@ def test_noise_is_keyed_and_in_proportion_to_clip_and_cohort() -> None:
     assert not torch.equal(noisy.delta["w"], transform.decode_aggregate(zero, Key(2)).delta["w"])
     hidden = replace(transform, secret=Key(9)).decode_aggregate(zero, Key(1))
     assert not torch.equal(noisy.delta["w"], hidden.delta["w"])
+
+
+def test_with_a_secret_the_noise_is_drawn_by_it_and_still_anew_in_each_round() -> None:
+    transform = ClippedUpdates(clip=0.5, noise=2.0, cohort=4, secret=Key(9) / "mine")
+    zero = Aggregate({"w": torch.zeros(100)}, {}, 4)
+    first, second = (transform.decode_aggregate(zero, Key(1) / "round" / number).delta["w"] for number in range(2))
+    assert not torch.equal(first, second)
+    noise = gaussian_noise(zero.delta, Key(9) / "mine" / "round" / 0 / "delta", 0.25)["w"]
+    assert torch.equal(first, add_noise(zero.delta["w"], noise, 0.25))
+
+
+def test_norms_and_names_of_protected_clients_are_hidden() -> None:
+    """Rows leave out what tells of one client, and replies with other names are refused."""
+    method = protect_clients(fedavg(), 1.0, 0.1, 2)
+    assert [transform.hides for transform in method.transforms] == [True]
+    [played] = play(run_of(method, 1, cohort=2), small(), Clients(a=4, b=5))
+    assert played.norms == {}
+    assert played.loss is None
 
 
 def test_without_clipping_and_noise_it_is_fedavg_over_equal_clients() -> None:
@@ -163,6 +181,17 @@ def test_every_client_pays_for_every_round() -> None:
     assert (some.spent() or 0) - before > some.forecast(2).epsilon() - before
     with pytest.raises(PrivacyError, match=r"privacy\.accountant = 'rdp'"):
         make_private(run_of(fedavg(), cohort=2), small(), sizes, PrivacyConfig("client", noise=8.0, accountant="pld"))
+
+
+@pytest.mark.parametrize("drift", [True, False])
+def test_under_client_level_privacy_cohorts_are_hidden_and_drift_is_not_measured(drift: bool) -> None:
+    """Drift is computed from single updates before the noise, and sampling gains nothing if cohorts can be guessed."""
+    run = run_of(fedavg(), 1, cohort=2, drift=drift)
+    sizes = {"a": 4, "b": 5, "c": 6}
+    by_client = make_private(run, small(), sizes, PrivacyConfig(unit="client", noise=3.0, accountant="rdp")).run
+    assert (by_client.hidden_cohorts, by_client.drift) == (True, False)
+    by_example = make_private(run, small(), sizes, PrivacyConfig(noise=3.0, accountant="rdp")).run
+    assert (by_example.hidden_cohorts, by_example.drift) == (False, drift)
 
 
 @pytest.mark.slow

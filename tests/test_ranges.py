@@ -294,6 +294,58 @@ def test_more_steps_than_memory_can_list_are_refused(changes: dict[str, int], tm
         list(start(parse({**TINY, "training": {**TINY["training"], **changes}}), tmp_path))
 
 
+def test_what_is_free_is_the_less_of_the_machine_and_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files as Linux writes them. Without a limit only the machine counts."""
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:     500 kB\nSwapTotal: 0 kB\n")
+    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / name.rpartition("/")[2])
+    monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
+    assert memory.available() == 500 * 1024
+    for limit, used, free in (("max", "7", 500 * 1024), ("1000", "300", 700), ("900000", "100000", 500 * 1024)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        assert memory.available() == free
+    (tmp_path / "memory.max").unlink()
+    assert memory._of_container() > 10**18, "no limit"
+
+
+def test_where_the_system_does_not_say_what_is_free_all_memory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / "missing")
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert memory._of_machine() == 4_096_000
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0.0 MB"),
+        (250_000, "0.2 MB"),
+        (999_999_999, "1000.0 MB"),
+        (10**9, "1.0 GB"),
+        (1500 * 10**9, "1.5 TB"),
+        (10**12, "1.0 TB"),
+        (25 * 10**14, "2.5 PB"),
+        (10**18, "1.0 EB"),
+        (1234 * 10**18, "1,234.0 EB"),
+    ],
+)
+def test_sizes_are_written_in_the_unit_that_suits_them(count: int, text: str) -> None:
+    assert memory.size(count) == text
+
+
+@pytest.mark.parametrize("free", [99, 100, 101])
+def test_what_takes_all_that_is_free_still_fits(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: free)
+    if free >= 100:
+        memory.require(100, "the table", "make it smaller")
+    else:
+        with pytest.raises(SizeError, match=r"the table would take .* are free; make it smaller"):
+            memory.require(100, "the table", "make it smaller")
+
+
 def test_what_fits_into_memory_is_built() -> None:
     assert build(parse(TINY)).block == 3
 

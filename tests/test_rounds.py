@@ -15,9 +15,21 @@ from torch import Tensor
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, ClientRound, Job, LocalResult
-from partita.core.method import Aggregate, Method, Server, ServerRule, Update, UpdateTransform
+from partita.core.data import Examples
+from partita.core.method import (
+    Aggregate,
+    ClientRule,
+    Context,
+    LayerSelection,
+    Method,
+    MethodError,
+    Server,
+    ServerRule,
+    Update,
+    UpdateTransform,
+)
 from partita.core.model import Model
-from partita.core.optim import AdamW
+from partita.core.optim import AdamW, Schedule
 from partita.core.plan import Plan, RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, make_job, rounds
@@ -29,6 +41,7 @@ from partita.engines.simulation import SimulationEngine
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.local_only import local_only
+from partita.methods.scaffold import scaffold
 from partita.testing.toy import ToyExamples
 from partita.training.local_training import start_training
 from partita.training.phase_trainer import PhaseTrainer
@@ -226,6 +239,43 @@ def test_the_cohort_is_keyed_and_of_the_size_asked_for() -> None:
     for size in (0, 7, 1.5):
         with pytest.raises(RunError, match=rf"federation.cohort is {size}, but there are 6 clients"):
             next(rounds(replace(run, cohort=size), MODEL, engine))
+
+
+@pytest.mark.parametrize(
+    ("cohort", "population", "size"),
+    [(0.5, 6, 3), (1.0, 7, 7), (0.01, 10, 1), (0.2, 10, 2), (1, 5, 1), (5, 5, 5), (3, 100, 3), (0.34, 100, 34)],
+)
+def test_a_cohort_is_a_number_or_a_share_of_at_least_one_client(cohort: float, population: int, size: int) -> None:
+    assert run_of(fedavg(), cohort=cohort).cohort_size(population) == size
+
+
+def test_cohorts_are_drawn_by_the_secret_only_if_they_are_hidden() -> None:
+    clients = [f"c{number}" for number in range(40)]
+    plain = run_of(fedavg(), cohort=5)
+    public, secret = (
+        [(key / "round" / number / "cohort").sample(clients, 5) for number in range(3)] for key in (plain.key, Key(99))
+    )
+    assert public[0] != public[1], "each round draws anew"
+    for key, hidden, wanted in (
+        (None, False, public),
+        (None, True, public),
+        (Key(99), False, public),
+        (Key(99), True, secret),
+    ):
+        run = replace(plain, secret=key, hidden_cohorts=hidden)
+        assert [run.draw_cohort(number, clients) for number in range(3)] == wanted
+
+
+def test_the_rate_of_a_round_follows_its_schedule() -> None:
+    run = run_of(fedavg(), 4, lr=0.3, schedule=Schedule("linear", warmup=1))
+    wanted = [0.3 * run.training.schedule.factor(number, 4) for number in range(4)]
+    assert [run.rate(number) for number in range(4)] == wanted
+    assert len(set(wanted)) > 2
+
+
+def test_an_optimizer_that_a_method_is_not_derived_for_is_refused_before_the_run() -> None:
+    with pytest.raises(MethodError, match="is derived for sgd, not for adamw"):
+        run_of(scaffold(), optimizer=AdamW())
 
 
 def test_a_lost_client_is_recorded_and_sent_everything_again() -> None:
@@ -596,3 +646,173 @@ def test_an_answer_nobody_asked_for_is_an_error_or_dropped() -> None:
     assert each.sent.keys() == {"b"}
     assert [(lost.client, lost.reason) for lost in each.lost] == [("a", "gave no answer")]
     assert [lost.client for lost in each.refused] == ["b"]
+
+
+# ---- what a mutation check found untested
+
+
+@dataclass(frozen=True)
+class Noting(UpdateTransform):
+    """Writes down by which keys the server draws."""
+
+    keys: list[Key]
+
+    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
+        self.keys.append(key)
+        return aggregate
+
+
+def test_the_server_draws_by_round_and_by_the_place_of_a_transform() -> None:
+    """Client-level noise comes from this key: the same key in two rounds would be the same noise twice."""
+    keys: list[Key] = []
+    run = run_of(Method("noting", transforms=(Noting(keys), Noting(keys))), 2)
+    list(rounds(run, MODEL, Script(reply_to)))
+    assert keys == [run.key / "round" / number / "channel" / index for number in range(2) for index in (1, 0)]
+
+
+@pytest.mark.parametrize("drift", [True, False])
+def test_drift_is_measured_only_if_it_is_asked_for(drift: bool) -> None:
+    [each] = rounds(run_of(fedavg(), 1, drift=drift), MODEL, Script(reply_to))
+    assert bool(each.drift) == drift
+
+
+def test_an_error_about_missing_answers_gives_three_reasons() -> None:
+    def answer(job: Job) -> Update | ClientFailure:
+        return ClientFailure(job.client, "is asleep")
+
+    with pytest.raises(RunError) as caught:
+        next(rounds(run_of(fedavg(), 1), MODEL, Script(answer, "abcd")))
+    assert str(caught.value).count("is asleep") == 3
+
+
+def test_a_job_comes_with_its_plan_alone() -> None:
+    run = run_of(fedavg(), 1)
+    job, plan = make_job(run, MODEL, initial_server(run, MODEL), 0, "a")
+    assert (job.client, plan.up) == ("a", EVERY)
+
+
+def test_slots_of_an_honest_client_pass() -> None:
+    [each] = play(run_of(scaffold(), 1), MODEL, Clients(a=5, b=6))
+    assert each.lost == ()
+    assert set(each.sent) == {"a", "b"}
+
+
+def test_who_was_refused_is_told_from_who_stayed_away() -> None:
+    """One who answered with rubbish must not end the run by it; one who stayed away does if too few are left."""
+
+    def answer(job: Job) -> Any:
+        if job.client == "b":
+            return reply_to(job, weight=-1.0)
+        return ClientFailure("c", "is asleep") if job.client == "c" else reply_to(job)
+
+    run = run_of(fedavg(), 1, skip_failed_clients=True)
+    [each] = rounds(run, MODEL, Script(answer, "abc"))
+    assert {lost.client: lost.refused for lost in each.lost} == {"b": True, "c": False}
+    [skipped] = rounds(replace(run, min_updates=2), MODEL, Script(answer, "abc"))
+    assert skipped.skipped is not None
+    with pytest.raises(RunError, match="only 1 of 3 clients answered"):
+        list(rounds(replace(run, min_updates=3), MODEL, Script(answer, "abc")))
+
+
+NAMELESS: Any = {"client": 7}
+
+
+@pytest.mark.parametrize("rubbish", [5, None, replace(reply_to(Job(0, "b", {}, frozenset())), **NAMELESS)])
+def test_what_is_no_reply_at_all_is_recorded_and_its_client_counts_as_refused(rubbish: Any) -> None:
+    run = run_of(fedavg(), 1, skip_failed_clients=True)
+    engine = Script(lambda job: rubbish if job.client == "b" else reply_to(job))
+    [each] = rounds(run, MODEL, engine)
+    assert [(lost.client, lost.refused) for lost in each.refused] == [("unknown", True)]
+    assert [(lost.client, lost.reason, lost.refused) for lost in each.lost] == [("b", "gave no answer", True)]
+    with pytest.raises(ClientError, match="client 'b': sent what is no update of a named client"):
+        next(rounds(replace(run, skip_failed_clients=False), MODEL, Script(lambda job: rubbish, ("b",))))
+
+
+@pytest.mark.parametrize(("claimed", "fine"), [(None, True), (0, True), (1, False), (False, False), (0.0, False)])
+def test_a_reply_is_for_the_round_that_asked(claimed: Any, fine: bool) -> None:
+    run = run_of(fedavg(), 1, skip_failed_clients=True)
+    engine = Script(lambda job: replace(reply_to(job), round=claimed if job.client == "b" else None))
+    [each] = rounds(run, MODEL, engine)
+    assert ("b" in each.sent) == fine
+    assert [lost.client for lost in each.refused] == ([] if fine else ["b"])
+
+
+def test_reasons_and_names_from_outside_are_cut() -> None:
+    def answer(job: Job) -> Any:
+        return ClientFailure("b", "x" * 600) if job.client == "b" else replace(reply_to(job), client="y" * 600)
+
+    [each] = rounds(run_of(fedavg(), 1, skip_failed_clients=True, min_updates=0), MODEL, Script(answer))
+    assert {lost.client: len(lost.reason) for lost in each.lost} == {"b": 500, "a": 14}
+    assert [len(lost.client) for lost in each.refused] == [500]
+
+
+class Scoring(ClientRule):
+    """Chooses by data, so that its clients may tell scores."""
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        return LayerSelection(plan.train)
+
+
+def test_a_round_records_norms_bounds_and_scores_by_client() -> None:
+    def answer(job: Job) -> Update:
+        delta = {"head.weight": torch.zeros(3, 4)}
+        delta["head.weight"][0, 0] = 1.0 if job.client == "a" else 8.0
+        return replace(reply_to(job, delta), metrics={"score": 0.5} if job.client == "a" else {})
+
+    run = run_of(Method("scoring", client_rules=(Scoring(),)), 1, max_norm=2.0)
+    [each] = rounds(run, MODEL, Script(answer))
+    assert each.norms == {"a": 1.0, "b": 8.0}
+    assert each.bounded == {"b"}
+    assert each.metrics == {"a": {"score": 0.5}}
+    assert each.population == 2
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_client_that_lost_all_it_held_is_sent_all_again(empty: bool) -> None:
+    def answer(job: Job) -> Update | ClientFailure:
+        return (
+            ClientFailure("b", "was reinstalled", empty=empty)
+            if job.client == "b" and job.round == 1
+            else reply_to(job, {})
+        )
+
+    engine = Script(answer)
+    list(rounds(run_of(fedavg(), 3), MODEL, engine))
+    [stale] = [job.stale for job in engine.jobs if (job.round, job.client) == (2, "b")]
+    assert stale == (EVERY if empty else frozenset())
+
+
+class Counting(ServerRule):
+    """Its state has whole numbers and an empty tensor, which are always finite."""
+
+    def init(self, model: Model) -> Slots:
+        return {"count": {"n": torch.tensor(0)}, "none": {"n": torch.empty(0)}}
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        state = {"count": {"n": server.state["count"]["n"] + 1}, "none": {"n": torch.empty(0)}}
+        return replace(super().apply(server, aggregate), state=state)
+
+
+def test_a_state_of_whole_numbers_or_of_none_is_finite() -> None:
+    *_, each = rounds(run_of(Method("counting", server_rule=Counting()), 2), MODEL, Script(reply_to))
+    assert each.server.state["count"]["n"].item() == 2
+    assert each.skipped is None
+
+
+def test_a_loss_that_nobody_asked_about_is_dropped_under_its_name() -> None:
+    engine = Script(lambda job: ClientFailure("mallory", "is asleep") if job.client == "b" else reply_to(job))
+    [each] = rounds(run_of(fedavg(), 1, skip_failed_clients=True), MODEL, engine)
+    assert [lost.client for lost in each.refused] == ["mallory"]
+
+
+class Spoiling(ServerRule):
+    """Makes one parameter infinite."""
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        after = super().apply(server, aggregate)
+        return replace(after, params={**after.params, "head.weight": torch.full((3, 4), float("inf"))})
+
+
+def test_the_parameter_that_would_not_be_finite_is_named() -> None:
+    with pytest.raises(RunError, match=r"would have made 'head\.weight' of the server not finite"):
+        next(rounds(run_of(Method("spoiling", server_rule=Spoiling()), 1), MODEL, Script(reply_to)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from partita import report
-from partita.core.atomic_files import DamageError
+from partita.core.atomic_files import DamageError, DiskError
 from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
 from partita.core.settings import RunError
@@ -107,6 +109,49 @@ def test_a_secret_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="already exists"):
         secret.save(tmp_path, secret.draw())
     assert [path.name for path in (tmp_path / "private").iterdir()] == ["secret"]
+
+
+def part_of(folder: Path) -> Path:
+    """Where the secret is written before it gets its name."""
+    (folder / secret.FILE).parent.mkdir(parents=True, exist_ok=True)
+    return folder / secret.FILE.with_name(f".secret.{os.getpid()}.part")
+
+
+def test_a_link_in_the_place_of_the_secret_is_not_followed(tmp_path: Path) -> None:
+    """Somebody else's link must not send the secret to another file, nor overwrite that file."""
+    target, part = tmp_path / "target", part_of(tmp_path)
+    target.write_bytes(b"untouched")
+    part.symlink_to(target)
+    with pytest.raises(DiskError, match="cannot write"):
+        secret.save(tmp_path, Key(5))
+    assert target.read_bytes() == b"untouched"
+    assert not (tmp_path / secret.FILE).exists()
+
+
+def test_nothing_is_left_of_a_longer_file_that_was_never_finished(tmp_path: Path) -> None:
+    part_of(tmp_path).write_bytes(b"x" * 100)
+    secret.save(tmp_path, Key(5))
+    assert (tmp_path / secret.FILE).read_bytes() == (5).to_bytes(32, "big")
+
+
+def test_a_secret_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a power cut could leave an empty file under that name, and the run could not be resumed."""
+    synced = []
+
+    def fsync(handle: int) -> None:
+        synced.append((os.fstat(handle).st_size, (tmp_path / secret.FILE).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    secret.save(tmp_path, Key(5))
+    assert synced == [(32, False)]
+
+
+def test_a_file_of_the_users_becomes_a_key_of_256_bits(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"words that nobody else can guess")
+    path.chmod(0o600)
+    wanted = hashlib.blake2b(b"words that nobody else can guess", digest_size=32).hexdigest()
+    assert secret.from_file(path) == Key(int(wanted, 16))
 
 
 def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from partita.core.atomic_files import DamageError, LinkError
 from partita.core.client import ClientState
 from partita.core.client_store import DiskStore
 from partita.core.method import Server
-from partita.core.safe_text import client_of_folder, label_folder, path_component, printable
+from partita.core.safe_text import _escaped, client_of_folder, label_folder, path_component, printable
 from partita.core.versions import ParameterVersions
 from partita.experiment.compare import expand
 from partita.experiment.config import ConfigError, load
@@ -61,6 +62,72 @@ def test_any_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert all(path.parent.parent == tmp_path / "clients" for path in places)
     disk.rewind(0)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def shortened(start: str, name: str) -> str:
+    """180 bytes: the beginning of a name, and the digest of all of it."""
+    return f"{start}@{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("client-7", "client-7"),
+        ("a", "a"),
+        ("a.b/c d", "a%2Eb%2Fc%20d"),
+        ("..", "%2E%2E"),
+        ("ü\ud800", "%C3%BC%ED%A0%80"),
+        ("", shortened("", "")),
+        ("x" * 180, "x" * 180),
+        ("x" * 181, shortened("x" * 147, "x" * 181)),
+        ("\ud800" * 21, shortened(("%ED%A0%80" * 21)[:147], "\ud800" * 21)),
+    ],
+)
+def test_a_name_is_quoted_and_shortened_only_if_it_is_too_long(name: str, folder: str) -> None:
+    """Runs that were written before must be found again, so the exact text counts."""
+    assert path_component(name) == folder
+    assert len(folder) <= 180
+    assert client_of_folder(folder) == (None if "@" in folder else name)
+
+
+@pytest.mark.parametrize(
+    ("label", "folder"),
+    [
+        ("lr=0.1+b-2", "lr=0.1+b-2"),
+        ("/a  b/", "a_b"),
+        ("...", "run"),
+        ("_._", "run"),
+        ("", "run"),
+        ("ü", "ü"),
+        ("x" * 180, "x" * 180),
+        ("x" * 181, shortened("x" * 147, "x" * 181)),
+        ("ü" * 90, "ü" * 90),
+        ("ü" * 91, shortened("ü" * 73, "ü" * 91)),
+    ],
+)
+def test_a_label_is_shortened_by_its_bytes_and_no_letter_is_cut_in_two(label: str, folder: str) -> None:
+    assert label_folder(label) == folder
+    assert len(folder.encode()) <= 180
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain ü\u3000日本", "plain ü\u3000日本"),
+        ("\x07\x7f\x9f\xad", "\\x07\\x7f\\x9f\\xad"),
+        ("\u0378\u202e\uffff", "\\u0378\\u202e\\uffff"),
+        ("\U000e0001\U0010ffff", "\\U000e0001\\U0010ffff"),
+        (7, "7"),
+    ],
+)
+def test_what_cannot_be_seen_is_shown_as_an_escape(text: object, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_escapes_have_two_four_or_eight_digits() -> None:
+    escapes = {code: _escaped(chr(code)) for code in (0, 0xFF, 0x100, 0xFFFF, 0x10000)}
+    wanted = {0: "x00", 0xFF: "xff", 0x100: "u0100", 0xFFFF: "uffff", 0x10000: "U00010000"}
+    assert escapes == {code: f"\\{text}" for code, text in wanted.items()}
 
 
 @given(st.text(), st.text())

@@ -283,7 +283,10 @@ def _norm(part: Mapping[str, Tensor]) -> float:
         if not part.finite:
             part.squares = None  # some client of its block is not finite, so each is looked at by itself
     squares = tensors.squared_norms(part)
-    total = math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else math.nan
+    try:
+        total = math.fsum(squares.values())
+    except OverflowError:  # each is finite and their sum is not, as of a float64 model
+        total = math.inf
     if not math.isfinite(total):
         wrong = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
         raise InvalidUpdate(f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip")
