@@ -106,7 +106,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "before round 1 there is one state at most, and the newest is never dropped",
     (
         "core/tensors.py",
-        "known = [name for name in tree if name in self.by_name and totals[name] > 0]",
+        "known = [name for name in tensors if name in self.by_name and totals[name] > 0]",
         "name in self.by_name and totals[name] > 0 -> totals[name] > 0",
     ): "what is new is at its own value, and a step of its whole weight towards that changes nothing",
     (

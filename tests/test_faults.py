@@ -53,7 +53,8 @@ def test_a_trace_decides_where_it_speaks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "value"), [("dropout", -0.1), ("dropout", 1.1), ("straggle", 2.0), ("straggle", float("nan"))]
+    ("rate", "value"),
+    [("client_dropout", -0.1), ("client_dropout", 1.1), ("straggler_rate", 2.0), ("straggler_rate", float("nan"))],
 )
 def test_a_rate_that_is_no_probability_is_named(rate: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"federation.{rate} is {value}; it is a probability, from 0 to 1"):

@@ -19,6 +19,7 @@ from partita.core.method import Update, average
 from partita.core.model import TagError
 from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for, share, share_everything
 from partita.core.rng import Key
+from partita.core.serialization import SerializationError
 from partita.core.tensors import Mean, Names, Tensors
 from partita.core.versions import ParameterVersions
 
@@ -474,3 +475,12 @@ def test_clients_in_step_share_one_row() -> None:
         (str(number), frozenset(NAMES)) for number in range(100)
     )
     assert len({id(row) for row in ledger.held.values()}) == 1
+
+
+def test_a_dtype_that_messages_cannot_hold_is_named_with_those_they_can() -> None:
+    slots = {"delta": {"w": torch.zeros(2, dtype=torch.complex64)}}
+    for write in (serialization.pack, serialization.byte_counts):
+        with pytest.raises(
+            SerializationError, match=r"'delta/w' is torch\.complex64, .*one of int64, .*in the transform's"
+        ):
+            write(slots)

@@ -369,11 +369,11 @@ def test_a_rule_says_which_optimizers_it_is_right_for() -> None:
     size=st.integers(1, 12),
     epochs=st.integers(1, 3),
     seed=st.integers(0, 99),
-    completed_fraction=st.floats(0, 1),
+    fraction=st.floats(0, 1),
 )
 @settings(max_examples=60)
 def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
-    count: int, size: int, epochs: int, seed: int, work: float
+    count: int, size: int, epochs: int, seed: int, fraction: float
 ) -> None:
     training = Training(lr=1.0, batch_size=size, epochs=epochs)
     key = Key(seed) / "deal"
@@ -384,8 +384,8 @@ def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
         own = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert all(len(batch) == size for batch in own[:-1])
         assert sorted(torch.cat(own).tolist()) == list(range(count))
-    again = list(shuffled_batches(count, training, None, key, work))
-    assert len(again) == max(1, int(len(batches) * work))
+    again = list(shuffled_batches(count, training, None, key, fraction))
+    assert len(again) == max(1, int(len(batches) * fraction))
     assert all(torch.equal(one, two) for one, two in zip(batches, again, strict=False))
 
 
@@ -422,7 +422,7 @@ def test_batches_differ_by_client_and_by_round() -> None:
 def test_a_straggler_takes_its_share_of_the_same_steps() -> None:
     model, examples = small(), ALONE["c"].train
     run = run_of(fedavg(), epochs=4)
-    learned, update, _ = attend(run, model, examples, completed_fraction=0.5)
+    learned, update, _ = attend(run, model, examples, fraction=0.5)
     loop = TorchLoop(model, run.training)
     loop.fit(examples, batches_of(run, 0, "c", examples)[:6])
     assert tensors.equal(learned.params, loop.values())
@@ -693,3 +693,22 @@ def test_mixed_precision_is_not_blamed_for_what_blocks_cannot_do() -> None:
     run = run_of(fedavg(), 1, precision="bfloat16")
     with pytest.raises(VmapError, match=r"over clients: .*; set engine\.clients_per_block = 1"):
         play(run, Branching(width=4, layers=1), PAIR, block=2)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda ctx: ctx.round_info.round, lambda ctx: ctx.notes["a"], lambda ctx: list(ctx.notes)]
+)
+@pytest.mark.parametrize("hook", ["penalty", "gradient"])
+def test_a_rule_cannot_read_in_a_step_what_a_step_does_not_know(hook: str, read: Any) -> None:
+    """A weight that grows with the round would otherwise silently see round 0."""
+
+    class Growing(ClientRule):
+        def penalty(self, out: Any, params: Any, batch: Any, ctx: Context) -> Any:
+            return read(ctx) if hook == "penalty" else None
+
+        def gradient(self, grads: Any, ctx: Context) -> Any:
+            return read(ctx) if hook == "gradient" else grads
+
+    run = run_of(Method("growing", client_rules=(Growing(),)), 1)
+    with pytest.raises(MethodError, match=r"ctx\.(round_info|notes) cannot be read in penalty or gradient"):
+        play(run, small(), PAIR)

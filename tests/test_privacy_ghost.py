@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.Mon
     with pytest.raises(VmapError, match=r"engine\.clients_per_block = 1"):
         play(run_of(ghost), small(), Clients(a=8, b=8), block=2)
     moon = Method("moon", client_rules=build("moon").client_rules, privacy=DPSGDSettings(1.0, 1.0, clipping="ghost"))
-    with pytest.raises(VmapError, match=r"privacy\.norms = 'direct'"):
+    with pytest.raises(VmapError, match=r"privacy\.clipping = 'direct'"):
         play(run_of(moon), small(), Clients(a=8))
 
 

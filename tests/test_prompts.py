@@ -169,7 +169,9 @@ def test_a_grey_view_is_what_transformers_makes_of_a_grey_image(pair: str) -> No
     patches = torch.stack(entered)[:, behind:]
     assert patches.shape == (2, pairs.PATCHES, 16)
     options = {"vision_tokens": 3, "depth": 2, "owners": ("global", "local")}
-    grey, drawn = (pairs.loaded(pair).prompted("prompts", KEY, **options, view=v).initial for v in ("grey", "nothing"))
+    grey, drawn = (
+        pairs.loaded(pair).prompted("prompts", KEY, **options, vision_init=v).initial for v in ("grey", "nothing")
+    )
     for name in ("prompt.vision.global", "prompt.vision.local"):
         assert close(grey[name] - drawn[name], patches[:, [0, 1, 3]]), "at the ends, and one between"
         assert grey[name].dtype == torch.float32
@@ -508,7 +510,7 @@ def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
         ("prompt", {}, "no prompts of the kind 'prompt'; did you mean 'prompts'"),
         ("prompts", {"fusion": "locl_queries"}, "fusion is 'locl_queries'; did you mean 'local_queries'"),
         ("prompts", {"vision_tokens": 2, "depth": 3}, "depth is 3, but clip has 2 layers; give 1 to 2"),
-        ("prompts", {"text": -1}, "there are -1 prompts of text"),
+        ("prompts", {"text_tokens": -1}, "there are -1 prompts of text"),
         ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "init_text 'a photo of a' is 4 tokens long"),
         ("prompts", {"text_tokens": 12}, "is 17 tokens long, but clip reads no more than 16; use a shorter context"),
         ("prompts", {"vision_tokens": 1, "vision_init": "gray"}, "vision_init is 'gray'; did you mean 'grey'"),

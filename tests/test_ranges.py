@@ -183,7 +183,7 @@ def with_value(heading: str, name: str, value: Any) -> dict[str, Any]:
     given = {**needed, **({"noise": 1.0} if table == "privacy" else {}), name: value}
     if not table:
         return {**TINY, **given}
-    return {**TINY, table: {**given, **({"kind" if table == "split" else "name": kind} if kind else {})}}
+    return {**TINY, table: {**given, **({"name": kind} if kind else {})}}
 
 
 @pytest.mark.parametrize("heading", SCHEMA)
@@ -370,7 +370,7 @@ def test_the_reference_is_up_to_date() -> None:
 )
 def test_what_a_partitioner_refuses_is_one_line(partitioner: str, clients: int, options: dict[str, Any]) -> None:
     pytest.importorskip("flwr_datasets")
-    asked = {"kind": "flwr", "partitioner": partitioner, "clients": clients, "options": options}
+    asked = {"name": "flwr", "partitioner": partitioner, "clients": clients, "options": options}
     assert refusal(lambda: build(parse({**TINY, "split": asked}))) is not None
 
 

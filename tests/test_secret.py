@@ -122,16 +122,28 @@ def test_a_link_in_the_place_of_the_secret_is_not_followed(tmp_path: Path) -> No
     target, part = tmp_path / "target", part_of(tmp_path)
     target.write_bytes(b"untouched")
     part.symlink_to(target)
-    with pytest.raises(DiskError, match="cannot write"):
-        secret.save(tmp_path, Key(5))
+    secret.save(tmp_path, Key(5))
     assert target.read_bytes() == b"untouched"
-    assert not (tmp_path / secret.FILE).exists()
+    assert secret.load(tmp_path) == Key(5)
+    assert not (tmp_path / secret.FILE).is_symlink()
 
 
-def test_nothing_is_left_of_a_longer_file_that_was_never_finished(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_longer_file_that_others_could_read(tmp_path: Path) -> None:
     part_of(tmp_path).write_bytes(b"x" * 100)
+    part_of(tmp_path).chmod(0o644)
     secret.save(tmp_path, Key(5))
     assert (tmp_path / secret.FILE).read_bytes() == (5).to_bytes(32, "big")
+    assert stat.S_IMODE((tmp_path / secret.FILE).stat().st_mode) == 0o600
+
+
+def test_a_link_that_appears_while_the_secret_is_written_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, part = tmp_path / "target", part_of(tmp_path)
+    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: part.symlink_to(target))
+    with pytest.raises((DiskError, PrivacyError)):
+        secret.save(tmp_path, Key(5))
+    assert not target.exists()
 
 
 def test_a_secret_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +198,7 @@ def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> No
     other = {**config, "rounds": 3}
     assert build(parse(other)).run.secret != build(parse(config)).run.secret, "no two experiments share noise"
     both = {**REPEATABLE, "engine": {"secret_file": str(path)}}
-    with pytest.raises(RunError, match=r"privacy\.repeatable draws by the seed, and engine\.secret by a file"):
+    with pytest.raises(RunError, match=r"privacy\.repeatable draws by the seed, and engine\.secret_file by a file"):
         build(parse(both))
 
 

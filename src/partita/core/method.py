@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor
 
@@ -36,9 +36,37 @@ class Context:
     sent: Slots
     memory: Slots
     lr: float
-    notes: Slots = field(default_factory=dict)  # what its rules noted when they chose what to train
-    # Whose round it is, for rules that choose what to train; steps know nothing of it.
-    round_info: RoundInfo = field(default_factory=lambda: RoundInfo(0, 1, ""))
+    # The last two are for narrow and finish. In penalty and gradient they raise: steps are shared by clients, and a GPU
+    # replays them in later rounds, so neither could be right there.
+    notes: Slots = field(default_factory=lambda: cast(Slots, UnavailableInSteps("notes")))
+    round_info: RoundInfo = field(default_factory=lambda: cast(RoundInfo, UnavailableInSteps("round_info")))
+
+
+class UnavailableInSteps:
+    """Stands in for a field of the Context that penalty and gradient cannot read. Any use raises a MethodError."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by copy and pickle
+            raise AttributeError(name)
+        raise MethodError(
+            f"ctx.{self._field} cannot be read in penalty or gradient: one step serves several clients, and may be "
+            f"replayed in later rounds; read it in narrow or finish, and keep what you need in a slot of the memory"
+        )
+
+    def __getitem__(self, key: object) -> Any:
+        return self.get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self.get(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.get(""))
+
+    def __len__(self) -> int:
+        return len(self.get(""))
 
 
 @dataclass(frozen=True)

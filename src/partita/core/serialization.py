@@ -25,6 +25,10 @@ DTYPES = {
 }  # fmt: skip
 
 
+class SerializationError(ValueError):
+    """A tensor that a message cannot hold."""
+
+
 def pack(slots: Message, about: dict[str, str] | None = None) -> bytes:
     """Every tensor under "slot/name"."""
     return save({f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}, about)
@@ -42,6 +46,7 @@ def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
     apart: Tensors = {}
     taken: set[int] = set()
     for name, value in tensors.items():
+        _code(value.dtype, name)
         whole = value.detach().cpu().contiguous()
         apart[name] = whole.clone() if whole.untyped_storage().data_ptr() in taken else whole
         taken.add(apart[name].untyped_storage().data_ptr())
@@ -87,8 +92,18 @@ def _count(
         for name, kind, shape in zip(*tensors, strict=True):
             weight = shape.numel() * kind.itemsize
             sizes[name] = sizes.get(name, 0) + weight
-            entries.append((f"{slot}/{name}", DTYPES[kind], tuple(shape), weight))
+            entries.append((f"{slot}/{name}", _code(kind, f"{slot}/{name}"), tuple(shape), weight))
     return MappingProxyType({HEADER: _envelope(entries), **sizes} if entries else {})
+
+
+def _code(dtype: torch.dtype, name: str) -> str:
+    """The name that safetensors has for the dtype."""
+    if dtype not in DTYPES:
+        able = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+        raise SerializationError(
+            f"'{name}' is {dtype}, which messages cannot hold; convert it to one of {able} in the transform's encode"
+        )
+    return DTYPES[dtype]
 
 
 def _envelope(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> int:

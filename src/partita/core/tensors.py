@@ -105,6 +105,14 @@ def squared_norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(tensors, norms.square().tolist(), strict=True))
 
 
+def exact_sum(values: Iterable[float]) -> float:
+    """The sum, rounded once; infinite where finite float64 values overflow together."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
 def to(tensors: Mapping[str, Tensor], device: torch.device) -> Tensors:
     return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
 

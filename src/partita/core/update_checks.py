@@ -196,7 +196,7 @@ class UpdateValidator:
             try:
                 memory = {slot: part for rule in rules for slot, part in rule.memory(anchor).items()}
                 model, round_info = client_model(self.run, self.limits.model, job), round_info_of(self.run, job)
-                ctx = Context(model, narrowed, anchor, job.slots, memory, self.run.training.lr, round_info=round_info)
+                ctx = Context(model, narrowed, anchor, job.slots, memory, self.run.training.lr, {}, round_info)
                 steps = dict.fromkeys(narrowed.train, 1)
                 sent = [tensors.restrict_slots(rule.finish(anchor, steps, ctx)[0], narrowed.up) for rule in rules]
                 self.honest[plan, names] = {slot: frozenset(part) for each in sent for slot, part in each.items()}
@@ -283,10 +283,7 @@ def _norm(part: Mapping[str, Tensor]) -> float:
         if not part.finite:
             part.squares = None  # some client of its block is not finite, so each is looked at by itself
     squares = tensors.squared_norms(part)
-    try:
-        total = math.fsum(squares.values())
-    except OverflowError:  # each is finite and their sum is not, as of a float64 model
-        total = math.inf
+    total = tensors.exact_sum(squares.values())
     if not math.isfinite(total):
         wrong = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
         raise InvalidUpdate(f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip")
