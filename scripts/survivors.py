@@ -50,13 +50,13 @@ EQUIVALENT: dict[Spot, str] = {
     ): "it computes again what it knows, with the same result",
     (
         "core/update_checks.py",
-        "if isinstance(part, Known | Laid):",
-        "Known | Laid -> Known",
+        "if isinstance(part, CheckedTensors | PackedTensors):",
+        "CheckedTensors | PackedTensors -> CheckedTensors",
     ): "tensors that this process made pass the look at each of them as well",
     (
         "core/update_checks.py",
-        "if isinstance(part, Known | Laid):",
-        "Known | Laid -> Laid",
+        "if isinstance(part, CheckedTensors | PackedTensors):",
+        "CheckedTensors | PackedTensors -> PackedTensors",
     ): "tensors that this process made pass the look at each of them as well",
     (
         "core/serialization.py",
@@ -85,7 +85,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a dict has the very same values as itself; asking that first only saves time",
     (
         "training/ghost_clipping.py",
-        "slopes = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
+        "grads = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
         "allow_unused=True)",
         "torch.autograd.grad(...) without retain_graph=True",
     ): "where a slope is found an error follows, and where none is found no part of the graph was walked",
@@ -111,7 +111,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "what is new is at its own value, and a step of its whole weight towards that changes nothing",
     (
         "privacy/guard.py",
-        "under(1.0 if terms.noise is None else terms.noise), model, terms, sizes, None, Account(delta, by, of_clients)",
+        "under(1.0 if privacy_config.noise is None else privacy_config.noise),",
         "1.0 -> 2.0",
     ): "the search replaces it before anything is counted",
     (
@@ -136,7 +136,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a run without clients is refused in the line before",
     (
         "privacy/guard.py",
-        "ahead = trial.ahead(run.rounds if known else 0)",
+        "ahead = trial.forecast(run.rounds if known else 0)",
         "0 -> 1",
     ): "where sizes are not known, the bill is not looked at",
     (
@@ -171,12 +171,12 @@ EQUIVALENT: dict[Spot, str] = {
     ): "there are at least two, and all must have the table of whichever is looked at",
     (
         "training/dp_sgd.py",
-        "shares = (private.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
+        "shares = (dp_settings.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
         "0.0 -> 1.0",
     ): "the gradients of examples that are left out are zero as well",
     (
         "training/dp_sgd.py",
-        "whole = slope.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, number)",
+        "whole = grad.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, number)",
         "0.0 -> 1.0",
     ): "the shares of examples that are left out are zero as well",
     (
@@ -210,12 +210,12 @@ UNCOVERED: dict[Spot, str] = {
     ): "only a GPU has another device",
     (
         "core/checkpoint.py",
-        '"ledger/versions": torch.tensor(list(server.ledger.versions.values()), dtype=torch.int32),',
+        '"ledger/versions": torch.tensor(list(server.versions.current.values()), dtype=torch.int32),',
         "torch.tensor(...) without dtype=torch.int32",
     ): "the same numbers in a larger file",
     (
         "core/checkpoint.py",
-        '"ledger/held": torch.tensor([server.ledger.held[client] for client in clients], dtype=torch.int32),',
+        '"ledger/held": torch.tensor([server.versions.held[client] for client in clients], dtype=torch.int32),',
         "torch.tensor(...) without dtype=torch.int32",
     ): "the same numbers in a larger file",
     (

@@ -68,7 +68,7 @@ from pathlib import Path
 
 from flwr.clientapp import ClientApp
 
-from partita.flower_app import client
+from partita.experiment.flower_app import client
 
 honest = client(Path(__file__).with_name("experiment.toml"))
 app = ClientApp()

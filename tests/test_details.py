@@ -189,7 +189,7 @@ def test_in_a_composition_rules_queue_up_and_the_one_that_was_set_is_taken() -> 
     )
     for one, two, order in ((first, second, 1), (second, first, -1)):
         both = compose(one, two)
-        assert (both.name, both.plan, both.server) == (f"{one.name}+{two.name}", head, server)
+        assert (both.name, both.plan, both.server_rule) == (f"{one.name}+{two.name}", head, server)
         assert both.client_rules == rules[::order]
         assert both.transforms == transforms[::order]
         assert (both.adapt, both.extend, both.shape, both.privacy) == (adapt, extend, shape, privacy_config)

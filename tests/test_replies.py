@@ -190,7 +190,7 @@ def test_a_reply_has_the_names_shapes_and_types_that_were_asked_for() -> None:
 
 def laid(delta: Mapping[str, Tensor]) -> PackedTensors:
     form = layout_for(tuple(delta), tuple(value.shape for value in delta.values()))
-    [row] = form.each(form.lay([value.unsqueeze(0) for value in delta.values()]))
+    [row] = form.per_client(form.pack([value.unsqueeze(0) for value in delta.values()]))
     return row
 
 
@@ -419,13 +419,13 @@ def test_a_plain_reply_is_not_copied() -> None:
         assert weight == serialization.byte_counts({"delta": update.delta})
 
 
-@pytest.mark.parametrize("which", ["delta", "steps", "told", "slots"])
+@pytest.mark.parametrize("which", ["delta", "steps", "metrics", "slots"])
 def test_a_mapping_of_the_clients_own_is_copied_into_a_plain_one(which: str) -> None:
     desk = Desk()
     update = desk.update(metrics={"score": 1.0}, slots={"seen": {"head.weight": torch.ones(2)}})
     changes: dict[str, Any] = {which: Lazy(getattr(update, which))}
     found, weight = desk.inspector.weigh(replace(update, **changes))
-    for each in ("delta", "steps", "told", "slots"):
+    for each in ("delta", "steps", "metrics", "slots"):
         assert type(getattr(found, each)) is dict
         assert getattr(found, each).keys() == getattr(update, each).keys()
     assert weight == serialization.byte_counts({"delta": update.delta, **update.slots})

@@ -16,8 +16,8 @@ CONFIG = Path(__file__).parent.parent / "examples" / "ten_thousand.toml"
 WATCHED = """
 import json, sys
 from pathlib import Path
-from partita.config import load
-from partita.play import start
+from partita.experiment.config import load
+from partita.experiment.runner import start
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
