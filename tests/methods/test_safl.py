@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from architecture_fixtures import Few, adapted, inputs_of, made
 from helpers import OPTIMIZERS, Clients, distance, last, play, run_of
-from test_architectures import Few, adapted, inputs_of, made
 from torch import nn
 
 from partita.core import serialization, tensors
