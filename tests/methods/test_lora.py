@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from albums import FOUR, extended, pictures, small
 from helpers import OPTIMIZERS, files_in, last, play, run_of
+from image_fixtures import FOUR, extended, pictures, small
 from peft import PeftModel
 from torch import Tensor
 from transformers import ViTForImageClassification

@@ -163,6 +163,7 @@ def begin_round(
         job.slots,
         {**fresh, **memory},
         run.rate(job.round),
+        notes={},
         round_info=round_info_of(run, job),
     )
     notes: dict[str, Tensors] = {}

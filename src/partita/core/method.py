@@ -21,9 +21,9 @@ numbers from the `key` that a hook receives. `partita.check_method` tests these 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor
 
@@ -58,8 +58,10 @@ class Context:
         sent: The slots from `ServerRule.send`, restricted to the `plan.train` of the plan before narrowing.
         memory: The slots that the client stored in its last round, or those of `ClientRule.memory` before its first.
         lr: The learning rate of this round.
-        notes: The `LayerSelection.notes` of all rules. Set in `finish` only; empty in all other hooks.
-        round_info: Round and client. Set in `narrow` and `finish` only; `penalty` and `gradient` get a placeholder.
+        notes: The `LayerSelection.notes` of all rules, for `finish`. Empty in `narrow`; in `penalty` and `gradient`
+            any access raises MethodError.
+        round_info: Round and client, for `narrow` and `finish`. In `penalty` and `gradient` any access raises
+            MethodError.
     """
 
     model: Model
@@ -68,8 +70,37 @@ class Context:
     sent: Slots
     memory: Slots
     lr: float
-    notes: Slots = field(default_factory=dict)
-    round_info: RoundInfo = field(default_factory=lambda: RoundInfo(0, 1, ""))
+    # Not available in `penalty` and `gradient`: one step serves several clients, and a CUDA graph may replay it in
+    # later rounds, so neither value would be right there.
+    notes: Slots = field(default_factory=lambda: cast(Slots, UnavailableInSteps("notes")))
+    round_info: RoundInfo = field(default_factory=lambda: cast(RoundInfo, UnavailableInSteps("round_info")))
+
+
+class UnavailableInSteps:
+    """Stands in for a field of the Context that `penalty` and `gradient` cannot read; any access raises MethodError."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle probe these
+            raise AttributeError(name)
+        raise MethodError(
+            f"ctx.{self._field} cannot be read in penalty or gradient: one step serves several clients and may be "
+            "replayed in later rounds; read it in narrow or finish, and store what you need in a memory slot"
+        )
+
+    def __getitem__(self, key: object) -> Any:
+        return self.get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self.get(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.get(""))
+
+    def __len__(self) -> int:
+        return len(self.get(""))
 
 
 @dataclass(frozen=True)

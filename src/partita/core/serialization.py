@@ -25,6 +25,10 @@ DTYPES = {
 }  # fmt: skip
 
 
+class SerializationError(ValueError):
+    """A message cannot hold a tensor of this type."""
+
+
 def pack(slots: Message, about: dict[str, str] | None = None) -> bytes:
     """Serialize slots, each tensor under the key "slot/name".
 
@@ -50,6 +54,7 @@ def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
     separate: Tensors = {}
     storages: set[int] = set()
     for name, value in tensors.items():
+        _code(value.dtype, name)
         whole = value.detach().cpu().contiguous()
         separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in storages else whole
         storages.add(separate[name].untyped_storage().data_ptr())
@@ -98,8 +103,19 @@ def _count(
         for name, kind, shape in zip(*tensors, strict=True):
             weight = shape.numel() * kind.itemsize
             sizes[name] = sizes.get(name, 0) + weight
-            entries.append((f"{slot}/{name}", DTYPES[kind], tuple(shape), weight))
+            entries.append((f"{slot}/{name}", _code(kind, f"{slot}/{name}"), tuple(shape), weight))
     return MappingProxyType({HEADER: _envelope(entries), **sizes} if entries else {})
+
+
+def _code(dtype: torch.dtype, name: str) -> str:
+    """The safetensors name of a dtype."""
+    if dtype not in DTYPES:
+        supported = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise SerializationError(
+            f"'{name}' is {dtype}, which messages do not support; convert it to one of {supported} in the transform's "
+            "encode"
+        )
+    return DTYPES[dtype]
 
 
 def _envelope(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> int:

@@ -107,6 +107,14 @@ def squared_norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(tensors, norms.square().tolist(), strict=True))
 
 
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum, rounded once; infinity if the sum of finite values overflows float64."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
 def to(tensors: Mapping[str, Tensor], device: torch.device) -> Tensors:
     """Return every tensor on `device`."""
     return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}

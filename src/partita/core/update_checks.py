@@ -223,7 +223,7 @@ class UpdateValidator:
             try:
                 memory = {slot: part for rule in rules for slot, part in rule.memory(anchor).items()}
                 model, round_info = client_model(self.run, self.limits.model, job), round_info_of(self.run, job)
-                ctx = Context(model, narrowed, anchor, job.slots, memory, self.run.training.lr, round_info=round_info)
+                ctx = Context(model, narrowed, anchor, job.slots, memory, self.run.training.lr, {}, round_info)
                 steps = dict.fromkeys(narrowed.train, 1)
                 sent = [tensors.restrict_slots(rule.finish(anchor, steps, ctx)[0], narrowed.up) for rule in rules]
                 self.honest[plan, names] = {slot: frozenset(part) for slots in sent for slot, part in slots.items()}
@@ -311,7 +311,7 @@ def _norm(part: Mapping[str, Tensor]) -> float:
         if not part.finite:
             part.squares = None  # a client of the same block is not finite, so measure this one by itself
     squares = tensors.squared_norms(part)
-    total = math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else math.nan
+    total = tensors.exact_sum(squares.values())
     if not math.isfinite(total):
         bad_name = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
         raise InvalidUpdate(

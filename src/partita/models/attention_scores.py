@@ -172,7 +172,7 @@ def head_dimensions(model: FunctionalModel) -> dict[str, tuple[int, int]]:
     config = getattr(config, "vision_config", config)
     heads = int(config.num_attention_heads)
     shared = int(getattr(config, "num_key_value_heads", None) or heads)
-    flipped = architecture(str(model.module.config.model_type)).split is not None  # GPT-2's are (in, out)
+    transposed = architecture(str(model.module.config.model_type)).transposed
     found = {}
     for name, tags in model.tags.items():
         role, matrix = role_tag(tags - {"lora"}), model.initial[name].ndim == 2
@@ -180,7 +180,7 @@ def head_dimensions(model: FunctionalModel) -> dict[str, tuple[int, int]]:
             continue
         if role == "output":
             if matrix:
-                found[name] = (0 if flipped else 1, heads)
+                found[name] = (0 if transposed else 1, heads)
         elif matrix or name.endswith(".bias"):  # a norm of queries or keys is one for all heads
-            found[name] = (int(matrix and flipped), heads if role == "query" else shared)
+            found[name] = (int(matrix and transposed), heads if role == "query" else shared)
     return found

@@ -116,7 +116,7 @@ def _set_squared_norms(pending: _PendingPhase, deltas: Sequence[Mapping[str, Ten
         for place, row in zip(pending.order, pending.squares.tolist(), strict=True):
             delta = deltas[place]
             assert isinstance(delta, CheckedTensors | PackedTensors)
-            delta.square = math.fsum(row)
+            delta.square = tensors.exact_sum(row)
             if len(row) == len(delta):
                 delta.squares = dict(zip(delta, row, strict=True))
 

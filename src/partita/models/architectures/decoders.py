@@ -67,6 +67,7 @@ GPT2 = Architecture(
     ),
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
     split=split_qkv.split,
+    transposed=True,
     start=InputSide("input_ids", ("wte", "wpe"), "h"),
 )
 

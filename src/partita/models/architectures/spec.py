@@ -34,6 +34,7 @@ class Architecture:
     roles: tuple[TagRule, ...]
     heads: Mapping[Kind, Forward]
     split: Callable[[nn.Module], None] | None = None
+    transposed: bool = False  # weights are (in, out), as GPT-2's Conv1D holds them, and not (out, in) as nn.Linear does
     start: InputSide | None = None  # without it, frozen layers cannot be cached
 
 
