@@ -35,7 +35,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a tensor in the place of the server's own has its shape and type, and so weighs the same",
     (
         "core/plan.py",
-        "if not (plan.down <= known >= plan.keep):  # what trains or goes up is in one of them",
+        "if not (plan.down <= known >= plan.keep):  # `train` and `up` are subsets of these two",
         ANY,
     ): "inside, the names themselves are compared again; asking first only saves time",
     (
@@ -60,8 +60,8 @@ EQUIVALENT: dict[Spot, str] = {
     ): "tensors that this process made pass the look at each of them as well",
     (
         "core/serialization.py",
-        "apart[name] = whole.clone() if whole.untyped_storage().data_ptr() in taken else whole",
-        "whole.untyped_storage().data_ptr() in taken -> whole.untyped_storage().data_ptr() not in taken",
+        "separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in storages else whole",
+        "whole.untyped_storage().data_ptr() in storages -> whole.untyped_storage().data_ptr() not in storages",
     ): "it copies every tensor, which only takes memory",
     (
         "core/chacha.py",

@@ -103,7 +103,7 @@ def test_a_weight_up_to_the_number_of_examples_passes(weight: float) -> None:
 @pytest.mark.parametrize("weight", [0, -1.0, 10.001, math.nan, math.inf, 10**400, True, "5", None])
 def test_any_other_weight_is_refused(weight: object) -> None:
     desk = Desk()
-    desk.refuses(desk.update(weight=weight), "sent the weight .* above 0 and here at most 10")
+    desk.refuses(desk.update(weight=weight), "sent the weight .* above 0 and at most 10")
 
 
 def test_where_sizes_are_not_known_the_weight_is_bounded_by_the_setting_and_a_warning_says_so_once() -> None:
@@ -158,19 +158,19 @@ def test_scores_are_few_short_and_of_layers_that_there_are() -> None:
     ):
         assert desk.check(desk.update(metrics=told)).update.metrics == told
     for wrong, said in (
-        ({f"{number}": 1.0 for number in range(1025)}, "told 1025 scores; .* at most 1024"),
-        ({"x" * 65: 1.0}, "a short plain text"),
-        ({"a/b/c": 1.0}, "a short plain text"),
-        ({"a b": 1.0}, "a short plain text"),
-        ({5: 1.0}, "a score called 5; it must be a short plain text"),
-        ({"score/layer.1": 1.0}, "a score of 'layer.1'"),
-        ({"score": 1.001e9}, "for 'score'; it must be a number within 1e"),
-        ({"score": math.nan}, "for 'score'"),
-        ({"score": True}, "for 'score'"),
+        ({f"{number}": 1.0 for number in range(1025)}, "sent 1025 metrics; .* at most 1024"),
+        ({"x" * 65: 1.0}, "a name has letters, digits"),
+        ({"a/b/c": 1.0}, "a name has letters, digits"),
+        ({"a b": 1.0}, "a name has letters, digits"),
+        ({5: 1.0}, "a metric named 5; a name has letters, digits"),
+        ({"score/layer.1": 1.0}, "a metric of 'layer.1'"),
+        ({"score": 1.001e9}, "for the metric 'score'; it must be a number from -1e"),
+        ({"score": math.nan}, "for the metric 'score'"),
+        ({"score": True}, "for the metric 'score'"),
     ):
         desk.refuses(desk.update(metrics=wrong), said)
     plain = Desk()
-    plain.refuses(plain.update(metrics={"score": 1.0}), "told 1 scores; clients of fedavg tell at most 0")
+    plain.refuses(plain.update(metrics={"score": 1.0}), "sent 1 metrics; clients of fedavg send at most 0")
 
 
 # ---- tensors
