@@ -297,9 +297,9 @@ def test_a_slot_comes_for_the_names_of_an_honest_client() -> None:
     desk.check(with_control(desk.update(), EVERY))
     desk.check(with_control(desk.update(SOME), SOME))
     count = len(EVERY)
-    desk.refuses(desk.update(), f"sent the slot 'control' for none, not for the {count} names")
-    desk.refuses(with_control(desk.update(), SOME), f"for 2 names, not for the {count} names")
-    desk.refuses(with_control(desk.update(SOME), EVERY), f"for {count} names, not for the 2 names")
+    desk.refuses(desk.update(), f"sent the slot 'control' for none; an honest update has it for {count} names")
+    desk.refuses(with_control(desk.update(), SOME), f"for 2 names; an honest update has it for {count} names")
+    desk.refuses(with_control(desk.update(SOME), EVERY), f"for {count} names; an honest update has it for 2 names")
     desk.refuses(replace(desk.update(SOME), slots={**with_control(desk.update(), SOME).slots, "x": {}}), "the slot 'x'")
     alone = Desk(scaffold())
     alone.refuses(alone.update(), "sent the slot 'control' for none")
@@ -362,7 +362,7 @@ def test_a_slot_that_no_rule_sends_is_refused() -> None:
     update = desk.update(SOME)
     desk.check(update)
     slots = {"seen": {"head.weight": torch.zeros(3, 4)}}
-    desk.refuses(replace(update, slots=slots), "sent the slot 'seen' for 1 names, not for the none")
+    desk.refuses(replace(update, slots=slots), "sent the slot 'seen' for 1 names; an honest update has it for none")
 
 
 class Looking(ClientRule):
@@ -384,7 +384,7 @@ def test_where_slots_depend_on_examples_they_are_of_names_in_the_delta() -> None
     desk.check(update)
     desk.check(sent("embed.weight"))
     desk.check(sent(*SOME))
-    desk.refuses(sent(*SOME, "head.weight"), "for 3 names, not for the 2 names")
+    desk.refuses(sent(*SOME, "head.weight"), "for 3 names; an honest update has it for 2 names")
 
 
 # ---- client-level privacy
@@ -444,9 +444,9 @@ def test_so_is_a_mapping_in_a_slot(lazy: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"delta": [torch.ones(1)]}, "sent delta as list; it must be a mapping by name"),
+        ({"delta": [torch.ones(1)]}, "sent delta as list; it must be a mapping from names"),
         ({"slots": {"seen": 5}}, "sent slot 'seen' as int"),
-        ({"delta": {5: torch.ones(1)}}, "sent 5 in its delta as Tensor; it must be a tensor by name"),
+        ({"delta": {5: torch.ones(1)}}, "sent 5 in its delta as Tensor; it must be a tensor named by a text"),
         ({"delta": {"w": [1.0]}}, "sent 'w' in its delta as list"),
         ({"delta": {"w": torch.ones(1, requires_grad=True)}}, "without a gradient"),
         ({"delta": {"w": torch.ones(1, dtype=torch.complex64)}}, "as torch.complex64"),
