@@ -642,7 +642,7 @@ def test_perplexity_is_of_the_mean_token_and_not_of_the_mean_text(tmp_path: Path
         tmp_path / "all.csv",
         [{"text": "to be or not to be, " * count, "role": str(count)} for count in (1, 2, 3, 9) * 3],
     )
-    task = load("lm", Key(0), path=tmp_path / "all.csv", group="role", tokenizer=str(gpt), block=16)
+    task = load("lm", Key(0), path=tmp_path / "all.csv", group="role", tokenizer=str(gpt), block_size=16)
     model = build("pretrained", task, Key(0), path=str(gpt))
     found = score(model, model.initial, task.train, NextToken())
     batch = everything(task.train)
