@@ -488,7 +488,7 @@ def test_sentences_that_are_refused(row: dict[str, Any], message: str, tmp_path:
 def test_tags_must_be_bio(tmp_path: Path, bert: Path) -> None:
     write(tmp_path / "all.jsonl", [{"tokens": ["fever"], "tags": ["NOUN"], "text": "fever"}] * 5)
     options = {"path": tmp_path / "all.jsonl", "tokenizer": str(bert), "max_length": 16}
-    with pytest.raises(DataError, match="'NOUN' in .* is not a BIO tag; use O, B-type and I-type"):
+    with pytest.raises(DataError, match=r"'NOUN' in .* is not a BIO tag; use O, B-type and I-type"):
         load("tokens", Key(0), **options)
     with pytest.raises(DataError, match=r"column 'text' .* holds no lists"):
         load("tokens", Key(0), tokens="text", **options)

@@ -30,8 +30,8 @@ def lm(
     """Causal language modeling on blocks of tokens, cut from the concatenated rows of each value of `group`.
 
     Rows with the same value of column `group` (all rows if `group` is not set) are concatenated in order, with the
-    tokenizer's end token after each row, and divided into blocks of `block_size` tokens. For one client per value, use the split `by_column`
-    on the same column.
+    tokenizer's end token after each row, and divided into blocks of `block_size` tokens. For one client per value, use
+    the split `by_column` on the same column.
     """
     source = load_dataset(path, key, config, test)
     encode = text_encoder(tokenizer, block_size)

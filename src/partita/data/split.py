@@ -142,7 +142,7 @@ def by_column(
 
 
 def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
-    """Group split: rows with the same value of a column, such as a patient, stay together. Values are divided evenly."""
+    """Group split: rows with the same value of a column, such as a patient, stay together. Values are dealt evenly."""
     values, codes = np.unique(_column(task, column), return_inverse=True)
     if len(values) < clients:
         raise DataError(f"column '{column}' has {len(values)} values, too few for {clients} clients; use fewer clients")
