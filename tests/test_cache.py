@@ -269,7 +269,7 @@ def test_what_trains_too_low_is_named_with_the_remedy() -> None:
     assert "'bert.embeddings.LayerNorm.weight', 'bert.embeddings.LayerNorm.bias' of" in norm
     gap = refused(adapted("llama-text", ("embedding", "layer.1")))
     assert "'model.layers.0.self_attn.q_proj.weight'" in gap
-    assert "and 6 more of llama-text may train in layer 0;" in gap
+    assert "and 6 more of llama-text can train in layer 0;" in gap
     tied = refused(adapted("gpt2-lm", ("layer.0",)))
     assert "'transformer.wte.weight', 'transformer.wpe.weight' of" in tied
 
