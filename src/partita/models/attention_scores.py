@@ -193,15 +193,15 @@ def head_dimensions(model: FunctionalModel) -> dict[str, tuple[int, int]]:
     config = getattr(config, "vision_config", config)
     heads = int(config.num_attention_heads)
     shared = int(getattr(config, "num_key_value_heads", None) or heads)
-    flipped = architecture(str(model.module.config.model_type)).split is not None  # GPT-2's weights are (in, out)
-    dimensions = {}
+    flipped = architecture(str(model.module.config.model_type)).split is not None  # GPT-2's are (in, out)
+    found = {}
     for name, tags in model.tags.items():
         role, matrix = role_tag(tags - {"lora"}), model.initial[name].ndim == 2
         if "lora" in tags or "text" in tags or role not in ("query", "key", "value", "output"):
             continue
         if role == "output":
             if matrix:
-                dimensions[name] = (0 if flipped else 1, heads)
-        elif matrix or name.endswith(".bias"):  # a query or key norm is shared by all heads
-            dimensions[name] = (int(matrix and flipped), heads if role == "query" else shared)
-    return dimensions
+                found[name] = (0 if flipped else 1, heads)
+        elif matrix or name.endswith(".bias"):  # a norm of queries or keys is one for all heads
+            found[name] = (int(matrix and flipped), heads if role == "query" else shared)
+    return found

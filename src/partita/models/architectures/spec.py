@@ -35,13 +35,13 @@ class Architecture:
         roles: Tag rules. The group "layer" of a pattern becomes the tag "layer.N".
         heads: Forward function for each supported kind of task.
         split: Splits fused parameters of a module, in place.
-        start: The input side. Without it, frozen layers cannot be cached and layers cannot be skipped.
+        start: The input side. Skipping layers needs it too.
     """
 
     roles: tuple[TagRule, ...]
     heads: Mapping[Kind, Forward]
     split: Callable[[nn.Module], None] | None = None
-    start: InputSide | None = None
+    start: InputSide | None = None  # without it, frozen layers cannot be cached
 
 
 def tag_rules(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[TagRule, ...]:
