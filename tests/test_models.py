@@ -315,7 +315,8 @@ def test_frozen_weights_are_saved_with_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "message"), [(["querry"], "tagged 'querry'; did you mean 'query'"), (ROLES, "no parameter of vit is left")]
+    ("frozen", "message"),
+    [(["querry"], "tagged 'querry'; did you mean 'query'"), (ROLES, "no parameter of vit is left")],
 )
 def test_frozen_errors(frozen: tuple[str, ...], message: str) -> None:
     with pytest.raises(ModelError, match=message):

@@ -169,7 +169,9 @@ def test_a_grey_view_is_what_transformers_makes_of_a_grey_image(pair: str) -> No
     patches = torch.stack(entered)[:, behind:]
     assert patches.shape == (2, pairs.PATCHES, 16)
     options = {"vision_tokens": 3, "depth": 2, "owners": ("global", "local")}
-    grey, drawn = (pairs.loaded(pair).prompted("prompts", KEY, **options, view=v).initial for v in ("grey", "nothing"))
+    grey, drawn = (
+        pairs.loaded(pair).prompted("prompts", KEY, **options, vision_init=v).initial for v in ("grey", "nothing")
+    )
     for name in ("prompt.vision.global", "prompt.vision.local"):
         assert close(grey[name] - drawn[name], patches[:, [0, 1, 3]]), "at the ends, and one between"
         assert grey[name].dtype == torch.float32

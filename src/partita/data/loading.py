@@ -51,6 +51,7 @@ class DatasetPart:
                 )
 
     def values(self, column: str) -> list[Any]:
+        """Return the values of a column."""
         with reading(f"column '{column}' of {self.where}"):
             values: list[Any] = self.data[column][:]
         return values

@@ -143,6 +143,7 @@ class Partition:
     clients: Sequence[str]
 
     def sizes(self) -> Ints:
+        """Return the number of rows of each client, (client,)."""
         return np.diff(self.offsets)
 
 
