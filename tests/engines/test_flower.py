@@ -580,7 +580,7 @@ def test_a_site_that_nobody_listed_is_an_error() -> None:
     task = data.load("synthetic", Key(0), examples=30)
     with pytest.raises(ValueError, match=r"split.client is 'nort', .* did you mean 'north'"):
         data.split(task, "site", key=Key(0), sites=("north", "south"), client="nort")
-    with pytest.raises(ValueError, match=r"split.sites names no site"):
+    with pytest.raises(ValueError, match=r"split.sites is empty"):
         data.split(task, "site", key=Key(0), sites=())
 
 
