@@ -35,7 +35,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a tensor in the place of the server's own has its shape and type, and so weighs the same",
     (
         "core/plan.py",
-        "if not (plan.down <= known >= plan.keep):  # what trains or goes up is in one of them",
+        "if not (plan.down <= known >= plan.keep):  # `train` and `up` are subsets of these two",
         ANY,
     ): "inside, the names themselves are compared again; asking first only saves time",
     (
@@ -60,8 +60,8 @@ EQUIVALENT: dict[Spot, str] = {
     ): "tensors that this process made pass the look at each of them as well",
     (
         "core/serialization.py",
-        "apart[name] = whole.clone() if whole.untyped_storage().data_ptr() in taken else whole",
-        "whole.untyped_storage().data_ptr() in taken -> whole.untyped_storage().data_ptr() not in taken",
+        "separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in storages else whole",
+        "whole.untyped_storage().data_ptr() in storages -> whole.untyped_storage().data_ptr() not in storages",
     ): "it copies every tensor, which only takes memory",
     (
         "core/chacha.py",
@@ -101,7 +101,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "what is read from a file lies on the CPU anyway",
     (
         "core/client_store.py",
-        "self.commits = (0, 0)  # the rounds behind the last two checkpoints: both must stay usable",
+        "self.commits = (0, 0)  # completed rounds at the last two checkpoints: both must stay usable",
         "0 -> 1",
     ): "before round 1 there is one state at most, and the newest is never dropped",
     (
@@ -176,7 +176,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "the gradients of examples that are left out are zero as well",
     (
         "training/dp_sgd.py",
-        "whole = grad.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, number)",
+        "whole = grad.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)",
         "0.0 -> 1.0",
     ): "the shares of examples that are left out are zero as well",
     (

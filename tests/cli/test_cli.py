@@ -253,7 +253,7 @@ BAD = {
     "too large a cohort": (["federation.cohort=9"], "federation.cohort is 9, but there are 5 clients"),
     "a learning rate that blows up": (
         ["training.lr=1e9", "training.optimizer=sgd", "method={name='fedavg'}"],
-        "lower training.lr, set training.clip, or look at the client's data",
+        "lower training.lr, set training.clip, or check the client's data",
     ),
     "a trace that is not there": (["federation.availability_trace=none.csv"], "cannot read the trace none.csv"),
     "no answers": (["federation.client_dropout=1.0"], "0 of 5 clients answered in round 0"),

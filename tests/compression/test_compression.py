@@ -348,7 +348,7 @@ SPOILT: dict[str, tuple[Method, Callable[[Update], Update], str]] = {
 @pytest.mark.parametrize("kind", SPOILT)
 def test_a_message_that_cannot_be_opened_is_that_clients_fault(kind: str) -> None:
     method, change, message = SPOILT[kind]
-    with pytest.raises(ClientError, match=rf"client 'a': sent what cannot be opened: .*{message}"):
+    with pytest.raises(ClientError, match=rf"client 'a': sent an update that cannot be decoded: .*{message}"):
         spoil(change, method, skip_failed_clients=False)
     each = spoil(change, method, skip_failed_clients=True)
     assert [lost.client for lost in each.lost] == ["a"]

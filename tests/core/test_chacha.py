@@ -151,7 +151,7 @@ def test_a_kernel_that_computes_another_stream_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda.jiterator, "_create_jit_fn", lambda source: source)
     monkeypatch.setattr(chacha, "_kernel_stream", stream)
     if wrong:
-        with pytest.raises(chacha.CipherError, match="computes another stream"):
+        with pytest.raises(chacha.CipherError, match="the stream of this GPU differs"):
             chacha._kernel.__wrapped__()
     else:
         assert chacha._kernel.__wrapped__() == chacha._KERNEL

@@ -162,7 +162,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, call: str, monkeyp
         with pytest.raises(
             DiskError,
             match=r"cannot write .*000002-\w+\.safetensors \(No space left on device; [\d,]+ bytes\); "
-            "what was saved before is whole: make room or fix the folder, then resume the run",
+            "what was saved before is intact: free some space or fix the folder, then resume the run",
         ):
             checkpoint.save(tmp_path, 2, server_of(2.0))
     assert files_in(tmp_path) == kept
@@ -172,7 +172,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, call: str, monkeyp
 
 def test_a_folder_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DiskError, match=r"cannot write .*what was saved before is whole"):
+    with pytest.raises(DiskError, match=r"cannot write .*what was saved before is intact"):
         checkpoint.save(tmp_path / "file" / "server", 1, server_of())
 
 
@@ -343,7 +343,7 @@ def test_a_damaged_state_is_named_with_its_client(tmp_path: Path) -> None:
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(
-        DamageError, match=r"000000-\w+\.safetensors is damaged.*client 'a/b' from a copy, or start anew"
+        DamageError, match=r"000000-\w+\.safetensors is damaged.*client 'a/b' from a copy, or start a new run"
     ):
         disk.load("a/b", 1)
 

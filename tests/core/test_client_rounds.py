@@ -228,7 +228,7 @@ class Foreign(ClientRule):
 
 @pytest.mark.parametrize("remembers", [False, True])
 def test_a_slot_that_is_not_the_rules_own_is_refused(remembers: bool) -> None:
-    with pytest.raises(ClientError, match="client 'c': Foreign hands back the slot 'foreign', not among its own"):
+    with pytest.raises(ClientError, match="client 'c': Foreign returns the slot 'foreign', which is not in its slots"):
         attend(run_of(Method("m", client_rules=(Foreign(remembers),))), small(), ALONE["c"].train)
 
 
@@ -574,7 +574,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_step() -> None:
 
 
 def test_a_client_without_examples_is_named() -> None:
-    with pytest.raises(ClientError, match="client 'c': has no training examples; give it some or leave it out"):
+    with pytest.raises(ClientError, match="client 'c': has no training examples; add some or remove the client"):
         attend(run_of(fedavg()), small(), Clients(c=0)["c"].train)
 
 
@@ -592,7 +592,7 @@ def test_a_model_that_vmap_cannot_lift_is_named_and_runs_one_by_one() -> None:
     model, run = Branching(width=4, layers=1), run_of(fedavg(), 1)
     with pytest.raises(
         VmapError,
-        match=r"vmap cannot lift branching model with fedavg over clients: .*; set engine.clients_per_block = 1",
+        match=r"vmap does not support branching model with fedavg over clients: .*; set engine.clients_per_block = 1",
     ):
         play(run, model, PAIR, block=2)
     assert len(play(run, model, PAIR, block=1)) == 1

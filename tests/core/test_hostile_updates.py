@@ -232,7 +232,7 @@ def test_norms_of_protected_clients_are_not_recorded() -> None:
 
 def test_weights_of_clients_of_unknown_size_are_capped_and_said_to_be_on_trust() -> None:
     run = run_of(fedavg(), 2, examples={"a": 5}, max_examples=6, skip_failed_clients=True)
-    with pytest.warns(UserWarning, match=r"weights are taken on trust up to federation\.max_examples = 6") as caught:
+    with pytest.warns(UserWarning, match=r"weights are trusted up to federation\.max_examples = 6") as caught:
         played = play(run, MODEL, THREE)
     assert len(caught) == 1, "once a run"
     assert [[lost.client for lost in each.lost] for each in played] == [["c"], ["c"]]
@@ -303,12 +303,12 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
     named = "memory/head.weight" if state else "head.weight"
     assert [each.skipped for each in played] == [
         None,
-        f"round 1 would have made '{named}' of the server not finite",
+        f"round 1 would have made the server's '{named}' not finite",
         None,
     ]
     assert played[1].server.params["head.weight"] is played[0].server.params["head.weight"]
     assert tensors.equal(played[1].server.state["memory"], played[0].server.state["memory"])
-    with pytest.raises(RunError, match=rf"round 1 would have made '{named}' of the server not finite; lower training"):
+    with pytest.raises(RunError, match=rf"round 1 would have made the server's '{named}' not finite; lower training"):
         list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
 
 

@@ -103,7 +103,7 @@ def test_a_weight_up_to_the_number_of_examples_passes(weight: float) -> None:
 @pytest.mark.parametrize("weight", [0, -1.0, 10.001, math.nan, math.inf, 10**400, True, "5", None])
 def test_any_other_weight_is_refused(weight: object) -> None:
     desk = Desk()
-    desk.refuses(desk.update(weight=weight), "sent the weight .* above 0 and here at most 10")
+    desk.refuses(desk.update(weight=weight), "sent the weight .* above 0 and at most 10")
 
 
 def test_where_sizes_are_not_known_the_weight_is_bounded_by_the_setting_and_a_warning_says_so_once() -> None:
@@ -158,19 +158,19 @@ def test_scores_are_few_short_and_of_layers_that_there_are() -> None:
     ):
         assert desk.check(desk.update(metrics=told)).update.metrics == told
     for wrong, said in (
-        ({f"{number}": 1.0 for number in range(1025)}, "told 1025 scores; .* at most 1024"),
-        ({"x" * 65: 1.0}, "a short plain text"),
-        ({"a/b/c": 1.0}, "a short plain text"),
-        ({"a b": 1.0}, "a short plain text"),
-        ({5: 1.0}, "a score called 5; it must be a short plain text"),
-        ({"score/layer.1": 1.0}, "a score of 'layer.1'"),
-        ({"score": 1.001e9}, "for 'score'; it must be a number within 1e"),
-        ({"score": math.nan}, "for 'score'"),
-        ({"score": True}, "for 'score'"),
+        ({f"{number}": 1.0 for number in range(1025)}, "sent 1025 metrics; .* at most 1024"),
+        ({"x" * 65: 1.0}, "a name has letters, digits"),
+        ({"a/b/c": 1.0}, "a name has letters, digits"),
+        ({"a b": 1.0}, "a name has letters, digits"),
+        ({5: 1.0}, "a metric named 5; a name has letters, digits"),
+        ({"score/layer.1": 1.0}, "a metric of 'layer.1'"),
+        ({"score": 1.001e9}, "for the metric 'score'; it must be a number from -1e"),
+        ({"score": math.nan}, "for the metric 'score'"),
+        ({"score": True}, "for the metric 'score'"),
     ):
         desk.refuses(desk.update(metrics=wrong), said)
     plain = Desk()
-    plain.refuses(plain.update(metrics={"score": 1.0}), "told 1 scores; clients of fedavg tell at most 0")
+    plain.refuses(plain.update(metrics={"score": 1.0}), "sent 1 metrics; clients of fedavg send at most 0")
 
 
 # ---- tensors
@@ -297,9 +297,9 @@ def test_a_slot_comes_for_the_names_of_an_honest_client() -> None:
     desk.check(with_control(desk.update(), EVERY))
     desk.check(with_control(desk.update(SOME), SOME))
     count = len(EVERY)
-    desk.refuses(desk.update(), f"sent the slot 'control' for none, not for the {count} names")
-    desk.refuses(with_control(desk.update(), SOME), f"for 2 names, not for the {count} names")
-    desk.refuses(with_control(desk.update(SOME), EVERY), f"for {count} names, not for the 2 names")
+    desk.refuses(desk.update(), f"sent the slot 'control' for none; an honest update has it for {count} names")
+    desk.refuses(with_control(desk.update(), SOME), f"for 2 names; an honest update has it for {count} names")
+    desk.refuses(with_control(desk.update(SOME), EVERY), f"for {count} names; an honest update has it for 2 names")
     desk.refuses(replace(desk.update(SOME), slots={**with_control(desk.update(), SOME).slots, "x": {}}), "the slot 'x'")
     alone = Desk(scaffold())
     alone.refuses(alone.update(), "sent the slot 'control' for none")
@@ -362,7 +362,7 @@ def test_a_slot_that_no_rule_sends_is_refused() -> None:
     update = desk.update(SOME)
     desk.check(update)
     slots = {"seen": {"head.weight": torch.zeros(3, 4)}}
-    desk.refuses(replace(update, slots=slots), "sent the slot 'seen' for 1 names, not for the none")
+    desk.refuses(replace(update, slots=slots), "sent the slot 'seen' for 1 names; an honest update has it for none")
 
 
 class Looking(ClientRule):
@@ -384,7 +384,7 @@ def test_where_slots_depend_on_examples_they_are_of_names_in_the_delta() -> None
     desk.check(update)
     desk.check(sent("embed.weight"))
     desk.check(sent(*SOME))
-    desk.refuses(sent(*SOME, "head.weight"), "for 3 names, not for the 2 names")
+    desk.refuses(sent(*SOME, "head.weight"), "for 3 names; an honest update has it for 2 names")
 
 
 # ---- client-level privacy
@@ -444,9 +444,9 @@ def test_so_is_a_mapping_in_a_slot(lazy: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"delta": [torch.ones(1)]}, "sent delta as list; it must be a mapping by name"),
+        ({"delta": [torch.ones(1)]}, "sent delta as list; it must be a mapping from names"),
         ({"slots": {"seen": 5}}, "sent slot 'seen' as int"),
-        ({"delta": {5: torch.ones(1)}}, "sent 5 in its delta as Tensor; it must be a tensor by name"),
+        ({"delta": {5: torch.ones(1)}}, "sent 5 in its delta as Tensor; it must be a tensor named by a text"),
         ({"delta": {"w": [1.0]}}, "sent 'w' in its delta as list"),
         ({"delta": {"w": torch.ones(1, requires_grad=True)}}, "without a gradient"),
         ({"delta": {"w": torch.ones(1, dtype=torch.complex64)}}, "as torch.complex64"),

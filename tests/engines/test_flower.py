@@ -562,7 +562,7 @@ def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     changes = ["rounds=1", "split={name='site', sites=['north', 'south']}", "evaluate.personal_every=1"]
     settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 2, "set": shlex.join(changes)}
     sizes = {"north": {"data.examples": 30}, "south": {"data.examples": 90}}
-    with pytest.warns(UserWarning, match=r"weights are taken on trust up to federation\.max_examples"):
+    with pytest.warns(UserWarning, match=r"weights are trusted up to federation\.max_examples"):
         [row] = flower_app.serve(app_grid(config, tmp_path, settings, **sizes), load(config, changes), settings, "1")
     assert row["lost"] == {}
     assert row["test"] is None, "no client holds the server's test set, and there is no common model"

@@ -275,7 +275,7 @@ def test_a_new_run_does_not_write_through_links(tmp_path: Path) -> None:
         atomic_files.append(tmp_path / "y", b"new")
     os.mkfifo(tmp_path / "pipe")
     for open_pipe in (atomic_files.read, lambda path: atomic_files.append(path, b"x")):
-        with pytest.raises(LinkError, match="pipe is no regular file"):
+        with pytest.raises(LinkError, match="pipe is not a regular file"):
             open_pipe(tmp_path / "pipe")
 
 

@@ -368,7 +368,7 @@ def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
         load_run(folder)
     with (folder / "plan.json").open("wb") as file:
         file.truncate(2**34)
-    with pytest.raises(DamageError, match=r"plan\.json holds 17,179,869,184 bytes"):
+    with pytest.raises(DamageError, match=r"plan\.json has 17,179,869,184 bytes"):
         atomic_files.read_json(folder / "plan.json")
 
 

@@ -237,7 +237,7 @@ def tune(model: Any) -> tuple[Phase, ...]:
         ),
         (
             (Method("a", client_rules=(Slotted(),)), Method("b", client_rules=(Slotted(),))),
-            "two local rules use the slot 'h'",
+            "two client rules use the slot 'h'",
         ),
         ((Method("a", adapt=tune), Method("b", adapt=lambda model: ())), "both set the adapt"),
     ],
@@ -248,7 +248,7 @@ def test_a_composition_that_would_have_to_guess_is_refused(parts: tuple[Method, 
 
 
 def test_a_method_with_one_slot_twice_is_refused() -> None:
-    with pytest.raises(MethodError, match="m: two local rules use the slot 'h'; use one of them"):
+    with pytest.raises(MethodError, match="m: two client rules use the slot 'h'; use one of them"):
         Method("m", client_rules=(Slotted(), Slotted()))
 
 

@@ -332,7 +332,7 @@ def test_the_small_model_scores_its_first_token_and_a_plain_one_says_that_it_can
     assert all(torch.allclose(value, torch.tensor(0.25)) for value in even.values())
     plain = Model()
     plain.name = "plain"
-    with pytest.raises(TagError, match="plain cannot tell its attention; use a Hugging Face model"):
+    with pytest.raises(TagError, match="plain cannot report its attention; use a Hugging Face model"):
         plain.attention({}, Batch({}, torch.zeros(1)), "auto")
-    with pytest.raises(TagError, match="plain cannot tell its heads apart"):
+    with pytest.raises(TagError, match="plain cannot separate its heads"):
         plain.head_dimensions()

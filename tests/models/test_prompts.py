@@ -542,7 +542,7 @@ def test_prompts_that_cannot_be_are_refused(kind: str, options: dict[str, Any], 
 
 
 def test_other_models_take_no_prompts() -> None:
-    with pytest.raises(TagError, match=r"cannot take prompts; use a pair of towers, model\.name = 'clip'"):
+    with pytest.raises(TagError, match=r"does not support prompts; use a two-tower model, model\.name = 'clip'"):
         ToyTransformer().prompted("prompts", KEY)
 
 

@@ -140,13 +140,14 @@ def refuse_inside(work: Callable[[], Tensor]) -> Replay:
 @pytest.mark.parametrize("recorder", [refuse, refuse_inside])
 def test_what_cannot_be_recorded_is_an_error_that_names_the_remedy(recorder: Recorder) -> None:
     with pytest.raises(
-        GraphError, match=r"vit with fedavg cannot be recorded: operation not.*engine\.cuda_graphs = false"
+        GraphError,
+        match=r"vit with fedavg cannot be captured in a CUDA graph: operation not.*engine\.cuda_graphs = false",
     ):
         play("fedavg", AdamW(), GraphCache(recorder), 4)
 
 
 def test_or_is_said_and_taken_plainly() -> None:
-    with pytest.warns(UserWarning, match="taken one by one"):
+    with pytest.warns(UserWarning, match="they run eagerly"):
         plainly = play("fedavg", AdamW(), GraphCache(refuse, strict=False), 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -177,7 +178,7 @@ def test_two_plans_and_batches_of_all_sizes_are_compiled(monkeypatch: pytest.Mon
     assert farthest(compiled, play("fedfrozen", AdamW(), None, 4)) < 1e-4
     torch.compiler.reset()
     monkeypatch.setattr("partita.training.cuda_graphs.PROGRAMS", 2)
-    with pytest.raises(GraphError, match=r"would need more than 2 programs; set engine\.compile = false"):
+    with pytest.raises(GraphError, match=r"need more than 2 compiled programs; set engine\.compile = false"):
         play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
 
 

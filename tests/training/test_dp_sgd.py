@@ -262,7 +262,7 @@ class Silent(MoonClient):
 
 def test_a_rule_that_looks_without_saying_so_is_refused() -> None:
     run = run_of(private(Method("moon", client_rules=(Silent(1.0, 0.5),))))
-    with pytest.raises(MethodError, match="Silent looks at a client's examples"):
+    with pytest.raises(MethodError, match="Silent reads a client's examples"):
         play(run, small(), Clients(a=8))
 
 
@@ -280,9 +280,9 @@ class Noising(Saying):
 
 
 def test_a_choice_by_data_needs_a_release() -> None:
-    with pytest.raises(MethodError, match="Saying chooses by looking"):
+    with pytest.raises(MethodError, match="Saying selects by a client's examples"):
         private(Method("peek", client_rules=(Saying(),)))
-    with pytest.raises(MethodError, match="Peeking looks at a client's examples without saying so"):
+    with pytest.raises(MethodError, match="Peeking reads a client's examples without declaring it"):
         play(run_of(private(Method("peek", client_rules=(Peeking(),)))), small(), Clients(a=8))
     play(run_of(private(Method("peek", client_rules=(Noising(),)))), small(), Clients(a=8))
     play(run_of(Method("peek", client_rules=(Peeking(),))), small(), Clients(a=8))

@@ -144,13 +144,13 @@ def test_uses_that_would_go_wrong_are_named() -> None:
 
     with pytest.raises(GhostError, match="'w' is used more than once"):
         sums(lambda trainable, x: linear(linear(x, trainable["w"]), trainable["w"]).sum(1))
-    with pytest.raises(GhostError, match="'b' is used in a way that cannot be watched"):
+    with pytest.raises(GhostError, match="'b' is used in a way that cannot be recorded"):
         sums(lambda trainable, x: (linear(x, trainable["w"]) + torch.stack([trainable["b"]])).sum(1))
-    with pytest.raises(GhostError, match="not laid out by example"):
+    with pytest.raises(GhostError, match="is not the example"):
         sums(lambda trainable, x: linear(x.repeat(2, 1), trainable["w"]).sum(1)[:4])
     with pytest.raises(GhostError, match="more than one dimension"):
         sums(lambda trainable, x: (x.unsqueeze(1) * trainable["w"]).sum((1, 2)))
-    with pytest.raises(GhostError, match="not those of its gradients"):
+    with pytest.raises(GhostError, match="differ from the norms of its gradients"):
         check_norms(mixed, {"w": torch.randn(3, 4)}, {"x": torch.randn(2, 4)}, torch.zeros(2), DPSGDSettings(1.0, 0.0))
 
 
