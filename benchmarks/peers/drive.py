@@ -114,14 +114,14 @@ def main() -> None:
     if chosen.threads:
         os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
     for size in sizes:
-        row = evaluator(size, chosen.clients, chosen.rounds, ["bare", *chosen.sides], chosen.home)
+        row = measure(size, chosen.clients, chosen.rounds, ["bare", *chosen.sides], chosen.home)
         row["threads"] = chosen.threads or "each side's own choice"
         show(row)
         if chosen.out:
             write(chosen.out, row)
 
 
-def evaluator(size: str, clients: int, rounds: int, names: list[str], home: Path) -> dict[str, Any]:
+def measure(size: str, clients: int, rounds: int, names: list[str], home: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"model": size, "clients": clients, "load before": round(os.getloadavg()[0], 2)}
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)

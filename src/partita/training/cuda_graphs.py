@@ -269,7 +269,7 @@ def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any
         # copy per name afterwards took a twelfth of a large model's step.
         return function({name: value.flatten().view(value.shape) for name, value in trainable.items()}, *rest)
 
-    options = {"combo_kernels": True} if combined else None
+    options: dict[str, Any] | None = {"combo_kernels": True} if combined else None
     program = torch.compile(contiguous_gradients, fullgraph=True, options=options)
 
     def call(*parts: Any) -> Any:
