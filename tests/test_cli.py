@@ -285,7 +285,7 @@ def test_bad_input_is_one_clear_message(what: str, partita: Shell, config: Path,
     assert code == 1
     assert message in err
     assert err.startswith("error: ")
-    saved = [line for line in err.splitlines() if f"go on with: partita resume {tmp_path / 'run'}" in line]
+    saved = [line for line in err.splitlines() if f"continue with: partita resume {tmp_path / 'run'}" in line]
     assert len(err.splitlines()) == 1 + len(saved)
     assert "Traceback" not in err
 
