@@ -219,7 +219,7 @@ def test_a_recorded_run_is_audited(tmp_path: Path, unit: str | None) -> None:
     with pytest.raises(PrivacyError, match="no finished run"):
         audit(tmp_path / "part")
     list(start(parse({**CONFIG, **privacy_config}), tmp_path / "run"))
-    with pytest.raises(PrivacyError, match="say how many with --canaries"):
+    with pytest.raises(PrivacyError, match="set their number with --canaries"):
         audit(tmp_path / "run", shadows=2)
     found = audit(tmp_path / "run", canaries=30, shadows=2)
     assert json.loads((tmp_path / "run" / "audit.json").read_text()) == found

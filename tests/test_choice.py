@@ -51,7 +51,7 @@ def test_a_method_whose_clients_choose_nothing_records_nothing_of_it(tmp_path: P
 @pytest.mark.parametrize("option", ["capacity", "depth"])
 def test_a_client_that_is_not_there_is_named(option: str, tmp_path: Path) -> None:
     config = parse({**CONFIG, "method": {"name": "safl", option: {"c1": 1, "c9": 1}}})
-    with pytest.raises(RunError, match="method names the client 'c9', who is not there"):
+    with pytest.raises(RunError, match="method names client 'c9', which does not exist"):
         next(start(config, tmp_path))
 
 

@@ -124,7 +124,7 @@ def test_plan_by_role_layer_and_name(partita: Shell, config: Path) -> None:
     assert groups["query"]["trains"] == groups["query"]["up"] == 0 < groups["value"]["up"]
 
 
-@pytest.mark.parametrize(("times", "told"), [(90.0, "about 90 times as long as float32"), (1.9, None)])
+@pytest.mark.parametrize(("times", "told"), [(90.0, "about 90 times slower than float32"), (1.9, None)])
 def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
     times: float, told: str | None, partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
