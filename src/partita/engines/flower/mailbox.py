@@ -14,7 +14,11 @@ from flwr.serverapp import Grid
 
 from partita.engines.flower import messages
 
-CONNECTION = ("httpx", "httpcore", "flwr.supercore.error")  # errors from these modules come from the SuperLink, not a site
+CONNECTION = (
+    "httpx",
+    "httpcore",
+    "flwr.supercore.error",
+)  # errors from these modules come from the SuperLink, not a site
 GRACE = 30.0  # seconds after the deadline to download replies that had arrived in time
 
 
