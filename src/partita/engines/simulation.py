@@ -98,12 +98,12 @@ class SimulationEngine:
 
     def _train(self, jobs: Sequence[Job]) -> Iterator[Update | ClientFailure]:
         client_rounds = [self._visit(job) for job in jobs]
-        wait = self._launch(self.run, [each for each in client_rounds if isinstance(each, ClientRound)])
+        wait = self._launch(self.run, [item for item in client_rounds if isinstance(item, ClientRound)])
 
         def answers() -> Iterator[Update | ClientFailure]:
             learned = iter(wait())
-            for each in client_rounds:
-                yield each if isinstance(each, ClientFailure) else self._reply(each, next(learned))
+            for item in client_rounds:
+                yield item if isinstance(item, ClientFailure) else self._reply(item, next(learned))
 
         return answers()
 
@@ -164,12 +164,12 @@ class SimulationEngine:
 
     def _launch(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
         groups: dict[Hashable, list[int]] = {}
-        for place, each in enumerate(client_rounds):
-            groups.setdefault(group_key(run, each), []).append(place)
+        for place, client_round in enumerate(client_rounds):
+            groups.setdefault(group_key(run, client_round), []).append(place)
         waits = [(places, self._group(run, [client_rounds[place] for place in places])) for places in groups.values()]
 
         def wait() -> list[LocalResult]:
-            learned = {place: each for places, rest in waits for place, each in zip(places, rest(), strict=True)}
+            learned = {place: result for places, rest in waits for place, result in zip(places, rest(), strict=True)}
             return [learned[place] for place in range(len(client_rounds))]
 
         return wait

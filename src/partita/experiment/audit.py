@@ -186,8 +186,8 @@ def _play(experiment: Experiment, canary_population: CanaryPopulation, listen: b
     )
     ear = Eavesdropper(run, model, engine, canary_population)
     server: Server | None = None
-    for each in rounds(replace(run, drift=False), model, ear if listen else engine):
-        server = each.server
+    for result in rounds(replace(run, drift=False), model, ear if listen else engine):
+        server = result.server
     assert server is not None
     return ear.heard(), canary_losses(model, {**model.initial, **server.params}, canary_population)
 

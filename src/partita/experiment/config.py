@@ -332,7 +332,9 @@ def _named(table: Table, where: str) -> tuple[str, dict[str, Any]]:
 
 def _defaults(function: Any) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in parameters if each.default not in (inspect.Parameter.empty, None)}
+    return {
+        option.name: option.default for option in parameters if option.default not in (inspect.Parameter.empty, None)
+    }
 
 
 def _drop_none(value: Any) -> Any:

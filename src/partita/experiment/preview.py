@@ -63,12 +63,11 @@ class Preview:
         table.add_column("")
         for heading in ("tensors", "parameters", "trains", "up, bytes", "down, bytes", "keeps"):
             table.add_column(heading, justify="right")
-        for each in self.groups:
-            table.add_row(
-                each.name, *map(_count, (each.tensors, each.parameters, each.trains, each.up, each.down, each.keeps))
-            )
+        for group in self.groups:
+            counts = group.tensors, group.parameters, group.trains, group.up, group.down, group.keeps
+            table.add_row(group.name, *map(_count, counts))
         table.add_row("headers", "", "", "", *map(_count, self.envelope), "", style="dim")
-        sums = [sum(getattr(each, of) for each in self.groups) for of in ("tensors", "parameters", "trains", "keeps")]
+        sums = [sum(getattr(group, of) for group in self.groups) for of in ("tensors", "parameters", "trains", "keeps")]
         table.add_row("all", *map(_count, (*sums[:3], self.bytes_up, self.bytes_down, sums[3])), style="bold")
         text = StringIO()
         Console(file=text, width=110).print(table)
@@ -98,7 +97,7 @@ def plan_section(name: str) -> str:
     experiment = build(config)
     first, last = (_preview(experiment, round) for round in (0, 9))
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
-    tables = "\n".join(each.to_text() for each in ([first] if same else [first, last]))
+    tables = "\n".join(shown.to_text() for shown in ([first] if same else [first, last]))
     setting = f"Ten rounds, {kind} on 8 x 8 images, ten clients of which all take part:"
     blind = "\n\nHere layers are drawn by lot, since there are no data to look at." if name in DATA_DEPENDENT else ""
     return f"{setting}\n\n```text\n{tables}```{blind}"
