@@ -376,7 +376,7 @@ def test_a_name_counts_once_and_only_if_it_is_known(tmp_path: Path, caplog: pyte
     engine = flower(run, model, grid, FOUR.clients, wait_for=2)
     assert engine.clients() == ["c0", "c1"]
     assert engine.nodes == {"c0": 12, "c1": 11}
-    assert "node 10 says it is 'c9', which is not among the clients" in caplog.text
+    assert "node 10 says it is 'c9', which is not a client of this run" in caplog.text
     assert "node 20 says it is 'c0', like another node" in caplog.text
     del grid.nodes[12]
     assert engine.clients() == ["c0", "c1"]

@@ -364,7 +364,7 @@ def test_rows_and_the_report_tell_of_it(drift: bool, tmp_path: Path) -> None:
     assert [list(row.get("refused", {})) for row in rows] == [[], ["c1"]]
     assert not any("skipped" in row or row["lost"] for row in rows)
     text = page([load_run(folder)], tmp_path / "page.html").read_text()
-    assert "outlying update in round 1 to 2</b>: the update of c1 (" in text
+    assert "outlying update in round 1 to 2</b>: the update norm of c1 (" in text
 
 
 def test_a_skipped_round_is_recorded_with_its_alarm() -> None:
