@@ -7,7 +7,7 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python3.13)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check style types wheel mutate bench format clean
+.PHONY: help demo test test-all check style types wheel docs mutate bench format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -22,7 +22,7 @@ test: $(READY)  ## the fast tests
 test-all: $(READY)  ## the fast and the slow tests
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow"
 
-check: style types test wheel  ## all that CI runs
+check: style types test wheel docs  ## all that CI runs
 
 style: $(READY)  ## format and lint, changing nothing
 	$(VENV)/bin/ruff format --check .
@@ -33,6 +33,9 @@ types: $(READY)  ## mypy
 
 wheel: $(READY)  ## build the wheel, install it elsewhere, and use it from there
 	$(PY) scripts/check_wheel.py
+
+docs: $(READY)  ## build the site with the reference into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 mutate: $(READY)  ## break core, privacy and methods in every way known, and see that a test fails; takes long
 	$(PY) scripts/mutate.py --jobs $(WORKERS)
@@ -45,7 +48,7 @@ format: $(READY)  ## format, and mend what the linter can
 	$(VENV)/bin/ruff check --fix .
 
 clean:  ## remove caches and build leftovers; keeps .venv and runs
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutate
+	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutate
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without --no-compile pip compiles tens of thousands of files, few of which are ever imported: it doubles the time.

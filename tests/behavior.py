@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import albums
+import image_fixtures
 import torch
+from example_fixtures import EXAMPLES, encoder, notes
+from flower_fixtures import flower, wired
 from flwr.supercore.task_identity import TaskIdentity
-from grids import flower, wired
 from helpers import SMALL_TASK, SMALL_VIT, Clients, run_of, small
-from test_conformance import BRIEF
-from test_examples import EXAMPLES, encoder, notes
+from method_options import BRIEF
 
 from partita.core import checkpoint, tensors
 from partita.core.atomic_files import list_checksummed
@@ -92,7 +92,7 @@ def of_rounds(played: list[RoundResult]) -> str:
 def of_methods() -> Iterator[tuple[str, str]]:
     for name in (*INDEX, *COMPOSITIONS):
         method = build(name, BRIEF.get(name.partition("+")[0], {}))
-        model, population = (albums.small(), albums.FOUR) if method.extend else (small(), FOUR)
+        model, population = (image_fixtures.small(), image_fixtures.FOUR) if method.extend else (small(), FOUR)
         optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
         run = run_of(method, 4, optimizer, 0.02)
         model = method.extend(model, run.key / "model") if method.extend else model

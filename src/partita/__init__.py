@@ -1,7 +1,7 @@
 """partita: federated fine-tuning of Transformers. Say which parts train, which travel, and which stay.
 
-A name is looked up in its own module when it is first asked for, so that whoever needs few waits for few, and
-`partita --help` does not wait for torch.
+Names are imported on first access, so that a program imports only what it uses and `partita --help` does not import
+torch.
 """
 
 import sys
@@ -73,7 +73,7 @@ __all__ = [
     "share_everything",
 ]
 
-# Module -> the names that are found there, as above for those who read types.
+# Module -> its public names, the same as in the imports for type checkers above.
 _HOMES = {
     "testing.conformance": ["check_method"],
     "core.method": [
@@ -94,17 +94,17 @@ _HOMES = {
 _HOME = {name: f"partita.{module}" for module, names in _HOMES.items() for name in names}
 
 
-if not TYPE_CHECKING:  # or any name would pass for one that is there
+if not TYPE_CHECKING:  # with a module __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         if name in _HOME:
-            found = getattr(import_module(_HOME[name]), name)
+            value = getattr(import_module(_HOME[name]), name)
         elif name in __all__:
-            found = import_module(f"partita.{name}")
+            value = import_module(f"partita.{name}")
         else:
             raise AttributeError(f"module 'partita' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
-        globals()[name] = found  # so that it is asked for here only once
-        return found
+        globals()[name] = value  # later accesses do not call this function
+        return value
 
 
 def __dir__() -> list[str]:

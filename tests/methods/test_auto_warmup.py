@@ -110,7 +110,7 @@ def test_the_rule_watches_what_will_be_frozen() -> None:
         ({"warmup": "automatic"}, "'automatic'; give rounds, a fraction from 0.0 to 1.0, or 'auto'"),
         ({"warmup": "auto", "threshold": 0.0}, "threshold"),
         ({"warmup": "auto", "patience": 0}, "at least one round"),
-        ({"warmup": "auto", "latest": 1.5}, "a fraction from 0.0 to 1.0"),
+        ({"warmup": "auto", "max_warmup": 1.5}, "a fraction from 0.0 to 1.0"),
     ],
 )
 def test_refusals(options: dict[str, object], words: str) -> None:

@@ -11,6 +11,6 @@ from partita.methods.local_only import local_only
 
 def test_it_differs_from_local_only_in_where_the_data_is() -> None:
     alone, whole = local_only(), centralized()
-    assert whole == replace(alone, name="centralized", server=whole.server_rule, pool=True)
-    assert type(whole.server_rule) is type(alone.server) is ServerRule
+    assert whole == replace(alone, name="centralized", server_rule=whole.server_rule, pool=True)
+    assert type(whole.server_rule) is type(alone.server_rule) is ServerRule
     assert not alone.pool

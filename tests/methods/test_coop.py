@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import albums
+import image_fixtures
 import pytest
 import torch
 from helpers import batches_of, run_of
@@ -20,13 +20,13 @@ NAME = "prompt.text.local"
 def test_a_client_is_a_plain_loop_with_torchs_sgd_over_all_rounds(momentum: float) -> None:
     method = coop(text_tokens=2)
     assert method.extend
-    model = method.extend(albums.towers("float32"), Key(4))
+    model = method.extend(image_fixtures.towers("float32"), Key(4))
     run = run_of(method, 3, SGD(momentum=momentum))
-    engine = SimulationEngine(run, model, albums.FOUR)
+    engine = SimulationEngine(run, model, image_fixtures.FOUR)
     played = list(rounds(run, model, engine))
     assert all(not each.traffic.up and not each.traffic.down for each in played)
-    for client in albums.FOUR.clients:
-        examples = albums.FOUR.parts[client]
+    for client in image_fixtures.FOUR.clients:
+        examples = image_fixtures.FOUR.parts[client]
         context = model.initial[NAME].clone().requires_grad_()
         optimizer = torch.optim.SGD([context], run.training.lr, momentum=momentum)
         for number in range(3):
@@ -40,8 +40,8 @@ def test_a_client_is_a_plain_loop_with_torchs_sgd_over_all_rounds(momentum: floa
 
 
 def test_a_phrase_is_where_it_starts() -> None:
-    words = albums.towers("float32").embed(["photo of"])[0][0, 1:-1]
+    words = image_fixtures.towers("float32").embed(["photo of"])[0][0, 1:-1]
     for phrase, same in (("photo of", True), ("", False)):
         method = coop(text_tokens=2, init_text=phrase)
         assert method.extend
-        assert torch.equal(method.extend(albums.towers("float32"), Key(4)).initial[NAME], words) == same
+        assert torch.equal(method.extend(image_fixtures.towers("float32"), Key(4)).initial[NAME], words) == same

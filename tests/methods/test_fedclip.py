@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import albums
+import image_fixtures
 import torch
 from torch import nn
 
@@ -11,17 +11,17 @@ from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.methods.fedclip import fedclip
 
-INPUTS = {"pixel_values": albums.pictures(5, seed=9).pixels}
+INPUTS = {"pixel_values": image_fixtures.pictures(5, seed=9).pixels}
 
 
 def extended() -> Model:
     method = fedclip()
     assert method.extend
-    return method.extend(albums.towers("float32"), Key(4))
+    return method.extend(image_fixtures.towers("float32"), Key(4))
 
 
 def test_the_adapter_is_that_of_the_authors_code() -> None:
-    model, towers = extended(), albums.towers("float32")
+    model, towers = extended(), image_fixtures.towers("float32")
     image = towers.look(INPUTS["pixel_values"])[:, 0]
     layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Softmax(dim=1))
     state = {
@@ -39,7 +39,7 @@ def test_the_adapter_is_that_of_the_authors_code() -> None:
 
 
 def test_where_all_entries_weigh_the_same_it_answers_as_the_towers() -> None:
-    model, towers = extended(), albums.towers("float32")
+    model, towers = extended(), image_fixtures.towers("float32")
     even = {name: torch.zeros_like(value) if ".out." in name else value for name, value in model.initial.items()}
     assert torch.allclose(model(even, INPUTS).logits, towers(towers.initial, INPUTS).logits, atol=1e-5)
 
@@ -53,4 +53,4 @@ def test_the_adapter_travels_whole() -> None:
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:
-    assert albums.momentum_goes_on(fedclip())
+    assert image_fixtures.momentum_goes_on(fedclip())

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import Clients, last, play, run_of, small
-from servers import TorchServer, apply_all, drawn_deltas
 from torch.testing import assert_close
+from torch_servers import TorchServer, apply_all, drawn_deltas
 
 from partita.core import tensors
 from partita.core.method import Method, MethodError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import albums
+import image_fixtures
 import pytest
 import torch
 from torch.nn import functional
@@ -14,18 +14,18 @@ from partita.core.rng import Key
 from partita.methods.fedotp import fedotp
 from partita.models.prompts.optimal_transport import sinkhorn
 
-INPUTS = {"pixel_values": albums.pictures(5, seed=9).pixels}
+INPUTS = {"pixel_values": image_fixtures.pictures(5, seed=9).pixels}
 
 
 def extended(**options: object) -> Model:
     method = fedotp(text_tokens=2, **options)  # type: ignore[arg-type]
     assert method.extend
-    return method.extend(albums.towers(), Key(4))
+    return method.extend(image_fixtures.towers(), Key(4))
 
 
 def cosines(model: Model) -> torch.Tensor:
     """(example, class, patch, owner), one by one."""
-    towers = albums.towers()
+    towers = image_fixtures.towers()
     patches = towers.look(INPUTS["pixel_values"], patches=True)[:, 1:]
     texts = [towers.read(model.initial[f"prompt.text.{owner}"]) for owner in ("global", "local")]
     result = torch.empty(5, 3, patches.shape[1], 2, dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_no_gradient_goes_through_the_transport() -> None:
     params = {name: value.double().requires_grad_() for name, value in model.initial.items()}
     model(params, INPUTS).logits.sum().backward()
     plan = sinkhorn(1 - cosines(model), 0.8, 0.1, 20)
-    towers = albums.towers()
+    towers = image_fixtures.towers()
     context = model.initial["prompt.text.local"].double().requires_grad_()
     texts = functional.normalize(towers.read(context), dim=-1)
     patches = functional.normalize(towers.look(INPUTS["pixel_values"], patches=True)[:, 1:], dim=-1)
@@ -91,4 +91,4 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, float]) -> No
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:
-    assert albums.momentum_goes_on(fedotp(text_tokens=2))
+    assert image_fixtures.momentum_goes_on(fedotp(text_tokens=2))

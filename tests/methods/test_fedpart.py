@@ -50,7 +50,7 @@ def test_with_whole_rounds_only_it_is_fedavg_bit_for_bit() -> None:
     assert tensors.equal(last(one), last(two))
 
 
-@pytest.mark.parametrize("wrong", [{"full": -1}, {"each": 0}])
+@pytest.mark.parametrize("wrong", [{"full_rounds": -1}, {"rounds_per_layer": 0}])
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(MethodError, match=r"method.full_rounds is"):
         fedpart(**wrong)

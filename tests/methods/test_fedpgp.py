@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import albums
+import image_fixtures
 import pytest
 import torch
 from helpers import last, play, run_of, small
@@ -17,14 +17,14 @@ from partita.core.rng import Key
 from partita.methods.fedpgp import TextContrast, fedpgp
 from partita.methods.promptfl import promptfl
 
-INPUTS = {"pixel_values": albums.pictures(5, seed=9).pixels}
+INPUTS = {"pixel_values": image_fixtures.pictures(5, seed=9).pixels}
 LEFT, RIGHT, SHARED = "prompt.text.left", "prompt.text.right", "prompt.text.global"
 
 
 def extended(**options: object) -> Model:
     method = fedpgp(text_tokens=3, rank=2, **options)  # type: ignore[arg-type]
     assert method.extend
-    return method.extend(albums.towers(), Key(4))
+    return method.extend(image_fixtures.towers(), Key(4))
 
 
 def context(model: Model) -> Context:
@@ -34,7 +34,7 @@ def context(model: Model) -> Context:
 def test_with_own_factors_of_zero_it_answers_as_promptfl() -> None:
     model, method = extended(), promptfl(text_tokens=3)
     assert method.extend
-    plain = method.extend(albums.towers(), Key(4))
+    plain = method.extend(image_fixtures.towers(), Key(4))
     zero = {**model.initial, LEFT: torch.zeros_like(model.initial[LEFT])}
     assert torch.equal(model(zero, INPUTS).logits, plain(plain.initial, INPUTS).logits)
     product = {**plain.initial, SHARED: model.initial[SHARED] + model.initial[LEFT] @ model.initial[RIGHT]}
@@ -46,7 +46,7 @@ def test_the_penalty_is_the_cross_entropy_of_two_similarities() -> None:
     model = extended()
     out = model(model.initial, INPUTS)
     penalty = TextContrast(3.0, 0.5).penalty(out, model.initial, Batch(INPUTS, torch.zeros(5)), context(model))
-    towers = albums.towers()
+    towers = image_fixtures.towers()
     shared = towers.read(model.initial[SHARED])
     own = towers.read(model.initial[SHARED] + model.initial[LEFT] @ model.initial[RIGHT])
     near, far = (functional.cosine_similarity(shared, other) for other in (towers.held["texts"], own))
@@ -58,8 +58,8 @@ def test_the_penalty_is_the_cross_entropy_of_two_similarities() -> None:
 def test_with_a_large_weight_the_shared_context_nears_the_written_text() -> None:
     method = fedpgp(text_tokens=3, rank=2, mu=30.0)
     model = extended()
-    towers = albums.towers()
-    after = last(play(run_of(method, 3, lr=0.02), model, albums.FOUR))
+    towers = image_fixtures.towers()
+    after = last(play(run_of(method, 3, lr=0.02), model, image_fixtures.FOUR))
 
     def nearness(params: tensors.Tensors) -> float:
         return float(functional.cosine_similarity(towers.read(params[SHARED]), towers.held["texts"]).mean())
@@ -83,10 +83,10 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:
-    assert albums.momentum_goes_on(fedpgp(text_tokens=2, rank=1))
+    assert image_fixtures.momentum_goes_on(fedpgp(text_tokens=2, rank=1))
 
 
 def test_a_phrase_is_where_it_starts() -> None:
-    words = albums.towers().embed(["photo of"])[0][0, 1:-1]
+    words = image_fixtures.towers().embed(["photo of"])[0][0, 1:-1]
     assert torch.equal(extended(init_text="photo of").initial[SHARED][-len(words) :], words)
     assert not torch.equal(extended().initial[SHARED][-len(words) :], words)

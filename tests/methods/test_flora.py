@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from albums import FOUR, Albums, extended, pictures
 from helpers import play, run_of
+from image_fixtures import FOUR, Albums, extended, pictures
 from torch import Tensor
 
 from partita.core import tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import albums
+import image_fixtures
 import pytest
 import torch
 from helpers import last, play, run_of
@@ -23,16 +23,16 @@ from partita.methods.pfeddc import pfeddc
 from partita.methods.promptfl import promptfl
 from partita.methods.vpfl import vpfl
 
-INPUTS = {"pixel_values": albums.pictures(6, seed=9).pixels}
+INPUTS = {"pixel_values": image_fixtures.pictures(6, seed=9).pixels}
 
 
 def extended(method: Method) -> Model:
     assert method.extend
-    return method.extend(albums.towers("float32"), Key(4))
+    return method.extend(image_fixtures.towers("float32"), Key(4))
 
 
 def played(method: Method) -> list[RoundResult]:
-    return play(run_of(method, 3, SGD(momentum=0.9), cohort=0.5), extended(method), albums.FOUR, block=2)
+    return play(run_of(method, 3, SGD(momentum=0.9), cohort=0.5), extended(method), image_fixtures.FOUR, block=2)
 
 
 def alike(one: Method, two: Method) -> bool:
@@ -69,7 +69,7 @@ def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_ke
     # And the first step of training is the same step.
     def stepped(method: Method, model: Model) -> tuple[ClientState, RoundResult]:
         run = run_of(method, 1, SGD(), lr=0.5, steps=1)
-        engine = SimulationEngine(run, model, albums.Albums(a=4))
+        engine = SimulationEngine(run, model, image_fixtures.Albums(a=4))
         [only] = list(rounds(run, model, engine))
         return engine.store.load("a", 1), only
 
@@ -91,7 +91,7 @@ def test_only_shared_prompts_travel(fusion: Any) -> None:
     assert plan.up == plan.down == model.names("global")
     assert plan.keep == model.all_names() - model.names("global") - {"logit_scale"}
     assert plan.train == plan.up | plan.keep
-    [only] = play(run_of(method, 1), model, albums.FOUR)
+    [only] = play(run_of(method, 1), model, image_fixtures.FOUR)
     assert model.names("global") <= set(only.traffic.up)
     assert not set(only.traffic.up) & plan.keep
 
@@ -114,9 +114,9 @@ def test_own_prompts_of_clients_part_ways() -> None:
     method = pfeddc(text_tokens=2, vision_tokens=2)
     model = extended(method)
     run = run_of(method, 2)
-    engine = SimulationEngine(run, model, albums.FOUR)
+    engine = SimulationEngine(run, model, image_fixtures.FOUR)
     params = last(list(rounds(run, model, engine)))
-    own = [engine.store.load(client, 2).personal for client in albums.FOUR.clients]
+    own = [engine.store.load(client, 2).personal for client in image_fixtures.FOUR.clients]
     for name in model.names("local"):
         values = [each[name] for each in own]
         assert all(not torch.equal(values[0], other) for other in values[1:])

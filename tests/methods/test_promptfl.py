@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import albums
+import image_fixtures
 import torch
 from helpers import last, play, run_of
 
@@ -19,7 +19,7 @@ from partita.methods.promptfl import promptfl, share_global
 
 def extended(method: Method, dtype: Literal["float32", "float64"] = "float32") -> Model:
     assert method.extend
-    return method.extend(albums.towers(dtype), Key(4))
+    return method.extend(image_fixtures.towers(dtype), Key(4))
 
 
 def test_only_the_context_trains_and_travels() -> None:
@@ -33,9 +33,9 @@ def test_a_step_of_all_clients_is_a_step_on_all_their_data() -> None:
     """With one full batch each, the mean of what clients send is the step of whoever holds all examples."""
     method = promptfl(text_tokens=3)
     model = extended(method, "float64")
-    [played] = play(run_of(method, 1, SGD(), lr=0.1, batch_size=100), model, albums.FOUR)
+    [played] = play(run_of(method, 1, SGD(), lr=0.1, batch_size=100), model, image_fixtures.FOUR)
     params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
-    parts = [albums.FOUR.parts[client] for client in albums.FOUR.clients]
+    parts = [image_fixtures.FOUR.parts[client] for client in image_fixtures.FOUR.clients]
     out = model(params, {"pixel_values": torch.cat([part.pixels for part in parts])})
     model.losses(out, torch.cat([part.labels for part in parts])).mean().backward()
     context = params["prompt.text.global"]
@@ -47,7 +47,7 @@ def test_a_step_of_all_clients_is_a_step_on_all_their_data() -> None:
 
 def test_a_phrase_is_where_it_starts() -> None:
     one, other = extended(promptfl(text_tokens=2, init_text="photo of")), extended(promptfl(text_tokens=2))
-    words = albums.towers("float32").embed(["photo of"])[0][0, 1:-1]
+    words = image_fixtures.towers("float32").embed(["photo of"])[0][0, 1:-1]
     assert torch.equal(one.initial["prompt.text.global"], words)
     assert not torch.equal(other.initial["prompt.text.global"], words)
 
@@ -55,17 +55,17 @@ def test_a_phrase_is_where_it_starts() -> None:
 def test_blocks_of_float32_towers_agree_with_single_clients() -> None:
     method = promptfl(text_tokens=3)
     run = run_of(method, 2, SGD(momentum=0.9))
-    one, two = (last(play(run, extended(method), albums.FOUR, block=block)) for block in (1, 4))
+    one, two = (last(play(run, extended(method), image_fixtures.FOUR, block=block)) for block in (1, 4))
     assert tensors.norm(tensors.subtract(one, two)) < 1e-6 * tensors.norm(one)
 
 
 def test_momentum_goes_on_from_round_to_round() -> None:
-    assert albums.momentum_goes_on(promptfl(text_tokens=2))
+    assert image_fixtures.momentum_goes_on(promptfl(text_tokens=2))
 
 
 def test_what_is_a_clients_own_trains_and_stays() -> None:
     """The plan that methods with own prompts share."""
-    model = albums.towers("float32").prompted(
+    model = image_fixtures.towers("float32").prompted(
         "prompts", Key(4), text_tokens=2, owners=("global", "local"), fusion="none"
     )
     plan = plan_for(share_global, model, RoundInfo(0, 5, "a"))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from architecture_fixtures import Few, adapted, inputs_of, made
 from helpers import OPTIMIZERS, Clients, distance, last, play, run_of
-from test_architectures import Few, adapted, inputs_of, made
 from torch import nn
 
 from partita.core import serialization, tensors
@@ -138,7 +138,7 @@ def update_of(client: str, weight: float, **delta: float) -> Update:
 def test_senders_or_the_cohort_share_a_layer() -> None:
     updates = [update_of("a", 1.0, x=2.0, head=1.0), update_of("b", 3.0, y=4.0, head=5.0)]
     server = Server({name: torch.zeros(1) for name in ("x", "y", "z", "head")})
-    for rule, x, y in ((safl().server_rule, 2.0, 4.0), (safl(average_over="cohort").server, 0.5, 3.0)):
+    for rule, x, y in ((safl().server_rule, 2.0, 4.0), (safl(average_over="cohort").server_rule, 0.5, 3.0)):
         after = rule.apply(server, rule.reduce(server, iter(updates), 2))
         assert [float(after.params[name]) for name in ("x", "y", "head")] == [x, y, 4.0]
         assert after.params["z"] is server.params["z"]

@@ -1,7 +1,7 @@
-"""Files that are either whole or absent: written aside, flushed to disk, then renamed.
+"""Atomic file writes: a file is either complete or absent. Data goes to a temporary file, is synced, then renamed.
 
-A sealed file also carries the digest of its bytes in its name, so that damage is found and never loaded. Nothing here
-follows a symbolic link at the end of a path, and `refuse_links` finds those on the way.
+A checksummed file also has the digest of its bytes in its name, so damage is detected on reading. No function follows a
+symbolic link in the last component of a path; `refuse_links` finds links in the folders below a run folder.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MAX_FILE_BYTES = 2**28  # bytes of a file that holds text
-MAX_LINE_BYTES = 2**26  # bytes of one line
+MAX_FILE_BYTES = 2**28  # maximum size of a text file
+MAX_LINE_BYTES = 2**26  # maximum length of a line
 
 
 class DiskError(OSError):
-    """Something could not be written; what was saved before is untouched."""
+    """A file could not be written; all earlier files are intact."""
 
 
 class DamageError(ValueError):
-    """A file whose bytes are not as they were written."""
+    """A file does not have the content that was written."""
 
 
 class LinkError(ValueError):
-    """Something in a run folder that is neither a regular file nor a folder."""
+    """A run folder contains something that is neither a regular file nor a folder."""
 
 
 _CHECKSUMMED = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
 
 
 def write_checksummed(folder: Path, number: int, data: bytes) -> Path:
-    """Write the data as number-digest.safetensors, in place of any other file of that number."""
+    """Write data as `{number}-{digest}.safetensors` and delete any other file with that number."""
     path = folder / checksummed_name(number, digest(data))
     write(path, data)
     for other in list_checksummed(folder):
@@ -47,6 +47,11 @@ def write_checksummed(folder: Path, number: int, data: bytes) -> Path:
 
 
 def read_checksummed(path: Path, remedy: str) -> bytes:
+    """Read a checksummed file.
+
+    Raises:
+        DamageError: If the bytes do not match the digest in the name. The message ends with `remedy`.
+    """
     with open_regular_file(path) as file:
         data = file.read()
     if digest_in_name(path) != digest(data):
@@ -55,7 +60,7 @@ def read_checksummed(path: Path, remedy: str) -> bytes:
 
 
 def list_checksummed(folder: Path) -> list[Path]:
-    """By number, lowest first."""
+    """Return the checksummed files in a folder, by number, lowest first; none if there is no such folder."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -80,31 +85,40 @@ def digest(data: bytes) -> str:
 
 
 def write(path: Path, data: bytes) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write a file atomically. The data is on disk when the function returns.
+
+    Raises:
+        DiskError: If the file cannot be written. An existing file is intact.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)  # of a process that died, or a link that somebody laid here
-        with open_regular_file(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        temporary.unlink(missing_ok=True)  # left by a process that died, or a planted link
+        with open_regular_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
         _sync(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):  # where the folder itself is at fault, there is nothing to clean up
-            aside.unlink()
+        with contextlib.suppress(OSError):  # if the folder itself is the problem, there is nothing to clean up
+            temporary.unlink()
         raise _write_error(path, error, data) from error
 
 
 def append(path: Path, data: bytes) -> None:
-    """On disk before it returns."""
+    """Append to a file. The data is on disk when the function returns.
+
+    Raises:
+        DiskError: If the file cannot be written.
+    """
     try:
         with open_regular_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as file:
-            begins = not os.fstat(file.fileno()).st_size
+            was_empty = not os.fstat(file.fileno()).st_size
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if begins:
+        if was_empty:
             _sync(path.parent)
     except OSError as error:
         raise _write_error(path, error, data) from error
@@ -112,17 +126,21 @@ def append(path: Path, data: bytes) -> None:
 
 def _write_error(path: Path, error: OSError, data: bytes) -> DiskError:
     return DiskError(
-        f"cannot write {path} ({error.strerror}; {len(data):,} bytes); what was saved before is whole: "
-        "make room or fix the folder, then resume the run"
+        f"cannot write {path} ({error.strerror}; {len(data):,} bytes); what was saved before is intact: "
+        "free some space or fix the folder, then resume the run"
     )
 
 
 def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """A regular file. A symbolic link is refused, and a pipe does not make us wait."""
+    """Open a regular file. Does not follow a symbolic link and does not block on a pipe.
+
+    Raises:
+        LinkError: If the path is not a regular file.
+    """
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a pipe without a reader
             raise _unexpected_type(path) from error
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -132,18 +150,21 @@ def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
 
 
 def read(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """Read a file of at most `limit` bytes; a larger one raises DamageError."""
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise DamageError(f"{path} holds {size:,} bytes; at most {limit:,} are read, so restore it from a copy")
+            raise DamageError(f"{path} has {size:,} bytes; the limit is {limit:,}, so restore it from a copy")
         return file.read()
 
 
 def read_json(path: Path) -> Any:
+    """Read and parse a JSON file."""
     return parse_json(read(path), str(path))
 
 
 def parse_json(data: bytes, where: str) -> Any:
+    """Parse JSON; raise DamageError, which names `where`, if it is not valid."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -151,7 +172,11 @@ def parse_json(data: bytes, where: str) -> Any:
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """With their ends; a line that is too long is an error before it fills the memory."""
+    """Yield the lines of a file with their line ends.
+
+    Raises:
+        DamageError: If a line is longer than `MAX_LINE_BYTES`, before it fills the memory.
+    """
     with open_regular_file(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -164,7 +189,10 @@ def lines(path: Path) -> Iterator[bytes]:
 
 
 def refuse_links(folder: Path) -> None:
-    """Everything below the folder must be a regular file or a folder. Where the folder itself lies is the user's."""
+    """Raise LinkError if anything below the folder is neither a regular file nor a folder.
+
+    The path of the folder itself may contain links: that is the user's choice.
+    """
     folders = [os.fspath(folder)]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -176,12 +204,12 @@ def refuse_links(folder: Path) -> None:
 
 
 def _unexpected_type(path: Path) -> LinkError:
-    kind = "a symbolic link" if path.is_symlink() else "no regular file"
-    return LinkError(f"{path} is {kind}, and partita follows none inside a run folder; put the file itself there")
+    kind = "a symbolic link" if path.is_symlink() else "not a regular file"
+    return LinkError(f"{path} is {kind}; a run folder may contain only regular files, so put the file itself there")
 
 
 def _sync(folder: Path) -> None:
-    """The rename itself must reach the disk too."""
+    """Sync the folder, so that a rename reaches the disk too."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

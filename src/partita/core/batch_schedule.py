@@ -1,4 +1,4 @@
-"""Which examples a client trains on in each step."""
+"""Which examples a client trains on in each step: shuffled or Poisson-sampled batches."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from partita.core import memory
 from partita.core.rng import Key
 from partita.core.settings import Training
 
-MANY_EXAMPLES = 10**8  # examples in a client's round, from which their order is a matter of memory
+MANY_EXAMPLES = 10**8  # check free memory before creating an order of more examples than this
 
 
 @dataclass(frozen=True, eq=False)
 class BatchSchedule:
-    """One client's batches: which examples, one batch after another, and how many are in each.
+    """One client's batches.
 
-    A batch is cut off when it is asked for: a GPU that waits for the first does not wait for the others.
+    Iterating yields the example indices of one batch at a time. Batches are sliced on demand, so a GPU can start on the
+    first before the others exist.
+
+    Attributes:
+        order: Example indices of all batches, one batch after another, of shape (example,).
+        sizes: The size of each batch.
     """
 
-    order: Tensor  # (example,)
+    order: Tensor
     sizes: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -38,27 +43,41 @@ class BatchSchedule:
 
 
 def count_steps(count: int, training: Training, epochs: int | None, fraction: float = 1.0) -> int:
-    """A client's steps in one phase."""
+    """Return a client's number of steps in one phase.
+
+    Args:
+        count: The client's number of examples.
+        training: The training settings.
+        epochs: The phase's epochs; None for `training.steps` or `training.epochs`.
+        fraction: The fraction of the steps that the client completes; at least one step remains.
+
+    Raises:
+        SizeError: If the order of examples would not fit into memory.
+    """
     per_epoch = -(-count // training.batch_size)
     total = training.steps if training.steps is not None and epochs is None else (epochs or training.epochs) * per_epoch
     steps = max(1, int(total * fraction))
-    if (
-        numbers := steps * min(count, training.batch_size)
-    ) > MANY_EXAMPLES:  # asking what is free takes longer than most calls
-        memory.require(16 * numbers, f"the order of examples in {steps:,} steps", "train fewer epochs or steps a round")
+    numbers = steps * min(count, training.batch_size)
+    if numbers > MANY_EXAMPLES:  # querying free memory takes longer than most calls of this function
+        memory.require(
+            16 * numbers, f"the order of examples in {steps:,} steps", "train fewer epochs or steps per round"
+        )
     return steps
 
 
 def shuffled_batches(
     count: int, training: Training, epochs: int | None, key: Key, fraction: float = 1.0
 ) -> BatchSchedule:
-    """Every epoch is a new permutation, and its last batch may be short."""
+    """Return batches that pass over all examples in a new random order in each epoch.
+
+    The last batch of an epoch may be smaller. The arguments are those of `count_steps`, and the random key.
+    """
     sizes = _batch_sizes(count, training.batch_size, count_steps(count, training, epochs, fraction))
     orders = [(key / epoch).permutation(count) for epoch in range(-(-sum(sizes) // count))]
     return BatchSchedule((orders[0] if len(orders) == 1 else torch.cat(orders))[: sum(sizes)], sizes)
 
 
-@lru_cache(maxsize=256)  # clients of one size share them
+@lru_cache(maxsize=256)  # clients with equal numbers of examples share the tuple
 def _batch_sizes(count: int, batch: int, steps: int) -> tuple[int, ...]:
     epoch = [*[batch] * (count // batch), *[count % batch] * (count % batch > 0)]
     return tuple(islice(cycle(epoch), steps))
@@ -67,7 +86,11 @@ def _batch_sizes(count: int, batch: int, steps: int) -> tuple[int, ...]:
 def poisson_batches(
     count: int, training: Training, epochs: int | None, key: Key, fraction: float = 1.0
 ) -> BatchSchedule:
-    """By Poisson: in each step every example takes part by itself, so a batch may also be empty."""
+    """Return batches by Poisson sampling.
+
+    In each step every example is included independently, with probability `min(1, batch_size / count)`. Batch sizes
+    vary, and a batch may be empty. The arguments are those of `count_steps`, and the random key.
+    """
     share = min(1.0, training.batch_size / count)
     batches = [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, fraction))]
     return BatchSchedule(torch.cat(batches), tuple(map(len, batches)))

@@ -1,10 +1,10 @@
-"""Random numbers that nobody can predict without a 256-bit key: the ChaCha20 stream cipher (RFC 8439).
+"""Cryptographically secure random numbers from a 256-bit key: the ChaCha20 stream cipher (RFC 8439).
 
-A CPU takes the cipher from the `cryptography` package. A GPU runs a kernel of its own, which is checked against that
-package before its first use. Both give the same bits, so a run draws the same noise wherever it trains.
+On a CPU the cipher comes from the `cryptography` package. On a GPU a kernel computes it; it is checked against that
+package before its first use. Both give the same bits, so a run draws the same noise on any device.
 
-Normal numbers are made in float64 by the Box-Muller transform from 64-bit integers. They reach 9.4 standard
-deviations, and what is released is rounded to a grid that is far coarser than float64 (`private.add_noise`).
+Normal numbers are computed in float64 with the Box-Muller transform from 64-bit integers. They reach 9.4 standard
+deviations. Released values are rounded to a grid that is far coarser than float64 (`noise.add_noise`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch import Tensor
 
 KEY_BYTES = 32
 BLOCK_BYTES = 64
-NORMALS = 8  # numbers made from one block
+NORMALS = 8  # numbers from one block
 MAX_BLOCKS = 2**32  # the cipher counts blocks in 32 bits
 _CPU = torch.device("cpu")
-_PASS = 2**21  # blocks whose numbers are made together: 128 MiB of stream, and as much again for each temporary
-# One 64-bit word of the stream a thread. Eight threads compute the same block: arithmetic is cheap beside memory.
+_PASS = 2**21  # blocks that are processed together: 128 MiB of stream, and as much again for each temporary
+# Each thread returns one 64-bit word of the stream. Eight threads compute the same block: arithmetic is cheaper than
+# memory access.
 _KERNEL = r"""
 template <typename T> T chacha20(T index, T key0, T key1, T key2, T key3) {
     typedef unsigned int u32;
@@ -56,36 +57,42 @@ template <typename T> T chacha20(T index, T key0, T key1, T key2, T key3) {
 
 
 class CipherError(ValueError):
-    """Random numbers for privacy that cannot be drawn."""
+    """Random numbers for privacy cannot be drawn."""
 
 
 def bernoulli(key: bytes, count: int, probability: float) -> NDArray[np.bool_]:
-    """Independent draws that are true with this probability, to within 2**-53. Shape (count,)."""
+    """Draw independent booleans, of shape (count,), that are true with `probability`, to within 2**-53."""
     words = np.frombuffer(_cipher_stream(key, -(-count // NORMALS)), np.uint64)[:count]
     return np.asarray((words >> 11) * 2.0**-53 < probability)
 
 
 def normal(keys: Sequence[bytes], counts: Sequence[int], device: torch.device | None = None) -> list[Tensor]:
-    """Independent standard normal numbers, one float64 tensor of shape (count,) for each key.
+    """Draw independent standard normal numbers.
 
     Args:
         keys: 32 bytes each. The same key always gives the same numbers.
         counts: How many numbers to draw with each key.
-        device: Where to compute; the CPU unless set.
+        device: Where to compute; None for the CPU.
+
+    Returns:
+        One float64 tensor of shape (count,) for each key.
+
+    Raises:
+        CipherError: If a count is too large, the package `cryptography` is missing, or the GPU kernel is wrong.
     """
     device = device or _CPU
     drawn: list[Tensor] = []
     for first, last in _passes(counts):
-        wanted = counts[first:last]
-        blocks = [-(-count // NORMALS) for count in wanted]
+        pass_counts = counts[first:last]
+        blocks = [-(-count // NORMALS) for count in pass_counts]
         numbers = _box_muller(torch.cat(_stream(keys[first:last], blocks, device)))
         parts = torch.split(numbers, [count * NORMALS for count in blocks])
-        drawn += [part[:count] for part, count in zip(parts, wanted, strict=True)]
+        drawn += [part[:count] for part, count in zip(parts, pass_counts, strict=True)]
     return drawn
 
 
 def _passes(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of draws whose numbers fit in memory together; a large draw stands alone."""
+    """Ranges of draws that fit in memory together; a large draw has a range of its own."""
     first, size = 0, 0
     for place, count in enumerate(counts):
         if place > first and size + count > _PASS * NORMALS:
@@ -99,14 +106,14 @@ def _passes(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _box_muller(words: Tensor) -> Tensor:
     """Eight normal numbers from each block of eight 64-bit integers: four radii and four angles."""
     radii, angles = torch.split(words.view(-1, NORMALS), NORMALS // 2, dim=1)
-    # 63 bits, and never zero. Near zero float64 resolves them all, which is where the tails come from.
+    # 63 bits, and never zero. The tails come from values near zero, where float64 resolves all 63 bits.
     radii = radii.bitwise_and(2**63 - 1).double().add_(0.5).mul_(2.0**-63).log_().mul_(-2).sqrt_()
     angles = angles.double().mul_(2 * math.pi * 2.0**-64)
     return torch.cat([radii * angles.cos(), radii * angles.sin()], dim=1).flatten()
 
 
 def _stream(keys: Sequence[bytes], blocks: Sequence[int], device: torch.device) -> list[Tensor]:
-    """The cipher's stream for each key as int64, eight for each block."""
+    """The cipher's stream for each key as int64, eight words per block."""
     if max(blocks, default=0) > MAX_BLOCKS:
         raise CipherError(f"one draw is limited to {MAX_BLOCKS * NORMALS:,} numbers; split the tensor")
     if device.type == "cpu":
@@ -117,7 +124,7 @@ def _stream(keys: Sequence[bytes], blocks: Sequence[int], device: torch.device) 
 
 def _cipher_stream(key: bytes, blocks: int) -> bytes:
     algorithms, cipher = _need()
-    # The first 4 of these 16 bytes are the counter. A key serves one draw, so the nonce can be constant.
+    # The first 4 of these 16 bytes are the counter. Each key is used for one draw only, so the nonce can be constant.
     encryptor = cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     stream: bytes = encryptor.update(bytes(BLOCK_BYTES * blocks))
     return stream
@@ -133,12 +140,14 @@ def _kernel_stream(
 
 @cache
 def _kernel() -> Callable[..., Tensor]:
-    """The compiled kernel. A compiler's mistake here would be a leak, so it must first give the library's stream."""
+    """The compiled kernel, after a check against the library: a wrong stream would break privacy."""
     kernel: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(_KERNEL)
     key, blocks = bytes(range(KEY_BYTES)), 40
     [words] = _kernel_stream(kernel, [key], [blocks], torch.device("cuda"))
     if words.cpu().numpy().tobytes() != _cipher_stream(key, blocks):
-        raise CipherError("this GPU computes another stream than the package cryptography; set engine.device = 'cpu'")
+        raise CipherError(
+            "the stream of this GPU differs from that of the package cryptography; set engine.device = 'cpu'"
+        )
     return kernel
 
 

@@ -1,6 +1,7 @@
-"""The server's state on disk, sealed: a damaged checkpoint is an error, and a partial one never exists.
+"""Server checkpoints with checksums: a damaged checkpoint is an error, and a partial one never exists.
 
-A checkpoint also says what belongs to it: the run, the rows of the rounds done, and the newest state of each client.
+A checkpoint also identifies what belongs to it: the run, the records of the completed rounds, and the newest state of
+each client.
 """
 
 from __future__ import annotations
@@ -19,25 +20,36 @@ from partita.core.method import Server
 from partita.core.tensors import Tensors
 from partita.core.versions import ParameterVersions
 
-CHECKPOINTS_KEPT = 2  # checkpoints; the older one is there in case the newest is damaged
+CHECKPOINTS_KEPT = 2  # the older one is a fallback in case the newest is damaged
 REMEDY = "delete it to resume from the checkpoint before it"
 
-States = Mapping[str, tuple[int, str]]  # by client, the round and the digest of its newest state
+States = Mapping[str, tuple[int, str]]  # by client, the round and the digest of its newest state file
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it was read."""
+    """A loaded checkpoint.
+
+    Attributes:
+        done: The number of completed rounds.
+        server: The server after these rounds.
+        run: The identity of the run.
+        rows: The digest of the records of the completed rounds.
+        states: The newest state of each client.
+    """
 
     done: int
     server: Server
-    run: str = ""  # the run's identity
-    rows: str = ""  # the digest of the rows of the rounds done
+    run: str = ""
+    rows: str = ""
     states: States = field(default_factory=dict)
 
 
 def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "", states: States | None = None) -> Path:
-    """Write the server after `done` rounds, then drop all but the newest few."""
+    """Write a checkpoint after `done` rounds, then delete all but the newest `CHECKPOINTS_KEPT`.
+
+    The arguments are the fields of `Checkpoint`. Returns the path of the file.
+    """
     clients, owners = sorted(server.versions.held), sorted(states or ())
     newest = [states[client] for client in owners] if states else []
     digests = bytearray().join(bytes.fromhex(digest) for _, digest in newest)
@@ -55,11 +67,11 @@ def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "",
         "done": done,
         "run": run,
         "rows": rows,
-        "params": list(server.params),  # a file does not keep their order, nor slots that are empty
+        "params": list(server.params),  # safetensors keeps neither the order of names nor empty slots
         "state": {slot: list(part) for slot, part in server.state.items()},
         "names": list(server.versions.current),
         "clients": clients,
-        "owners": None if owners == clients else owners,  # of a state; mostly all clients
+        "owners": None if owners == clients else owners,  # the clients in `states`; usually equal to "clients"
         "preloaded": server.versions.clients_have_initial_model,
     }
     path = write_checksummed(folder, done, serialization.save(flat, {"partita": json.dumps(about)}))
@@ -69,13 +81,22 @@ def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "",
 
 
 def load(path: Path, device: torch.device | None = None) -> tuple[int, Server]:
-    """(rounds done, server)."""
+    """Read a checkpoint and return `(completed rounds, server)`."""
     saved = read(path, device)
     return saved.done, saved.server
 
 
 def read(path: Path, device: torch.device | None = None, like: Server | None = None) -> Checkpoint:
-    """With `like`, the server must have its names and shapes."""
+    """Read a checkpoint.
+
+    Args:
+        path: The file.
+        device: The device for the server's tensors; None for the CPU.
+        like: If given, the server must have the same names, shapes and types.
+
+    Raises:
+        DamageError: If the file is damaged or does not match.
+    """
     data = read_checksummed(path, REMEDY)
     try:
         saved = _parse(data, device)
@@ -89,13 +110,23 @@ def read(path: Path, device: torch.device | None = None, like: Server | None = N
 
 
 def newest(folder: Path, run: str | None, first: Server, device: torch.device | None = None) -> Checkpoint:
-    """The newest checkpoint, which must be of the run with this identity; where there is none, its first server."""
-    found = list_checksummed(folder)
-    if not found:
+    """Read the newest checkpoint in a folder.
+
+    Args:
+        folder: The folder of checkpoints.
+        run: The identity of the run that the checkpoint must have.
+        first: The initial server, returned after 0 rounds if there is no checkpoint.
+        device: The device for the server's tensors; None for the CPU.
+
+    Raises:
+        DamageError: If the checkpoint is damaged or belongs to another run, model or method.
+    """
+    paths = list_checksummed(folder)
+    if not paths:
         return Checkpoint(0, first)
-    saved = read(found[-1], device, first)
+    saved = read(paths[-1], device, first)
     if saved.run != run:
-        raise DamageError(f"{found[-1]} belongs to another run than the files beside {folder}; {REMEDY}")
+        raise DamageError(f"{paths[-1]} belongs to another run than the files next to {folder}; {REMEDY}")
     return saved
 
 
@@ -120,6 +151,6 @@ def _parse(data: bytes, device: torch.device | None) -> Checkpoint:
 
 
 def _layout(server: Server) -> object:
-    """What two servers of one run have in common."""
+    """What all servers of one run have in common."""
     params = {name: (value.shape, value.dtype) for name, value in server.params.items()}
     return params, sorted(server.versions.current), server.versions.clients_have_initial_model

@@ -1,6 +1,7 @@
-"""One client's round: visit -> train -> reply, a pure function of the job, the client's state and its data.
+"""One client's round: begin, train, finish. A pure function of the job, the client's state and its data.
 
-Rules are written for one client. `training` computes what lies between visit and reply, for one client or several.
+`begin_round` and `finish_round` call the hooks of client rules and transforms, one client at a time. The package
+`training` does the training in between, for one client or several at once.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from partita.core.rng import Key
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
 
-OPTIMIZER_PREFIX = "optimizer."  # the prefix of the slots in which a client's memory holds its optimizer's state
+OPTIMIZER_PREFIX = "optimizer."  # prefix of the memory slots that hold the optimizer state
 
 
 class ClientError(RuntimeError):
-    """Something went wrong at one client."""
+    """A failure at one client."""
 
     def __init__(self, client: str, reason: str) -> None:
         super().__init__(f"client '{client}': {reason}")
@@ -35,7 +36,16 @@ class ClientError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What the server asks of a client. Of params only the stale names travel: the client holds the others."""
+    """What the server asks of one client in one round.
+
+    Attributes:
+        round: The round, from 0.
+        client: The client's name.
+        params: The parameters in the client's `plan.down`.
+        stale: The names of `params` that must travel; the client already holds the others.
+        slots: The slots from `ServerRule.send`, restricted to `plan.train`.
+        signal: The result of `ServerRule.signal`.
+    """
 
     round: int
     client: str
@@ -47,7 +57,12 @@ class Job:
 
 @dataclass(frozen=True)
 class ClientState:
-    """What stays with the client: its personal parameters, and the memory of its rules and optimizer."""
+    """What stays with a client between rounds.
+
+    Attributes:
+        personal: The parameters that its plans kept (`plan.keep`).
+        memory: The slots of its rules; also the optimizer state if `Method.carry_optimizer` is set.
+    """
 
     personal: Tensors = field(default_factory=dict)
     memory: Slots = field(default_factory=dict)
@@ -55,12 +70,26 @@ class ClientState:
 
 @dataclass(frozen=True)
 class ClientRound:
+    """One client's round after `begin_round`, ready for training.
+
+    Attributes:
+        job: The job.
+        state: The client's state before the round.
+        plan: The narrowed plan.
+        ctx: The context for the hooks of client rules.
+        examples: The client's training examples.
+        schedules: The batches of each phase in `plan.phases`.
+        key: The random key of this client and round.
+        metrics: The metrics of all `LayerSelection` results.
+        private: The DP-SGD settings; None for training without example-level privacy.
+    """
+
     job: Job
     state: ClientState
     plan: Plan
     ctx: Context
     examples: Examples
-    schedules: tuple[BatchSchedule, ...]  # for each phase
+    schedules: tuple[BatchSchedule, ...]
     key: Key
     metrics: Mapping[str, float] = field(default_factory=dict)
     private: DPSGDSettings | None = None
@@ -68,26 +97,41 @@ class ClientRound:
 
 @dataclass(frozen=True)
 class LocalResult:
-    params: Mapping[str, Tensor]  # of the trained names
+    """The result of one client's training.
+
+    Attributes:
+        params: The trained parameters, for the names in `plan.train`.
+        steps: For each trained name, the number of optimizer steps over all phases.
+        losses: The task's loss before each step.
+        optimizer: The optimizer state by slot.
+        delta: `params - anchor` for the names in `plan.up`. Training computes it for all clients of a block at once.
+    """
+
+    params: Mapping[str, Tensor]
     steps: Mapping[str, int]
-    losses: Sequence[float]  # the task's before each step
+    losses: Sequence[float]
     optimizer: Slots
-    delta: Mapping[str, Tensor]  # params - anchor, of what goes up: a block takes it for all clients at once
+    delta: Mapping[str, Tensor]
 
 
 def round_info_of(run: Run, job: Job) -> RoundInfo:
+    """Return the RoundInfo of a job, as the server had it when it made the plan."""
     return RoundInfo(job.round, run.rounds, job.client, job.signal)
 
 
 def client_params(run: Run, model: Model, job: Job, state: ClientState) -> tuple[Plan, Tensors]:
-    """The client's plan and its full parameters: the server's, its own, and for the rest the model's as loaded."""
+    """Return the client's plan and all its parameters at the start of the round.
+
+    Names in `plan.keep` come from the client's state (from `model.initial` in its first round), names in `plan.down`
+    from the job, and all others from `model.initial`.
+    """
     plan = plan_for(run.method.plan, model, round_info_of(run, job))
     personal = {name: state.personal.get(name, model.initial[name]) for name in plan.keep}
     return plan, {**model.initial, **job.params, **personal}
 
 
 def client_model(run: Run, model: Model, job: Job) -> Model:
-    """The model as this client runs it."""
+    """Return the model as this client runs it (`Method.shape`)."""
     shape = run.method.shape
     return shape(model, round_info_of(run, job)) if shape else model
 
@@ -95,7 +139,19 @@ def client_model(run: Run, model: Model, job: Job) -> Model:
 def begin_round(
     run: Run, model: Model, job: Job, state: ClientState, examples: Examples, fraction: float = 1.0
 ) -> ClientRound:
-    """Lay out one client's round. `work` below 1 is a straggler, who gets through that share of its steps."""
+    """Prepare one client's round: call `ClientRule.memory` and `ClientRule.narrow`, and draw the batches.
+
+    Args:
+        run: The settings.
+        model: The model.
+        job: The server's job.
+        state: The client's state from its last round.
+        examples: The client's training examples.
+        fraction: The fraction of its steps that the client completes; below 1 for a straggler.
+
+    Raises:
+        ClientError: If the client has no examples.
+    """
     plan, anchor = client_params(run, model, job, state)
     key = (run.secret or run.key) / "round" / job.round / "client" / job.client
     fresh = {slot: value for rule in run.method.client_rules for slot, value in rule.memory(anchor).items()}
@@ -107,6 +163,7 @@ def begin_round(
         job.slots,
         {**fresh, **memory},
         run.rate(job.round),
+        notes={},
         round_info=round_info_of(run, job),
     )
     notes: dict[str, Tensors] = {}
@@ -131,7 +188,10 @@ def begin_round(
 def adaptation_round(
     run: Run, model: Model, job: Job, state: ClientState, examples: Examples, phases: tuple[Phase, ...]
 ) -> ClientRound:
-    """A visit whose result is for evaluation only: the client adapts a copy of the whole model, and nothing travels."""
+    """Prepare a round whose result is used for evaluation only.
+
+    The client trains `phases` on a copy of the whole model, without client rules, and sends nothing.
+    """
     _, anchor = client_params(run, model, job, state)
     key = run.key / "round" / job.round / "client" / job.client / "adapt"
     plan = Plan(phases, up=NO_NAMES, down=NO_NAMES, keep=model.all_names())
@@ -158,7 +218,7 @@ def _batch_schedules(
 ) -> tuple[BatchSchedule, ...]:
     count = len(examples)
     if not count:
-        raise ClientError(job.client, "has no training examples; give it some or leave it out of the population")
+        raise ClientError(job.client, "has no training examples; add some or remove the client from the population")
     phases = enumerate(plan.phases)
     return tuple(
         [make_schedule(count, run.training, phase.epochs, key / "batches" / place, fraction) for place, phase in phases]
@@ -166,26 +226,32 @@ def _batch_schedules(
 
 
 def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> tuple[Update, ClientState]:
-    """What the client sends and what it keeps; whatever a rule returns is gated by the plan."""
+    """Call `ClientRule.finish` and `UpdateTransform.encode`; return the update to send and the state to keep.
+
+    Slots to send are restricted to `plan.up`, slots to remember to `plan.train`.
+
+    Raises:
+        ClientError: If a loss is not finite, or if a rule returns a slot that is not its own.
+    """
     client, plan, ctx = client_round.job.client, client_round.plan, client_round.ctx
-    # Under privacy the loss, which no noise was added to, tells the server nothing: neither its value nor a fault.
+    # Under example-level privacy the loss has no noise, so neither its value nor a failure may reach the server.
     losses = learned.losses if client_round.private is None else []
     for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
             raise ClientError(
                 client,
                 f"the loss is {loss} at step {step} of {len(losses)} in round {client_round.job.round}; "
-                "lower training.lr, set training.clip, or look at the client's data",
+                "lower training.lr, set training.clip, or check the client's data",
             )
     slots: dict[str, Tensors] = {}
     memory = {slot: dict(part) for slot, part in client_round.state.memory.items()}
     for rule in run.method.client_rules:
         if type(rule).finish is ClientRule.finish:
-            continue  # nobody looks at the parameters, so they are not taken apart
+            continue  # do not build the dict of all parameters for a hook that does not use it
         send, remember = rule.finish({**ctx.anchor, **learned.params}, learned.steps, ctx)
         if stray := (send.keys() | remember.keys()) - rule.slots:
             raise ClientError(
-                client, f"{type(rule).__name__} hands back the slot '{sorted(stray)[0]}', not among its own"
+                client, f"{type(rule).__name__} returns the slot '{sorted(stray)[0]}', which is not in its slots"
             )
         slots |= tensors.restrict_slots(send, plan.up)
         for slot, part in tensors.restrict_slots(remember, plan.train).items():
@@ -208,6 +274,7 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
 
 
 def carried_optimizer_state(run: Run, each: ClientRound) -> dict[str, Tensors]:
+    """Return the optimizer state from the client's last round by slot; empty without `Method.carry_optimizer`."""
     if not run.method.carry_optimizer:
         return {}
     memory = each.state.memory

@@ -1,7 +1,7 @@
-"""Where clients' state lives between visits: on disk by round, or in memory with the disk behind it.
+"""Storage of client state between rounds: on disk by round, or in memory with optional disk backing.
 
-A visit in round r starts from the newest state of an earlier round. So a run that goes back to a checkpoint finds the
-states that belong to it, whatever the rounds after it had written.
+A client enters round r with its newest state from an earlier round. So a run that resumes from a checkpoint finds the
+states that belong to it, even if later rounds had written newer ones.
 """
 
 from __future__ import annotations
@@ -29,48 +29,55 @@ from partita.core.safe_text import client_of_folder, path_component
 
 
 class ClientStore(Protocol):
+    """Stores client state between rounds."""
+
     def load(self, client: str, round: int) -> ClientState:
-        """The state with which the client enters the round."""
+        """Return the state with which the client enters the round; an empty state before its first."""
         ...
 
-    def save(self, client: str, round: int, state: ClientState) -> None: ...
+    def save(self, client: str, round: int, state: ClientState) -> None:
+        """Store the state with which the client leaves the round."""
+        ...
 
     def commit(self, done: int) -> None:
-        """A checkpoint of `done` rounds is about to be written: all it needs must be safe now."""
+        """Make durable all that a checkpoint of `done` rounds needs. Called just before the checkpoint is written."""
         ...
 
     def known(self) -> list[str]:
-        """The clients that have left anything, sorted."""
+        """Return the clients with a stored state, sorted."""
         ...
 
     def states(self) -> States:
-        """What a checkpoint says of the states on this machine, after a commit."""
+        """Return the newest states on this machine after a commit, as a checkpoint records them."""
         ...
 
 
 class DiskStore:
-    """One file for each client and round; those that no checkpoint can need any more are dropped at the next visit.
+    """Stores one file per client and round. Files that no checkpoint needs any more are deleted at the next save.
 
-    With `newest`, the states that a checkpoint names, no other file in the folder counts: one that is missing or was
-    exchanged is an error. Without it, the folder is believed.
+    Args:
+        folder: The folder; each client has a subfolder.
+        device: The device for loaded tensors; None for the CPU.
+        newest: The newest states according to a checkpoint. Other files are then ignored, and a missing or replaced
+            file is an error. If None, any file in the folder is accepted.
     """
 
     def __init__(self, folder: Path, device: torch.device | None = None, newest: States | None = None) -> None:
         self.folder, self.device = folder, device or torch.device("cpu")
-        self.commits = (0, 0)  # the rounds behind the last two checkpoints: both must stay usable
+        self.commits = (0, 0)  # completed rounds at the last two checkpoints: both must stay usable
         self.newest = None if newest is None else dict(newest)
 
     def load(self, client: str, round: int) -> ClientState:
         path = self._earlier(client, round)
         if path is None:
             return ClientState()
-        remedy = f"restore this state of client '{client}' from a copy, or start anew"
+        remedy = f"restore this state of client '{client}' from a copy, or start a new run"
         try:
             slots = serialization.unpack(read_checksummed(path, remedy))
         except FileNotFoundError as error:
             raise self._missing(client, path) from error
         except safetensors.SafetensorError as error:
-            raise DamageError(f"{path} holds no tensors; {remedy}") from error
+            raise DamageError(f"{path} is not a safetensors file; {remedy}") from error
         slots = {slot: tensors.to(part, self.device) for slot, part in slots.items()}
         return ClientState(slots.pop("personal", {}), slots)
 
@@ -106,27 +113,31 @@ class DiskStore:
         return self.newest or {}
 
     def rewind(self, done: int) -> None:
-        """Forget what rounds from `done` on had written; what the checkpoint names must be there."""
-        there = set[Path]()
+        """Delete the states of round `done` and later, and check that all states in the checkpoint exist.
+
+        Raises:
+            DamageError: If a state that the checkpoint names is missing.
+        """
+        existing = set[Path]()
         for folder in self.folder.glob("*"):
             for path in list_checksummed(folder):
                 if number_in_name(path) >= done:
                     path.unlink()
                 else:
-                    there.add(path)
+                    existing.add(path)
         for client, (number, digest) in (self.newest or {}).items():
             path = self._folder(client) / checksummed_name(number, digest)
-            if path not in there:
+            if path not in existing:
                 raise self._missing(client, path)
 
     def _missing(self, client: str, path: Path) -> DamageError:
         return DamageError(
-            f"{path} is missing: it is the state of client '{client}' that the checkpoint goes with; restore it from a "
-            "copy, or delete the folder checkpoints to run all rounds again"
+            f"{path} is missing: it is the state of client '{client}' that belongs to the checkpoint; restore it from "
+            "a copy, or delete the folder 'checkpoints' to run all rounds again"
         )
 
     def _owner(self, folder: Path) -> str:
-        """Of a long name, the folder has only the digest, so a state tells it."""
+        """The client of a folder. A shortened folder name has only a digest, so read the name from a state file."""
         name = client_of_folder(folder.name)
         if name is None:
             name = str(
@@ -143,7 +154,7 @@ class DiskStore:
 
 
 class MemoryStore:
-    """States in memory; with a disk behind it, each commit writes those that changed."""
+    """Stores states in memory. With a `disk` store, each commit writes the states that changed."""
 
     def __init__(self, disk: DiskStore | None = None) -> None:
         self.disk = disk

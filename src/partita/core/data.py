@@ -1,4 +1,4 @@
-"""What the core asks of data: batches, examples, and a population of clients."""
+"""The interfaces of data: batches, examples, and a population of clients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from torch import Tensor
 
 from partita.core.tensors import Tensors
 
-IGNORE_INDEX = -100  # a target that does not count: padding, or a token of which nothing is asked
+IGNORE_INDEX = -100  # a target that the loss ignores: padding, or a token without a label
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs by name, as the model takes them. The mask (example,) is zero for padding; None: all count."""
+    """A batch of examples.
+
+    Attributes:
+        inputs: The model's inputs by name, each of shape (example, ...).
+        targets: The targets, of shape (example, ...).
+        mask: Shape (example,), zero for padding; None if all examples count.
+    """
 
     inputs: Tensors
     targets: Tensor
@@ -23,33 +29,39 @@ class Batch:
 
 
 class Examples(Protocol):
-    """A set of examples that can be taken by index."""
+    """Examples with access by index."""
 
     def __len__(self) -> int: ...
 
-    def take(self, indices: Tensor) -> Batch: ...
+    def take(self, indices: Tensor) -> Batch:
+        """Return the examples at `indices`, a tensor of shape (example,), as a batch."""
+        ...
 
 
 @runtime_checkable
 class TableExamples(Examples, Protocol):
-    """Examples that are rows of a table, which may hold those of others too."""
+    """Examples that are rows of a table. Other clients' examples may be rows of the same table."""
 
     @property
     def table(self) -> Examples: ...
 
     @property
-    def indices(self) -> Tensor: ...
+    def indices(self) -> Tensor:
+        """The row of each example in the table, of shape (example,)."""
+        ...
 
 
 @dataclass(frozen=True)
 class ClientData:
+    """One client's examples by split."""
+
     train: Examples
     validation: Examples
     test: Examples
 
 
 class Population(Protocol):
-    """The clients by name; a client's data is made when asked for, so a large population costs little."""
+    """The clients by name. A client's data is created on access, so a large population costs little memory."""
 
     @property
     def clients(self) -> Sequence[str]: ...

@@ -1,4 +1,4 @@
-"""Settings of example-level differential privacy (DP-SGD), and the error of a setting that cannot hold."""
+"""Settings of example-level differential privacy (DP-SGD)."""
 
 from __future__ import annotations
 
@@ -7,27 +7,37 @@ from typing import Literal
 
 
 class PrivacyError(ValueError):
-    """A setting under which a promise of privacy could not be kept."""
+    """The privacy guarantee cannot hold with these settings."""
 
 
 @dataclass(frozen=True)
 class DPSGDSettings:
-    """`noise` is the deviation of the Gaussian in multiples of `clip`, the most that one example adds to a sum.
+    """Settings of DP-SGD.
 
-    Poisson sampling takes every example by itself, which accountants reward; shuffled batches are for comparisons.
+    Attributes:
+        clip: The maximum norm of one example's gradient, and so the sensitivity of the sum.
+        noise: The standard deviation of the Gaussian noise, as a multiple of `clip`.
+        sampling: "poisson" includes each example independently, which accountants reward; "shuffle" uses shuffled
+            batches, for comparisons.
+        clipping: "direct" computes each example's gradient; "ghost" computes only their norms, from the inputs and
+            output gradients of layers; "auto" uses ghost clipping for large batches where it works.
+        microbatch: Examples whose gradients are in memory at once; None for a whole batch.
+
+    Raises:
+        PrivacyError: If a setting is invalid.
     """
 
     clip: float
     noise: float
     sampling: Literal["poisson", "shuffle"] = "poisson"
-    clipping: Literal["auto", "direct", "ghost"] = "auto"  # direct: of each example's gradient; ghost: read off layers
-    microbatch: int | None = None  # examples whose gradients are held at once; None: a whole batch
+    clipping: Literal["auto", "direct", "ghost"] = "auto"
+    microbatch: int | None = None
 
     def __post_init__(self) -> None:
         if not self.clip > 0:
             raise PrivacyError(f"privacy.clip is {self.clip}; it must be above 0")
         if not 0 <= self.noise < float("inf"):
-            raise PrivacyError(f"privacy.noise is {self.noise}; it must be a number from 0 up")
+            raise PrivacyError(f"privacy.noise is {self.noise}; it must be a finite number of at least 0")
         if self.noise and self.clip == float("inf"):
             raise PrivacyError("privacy.clip is infinite, so no noise is enough; give it a number, such as 1.0")
         if self.microbatch is not None and self.microbatch < 1:

@@ -1,13 +1,13 @@
-"""How far clients pull apart, by tag: measured on the stream of updates in memory that does not grow with the cohort.
+"""Client drift by tag, measured on the stream of updates in memory that does not grow with the cohort.
 
 For the updates d_i of a round with weights p_i and mean m, over the names of one tag:
 
-    dispersion  sqrt(sum p_i |d_i - m|^2) / |m|     0 where all clients agree
-    cosine      sum p_i cos(d_i, m)                 1 where all point one way
-    distance    sqrt(sum p_i |d_i|^2)               how far a client moved from the anchor
+    dispersion  sqrt(sum p_i |d_i - m|^2) / |m|     0 if all updates are equal
+    cosine      sum p_i cos(d_i, m)                 1 if all updates have the same direction
+    distance    sqrt(sum p_i |d_i|^2)               how far clients moved from the anchor
 
-Where clients send different names, p_i are the weights among those who sent a name, for the cosine among those who sent
-any name of the tag.
+If clients send different names, p_i are the weights among the clients that sent a name; for the cosine, among those
+that sent any name of the tag with a delta that is not zero.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from partita.core.model import Model
 from partita.core.packed import PackedTensors
 from partita.core.tensors import Mean, Tensors
 
-_MAX_ELEMENTS = (
-    2**26
-)  # numbers of updates that are looked at together: on a GPU each call costs more than the arithmetic
+# Elements of the updates that are processed together: on a GPU each call costs more than the arithmetic.
+_MAX_ELEMENTS = 2**26
 DriftMeasures = dict[str, dict[str, float]]  # tag -> measure -> value
-Weights = Mapping[str, float]  # by tag, a client's weight over how far it moved
+Weights = Mapping[str, float]  # by tag, a client's weight divided by the norm of its delta
 
 
 class Drift:
+    """Measures the drift of one round."""
+
     def __init__(self, model: Model) -> None:
         self.tags = {name: sorted(tags) for name, tags in model.tags.items()}
         self.mean = Mean()
-        self.square: dict[str, float] = {}  # by name, the sum of |d_i|^2, each with its weight
-        self.pointed: dict[str, float] = {}  # by tag, the weight of those who moved
-        self.units: Tensors = {}  # (tag of the name, number), the sum of d_i / |d_i|, each with its weight
-        self.waiting: list[tuple[PackedTensors, Weights]] = []  # what is still to be added to that
+        self.square: dict[str, float] = {}  # by name, the weighted sum of |d_i|^2
+        self.pointed: dict[str, float] = {}  # by tag, the total weight of clients whose delta is not zero
+        self.units: Tensors = {}  # by name (tag of the name, element), the weighted sum of d_i / |d_i|
+        self.waiting: list[tuple[PackedTensors, Weights]] = []  # deltas that are not yet added to `units`
 
     def watch(self, updates: Iterable[Update]) -> Iterator[Update]:
-        """Hands every update on as it is."""
+        """Yield every update unchanged and record its drift."""
         for update in updates:
             if update.weight and update.delta:
                 self._see(update.delta, update.weight)
@@ -68,7 +69,7 @@ class Drift:
             self._point(*self._waited())
 
     def _waited(self) -> tuple[Tensors, list[Weights]]:
-        """By name (client, number), and the shares of each; from now on they wait no longer."""
+        """Empty the queue: by name, the deltas (client, element), and the weights of each client."""
         if not self.waiting:
             return {}, []
         tables = self.waiting[0][0].layout.per_name(torch.stack([delta.buffer for delta, _ in self.waiting]))
@@ -78,31 +79,32 @@ class Drift:
 
     def _point(self, deltas: Tensors, shares: Sequence[Weights]) -> None:
         device = next(iter(deltas.values())).device
-        table = torch.tensor([[each[tag] for each in shares] for name in deltas for tag in self.tags[name]])
+        table = torch.tensor([[weights[tag] for weights in shares] for name in deltas for tag in self.tags[name]])
         parts = torch.split(table.to(device, non_blocking=True), [len(self.tags[name]) for name in deltas])
         for (name, value), part in zip(deltas.items(), parts, strict=True):  # part: (tag of the name, client)
             both = part.to(tensors.upcast(value).dtype), tensors.upcast(value)
             self.units[name] = self.units[name].addmm_(*both) if name in self.units else torch.mm(*both)
 
     def measures(self) -> DriftMeasures:
+        """Return the measures by tag, for all updates so far."""
         mean = self.mean.value
         squares, flat = tensors.squared_norms(mean), {name: value.flatten() for name, value in mean.items()}
-        # Those who still wait are multiplied with the mean as they are, and mostly that is all.
+        # Queued deltas are multiplied with the mean directly. Often all deltas are still queued.
         deltas, shares = self._waited()
         dots = [torch.mv(tensors.upcast(value), flat[name]) for name, value in deltas.items()]
         dots += [torch.mv(value, flat[name]) for name, value in self.units.items()]
-        found = iter(torch.cat(dots).tolist() if dots else [])
+        values = iter(torch.cat(dots).tolist() if dots else [])
         groups: dict[str, list[str]] = {}
         for name in mean:
             for tag in self.tags[name]:
                 groups.setdefault(tag, []).append(name)
         along = dict.fromkeys(groups, 0.0)
         for name in deltas:
-            for each, dot in zip(shares, found, strict=False):
+            for weights, dot in zip(shares, values, strict=False):
                 for tag in self.tags[name]:
-                    along[tag] += each[tag] * dot
+                    along[tag] += weights[tag] * dot
         for name in self.units:
-            for tag, dot in zip(self.tags[name], found, strict=False):
+            for tag, dot in zip(self.tags[name], values, strict=False):
                 along[tag] += dot
         return {tag: self._measure(tag, names, squares, along[tag]) for tag, names in sorted(groups.items())}
 

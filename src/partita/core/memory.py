@@ -1,4 +1,4 @@
-"""How much memory is free, checked before something large is allocated."""
+"""Checks of free memory before large allocations."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 
 class SizeError(ValueError):
-    """Something that does not fit into memory."""
+    """Something does not fit into memory."""
 
 
 def require(wanted: int, what: str, remedy: str) -> None:
-    """Raise SizeError where so many bytes are not free."""
+    """Raise SizeError if fewer than `wanted` bytes are free.
+
+    Args:
+        wanted: The number of bytes.
+        what: What needs them, for the error message.
+        remedy: What the user can do.
+    """
     free = available()
     if wanted > free:
-        raise SizeError(f"{what} would take {size(wanted)}, but {size(free)} of memory are free; {remedy}")
+        raise SizeError(f"{what} would take {size(wanted)}, but only {size(free)} of memory are free; {remedy}")
 
 
 def available() -> int:
-    """Bytes that this process can allocate without swapping."""
+    """Return the number of bytes that this process can allocate without swapping."""
     return min(_of_machine(), _of_container())
 
 
 def size(count: int) -> str:
-    """Bytes in a unit that suits them."""
+    """Format a number of bytes with a suitable unit."""
     for unit, factor in (("EB", 10**18), ("PB", 10**15), ("TB", 10**12), ("GB", 10**9)):
         if count >= factor:
             return f"{count / factor:,.1f} {unit}"
@@ -33,18 +39,18 @@ def size(count: int) -> str:
 
 
 def _of_machine() -> int:
-    """Where the system does not say what is free, all that the machine has."""
-    said = Path("/proc/meminfo")
-    if said.exists():
-        sizes = dict(line.split(":") for line in said.read_text().splitlines())
+    """Free memory of the machine, or its total memory if the system does not report what is free."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        sizes = dict(line.split(":") for line in meminfo.read_text().splitlines())
         return int(sizes["MemAvailable"].split()[0]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _of_container() -> int:
-    """Below the limit of the control group, which /proc/meminfo does not know."""
+    """Free memory below the limit of the control group, which /proc/meminfo does not include."""
     try:
         limit, used = ((_CONTAINER / f"memory.{name}").read_text().strip() for name in ("max", "current"))
         return int(limit) - int(used)
-    except (OSError, ValueError):  # there is none, or the limit is the word "max"
+    except (OSError, ValueError):  # there is no limit, or it is the word "max"
         return 2**63

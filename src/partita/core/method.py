@@ -1,10 +1,29 @@
-"""A method is four independent choices: the plan, how a client learns, what the wire does, how the server learns."""
+"""The contract of a federated method.
+
+A method combines four independent choices:
+
+- the plan (`plan.py`): which parameters train, travel and stay, for each client and round;
+- client rules (`ClientRule`): how a client trains;
+- transforms (`UpdateTransform`): what happens to an update between client and server;
+- the server rule (`ServerRule`): how the server aggregates updates and changes the global model.
+
+The hooks run in this order in every round:
+
+1. For each client of the cohort, the server calls `ServerRule.signal`, the plan, and `ServerRule.send`.
+2. At the client: `ClientRule.memory`, `ClientRule.narrow`, then in every step `ClientRule.penalty` and
+   `ClientRule.gradient`, then `ClientRule.finish` and `UpdateTransform.encode`.
+3. At the server, as updates arrive: `UpdateTransform.decode_update`, then `ServerRule.reduce` over the stream.
+4. Once for the round: `UpdateTransform.decode_aggregate`, then `ServerRule.apply`.
+
+All hooks must be pure: the result depends on the arguments only, and arguments are not modified in place. Draw random
+numbers from the `key` that a hook receives. `partita.check_method` tests these promises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor
 
@@ -19,16 +38,31 @@ from partita.core.versions import ParameterVersions
 T = TypeVar("T")
 
 
-RESERVED = frozenset({"params", "delta", "personal"})  # what messages and files hold beside slots
+RESERVED = frozenset({"params", "delta", "personal"})  # names that messages and files use for things other than slots
 
 
 class MethodError(ValueError):
-    """A method that cannot be built, composed or run as asked."""
+    """The method cannot be built, composed or run with these settings."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a client's rule may look at: where training started, what the server sent beside it, what it remembers."""
+    """What the hooks of a client rule can read.
+
+    Attributes:
+        model: The model as this client runs it.
+        plan: The client's plan. In `narrow` it is the plan before any rule narrowed it; in all later hooks it is the
+            narrowed plan.
+        anchor: All parameters at the start of the client's round: those in `plan.down` from the server, those in
+            `plan.keep` from the client, all others as the model was loaded.
+        sent: The slots from `ServerRule.send`, restricted to the `plan.train` of the plan before narrowing.
+        memory: The slots that the client stored in its last round, or those of `ClientRule.memory` before its first.
+        lr: The learning rate of this round.
+        notes: The `LayerSelection.notes` of all rules, for `finish`. Empty in `narrow`; in `penalty` and `gradient`
+            any access raises MethodError.
+        round_info: Round and client, for `narrow` and `finish`. In `penalty` and `gradient` any access raises
+            MethodError.
+    """
 
     model: Model
     plan: Plan
@@ -36,15 +70,47 @@ class Context:
     sent: Slots
     memory: Slots
     lr: float
-    notes: Slots = field(default_factory=dict)  # what its rules noted when they chose what to train
-    # Whose round it is, for rules that choose what to train; steps know nothing of it.
-    round_info: RoundInfo = field(default_factory=lambda: RoundInfo(0, 1, ""))
+    # Not available in `penalty` and `gradient`: one step serves several clients, and a CUDA graph may replay it in
+    # later rounds, so neither value would be right there.
+    notes: Slots = field(default_factory=lambda: cast(Slots, UnavailableInSteps("notes")))
+    round_info: RoundInfo = field(default_factory=lambda: cast(RoundInfo, UnavailableInSteps("round_info")))
+
+
+class UnavailableInSteps:
+    """Stands in for a field of the Context that `penalty` and `gradient` cannot read; any access raises MethodError."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle probe these
+            raise AttributeError(name)
+        raise MethodError(
+            f"ctx.{self._field} cannot be read in penalty or gradient: one step serves several clients and may be "
+            "replayed in later rounds; read it in narrow or finish, and store what you need in a memory slot"
+        )
+
+    def __getitem__(self, key: object) -> Any:
+        return self.get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self.get(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.get(""))
+
+    def __len__(self) -> int:
+        return len(self.get(""))
 
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """What a client chose by looking at its data: the names to train and send, notes for the end of its round, and
-    numbers that are told to the server.
+    """The result of `ClientRule.narrow`.
+
+    Attributes:
+        names: The parameters to train and send. Names outside the plan have no effect.
+        notes: Tensors for `finish` in the same round, found in `Context.notes`. They do not leave the client.
+        metrics: Numbers for the server, sent in `Update.metrics`.
     """
 
     names: Names
@@ -54,10 +120,13 @@ class LayerSelection:
 
 @dataclass(frozen=True)
 class PrivacyRelease:
-    """Something that leaves a client and was made from its examples, as an accountant must know it.
+    """A noisy quantity that depends on a client's examples and leaves the client, as the privacy accountant needs it.
 
-    `noise` is Gaussian, its deviation in multiples of what one example can change; `share` is the probability with
-    which an example took part, each by itself.
+    Attributes:
+        what: A description for reports.
+        noise: The standard deviation of the Gaussian noise, as a multiple of the sensitivity to one example.
+        share: The probability with which each example is included, independently of the others.
+        count: How many times it is released.
     """
 
     what: str
@@ -68,20 +137,39 @@ class PrivacyRelease:
 
 @dataclass(frozen=True)
 class Update:
-    """What one client sends. delta is after - before; weight is its number of training examples."""
+    """What one client sends to the server.
+
+    Attributes:
+        client: The client's name.
+        delta: Trained parameters minus the anchor, for the names in the client's narrowed `plan.up`.
+        slots: The slots to send from `ClientRule.finish`, restricted to the narrowed `plan.up`.
+        weight: The client's number of training examples.
+        steps: For each trained name, the number of optimizer steps over all phases.
+        loss: The mean training loss of the task; None if no loss is reported, as under example-level privacy.
+        metrics: Numbers from the `LayerSelection.metrics` of the client's rules.
+        round: The round that this update answers; None if the engine does not report it.
+    """
 
     client: str
     delta: Mapping[str, Tensor]
     slots: Slots
     weight: float
     steps: Mapping[str, int]
-    loss: float | None  # the task's mean training loss; None where nothing trained
-    metrics: Mapping[str, float] = field(default_factory=dict)  # small numbers that its rules tell the server
-    round: int | None = None  # that it answers; None: the engine does not say
+    loss: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    round: int | None = None
 
 
 @dataclass(frozen=True)
 class Aggregate:
+    """The result of `ServerRule.reduce`.
+
+    Attributes:
+        delta: The combined deltas by parameter name.
+        slots: The combined slots.
+        cohort: The number of updates consumed.
+    """
+
     delta: Tensors
     slots: Slots
     cohort: int
@@ -89,7 +177,13 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Server:
-    """All that the server knows, as one value."""
+    """The complete server state, as an immutable value.
+
+    Attributes:
+        params: The global model: all parameters of `Model.initial`.
+        state: The server rule's slots, first set by `ServerRule.init`.
+        versions: Which client holds which version of which parameter. The round loop maintains it.
+    """
 
     params: Tensors
     state: Slots = field(default_factory=dict)
@@ -97,44 +191,123 @@ class Server:
 
 
 class ClientRule:
-    """How a client learns, written for one; the engine lifts it to many. Every hook defaults to plain training."""
+    """How a client trains. The defaults give plain local training.
 
-    slots: Names = NO_NAMES  # the slots it sends up and remembers; no two rules of a method may share one
-    optimizers: Names | None = None  # the local optimizers it is right for; None: any
-    uses_data: bool = False  # narrow chooses by the client's examples, so what it chooses tells about them
-    release: PrivacyRelease | None = None  # how private that choice is, for each round; None: not at all
-    per_example: bool = False  # penalty is a mean over the batch's examples; if not, it looks at none of them
+    Write the hooks for one client, without a client dimension. The engine applies them to several clients at once with
+    `torch.vmap`, so `penalty` and `gradient` must not branch on tensor values or modify tensors in place.
+
+    Attributes:
+        slots: The slots that `finish` may return and `memory` fills. Two rules of a method cannot share a slot.
+        optimizers: The names of the local optimizers for which the rule is valid; None for any.
+        uses_data: Whether `narrow` reads the client's examples, so that its choice reveals something about them.
+        release: The privacy of that choice in each round; None if it has none. A method with example-level privacy
+            needs it for every rule that sets `uses_data`.
+        per_example: Whether `penalty` is a mean over the batch's examples. If False, `penalty` must not read examples
+            under example-level privacy.
+    """
+
+    slots: Names = NO_NAMES
+    optimizers: Names | None = None
+    uses_data: bool = False
+    release: PrivacyRelease | None = None
+    per_example: bool = False
 
     def memory(self, anchor: Tensors) -> Slots:
-        """What a client remembers before its first visit."""
+        """Return the client's memory before its first round.
+
+        Called at the start of every client round. A slot that the client has stored replaces the slot returned here.
+
+        Args:
+            anchor: All parameters at the start of the client's round.
+
+        Returns:
+            Slots, normally with one tensor for each name in `anchor`. They are found in `Context.memory`.
+        """
         return {}
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
-        """What to train and send this round, chosen by looking at the client's data; the plan gates the names."""
+        """Choose a subset of the plan to train and send in this round.
+
+        Called once per client round before training, in the order of `Method.client_rules`, and only if overridden.
+
+        Args:
+            plan: The plan as narrowed by the earlier rules.
+            probe: The client's training examples. Under example-level privacy, a rule without `uses_data` gets an
+                object that raises MethodError on access.
+            ctx: The context; `ctx.plan` is the plan before any narrowing, and `ctx.notes` is empty.
+            key: The random key of this rule, client and round.
+
+        Returns:
+            The selection. Its names are intersected with `plan.train` and `plan.up`; `plan.down` and `plan.keep` do not
+            change. Narrowing can remove names but cannot add any.
+        """
         return LayerSelection(plan.train)
 
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
-        """A scalar added to the mean loss of the batch."""
+        """Return a term of the loss.
+
+        Called in every training step, inside autograd and possibly inside `torch.vmap`. Under example-level privacy, a
+        rule with `per_example` is called for batches of one example, and its gradient is clipped with the task's. Any
+        other rule gets objects in place of `out` and `batch` that raise MethodError on access; its gradient is added
+        without clipping or noise.
+
+        Args:
+            out: The model's output for the batch.
+            params: All parameters at this step: those that train, and all others.
+            batch: One client's batch. `batch.mask` is zero for padding.
+            ctx: The context, without `notes` and `round_info`.
+
+        Returns:
+            A scalar that is added to the mean loss of the batch, or None.
+        """
         return None
 
     def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        """Change the gradient before the optimizer step.
+
+        Called in every training step, in the order of `Method.client_rules`, before `training.clip` is applied. Runs
+        without autograd and possibly inside `torch.vmap`. Under example-level privacy, `grads` is already noisy.
+
+        Args:
+            grads: The gradient for the names that train in the current phase and that the loss depends on.
+            ctx: The context, without `notes` and `round_info`.
+
+        Returns:
+            The gradient by name, restricted to the names in `grads`. The optimizer does not change a name that is left
+            out.
+        """
         return grads
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
-        """(slots to send, memory to keep) after training; both are gated by the plan."""
+        """Return what to send besides the delta, and what to remember.
+
+        Called once per client round after the last phase, and only if overridden. Dry runs and the server's check of
+        updates also call it, with unchanged parameters, one step per name, the memory before the first round, and (in
+        the server's check) empty notes. So the slots and names that it returns should depend on the plan only.
+
+        Args:
+            params: All parameters after training.
+            steps: For each name in `ctx.plan.train`, the number of optimizer steps over all phases.
+            ctx: The context, with the narrowed plan and the notes of `narrow`.
+
+        Returns:
+            `(slots to send, slots to remember)`. Both may use only the slots in `self.slots`; any other slot is an
+            error. Slots to send are restricted to `plan.up`. Slots to remember are restricted to `plan.train` and
+            merged by name into the memory; names that are not returned keep their value.
+        """
         return {}, {}
 
 
 class ForbiddenData:
-    """What a rule that says it looks at no examples is given in their place."""
+    """Stands in for examples that a rule must not read; any access raises MethodError."""
 
     def __init__(self, rule: ClientRule) -> None:
         self._rule = type(rule).__name__
 
     def __getattr__(self, what: str) -> Any:
         raise MethodError(
-            f"{self._rule} looks at a client's examples without saying so, which privacy cannot allow; if its penalty "
-            "is a mean over examples set per_example, and if it chooses by examples set looks and release"
+            f"{self._rule} reads a client's examples without declaring it, which privacy does not allow; set "
+            "per_example if its penalty is a mean over examples; set uses_data and release if narrow reads examples"
         )
 
     def __len__(self) -> int:
@@ -142,51 +315,122 @@ class ForbiddenData:
 
 
 class UpdateTransform:
-    """What happens to an update on the wire. Several are encoded in order and undone in reverse."""
+    """What happens to an update between client and server.
 
-    hides = False  # it protects whole clients: what one of them sent is not recorded, and all must send the same names
+    With several transforms, clients call `encode` in the order of `Method.transforms`; the server decodes in reverse.
+
+    Attributes:
+        hides: Whether the transform protects whole clients. If True, no single client's update norm is recorded, and
+            all clients of a round must send the same names.
+    """
+
+    hides = False
 
     def encode(self, update: Update, key: Key) -> Update:
-        """At the client, before sending."""
+        """Encode an update at the client, after all `ClientRule.finish` hooks.
+
+        Args:
+            update: The update. `delta` and `slots` are restricted to the narrowed `plan.up`.
+            key: The random key of this transform, client and round.
+
+        Returns:
+            The update to send. Its delta and slots may have any tensor type that the wire format supports, and it may
+            have additional slots.
+        """
         return update
 
     def decode_update(self, update: Update) -> Update:
-        """At the server, on each update as it arrives."""
+        """Decode one update at the server, as it arrives.
+
+        The input comes from a client and can be malformed. Any exception makes the server reject the update.
+
+        Returns:
+            The decoded update. It may contain only names in `plan.up`, with the shapes, types and device of the
+            server's parameters, and only the slots of the method's client rules. Anything else is rejected.
+        """
         return update
 
     def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
-        """At the server, on the aggregate."""
+        """Decode the aggregate at the server, between `ServerRule.reduce` and `ServerRule.apply`.
+
+        Args:
+            aggregate: The result of `ServerRule.reduce`, as decoded by the later transforms.
+            key: The random key of this transform and round.
+        """
         return aggregate
 
 
 class ServerRule:
-    """How the server learns from updates. The default is FedAvg's: a weighted mean over those who sent a name."""
+    """How the server aggregates updates. The default is FedAvg: a weighted mean over the clients that sent a name.
 
-    optimizers: Names | None = None  # the local optimizers it is right for; None: any
+    Attributes:
+        optimizers: The names of the local optimizers for which the rule is valid; None for any.
+    """
+
+    optimizers: Names | None = None
 
     def init(self, model: Model) -> Slots:
+        """Return the initial `Server.state`. Called once, before the first round."""
         return {}
 
     def signal(self, server: Server) -> Mapping[str, float]:
-        """A small decision from what the server saw; it travels with the job and is an argument of the plan."""
+        """Return a small decision based on the server state.
+
+        Called for each job. The result travels to the client and reaches the plan as `RoundInfo.signal`.
+        """
         return {}
 
     def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
-        """The parameters and slots for one client. A tensor that is not the server's own object is always sent."""
+        """Return the parameters and slots for one client.
+
+        Called for each job. A parameter that is the server's own object travels only if the client does not hold its
+        current version. Any other tensor always travels, and the client then no longer holds the server's version.
+
+        Args:
+            server: The server before the round.
+            client: The client's name.
+            names: The client's `plan.down`.
+
+        Returns:
+            `(parameters, slots)`. The parameters must cover exactly `names`. The slots are restricted to `plan.train`
+            and always travel; the client finds them in `Context.sent`.
+        """
         return {name: server.params[name] for name in sorted(names)}, {}
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
-        """One pass over a stream of updates, in memory that does not grow with the cohort."""
+        """Combine the updates of a round in one pass, in memory that does not grow with the cohort.
+
+        Args:
+            server: The server before the round.
+            updates: A stream of checked and decoded updates. Clients train while it is consumed. Names can differ
+                between clients: each update has the names of its client's narrowed `plan.up`.
+            population: The number of clients from which the cohort was drawn.
+
+        Returns:
+            The aggregate. Its `cohort` must be the number of updates; each update must be consumed exactly once.
+        """
         return average(updates)
 
     def affected_names(self, model: Model, trained: Names) -> Names:
-        """What apply may move where these names were trained; conformance holds it to that."""
+        """Return the names that `apply` may change in a round in which clients trained `trained`.
+
+        Only `check_method` calls it: it requires that all other parameters remain the same objects.
+        """
         return trained
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
-        """A name that is not in the aggregate must be handed on as the same object."""
-        kinds = {name: server.params[name].dtype for name in aggregate.delta}
-        delta = {n: value if value.dtype == kinds[n] else value.to(kinds[n]) for n, value in aggregate.delta.items()}
+        """Return the server after the round.
+
+        Called once per round, after `UpdateTransform.decode_aggregate`. Not called if fewer than
+        `federation.min_updates` updates arrived.
+
+        Returns:
+            The new server. A parameter that did not change must be the same object as before: every new object counts
+            as a new version and is sent to clients again. If a changed value is not finite, the round is an error; with
+            `skip_failed_clients`, the server keeps its previous state instead.
+        """
+        dtypes = {name: server.params[name].dtype for name in aggregate.delta}
+        delta = {n: value if value.dtype == dtypes[n] else value.to(dtypes[n]) for n, value in aggregate.delta.items()}
         return replace(server, params=add(server.params, delta))
 
 
@@ -195,7 +439,14 @@ def average(
     over: Literal["senders", "cohort"] = "senders",
     weigh: Callable[[Update], float] = lambda update: update.weight,
 ) -> Aggregate:
-    """The weighted mean of deltas and slots, over those who sent a name or over the whole cohort."""
+    """Return the weighted mean of deltas and slots.
+
+    Args:
+        updates: The updates; consumed once.
+        over: The divisor for each name: the total weight of the clients that sent the name ("senders"), or of all
+            clients ("cohort").
+        weigh: The weight of an update; by default its number of training examples.
+    """
     delta, slots, cohort, total = Mean(), dict[str, Mean](), 0, 0.0
     for update in updates:
         weight = weigh(update)
@@ -214,20 +465,35 @@ def _mean_value(mean: Mean, over: str, total: float) -> Tensors:
 
 @dataclass(frozen=True)
 class Method:
-    """The four choices, and seven facts about how they are run."""
+    """A federated method: the four choices, and settings for how they run.
+
+    Attributes:
+        name: The name for messages and records.
+        plan: Returns the plan of one client in one round; see `plan.Planner`.
+        client_rules: How clients train. Hooks run in this order.
+        transforms: What happens to updates on the way. Clients encode in this order; the server decodes in reverse.
+        server_rule: How the server aggregates.
+        adapt: The phases that each client trains on a copy of its model before a personalized evaluation.
+        carry_optimizer: Whether each client keeps its optimizer state from round to round.
+        pool: Whether the data of all clients is pooled in one place, as a centralized baseline.
+        extend: Adds the method's own parameters to the model. Called once, before the run.
+        shape: Returns the model as one client runs it in one round, if not all clients run the whole model.
+        clients: The clients that the method's options name. They must exist in the population.
+        privacy: Example-level differential privacy of local training; None for none.
+    """
 
     name: str
     plan: Planner = share_everything
     client_rules: tuple[ClientRule, ...] = ()
     transforms: tuple[UpdateTransform, ...] = ()
     server_rule: ServerRule = field(default_factory=ServerRule)
-    adapt: Callable[[Model], tuple[Phase, ...]] | None = None  # trained on a copy before a personal evaluation
-    carry_optimizer: bool = False  # a client's optimizer state lives on from round to round
-    pool: bool = False  # all clients' data in one place
-    extend: Callable[[Model, Key], Model] | None = None  # parameters of the method's own, added to the model
-    shape: Callable[[Model, RoundInfo], Model] | None = None  # the model as this client runs it, where not all run all
-    clients: Names = NO_NAMES  # whom its options name; they must be among those there are
-    privacy: DPSGDSettings | None = None  # of each training example
+    adapt: Callable[[Model], tuple[Phase, ...]] | None = None
+    carry_optimizer: bool = False
+    pool: bool = False
+    extend: Callable[[Model, Key], Model] | None = None
+    shape: Callable[[Model, RoundInfo], Model] | None = None
+    clients: Names = NO_NAMES
+    privacy: DPSGDSettings | None = None
 
     def __post_init__(self) -> None:
         taken: set[str] = set()
@@ -235,23 +501,25 @@ class Method:
             if wrong := {slot for slot in rule.slots if slot in RESERVED or not slot.isidentifier()}:
                 raise MethodError(f"{self.name}: a slot cannot be called '{sorted(wrong)[0]}'; give it another name")
             if clash := taken & rule.slots:
-                raise MethodError(f"{self.name}: two local rules use the slot '{sorted(clash)[0]}'; use one of them")
+                raise MethodError(f"{self.name}: two client rules use the slot '{sorted(clash)[0]}'; use one of them")
             taken |= rule.slots
             if self.privacy and rule.uses_data and rule.release is None:
                 raise MethodError(
-                    f"{self.name}: {type(rule).__name__} chooses by looking at a client's examples, and adds no noise "
-                    "to what it sees; under privacy give it noise, or choose without looking"
+                    f"{self.name}: {type(rule).__name__} selects by a client's examples and adds no noise to the "
+                    "selection; with privacy, add noise to it or select without reading examples"
                 )
 
     def takes(self, optimizer: str) -> bool:
-        return all(optimizer in right for _, right in self._picky())
+        """Whether all rules are valid for this local optimizer."""
+        return all(optimizer in valid for _, valid in self._picky())
 
     def check_optimizer(self, optimizer: str) -> None:
-        for rule, right in self._picky():
-            if optimizer not in right:
+        """Raise MethodError if a rule is not valid for this local optimizer."""
+        for rule, valid in self._picky():
+            if optimizer not in valid:
                 raise MethodError(
-                    f"{self.name}: {rule} is derived for {' or '.join(sorted(right))}, not for {optimizer}; set "
-                    f"training.optimizer = '{min(right)}', without momentum"
+                    f"{self.name}: {rule} is derived for {' or '.join(sorted(valid))}, not for {optimizer}; set "
+                    f"training.optimizer = '{min(valid)}', without momentum"
                 )
 
     def _picky(self) -> list[tuple[str, Names]]:
@@ -260,7 +528,13 @@ class Method:
 
 
 def compose(first: Method, *others: Method) -> Method:
-    """One method with the choices of all. Local rules and transforms queue up; two plans or two servers are refused."""
+    """Combine methods into one.
+
+    Client rules and transforms are concatenated in order. `carry_optimizer` and `pool` are set if any method sets them.
+
+    Raises:
+        MethodError: If two methods set the same one of plan, server rule, adapt, extend, shape and privacy.
+    """
     result = first
     for other in others:
         name = f"{result.name}+{other.name}"

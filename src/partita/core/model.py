@@ -1,4 +1,4 @@
-"""What the core asks of a model."""
+"""The interface of a model: named parameters with tags, a forward pass, and a loss per example."""
 
 from __future__ import annotations
 
@@ -14,27 +14,36 @@ from partita.core.data import Batch
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 
-ATTENTION = "attention"  # the note, by layer, of the attention (head,) that a client's heads pay to chosen tokens
-TOWERS = frozenset({"vision", "text"})  # of models with two
+ATTENTION = "attention"  # the note that holds, by layer, a client's attention scores (head,) for the selected tokens
+TOWERS = frozenset({"vision", "text"})  # tags of the two towers of a vision-language model
 
 
 class TagError(ValueError):
-    """A tag that no parameter of the model carries."""
+    """No parameter of the model has this tag, or the model does not support the operation."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives; features (example, width) are for rules that compare representations."""
+    """The result of a forward pass.
+
+    Attributes:
+        logits: The logits, with the example dimension first.
+        features: Representations (example, width), for rules that compare them; None if the model has none.
+    """
 
     logits: Tensor
     features: Tensor | None = None
 
 
 class Model:
-    """A pure function of its parameters.
+    """A model as a pure function of its parameters.
 
-    `initial` holds all that may train or travel; a frozen rest may live inside. `tags` says what each parameter is
-    for: "query", "key", "value", "output", "mlp", "norm", "embedding", "head", and "layer.3" for the fourth layer.
+    Attributes:
+        name: The name for messages and records.
+        initial: The initial value of every parameter that can train or travel. Parameters that are always frozen may
+            be stored inside the model instead.
+        tags: For each name in `initial`, its tags. They say what the parameter is for ("query", "key", "value",
+            "output", "mlp", "norm", "embedding", "head") and in which layer it is ("layer.3" is the fourth layer).
     """
 
     name: str
@@ -42,40 +51,93 @@ class Model:
     tags: Mapping[str, Names]
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        """Run the forward pass. It must be pure and must work inside `torch.vmap`.
+
+        Args:
+            params: All parameters in `initial`.
+            inputs: The inputs of a batch by name, each of shape (example, ...).
+        """
         raise NotImplementedError
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
-        """One loss for each example: (example,)."""
+        """Return one loss for each example, of shape (example,).
+
+        Args:
+            out: The output of the forward pass.
+            targets: The targets of the batch, of shape (example, ...).
+        """
         raise NotImplementedError
 
     def to(self, device: torch.device) -> None:
-        """Move the initial parameters, and the frozen rest where there is one."""
+        """Move the initial parameters, and any frozen parameters inside the model, to a device in place."""
 
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
-        """This model with low-rank factors, tagged "lora", beside the weights of the roles."""
-        raise TagError(f"{self.name} cannot take low-rank factors; use a Hugging Face model")
+        """Return this model with low-rank factors, tagged "lora", for the weights with the given role tags.
+
+        Args:
+            rank: The rank of the factors.
+            alpha: The LoRA scale.
+            roles: The role tags of the weights, for example `("query", "value")`.
+            key: The random key for the initial factors.
+
+        Raises:
+            TagError: If the model does not support low-rank factors.
+        """
+        raise TagError(f"{self.name} does not support low-rank factors; use a Hugging Face model")
 
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
-        """By layer, (example, head): the share of its attention, from 0 to 1, that a token pays to those asked for."""
-        raise TagError(f"{self.name} cannot tell its attention; use a Hugging Face model, or rank its layers otherwise")
+        """Return attention scores by layer tag, each of shape (example, head).
+
+        A score is the share of its attention, from 0 to 1, that a token gives to the tokens selected by `tokens`.
+
+        Raises:
+            TagError: If the model cannot report its attention.
+        """
+        raise TagError(
+            f"{self.name} cannot report its attention; use a Hugging Face model, or rank its layers in another way"
+        )
 
     def head_dimensions(self) -> dict[str, tuple[int, int]]:
-        """Of each parameter made of one part for each head: along which dimension, and of how many."""
-        raise TagError(f"{self.name} cannot tell its heads apart; use a Hugging Face model, or prune otherwise")
+        """Return, for each parameter with one part per attention head, `(dimension, number of heads)`.
+
+        Raises:
+            TagError: If the model cannot separate its heads.
+        """
+        raise TagError(f"{self.name} cannot separate its heads; use a Hugging Face model, or prune in another way")
 
     def skip_layers(self, without: Names) -> Model:
-        """This model as it runs without the layers of these tags, though it still names their parameters."""
-        raise TagError(f"{self.name} cannot leave layers out; use a Hugging Face model")
+        """Return this model with the layers of the given tags skipped in the forward pass.
+
+        The parameters of skipped layers keep their names in `initial` and `tags`.
+
+        Raises:
+            TagError: If the model cannot skip layers.
+        """
+        raise TagError(f"{self.name} cannot skip layers; use a Hugging Face model")
 
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
-        """This model, frozen, with prompts or an adapter of that kind, which are tagged by whose they are."""
-        raise TagError(f"{self.name} cannot take prompts; use a pair of towers, model.name = 'clip'")
+        """Return this model, frozen, with trainable prompts or an adapter.
+
+        Args:
+            kind: Which prompts or adapter to add. Their tags say whose they are.
+            key: The random key for their initial values.
+            **options: Options of that kind.
+
+        Raises:
+            TagError: If the model does not support prompts.
+        """
+        raise TagError(f"{self.name} does not support prompts; use a two-tower model, model.name = 'clip'")
 
     def all_names(self) -> Names:
+        """The names of all parameters that can train or travel."""
         return frozenset(self.initial)
 
     def names(self, *wanted: str) -> Names:
-        """The parameters that carry any of the tags."""
+        """Return the names of the parameters that have at least one of the given tags.
+
+        Raises:
+            TagError: If no parameter has one of the tags.
+        """
         known = sorted(set().union(*self.tags.values()))
         for tag in wanted:
             if tag not in known:
@@ -86,24 +148,28 @@ class Model:
 
 
 def layer_tag(tags: Names) -> str | None:
-    """The tag of a parameter's layer; None outside all layers."""
+    """Return the layer tag among a parameter's tags; None for a parameter outside all layers."""
     return next((tag for tag in sorted(tags) if tag.startswith("layer.")), None)
 
 
 def layer_tags(model: Model) -> list[str]:
-    """The tags of its layers, from the input up."""
-    found = {layer for tags in model.tags.values() if (layer := layer_tag(tags))}
-    return sorted(found, key=layer_number)
+    """Return the model's layer tags, from the input to the output."""
+    layers = {layer for tags in model.tags.values() if (layer := layer_tag(tags))}
+    return sorted(layers, key=layer_number)
 
 
 def layer_number(layer: str) -> int:
+    """Return the number in a layer tag: 3 for "layer.3"."""
     return int(layer.removeprefix("layer."))
 
 
 def input_side_names(model: Model) -> Names:
-    """The embeddings, and norms between them and the first layer: to train these, a gradient must come all the way."""
+    """Return the embeddings, and the norms between them and the first layer.
+
+    To train any of these, the gradient must flow back through all layers.
+    """
     found: set[str] = set()
-    reached: set[Names] = set()  # towers
+    reached: set[Names] = set()  # towers whose first layer has been passed
     for name in model.initial:
         tags = model.tags[name]
         if layer_tag(tags):
@@ -114,5 +180,8 @@ def input_side_names(model: Model) -> Names:
 
 
 def role_tag(tags: Names) -> str:
-    """What the parameter is for, whichever layer or tower it sits in; low-rank factors are a role of their own."""
+    """Return what a parameter is for, independent of its layer and tower; "" if no tag says.
+
+    Low-rank factors have a role of their own.
+    """
     return next((tag for tag in sorted(tags - TOWERS) if not tag.startswith("layer.")), "")

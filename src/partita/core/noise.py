@@ -1,4 +1,4 @@
-"""Gaussian noise for privacy: keyed, in float64, and rounded so that its last bits give nothing away."""
+"""Gaussian noise for privacy: keyed, in float64, and rounded so that its last bits reveal nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from partita.core import chacha
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 
-GRID_BITS = 10  # of a noisy sum below the standard deviation of its noise
+GRID_BITS = 10  # bits of a noisy sum that are kept below the standard deviation of its noise
 
 
 def gaussian_noise(like: Tensors, key: Key, std: float) -> Tensors:
-    """Float64 noise for tensors like these, on their device. Keyed by name, so that blocks draw what singles draw."""
+    """Return float64 noise with the names, shapes and device of `like`.
+
+    Each name has its own key, so a block of clients draws the same noise as single clients.
+    """
     keys = [(key / name).digest(chacha.KEY_BYTES) for name in like]
     device = next((value.device for value in like.values()), None)
     drawn = chacha.normal(keys, [value.numel() for value in like.values()], device)
@@ -22,11 +25,11 @@ def gaussian_noise(like: Tensors, key: Key, std: float) -> Tensors:
 
 
 def add_noise(value: Tensor, noise: Tensor, std: float) -> Tensor:
-    """Their sum, rounded to a grid of about std / 1024, in the type of `value`.
+    """Return `value + noise`, rounded to a grid of about std / 1024, in the type of `value`.
 
-    The last bits of a floating-point sum tell which values its noise was added to (Mironov 2012). The sum is taken in
-    float64 and the grid is 2**42 times coarser than its precision, so every grid point can be reached from every value.
-    Rounding comes after the noise, so it costs no privacy; it adds a variance of less than 1e-7 of the noise's own.
+    The last bits of a floating-point sum reveal which value the noise was added to (Mironov 2012). The sum is computed
+    in float64 and the grid is 2**42 times coarser than its precision, so every grid point can be reached from every
+    value. Rounding is post-processing, so it costs no privacy; it adds less than 1e-7 of the noise's variance.
     """
     grid = 2.0 ** (math.floor(math.log2(std)) - GRID_BITS)
     return ((value.double() + noise) / grid).round_().mul_(grid).to(value.dtype)

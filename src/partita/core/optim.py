@@ -1,6 +1,7 @@
-"""Local optimizers as functions of tensors: element-wise, so a block of clients steps as each would alone.
+"""Local optimizers as functions of tensors.
 
-The operations and their order are those of torch.optim, so that one client equals a plain loop bit for bit.
+They are element-wise, so a block of clients with a leading client dimension steps exactly as each client alone. The
+operations and their order are those of torch.optim, so one client matches a plain PyTorch loop bit for bit.
 """
 
 from __future__ import annotations
@@ -17,27 +18,43 @@ from partita.core.tensors import Slots, Tensors, zeros_like
 
 
 class Optimizer(Protocol):
+    """A local optimizer."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name that rules list in `optimizers`."""
+        ...
 
     @property
     def uses_step_count(self) -> bool:
-        """Whether a step depends on how many came before; clients of different ages are then not put in one block."""
+        """Whether a step depends on the number of earlier steps. If so, a block only has clients with equal counts."""
         ...
 
-    def init(self, params: Tensors) -> dict[str, Tensors]: ...
+    def init(self, params: Tensors) -> dict[str, Tensors]:
+        """Return the initial state by slot, for these parameters."""
+        ...
 
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
-        """Moves params and state in place; ages counts this step too."""
+        """Update `params` and `state` in place, for the names in `grads`.
+
+        Args:
+            params: The parameters.
+            grads: Their gradients.
+            state: The optimizer state by slot.
+            lr: The learning rate.
+            step_counts: The number of steps by name, including this one.
+        """
         ...
 
     def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
-        """The same to rounding, where the rate and the ages are tensors: nothing is looked up while a GPU works."""
+        """Like `step` up to rounding, with `lr` and `step_counts` as tensors, so that a CUDA graph can capture it."""
         ...
 
 
 @dataclass(frozen=True)
 class SGD:
+    """torch.optim.SGD, without dampening."""
+
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
@@ -45,7 +62,7 @@ class SGD:
 
     @property
     def name(self) -> str:
-        """Momentum is a name of its own: rules derived for plain SGD are wrong with it."""
+        """With momentum the name differs: rules derived for plain SGD are not valid with momentum."""
         return "sgd with momentum" if self.momentum else "sgd"
 
     def __post_init__(self) -> None:
@@ -77,6 +94,8 @@ class SGD:
 
 @dataclass(frozen=True)
 class AdamW:
+    """torch.optim.AdamW."""
+
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -119,15 +138,16 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate by round, as a factor on the given rate."""
+    """A learning-rate schedule over rounds."""
 
     kind: Literal["constant", "cosine", "linear", "step"] = "constant"
-    warmup: int = 0  # rounds of linear rise
-    floor: float = 0.0  # where cosine and linear end
-    every: int = 10  # step: rounds between drops
-    gamma: float = 0.1  # step: factor of a drop
+    warmup: int = 0  # rounds of linear warmup
+    floor: float = 0.0  # final factor of "cosine" and "linear"
+    every: int = 10  # rounds between drops of "step"
+    gamma: float = 0.1  # factor of each drop of "step"
 
     def factor(self, round: int, rounds: int) -> float:
+        """Return the factor on the learning rate in a round, from 0, of a run of `rounds` rounds."""
         if round < self.warmup:
             return (round + 1) / (self.warmup + 1)
         done = (round - self.warmup) / max(1, rounds - self.warmup)
@@ -143,6 +163,6 @@ class Schedule:
 
 
 def clip_gradients(grads: Tensors, norm: Tensor, limit: float) -> Tensors:
-    """Scale to at most the limit, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scale gradients of total norm `norm` to at most `limit`, as torch.nn.utils.clip_grad_norm_ does."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     return {name: grad * factor for name, grad in grads.items()}

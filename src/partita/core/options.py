@@ -1,4 +1,4 @@
-"""Options checked against a signature: an unknown key, a wrong type, a value out of range or a missing one is named."""
+"""Validation of options against a function signature: unknown keys, wrong types, values out of range, missing keys."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from importlib import import_module
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 MISSING = inspect.Parameter.empty
-WORD = 2**63  # a whole number is below it, and not below its negative: TOML, torch and numpy hold 64 bits
-SHOWN_CHARACTERS = 200  # characters of a value in a message
+WORD = 2**63  # integers must be in [-WORD, WORD): TOML, torch and numpy use 64 bits
+SHOWN_CHARACTERS = 200  # maximum characters of a value in a message
 MAX_NUMBER = 10**9  # a common upper bound: products of a few such numbers still fit a 32-bit float and a 64-bit integer
 
 
 class OptionError(ValueError):
-    """An option that is unknown, missing, of the wrong type, or out of its range."""
+    """An option is unknown, missing, of the wrong type, or out of range."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number, or of the length of a text: `low` and `high` belong to it, `above` and `below` do not.
+    """Bounds of a number, or of the length of a text. `low` and `high` are inclusive, `above` and `below` exclusive.
 
-    Without an upper bound a number is still finite; `high=math.inf` allows infinity.
+    Numbers must be finite even without an upper bound; `high=math.inf` allows infinity.
     """
 
     low: float | None = None
@@ -54,7 +54,7 @@ class Range:
         return lower or (f"up {upper}" if self.high is not None else upper) or ""
 
 
-# The ranges that options share.
+# Common ranges.
 Count = Annotated[int, Range(low=1, high=MAX_NUMBER)]
 Whole = Annotated[int, Range(low=0, high=MAX_NUMBER)]
 Positive = Annotated[float, Range(above=0, high=MAX_NUMBER)]
@@ -62,15 +62,22 @@ NotNegative = Annotated[float, Range(low=0, high=MAX_NUMBER)]
 Share = Annotated[float, Range(low=0, high=1)]
 PartialShare = Annotated[float, Range(low=0, below=1)]
 PositiveShare = Annotated[float, Range(above=0, high=1)]
-Seed = Annotated[int, Range(low=0, high=10**18)]  # leaves room to count on from it
-Text = Annotated[str, Range(low=0)]  # may be empty; a plain str may not
+Seed = Annotated[int, Range(low=0, high=10**18)]  # far below 2**63, so that seed + 1, seed + 2, ... are valid too
+Text = Annotated[str, Range(low=0)]  # may be empty; a plain `str` may not
 
 _DEFAULT = {int: Range(low=-WORD, below=WORD), float: Range(), str: Range(low=1)}
 
 
 @dataclass(frozen=True)
 class Option:
-    """A parameter that a config can set; `default` is MISSING where it must."""
+    """A parameter that a config can set.
+
+    Attributes:
+        name: The parameter's name.
+        hint: Its type annotation.
+        default: Its default; MISSING if the config must set it.
+        meaning: The texts in its `Annotated` type.
+    """
 
     name: str
     hint: Any
@@ -79,39 +86,59 @@ class Option:
 
 
 def closest_match(word: str, known: Iterable[str]) -> str:
-    """' Did you mean ...?' or, where nothing is near, the list."""
+    """Return "did you mean ...?" with the closest known word, or the list of all if none is close."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {format_value(close[0])}?" if close else f"it can be: {', '.join(map(format_name, known))}"
 
 
 def import_from_registry(index: Mapping[str, str], name: str, what: str) -> Callable[..., Any]:
-    """The function that an index lists under the name as "module:function", imported only now."""
+    """Import the function that a registry lists under a name as "module:function".
+
+    Args:
+        index: The registry.
+        name: The name to look up.
+        what: What the registry lists, for the error message.
+
+    Raises:
+        OptionError: If the registry does not list the name.
+    """
     if name not in index:
         raise OptionError(f"unknown {what} {format_value(name)}; {closest_match(name, index)}")
     module, _, function = index[name].partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), function)
-    return found
+    imported: Callable[..., Any] = getattr(import_module(module), function)
+    return imported
 
 
 def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[str, Option]:
-    """The options of a function or dataclass by name, without those that come from elsewhere."""
+    """Return the options of a function or dataclass by name, without the parameters in `given`."""
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
-    found = {}
-    for name, each in inspect.signature(target).parameters.items():
-        if name not in set(given) and each.kind is not each.VAR_KEYWORD:
+    options = {}
+    for name, parameter in inspect.signature(target).parameters.items():
+        if name not in set(given) and parameter.kind is not parameter.VAR_KEYWORD:
             hint = hints.get(name, Any)
             notes = [note for note in get_args(hint)[1:] if isinstance(note, str)] if _annotated(hint) else []
-            found[name] = Option(name, hint, each.default, " ".join(notes))
-    return found
+            options[name] = Option(name, hint, parameter.default, " ".join(notes))
+    return options
 
 
 def validate_options(
     target: Callable[..., Any], options: Mapping[str, Any], where: str, given: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The options as arguments of a function or dataclass; `given` are those that come from elsewhere."""
+    """Check options and return them as keyword arguments of a function or dataclass.
+
+    Args:
+        target: The function or dataclass.
+        options: The options from a config.
+        where: The config section, for error messages.
+        given: Parameters that come from elsewhere and are not options.
+
+    Raises:
+        OptionError: If an option is unknown, missing, of the wrong type, or out of range.
+    """
     known = options_of(target, given)
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(target).parameters.values())
+    parameters = inspect.signature(target).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for key, value in options.items():
         name = f"{where}.{key}" if where else key
         if key not in known and not takes_any:
@@ -128,8 +155,9 @@ def validate_options(
 
 
 def matches_type(value: object, hint: Any) -> bool:
-    """Whether the value is of the type and in its range. NaN and texts of several lines never are, and infinity only
-    is where it is itself the upper bound.
+    """Whether a value has the annotated type and is in its range.
+
+    NaN and texts with several lines never match. Infinity matches only if the upper bound is infinity.
     """
     if hint is Any:
         return _json_like(value)
@@ -147,9 +175,9 @@ def matches_type(value: object, hint: Any) -> bool:
             matches_type(k, key) and matches_type(v, each) for k, v in value.items()
         )
     if kind in (int, float):
-        endless = bounds.high == math.inf and value == math.inf
+        infinite = bounds.high == math.inf and value == math.inf
         return (
-            isinstance(value, int if kind is int else int | float) and (endless or _number(value)) and value in bounds
+            isinstance(value, int if kind is int else int | float) and (infinite or _number(value)) and value in bounds
         )
     if kind is str:
         return isinstance(value, str) and one_line(value) and len(value) in bounds
@@ -159,11 +187,12 @@ def matches_type(value: object, hint: Any) -> bool:
 
 
 def one_line(text: str) -> bool:
-    """Whether a text has no control characters, line breaks or halves of surrogate pairs."""
-    return text.isprintable() or not any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text)
+    """Whether a text has no control characters, line breaks or lone surrogates."""
+    return text.isprintable() or not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in text)
 
 
 def describe(hint: Any) -> str:
+    """Return a description of an annotated type for an error message, such as "a whole number from 0 to 10"."""
     plain = {int: "a whole number", float: "a number", bool: "true or false", type(None): "left out"}
     hint, bounds = _bounded(hint)
     origin = get_origin(hint)
@@ -179,21 +208,21 @@ def describe(hint: Any) -> str:
         return "a value that TOML can hold, of 64 bits if it is a number and of one line if it is a text"
     if hint is str:
         return "a text of one line" if 0 in bounds else "a text of one line that is not empty"
-    said = plain.get(hint, getattr(hint, "__name__", str(hint)))
-    return said if bounds in (None, _DEFAULT.get(hint)) else f"{said} {bounds}"
+    kind = plain.get(hint, getattr(hint, "__name__", str(hint)))
+    return kind if bounds in (None, _DEFAULT.get(hint)) else f"{kind} {bounds}"
 
 
 def format_value(value: object) -> str:
-    """A value for a message: on one line, and not too long."""
+    """Return a value as text for a message, on one line and shortened."""
     try:
         text = _shorten.repr(value)
-    except ValueError:  # Python does not print integers of more than some thousand digits
+    except ValueError:  # Python does not print integers of more than a few thousand digits
         return "a number of thousands of digits"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def format_name(name: str) -> str:
-    """A name for a message: without quotation marks, unless it needs them."""
+    """Return a name for a message, without quotation marks unless it needs them."""
     return name if one_line(name) and len(name) <= SHOWN_CHARACTERS else format_value(name)
 
 
@@ -206,7 +235,7 @@ def _annotated(hint: Any) -> bool:
 
 
 def _bounded(hint: Any) -> tuple[Any, Any]:
-    """The type, and its range where it has one."""
+    """The type without `Annotated`, and its range or None."""
     kind = get_args(hint)[0] if _annotated(hint) else hint
     own = [note for note in get_args(hint)[1:] if isinstance(note, Range)] if _annotated(hint) else []
     default = _DEFAULT.get(kind) if isinstance(kind, type) else None
@@ -220,7 +249,7 @@ def _number(value: float) -> bool:
 
 
 def _json_like(value: object, depth: int = 10) -> bool:
-    """What a table without a shape may hold: whatever it is, numbers are finite and texts are of one line."""
+    """Whether a value is allowed for `Any`: finite 64-bit numbers, one-line texts, and nesting up to `depth`."""
     if not depth:
         return False
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Tensors that lie one after another in memory, a client's in a row: on a GPU one call then does for all names."""
+"""Named tensors packed into one contiguous buffer per client, so that one GPU call serves all names."""
 
 from __future__ import annotations
 
@@ -9,23 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # numbers, at multiples of which a tensor in a row begins: elsewhere some kernels sum in another order
+# Tensors start at multiples of this many elements: at other offsets some kernels sum in a different order.
+ALIGNMENT = 16
 
 
 class CheckedTensors(dict[str, Tensor]):
-    """Tensors of which more is known than a message can claim: only code makes them."""
+    """Named tensors with verified properties. Only code in this process creates them; a message cannot.
 
-    finite = False  # whether all numbers are known to be
-    squares: dict[str, float] | None = None  # of the norms, where they are known
-    square: float | None = None  # their sum, which may be known without them
+    Attributes:
+        finite: Whether all values are known to be finite.
+        squares: The squared norm by name, if known.
+        square: The sum of the squared norms, which can be known without `squares`.
+    """
+
+    finite = False
+    squares: dict[str, float] | None = None
+    square: float | None = None
 
 
 class PackedTensors(Mapping[str, Tensor]):
-    """Tensors that lie one after another in a row. Each is looked up as a view of it, and most by nobody."""
+    """Named tensors packed into one contiguous buffer. Indexing by name creates a view on demand.
+
+    The attributes `finite`, `squares` and `square` are those of `CheckedTensors`.
+    """
 
     def __init__(self, buffer: Tensor, layout: PackedLayout) -> None:
         self.buffer, self.layout = buffer, layout
-        self.finite = False  # as above
+        self.finite = False
         self.squares: dict[str, float] | None = None
         self.square: float | None = None
 
@@ -44,12 +54,14 @@ class PackedTensors(Mapping[str, Tensor]):
 
 
 def mark_finite(tensors: Mapping[str, Tensor], finite: bool) -> CheckedTensors | PackedTensors:
-    made = tensors if isinstance(tensors, CheckedTensors | PackedTensors) else CheckedTensors(tensors)
-    made.finite = finite
-    return made
+    """Return the tensors with `finite` set."""
+    checked = tensors if isinstance(tensors, CheckedTensors | PackedTensors) else CheckedTensors(tensors)
+    checked.finite = finite
+    return checked
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> tuple[torch.Size, ...]:
+    """Return the shapes in the order of names, without creating views of packed tensors."""
     return (
         tensors.layout.shapes
         if isinstance(tensors, PackedTensors)
@@ -58,13 +70,16 @@ def shapes(tensors: Mapping[str, Tensor]) -> tuple[torch.Size, ...]:
 
 
 class PackedLayout:
-    """Where tensors of these names and shapes lie in a row. There is one object for all rows that are alike."""
+    """Where tensors of given names and shapes are in a buffer.
+
+    Create it with `layout_for`, so that equal layouts are the same object.
+    """
 
     def __init__(self, names: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> None:
         self.names, self.shapes = names, shapes
-        self.places: dict[str, tuple[torch.Size, tuple[int, ...], int]] = {}  # shape, stride and where it begins
-        self.sizes: list[int] = []  # of tensors, and of gaps where they are needed
-        self.gaps: list[int] = []  # which of them are gaps
+        self.places: dict[str, tuple[torch.Size, tuple[int, ...], int]] = {}  # shape, stride and offset
+        self.sizes: list[int] = []  # sizes of tensors and of the gaps between them
+        self.gaps: list[int] = []  # indices of the gaps in `sizes`
         for name, shape in zip(names, shapes, strict=True):
             self.places[name] = shape, torch.empty(shape, device="meta").stride(), sum(self.sizes)
             self.sizes.append(shape.numel())
@@ -76,18 +91,18 @@ class PackedLayout:
         return layout_for, (self.names, self.shapes)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """(client, number) of tensors (client, ...)."""
+        """Pack tensors of shape (client, ...) into rows of shape (client, element)."""
         parts = [value.reshape(len(value), -1) for value in tensors]
         for place in self.gaps:
             parts.insert(place, tensors[0].new_zeros(len(tensors[0]), self.sizes[place]))
         return torch.cat(parts, 1)
 
     def per_client(self, rows: Tensor) -> list[PackedTensors]:
-        """(client, number) as the tensors of each client."""
+        """Split rows (client, element) into the packed tensors of each client."""
         return [PackedTensors(buffer, self) for buffer in rows.unbind()]
 
     def per_name(self, rows: Tensor) -> dict[str, Tensor]:
-        """(client, number) as one such table for each name."""
+        """Split rows (client, element) into one table (client, element) per name."""
         pieces = list(rows.split_with_sizes(self.sizes, -1))
         for place in reversed(self.gaps):
             del pieces[place]
@@ -96,4 +111,5 @@ class PackedLayout:
 
 @lru_cache(maxsize=64)
 def layout_for(names: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> PackedLayout:
+    """Return the layout of these names and shapes; the same object for equal arguments."""
     return PackedLayout(names, shapes)

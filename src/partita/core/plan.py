@@ -1,4 +1,8 @@
-"""The plan: which parameters train, go up, come down, and stay, for one client in one round."""
+"""The plan: which parameters train, go up, come down, and stay, for one client in one round.
+
+A method's plan is a function `(model, round_info) -> Plan` (`Planner`). It is called on the server for every job and on
+the client for every round, so it must be pure: equal arguments give equal plans.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,19 @@ NO_NAMES: Names = frozenset()
 
 
 class PlanError(ValueError):
-    """A plan that contradicts itself or the model."""
+    """The plan contradicts itself or the model."""
 
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """One client's place in a run. `signal` is what the server's rule decided; it travels with the job."""
+    """The arguments of a plan besides the model.
+
+    Attributes:
+        round: The round, from 0.
+        rounds: The number of rounds in the run.
+        client: The client's name.
+        signal: The result of `ServerRule.signal`. It travels with the job, so client and server see the same value.
+    """
 
     round: int
     rounds: int
@@ -28,7 +39,12 @@ class RoundInfo:
 
 @dataclass(frozen=True)
 class Phase:
-    """Train these names together; `epochs` of None means the run's own setting."""
+    """A part of local training in which `names` train together and all other parameters are frozen.
+
+    Attributes:
+        names: The parameters to train.
+        epochs: Passes over the client's examples; None for the run's own `training.epochs` or `training.steps`.
+    """
 
     names: Names
     epochs: int | None = None
@@ -40,9 +56,20 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """`down` is what the client needs of the server: what it already holds in that version is not sent again.
+    """Which parameters train, travel and stay, for one client in one round.
 
-    A name in neither `down` nor `keep` stays as the model was loaded.
+    A name in neither `down` nor `keep` has its value from the model as it was loaded.
+
+    Attributes:
+        phases: The phases of local training, in order. A name can be in several phases.
+        up: Names whose delta goes to the server. Each must be in `train` and in `down`.
+        down: Names that the client needs from the server. A name travels only if the client does not already hold its
+            current version.
+        keep: Names whose value stays with the client from round to round. They must not be in `up` or `down`. A client
+            starts from the values in `Model.initial`.
+
+    Raises:
+        PlanError: If the sets contradict each other, for example if a name trains but is in neither `up` nor `keep`.
     """
 
     phases: tuple[Phase, ...]
@@ -59,32 +86,42 @@ class Plan:
 
     @cached_property
     def train(self) -> Names:
+        """The names that train in any phase."""
         return NO_NAMES.union(*(phase.names for phase in self.phases))
 
     def narrow(self, names: Names) -> Plan:
-        """Train and send only what is also in names. Narrowing can take away, never add."""
+        """Return the plan with `train` and `up` intersected with `names`; `down` and `keep` do not change.
+
+        Phases without names are dropped.
+        """
         phases = tuple(Phase(phase.names & names, phase.epochs) for phase in self.phases)
         return Plan(tuple(phase for phase in phases if phase.names), self.up & names, self.down, self.keep)
 
 
+# Returns the plan of one client in one round. All names must be names of the model.
 Planner = Callable[[Model, RoundInfo], Plan]
 
 
-@lru_cache(maxsize=64)  # clients who share a plan then share the object, and what is worked out from it
+@lru_cache(maxsize=64)  # clients with equal plans then share one object, and everything that is cached by it
 def share(train: Names, down: Names, keep: Names = NO_NAMES) -> Plan:
-    """Train these names in one phase and send up all of them that are not kept."""
+    """Return a plan that trains `train` in one phase and sends up all of it except `keep`."""
     return Plan((Phase(train),), up=train - keep, down=down, keep=keep)
 
 
 def share_everything(model: Model, round_info: RoundInfo) -> Plan:
+    """The default planner: train, send and receive all parameters."""
     return share(model.all_names(), down=model.all_names())
 
 
 def plan_for(planner: Planner, model: Model, round_info: RoundInfo) -> Plan:
-    """The plan, checked against the model."""
+    """Call the planner and check the plan against the model.
+
+    Raises:
+        PlanError: If the plan has names that the model does not have.
+    """
     plan = planner(model, round_info)
     known = model.all_names()
-    if not (plan.down <= known >= plan.keep):  # what trains or goes up is in one of them
+    if not (plan.down <= known >= plan.keep):  # `train` and `up` are subsets of these two
         what, remedy = (
             f"are in the plan but not in {model.name}",
             "build plans from model.names(...) and model.all_names()",

@@ -1,7 +1,7 @@
-"""Keys for random draws: a draw depends on its path alone, not on order, block size, engine or method.
+"""Keys for random draws: a draw depends only on its path, not on the order of draws, block size, engine or method.
 
-Every draw uses at least 128 bits of the hash of its path, so that two paths never share a stream. Draws on which a
-privacy guarantee rests come from a stream cipher (see `chacha.py`); all others expand the hash with SHAKE-128.
+Every draw uses at least 128 bits of the hash of its path, so two paths never share a stream. Draws that a privacy
+guarantee depends on come from a stream cipher (see `chacha.py`); all others expand the hash with SHAKE-128.
 """
 
 from __future__ import annotations
@@ -21,50 +21,54 @@ from partita.core import chacha
 T = TypeVar("T")
 
 SEED_BYTES = 16
-# torch's CPU generator is a Mersenne Twister that keeps 32 bits of its seed. Its state has 624 words: fill them all.
+# torch's CPU generator is a Mersenne Twister that uses only 32 bits of its seed. So fill all 624 words of its state.
 WORDS = 624
-_STATE_AT = 24  # bytes before the words in the state that torch saves; each word takes 8 bytes
+_STATE_AT = 24  # offset in bytes of the words in torch's saved state; each word takes 8 bytes
 
 
 @dataclass(frozen=True)
 class Key:
-    """`Key(seed) / "round" / 3 / "client" / "c7"`: each step down the path is a new, independent key."""
+    """A random key with a path: `Key(seed) / "round" / 3 / "client" / "c7"`. Each step gives a new, independent key."""
 
-    root: int = field(repr=False)  # may be a secret, so that it must not appear in a message
+    root: int = field(repr=False)  # may be a secret, so it must not appear in messages
     path: tuple[str | int, ...] = ()
 
     def __truediv__(self, step: str | int) -> Key:
         return Key(self.root, (*self.path, step if isinstance(step, str) else int(step)))  # numpy's 3 is 3
 
     def digest(self, size: int) -> bytes:
-        """The hash of the path; the type of each step is hashed with it, so 1 and "1" differ."""
+        """Return `size` bytes of the hash of root and path. Types count: the steps 1 and "1" differ."""
         return hashlib.blake2b(self._text(), digest_size=size).digest()
 
     def seed(self) -> int:
-        """128 bits, for generators that take a seed of that size."""
+        """Return a 128-bit seed, for generators that accept one."""
         return int.from_bytes(self.digest(SEED_BYTES), "big")
 
     def generator(self) -> torch.Generator:
-        """On the CPU whatever the device, so that a GPU run draws the same numbers."""
+        """Return a torch generator. It is always on the CPU, so that a GPU run draws the same numbers."""
         words = np.frombuffer(self._expand(4 * WORDS), np.uint32).astype(np.uint64)
         state = _fresh_state()
         state[_STATE_AT : _STATE_AT + 8 * WORDS] = torch.from_numpy(words.view(np.uint8))
         return torch.Generator().set_state(state)
 
     def permutation(self, count: int) -> Tensor:
+        """Return a random permutation of `range(count)`, of shape (count,)."""
         order = np.frombuffer(self._expand(8 * count), np.uint64).argsort(kind="stable")
         return torch.from_numpy(order)
 
     def uniform(self) -> float:
-        """In [0, 1), with 53 bits."""
+        """Return a uniform random number in [0, 1) with 53 bits."""
         return (int.from_bytes(self.digest(8), "big") >> 11) * 2.0**-53
 
     def sample(self, items: Sequence[T], count: int) -> list[T]:
-        """Without replacement, in a keyed order; costs the sample, not the population."""
+        """Draw `count` items without replacement, in random order. The cost grows with `count`, not `len(items)`."""
         return random.Random(self.seed()).sample(items, count)
 
     def poisson(self, count: int, rate: float) -> Tensor:
-        """The indices drawn out of `count`, each by itself with probability `rate`. Privacy accounting relies on it."""
+        """Draw from `range(count)`, each index independently with probability `rate`.
+
+        Privacy accounting relies on these draws.
+        """
         return torch.from_numpy(chacha.bernoulli(self.digest(chacha.KEY_BYTES), count, rate).nonzero()[0])
 
     def _expand(self, size: int) -> bytes:

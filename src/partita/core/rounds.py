@@ -1,4 +1,7 @@
-"""The round loop: a generator. Recording, evaluating, checkpointing and stopping are ordinary code that consumes it."""
+"""The round loop, as a generator.
+
+Code that records, evaluates, writes checkpoints or stops early consumes the generator; the loop has no callbacks.
+"""
 
 from __future__ import annotations
 
@@ -24,35 +27,55 @@ from partita.core.tensors import Names, Tensors, all_finite, restrict_slots, sel
 from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, shorten
 from partita.core.versions import ParameterVersions
 
-MAX_REASON = 500  # characters of a reason, which may come from a client
-UNKNOWN_CLIENT = "unknown"  # whose reply does not say who sent it
+MAX_REASON = 500  # characters of a failure reason; the text may come from a client
+UNKNOWN_CLIENT = "unknown"  # recorded as the sender if a reply does not name one
 
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """A client that was asked and gave no usable answer."""
+    """A client of the cohort from which no usable update arrived.
+
+    Attributes:
+        client: The client's name.
+        reason: Why there is no update.
+        empty: Whether the client lost all parameters that it received earlier, so that they must be sent again.
+        refused: Whether the client answered and the server rejected the answer.
+    """
 
     client: str
     reason: str
-    empty: bool = False  # it holds nothing of what it was sent any more
-    refused: bool = False  # it did answer, and the server refused the answer
+    empty: bool = False
+    refused: bool = False
 
 
 class Engine(Protocol):
-    """Carries jobs to clients and updates back, in the order asked, one at a time as they are drawn."""
+    """Carries jobs to clients and updates back."""
 
-    def clients(self) -> Sequence[str]: ...
+    def clients(self) -> Sequence[str]:
+        """The names of all available clients."""
+        ...
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]: ...
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+        """Train each job and yield one reply for it, in the order of the jobs.
+
+        Both sides are streams: jobs are created as the engine draws them, and the server consumes each reply before it
+        asks for the next.
+        """
+        ...
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
-        """Scores on each client's own test part, or on the examples given; a client without scores is left out."""
+        """Yield `(client, scores)` on each client's own test examples, or on `on`. Clients without scores are skipped.
+
+        Args:
+            jobs: One job for each client to evaluate.
+            on: Examples to evaluate all clients on, instead of their own.
+        """
         ...
 
 
 @dataclass
 class Traffic:
-    """Bytes of a round by parameter name, summed over clients."""
+    """The bytes of a round by parameter name, summed over clients."""
 
     up: Counter[str] = field(default_factory=Counter)
     down: Counter[str] = field(default_factory=Counter)
@@ -60,7 +83,24 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one round did, and the server after it."""
+    """The outcome of one round.
+
+    Attributes:
+        number: The round, from 0.
+        server: The server after the round.
+        cohort: The clients that were asked.
+        lost: The clients of the cohort without a usable update.
+        traffic: Bytes up and down.
+        loss: The mean training loss, weighted by the clients' numbers of examples; None if no client reported one.
+        drift: Drift measures by tag; empty if `Run.drift` is off.
+        sent: By client, the names of its delta.
+        metrics: By client, the metrics of its rules.
+        refused: Unexpected replies: a second reply, one from a client that was not asked, or one for another round.
+        norms: By client, the norm of its delta as sent; empty under client-level privacy.
+        bounded: The clients whose update was longer than `federation.max_norm` and was scaled down.
+        skipped: Why the round did not change the server; None if it did.
+        population: The number of available clients from which the cohort was drawn.
+    """
 
     number: int
     server: Server
@@ -69,19 +109,17 @@ class RoundResult:
     traffic: Traffic
     loss: float | None
     drift: DriftMeasures
-    sent: Mapping[str, Names]  # by client, what came up
-    metrics: Mapping[str, Mapping[str, float]]  # by client, the numbers its rules told
-    refused: tuple[
-        ClientFailure, ...
-    ] = ()  # replies beside the one that was asked for: a second one, or one for another round
-    norms: Mapping[str, float] = field(default_factory=dict)  # by client, of its delta; not under client-level privacy
-    bounded: Names = frozenset()  # whose update was longer than federation.max_norm
-    skipped: str | None = None  # why the server stayed as it was
-    population: int = 0  # clients that were there, of whom the cohort was drawn
+    sent: Mapping[str, Names]
+    metrics: Mapping[str, Mapping[str, float]]
+    refused: tuple[ClientFailure, ...] = ()
+    norms: Mapping[str, float] = field(default_factory=dict)
+    bounded: Names = frozenset()
+    skipped: str | None = None
+    population: int = 0
 
 
 def initial_server(run: Run, model: Model) -> Server:
-    """The server before the first round."""
+    """Return the server before the first round."""
     return Server(
         dict(model.initial),
         run.method.server_rule.init(model),
@@ -94,7 +132,18 @@ def initial_server(run: Run, model: Model) -> Server:
 def rounds(
     run: Run, model: Model, engine: Engine, server: Server | None = None, start: int = 0
 ) -> Iterator[RoundResult]:
-    """Rounds `start` to the last. To go on after a stop, give the server after the last finished round."""
+    """Run rounds `start` to `run.rounds - 1` and yield the result of each.
+
+    Args:
+        run: The settings.
+        model: The model.
+        engine: Trains the clients.
+        server: The server after round `start - 1`, to resume a run; None for the initial server.
+        start: The first round to run.
+
+    Yields:
+        One RoundResult per round. The next round starts when the consumer asks for it.
+    """
     server = server or initial_server(run, model)
     limits = UpdateLimits(run, model)
     for number in range(start, run.rounds):
@@ -104,12 +153,15 @@ def rounds(
 
 
 def make_job(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan]:
-    """The job for one client: all that its plan brings down, of which only what the client lacks will travel."""
+    """Return one client's job and plan.
+
+    The job holds all parameters in `plan.down`. Only those that the client lacks (`Job.stale`) travel.
+    """
     return _make_job(run, model, server, number, client)[:2]
 
 
 def _make_job(run: Run, model: Model, server: Server, number: int, client: str) -> tuple[Job, Plan, Names]:
-    """Also which of the parameters are not the server's own."""
+    """Like `make_job`, plus the names whose tensors are not the server's own objects."""
     rule = run.method.server_rule
     signal = rule.signal(server)
     plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client, signal))
@@ -121,15 +173,17 @@ def _make_job(run: Run, model: Model, server: Server, number: int, client: str) 
 
 
 class _RoundRunner:
-    """The tallies of one round, filled while updates stream past."""
+    """Runs one round and collects its records while updates stream through."""
 
     def __init__(self, limits: UpdateLimits, server: Server, number: int) -> None:
         self.run, self.model, self.server, self.number = limits.run, limits.model, server, number
         self.inspector = UpdateValidator(limits, server, number, self._job)
         self.drift = Drift(self.model)
-        self.up: list[Mapping[str, int]] = []  # what each message weighs
+        self.up: list[Mapping[str, int]] = []  # bytes by name, for each message
         self.down: list[Mapping[str, int]] = []
-        self.plain: dict[Names, Mapping[str, int]] = {}  # by names, what the server's own parameters weigh alone
+        self.plain: dict[
+            Names, Mapping[str, int]
+        ] = {}  # by stale names, bytes of messages without client-specific data
         self.cohort: Sequence[str] = ()
         self.population = 0
         self.plans: dict[str, Plan] = {}
@@ -150,31 +204,33 @@ class _RoundRunner:
         self.population = len(clients)
         if self.run.min_updates > len(cohort):
             raise RunError(
-                f"federation.min_updates is {self.run.min_updates}, but only {len(cohort)} clients are asked a round"
+                f"federation.min_updates is {self.run.min_updates}, but only {len(cohort)} clients are asked per round"
             )
         updates = self._receive(engine.train(self._ask(client) for client in cohort))
         watched = self.drift.watch(updates) if self.run.drift else updates
         aggregate = method.server_rule.reduce(self.server, watched, len(clients))
         if aggregate.cohort != len(self.received):
             raise MethodError(
-                f"{method.name}: {type(method.server_rule).__name__} says it reduced {aggregate.cohort} updates, but "
-                f"there were {len(self.received)}; it must take each once and count them"
+                f"{method.name}: {type(method.server_rule).__name__} reports {aggregate.cohort} reduced updates, but "
+                f"there were {len(self.received)}; it must consume each update once and count them"
             )
         if few := self._too_few():
             return self._result(self.server, few)
         for index, transform in reversed(list(enumerate(method.transforms))):
             aggregate = transform.decode_aggregate(aggregate, key / "channel" / index)
         server = method.server_rule.apply(self.server, aggregate)
-        if spoilt := _first_non_finite(self.server, server):
-            reason = f"round {self.number} would have made '{spoilt}' of the server not finite"
+        if bad_name := _first_non_finite(self.server, server):
+            reason = f"round {self.number} would have made the server's '{bad_name}' not finite"
             if not self.run.skip_failed_clients:
                 raise RunError(f"{reason}; lower training.lr, or method.lr where there is one")
             return self._result(self.server, reason)
         return self._result(server)
 
     def _too_few(self) -> str | None:
-        """Why the round cannot count. That clients stayed away is an error; refused replies may be an attack, and with
-        `tolerate` an attacker must not be able to end the run.
+        """Return why too few updates arrived, or None if there are enough.
+
+        Missing clients are an error. Rejected updates may be an attack, and with `skip_failed_clients` an attacker must
+        not be able to end the run.
         """
         count, refused = len(self.received), sum(lost.refused for lost in self.lost)
         if count >= self.run.min_updates:
@@ -185,7 +241,7 @@ class _RoundRunner:
             f"{self.run.min_updates} ({reasons})"
         )
         if not self.run.skip_failed_clients or count + refused < self.run.min_updates:
-            raise RunError(f"{short}; lower it, or ask more clients a round")
+            raise RunError(f"{short}; lower it, or ask more clients per round")
         return short
 
     def _result(self, server: Server, skipped: str | None = None) -> RoundResult:
@@ -222,7 +278,7 @@ class _RoundRunner:
         return job
 
     def _weigh(self, job: Job, special: bool) -> Mapping[str, int]:
-        """What is not special to a client weighs the same for all who lack the same."""
+        """Byte counts of a job. Jobs without client-specific tensors share them by stale names."""
         if not special and job.stale in self.plain:
             return self.plain[job.stale]
         weight = serialization.byte_counts({"params": select(job.params, job.stale), **job.slots})
@@ -252,13 +308,13 @@ class _RoundRunner:
             yield checked.update
         dropped = {lost.client: lost.reason for lost in self.refused}
         for client in self.plans:
-            # Any of the dropped replies may have been theirs, under another name or under none.
+            # A dropped reply may have been this client's, sent under another name or without one.
             self._lose(ClientFailure(client, dropped.get(client, "gave no answer"), refused=bool(dropped)))
 
     def _stray(self, reply: object) -> str | None:
-        """Why this is not the one reply that a client was asked for."""
+        """Return why this is not the expected reply of an asked client, or None if it is."""
         if not isinstance(reply, Update | ClientFailure) or not isinstance(reply.client, str):
-            return f"sent what is no update of a named client, but {type(reply).__name__}"
+            return f"sent a {type(reply).__name__} instead of an update with a client name"
         if reply.client not in self.plans:
             return f"answered in round {self.number} without being asked, or twice"
         if (
@@ -271,7 +327,8 @@ class _RoundRunner:
 
     def _drop(self, reply: object, fault: str) -> None:
         named = isinstance(reply, Update | ClientFailure) and isinstance(reply.client, str)
-        # A guess by the order of answers must not cost another client its turn, so it only names who ends the run.
+        # Guess the sender from the order of replies, for the error message only: a wrong guess must not make another
+        # client lose its turn.
         client = reply.client if named else next(iter(self.plans), UNKNOWN_CLIENT)  # type: ignore[attr-defined]
         if not self.run.skip_failed_clients:
             raise ClientError(client, fault)
@@ -297,15 +354,15 @@ class _RoundRunner:
 
 
 def _first_non_finite(before: Server, after: Server) -> str | None:
-    """The name of a parameter or of server state that the round moved to a value that is not finite."""
+    """The name of a parameter or of server state that the round changed to a non-finite value, or None."""
     moved = _changed(before.params, after.params)
     for slot, part in after.state.items():
         moved |= {f"{slot}/{name}": value for name, value in _changed(before.state.get(slot, {}), part).items()}
-    alike: dict[tuple[torch.device, torch.dtype], Tensors] = {}
+    groups: dict[tuple[torch.device, torch.dtype], Tensors] = {}
     for name, value in moved.items():
         if value.is_floating_point() and value.numel():
-            alike.setdefault((value.device, value.dtype), {})[name] = value
-    for part in alike.values():  # all of one kind in one look, since on a GPU every look waits for it
+            groups.setdefault((value.device, value.dtype), {})[name] = value
+    for part in groups.values():  # one check per device and dtype: each check synchronizes with the GPU
         if not all_finite(part):
             return next(name for name, value in part.items() if not all_finite({name: value}))
     return None

@@ -1,4 +1,4 @@
-"""Names and messages that others wrote, made safe for a terminal, a page and a path."""
+"""Untrusted names and messages, made safe for terminals, HTML pages and paths."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import unicodedata
 from urllib.parse import quote, unquote
 
-MAX_LABEL = 180  # bytes of a path component, which most file systems limit to 255; a suffix must fit too
-HASH_CHARACTERS = "@"  # between the beginning of a name and its digest; quoting leaves none in other names
+MAX_LABEL = 180  # bytes of a path component; most file systems allow 255, and a suffix must fit too
+HASH_CHARACTERS = "@"  # separates the start of a shortened name from its digest; quoting removes it from other names
 
 
 def printable(text: object) -> str:
-    """The text with everything invisible as an escape such as \\x1b: nothing in it moves a cursor or reorders text."""
-    return "".join(each if _visible(each) else _escaped(each) for each in str(text))
+    """Return the text with invisible characters escaped, such as \\x1b: it cannot move the cursor or reorder text."""
+    return "".join(char if _visible(char) else _escaped(char) for char in str(text))
 
 
 def _visible(character: str) -> bool:
@@ -26,18 +26,18 @@ def _escaped(character: str) -> str:
 
 
 def path_component(name: str) -> str:
-    """A path component for any text, different for different texts; `named` goes back from it."""
+    """Return a path component for any text, unique for each text; `client_of_folder` is the inverse."""
     quoted = quote(name, safe="", errors="surrogatepass").replace(".", "%2E")  # a client may be called ".."
     return quoted if 0 < len(quoted) <= MAX_LABEL else _shortened(quoted, name)
 
 
 def client_of_folder(folder: str) -> str | None:
-    """The text that a path component stands for; None where only its digest is left."""
+    """Return the text of a path component from `path_component`; None if it was shortened to a digest."""
     return None if HASH_CHARACTERS in folder else unquote(folder, errors="surrogatepass")
 
 
 def label_folder(label: str) -> str:
-    """A readable path component for a label. Different labels may share one."""
+    """Return a readable path component for a label. Different labels can have the same one."""
     plain = re.sub(r"[^\w.=+-]+", "_", label).strip("_")
     if not plain.strip("."):
         return "run"

@@ -1,4 +1,4 @@
-"""What a message weighs: named tensors as safetensors, counted by parameter name."""
+"""Messages as safetensors, and their size in bytes by parameter name."""
 
 from __future__ import annotations
 
@@ -15,41 +15,57 @@ from torch import Tensor
 from partita.core.packed import PackedTensors, shapes
 from partita.core.tensors import Tensors
 
-Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by parameter name, which may lie in a row
-HEADER = ""  # the name under which a message's own header is counted
+Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by parameter name, possibly PackedTensors
+HEADER = ""  # the name under which the header of a message is counted
 
-# In the order in which safetensors lays tensors out.
+# In the order in which safetensors writes tensors.
 DTYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
 
+class SerializationError(ValueError):
+    """A message cannot hold a tensor of this type."""
+
+
 def pack(slots: Message, about: dict[str, str] | None = None) -> bytes:
-    """Every tensor under "slot/name"."""
+    """Serialize slots, each tensor under the key "slot/name".
+
+    Args:
+        slots: Tensors by slot and parameter name.
+        about: Texts for the metadata of the file.
+    """
     return save({f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}, about)
 
 
 def read_metadata(data: bytes) -> dict[str, str]:
-    """What was packed beside the tensors."""
+    """Return the metadata of a serialized message."""
     length = int.from_bytes(data[:8], "little")
-    found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
-    return found
+    metadata: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return metadata
 
 
 def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
-    """As safetensors, which wants every tensor to have its memory to itself: one that comes twice is copied."""
-    apart: Tensors = {}
-    taken: set[int] = set()
+    """Serialize tensors as safetensors.
+
+    The format requires that tensors do not share memory, so a tensor whose storage was already used is copied.
+    """
+    separate: Tensors = {}
+    storages: set[int] = set()
     for name, value in tensors.items():
+        _code(value.dtype, name)
         whole = value.detach().cpu().contiguous()
-        apart[name] = whole.clone() if whole.untyped_storage().data_ptr() in taken else whole
-        taken.add(apart[name].untyped_storage().data_ptr())
-    return safetensors.torch.save(apart, about)
+        separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in storages else whole
+        storages.add(separate[name].untyped_storage().data_ptr())
+    return safetensors.torch.save(separate, about)
 
 
 def unpack(data: bytes) -> dict[str, Tensors]:
-    """Sorted by name: safetensors has an order that differs from call to call, and sums would depend on it."""
+    """Deserialize the slots of a message.
+
+    Names are sorted: the order in which safetensors returns them differs from call to call, and sums depend on it.
+    """
     slots: dict[str, Tensors] = {}
     for key, value in sorted(safetensors.torch.load(data).items()):
         slot, _, name = key.partition("/")
@@ -58,13 +74,13 @@ def unpack(data: bytes) -> dict[str, Tensors]:
 
 
 def byte_counts(slots: Message) -> Mapping[str, int]:
-    """The bytes of pack(slots) by parameter name, without making a copy of anything; no tensors, no message."""
+    """Return the size of `pack(slots)` in bytes by parameter name, without serializing; empty without tensors."""
     return _count(tuple((slot, tuple(part), *_forms(part)) for slot, part in slots.items()))
 
 
 def total_bytes(messages: Sequence[Mapping[str, int]]) -> Counter[str]:
-    """What they weigh together. Messages of one kind are counted as one object, and so multiplied, not summed up."""
-    kinds, times = {id(each): each for each in messages}, Counter(map(id, messages))
+    """Return the sum of byte counts. Counts that are the same object are multiplied instead of added one by one."""
+    kinds, times = {id(message): message for message in messages}, Counter(map(id, messages))
     weights = Counter[str]()
     for kind, message in kinds.items():
         weights.update({name: times[kind] * weight for name, weight in message.items()})
@@ -87,14 +103,25 @@ def _count(
         for name, kind, shape in zip(*tensors, strict=True):
             weight = shape.numel() * kind.itemsize
             sizes[name] = sizes.get(name, 0) + weight
-            entries.append((f"{slot}/{name}", DTYPES[kind], tuple(shape), weight))
+            entries.append((f"{slot}/{name}", _code(kind, f"{slot}/{name}"), tuple(shape), weight))
     return MappingProxyType({HEADER: _envelope(entries), **sizes} if entries else {})
 
 
+def _code(dtype: torch.dtype, name: str) -> str:
+    """The safetensors name of a dtype."""
+    if dtype not in DTYPES:
+        supported = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise SerializationError(
+            f"'{name}' is {dtype}, which messages do not support; convert it to one of {supported} in the transform's "
+            "encode"
+        )
+    return DTYPES[dtype]
+
+
 def _envelope(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> int:
-    """The header that safetensors writes: its length in 8 bytes, then JSON padded to a multiple of 8."""
+    """The size of the header that safetensors writes: its length in 8 bytes, then JSON padded to a multiple of 8."""
     start, header = 0, {}
-    # By type, then by name: offsets, and so the digits in the header, depend on the order.
+    # Sort by type, then by name: the offsets, and so the number of digits in the header, depend on the order.
     order = list(DTYPES.values())
     for key, kind, shape, weight in sorted(entries, key=lambda entry: (order.index(entry[1]), entry[0])):
         header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, start + weight]}

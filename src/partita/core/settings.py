@@ -1,4 +1,4 @@
-"""What both sides of a federation agree on before it starts."""
+"""The settings of a run, which server and clients share before it starts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,32 @@ from partita.core.rng import Key
 
 
 class RunError(ValueError):
-    """A setting that cannot work."""
+    """A setting is invalid, or settings contradict each other."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """One client's work in a round: so many epochs, or so many steps, of shuffled batches."""
+    """Local training: how a client trains in one round.
+
+    Attributes:
+        lr: The learning rate, before the schedule.
+        optimizer: The local optimizer.
+        schedule: The learning-rate schedule over rounds.
+        batch_size: Examples per batch.
+        epochs: Passes over the client's examples per round.
+        steps: Steps per round; overrides `epochs`.
+        clip: The maximum norm of a client's gradient; None for no clipping.
+        precision: "float32", or "bfloat16" for mixed precision with the weights in float32.
+    """
 
     lr: float
     optimizer: Optimizer = field(default_factory=SGD)
     schedule: Schedule = field(default_factory=Schedule)
     batch_size: int = 32
     epochs: int = 1
-    steps: int | None = None  # overrides epochs
-    clip: float | None = None  # of a client's gradient norm
-    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: mixed, the weights stay in float32
+    steps: int | None = None
+    clip: float | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         for setting, value in (("lr", self.lr), ("batch_size", self.batch_size), ("epochs", self.epochs)):
@@ -42,22 +53,45 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
+    """All settings of a run.
+
+    Attributes:
+        method: The federated method.
+        training: Local training.
+        rounds: The number of rounds.
+        key: The random key of the run.
+        cohort: Clients per round: an int is a number of clients; a float up to 1.0 is a fraction of the population.
+        min_updates: The minimum number of updates per round. Fewer are an error, or with `skip_failed_clients` a
+            skipped round if rejected updates are the reason.
+        skip_failed_clients: Whether a client's failure (a non-finite loss or an unusable update) is recorded instead of
+            ending the run.
+        clients_have_initial_model: Whether clients hold the initial model before the first round.
+        drift: Whether to measure drift in each round.
+        max_norm: The maximum norm of an update; longer updates are scaled down to it. None for no limit.
+        max_examples: The maximum number of examples that a client may claim if its number is not registered.
+        examples: The registered number of examples by client, 0 for an unknown number; None if there is no register.
+        secret: The key for clients' private draws, which must not be known to others; None to use `key`.
+        hidden_cohorts: Whether to draw cohorts with `secret`. Privacy amplification by sampling requires that nobody
+            knows who was drawn.
+
+    Raises:
+        RunError: If a setting is invalid or settings contradict each other.
+    """
+
     method: Method
     training: Training
     rounds: int
     key: Key
-    cohort: int | float = 1.0  # clients a round, as a number or (a float up to 1.0) as a fraction
-    min_updates: int = 1  # answers without which a round is not applied but an error
-    skip_failed_clients: bool = (
-        False  # a client's fault (a loss or an update that is no use) is recorded and does not end the run
-    )
-    clients_have_initial_model: bool = False  # clients hold the initial model before the first round
-    drift: bool = True  # measure drift each round
-    max_norm: float | None = None  # of an update; longer ones are scaled down to it
-    max_examples: int = 10_000_000  # that a client may claim where their number is not registered
-    examples: Mapping[str, int] | None = None  # registered, by client; 0: not known; None: there is no register
-    secret: Key | None = None  # what clients draw by where nobody else may know it; None: by the run's key, as all do
-    hidden_cohorts: bool = False  # draw cohorts by the secret: what privacy gains from sampling needs that nobody knows
+    cohort: int | float = 1.0
+    min_updates: int = 1
+    skip_failed_clients: bool = False
+    clients_have_initial_model: bool = False
+    drift: bool = True
+    max_norm: float | None = None
+    max_examples: int = 10_000_000
+    examples: Mapping[str, int] | None = None
+    secret: Key | None = None
+    hidden_cohorts: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -68,8 +102,8 @@ class Run:
             raise RunError(f"federation.max_examples is {self.max_examples}; it must be at least 1")
         if self.max_norm is not None and any(transform.hides for transform in self.method.transforms):
             raise RunError(
-                "federation.max_norm and client-level privacy are both set; there privacy.clip bounds every update, so "
-                "leave federation.max_norm out"
+                "federation.max_norm and client-level privacy are both set; privacy.clip already bounds every update, "
+                "so leave federation.max_norm out"
             )
         self.method.check_optimizer(self.training.optimizer.name)
         if self.method.privacy and self.training.clip is not None:
@@ -79,17 +113,23 @@ class Run:
             )
 
     def rate(self, round: int) -> float:
+        """Return the learning rate of a round."""
         return self.training.lr * self.training.schedule.factor(round, self.rounds)
 
     def draw_cohort(self, round: int, clients: Sequence[str]) -> list[str]:
-        """The clients that are asked in a round, of those there are."""
+        """Draw the cohort of a round from the available clients."""
         key = self.secret if self.secret and self.hidden_cohorts else self.key
         return (key / "round" / round / "cohort").sample(clients, self.cohort_size(len(clients)))
 
     def cohort_size(self, population: int) -> int:
-        share = isinstance(self.cohort, float)
-        size = max(1, round(self.cohort * population)) if share else int(self.cohort)
-        if not 1 <= size <= population or (share and not 0 < self.cohort <= 1):
+        """Return the number of clients per round, for a population of this size.
+
+        Raises:
+            RunError: If the cohort is larger than the population.
+        """
+        is_fraction = isinstance(self.cohort, float)
+        size = max(1, round(self.cohort * population)) if is_fraction else int(self.cohort)
+        if not 1 <= size <= population or (is_fraction and not 0 < self.cohort <= 1):
             raise RunError(
                 f"federation.cohort is {self.cohort}, but there are {population} clients; "
                 "give a number from 1 to that, or a fraction such as 0.2"

@@ -1,4 +1,7 @@
-"""Arithmetic on named tensors: every payload is a dict from parameter name to tensor."""
+"""Arithmetic on named tensors: dicts from parameter name to tensor.
+
+Functions use `torch._foreach_*` where they can: on a GPU, launching a kernel per name costs more than the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,17 @@ Names = frozenset[str]
 
 
 def select(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensors:
-    """The named part, in sorted order, so that no later sum depends on the order of a set."""
+    """Return the tensors of `names`, sorted by name, so that no later sum depends on the order of a set."""
     return {name: tensors[name] for name in sorted(names)}
 
 
 def restrict_slots(slots: Slots, names: Names) -> dict[str, Tensors]:
-    """Every slot restricted to the names; a slot may hold fewer of them."""
+    """Return every slot restricted to `names`. A slot may lack some of them."""
     return {slot: select(tensors, names & tensors.keys()) for slot, tensors in slots.items()}
 
 
 def add(left: Tensors, right: Mapping[str, Tensor]) -> Tensors:
-    """left + right where right has the name; what right lacks is handed on as the same object.
-
-    All names in one call: on a GPU each call costs more than the arithmetic.
-    """
+    """Return left + right for the names in `right`; all other tensors of `left` are returned as the same objects."""
     names = [name for name in left if name in right]
     if not names:
         return dict(left)
@@ -39,40 +39,42 @@ def add(left: Tensors, right: Mapping[str, Tensor]) -> Tensors:
 
 
 def subtract(left: Tensors, right: Tensors) -> Tensors:
-    """Also in one call."""
+    """Return left - right for the names in `left`, all of which must be in `right`."""
     if not left:
         return {}
     return dict(zip(left, torch._foreach_sub(list(left.values()), [right[name] for name in left]), strict=True))
 
 
 def clone_all(tensors: Tensors) -> Tensors:
-    """Also in one call."""
-    places = {name: torch.empty_like(value) for name, value in tensors.items()}
-    if places:
-        torch._foreach_copy_(list(places.values()), list(tensors.values()))
-    return places
+    """Return a copy of every tensor."""
+    copies = {name: torch.empty_like(value) for name, value in tensors.items()}
+    if copies:
+        torch._foreach_copy_(list(copies.values()), list(tensors.values()))
+    return copies
 
 
 def clone_views(tensors: Tensors) -> Tensors:
-    """Without views, which would hold on to all that they are a part of."""
+    """Return the tensors with each view replaced by a copy. A view would keep its whole storage alive."""
     return {name: value.clone() if value._is_view() else value for name, value in tensors.items()}
 
 
 def upcast(value: Tensor) -> Tensor:
-    """In float32 at least: a long sum in half precision stops moving."""
+    """Return the tensor in float32 or higher precision: in half precision, small terms vanish in a long sum."""
     return value if value.dtype == torch.float32 else value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def scale(tensors: Mapping[str, Tensor], factor: float | Tensor) -> Tensors:
+    """Return every tensor times `factor`."""
     return {name: value * factor for name, value in tensors.items()}
 
 
 def zeros_like(tensors: Tensors) -> Tensors:
+    """Return zeros for every tensor."""
     return {name: torch.zeros_like(value) for name, value in tensors.items()}
 
 
 def norm(tensors: Tensors) -> Tensor:
-    """The Euclidean norm over all tensors together, by the norms of each as torch's clipping takes it."""
+    """Return the Euclidean norm over all tensors, computed from the norm of each as in torch's gradient clipping."""
     if not tensors:
         return torch.zeros(())
     total: Tensor = torch.linalg.vector_norm(
@@ -82,12 +84,12 @@ def norm(tensors: Tensors) -> Tensor:
 
 
 def max_abs(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The size of the largest number in any of the tensors, itself not finite where one of them is not."""
+    """Return the largest absolute value in all tensors; it is not finite if any value is not finite."""
     return torch.stack(torch._foreach_norm(list(tensors.values()), ord=math.inf)).max()
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether all numbers are; looked up once for all tensors, since on a GPU every look waits for it."""
+    """Whether all values are finite. Synchronizes with the GPU once for all tensors."""
     return (
         (isinstance(tensors, CheckedTensors | PackedTensors) and tensors.finite)
         or not tensors
@@ -96,7 +98,7 @@ def all_finite(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def squared_norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """The square of each tensor's norm, in float64."""
+    """Return each tensor's squared norm, computed in float64."""
     if isinstance(tensors, CheckedTensors | PackedTensors) and tensors.squares is not None:
         return tensors.squares
     if not tensors:
@@ -105,12 +107,21 @@ def squared_norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(tensors, norms.square().tolist(), strict=True))
 
 
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum, rounded once; infinity if the sum of finite values overflows float64."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
 def to(tensors: Mapping[str, Tensor], device: torch.device) -> Tensors:
+    """Return every tensor on `device`."""
     return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    """Bit for bit: the same types, and -0.0 is not 0.0."""
+    """Whether names, types, shapes and bits are equal: -0.0 differs from 0.0."""
     return left.keys() == right.keys() and all(_same(left[name], right[name]) for name in left)
 
 
@@ -123,7 +134,7 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """A fingerprint of names, types, shapes and bits."""
+    """Return a hash of names, types, shapes and bits."""
     state = hashlib.blake2b(digest_size=16)
     for name, value in sorted(tensors.items()):
         state.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
@@ -132,18 +143,28 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 class Mean:
-    """A running weighted mean by name: one copy of the model however many are added, and the first is exact."""
+    """A running weighted mean by name.
+
+    Holds one copy of the tensors, however many are added. The mean of a single addition is exact.
+
+    Attributes:
+        weight: The total weight by name.
+        packed: The mean as one buffer, as long as everything added was packed with the same layout.
+        by_name: Otherwise, the mean by name.
+    """
 
     def __init__(self) -> None:
         self.weight: dict[str, float] = {}
-        self.packed: PackedTensors | None = None  # as long as all that was added lay in rows of one form
-        self.by_name: Tensors = {}  # else
+        self.packed: PackedTensors | None = None
+        self.by_name: Tensors = {}
 
     @property
     def value(self) -> Tensors:
+        """The mean of each name over the additions that had it."""
         return self.by_name if self.packed is None else dict(self.packed)
 
     def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        """Add tensors with a weight. Names may differ between additions."""
         if isinstance(tensors, PackedTensors) and not self.weight:
             self.packed = PackedTensors(upcast(tensors.buffer.clone()), tensors.layout)
             self.weight = dict.fromkeys(tensors, weight)
@@ -173,5 +194,5 @@ class Mean:
                 torch._foreach_add_(means, steps)
 
     def over(self, total: float) -> Tensors:
-        """The weighted sum divided by a total that also counts those who did not add a name."""
+        """Return the weighted sum divided by `total`, which may include the weight of additions without a name."""
         return {name: value * (self.weight[name] / total) for name, value in self.value.items()}

@@ -1,7 +1,7 @@
-"""One check for every reply of every engine, before any arithmetic: is it what this client was asked for?
+"""Validation of every update of every engine, before any arithmetic: is it what this client was asked for?
 
-A reply that passes holds finite tensors of the server's own types and shapes, and numbers that an honest client could
-have sent. What a reply claims is compared with what the server knows, never with what other replies claim.
+An update that passes has finite tensors with the server's own types and shapes, and numbers that an honest client could
+have sent. Claims in an update are compared with what the server knows, never with claims in other updates.
 """
 
 from __future__ import annotations
@@ -27,31 +27,37 @@ from partita.core.plan import Plan
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
 
-# An honest round moves parameters by a fraction of their own norm, and new ones (a head, prompts, low-rank factors) by
-# about 1. A thousand times that is divergence or an attack; it is also far from where float32 overflows. The limit is
-# relative to the initial model: relative to the current one, an attacker could raise it round by round.
+# An honest round changes parameters by a fraction of their norm, and new parameters (a head, prompts, low-rank factors)
+# by about 1. A thousand times that is divergence or an attack, and still far from float32 overflow. The limit is
+# relative to the initial model: if it were relative to the current one, an attacker could raise it round by round.
 MAX_NORM_RATIO = 1000.0
-MAX_ABS = 1e9  # of a loss or a score, whatever its sign
-MAX_METRICS = 1024  # scores in one reply
-_METRIC_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}(/[A-Za-z0-9_.\-]{1,64})?")  # what rules call their scores
-_CONTAINERS = (dict, Counter, CheckedTensors, PackedTensors)  # mappings that cannot change between two looks
+MAX_ABS = 1e9  # maximum absolute value of a loss or a metric
+MAX_METRICS = 1024  # metrics in one update
+_METRIC_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}(/[A-Za-z0-9_.\-]{1,64})?")  # metric names of client rules
+_CONTAINERS = (dict, Counter, CheckedTensors, PackedTensors)  # mappings whose content cannot change between two reads
 
 
 class InvalidUpdate(ValueError):
-    """A reply that cannot be used; the text says why."""
+    """An update that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class CheckedUpdate:
-    """A usable reply as the server's rule may see it."""
+    """A valid, decoded update, ready for the server rule.
+
+    Attributes:
+        update: The update.
+        norm: The norm of the delta as sent; None under client-level privacy, which hides it.
+        bounded: Whether the delta was longer than `federation.max_norm` and was scaled down.
+    """
 
     update: Update
-    norm: float | None  # of the delta as it was sent; None where client-level privacy hides it
-    bounded: bool  # it was longer than federation.max_norm, and was scaled down
+    norm: float | None
+    bounded: bool
 
 
 class UpdateLimits:
-    """What the server knows of a run beforehand, and what follows from it for replies."""
+    """The limits on updates that follow from the settings and the model of a run."""
 
     def __init__(self, run: Run, model: Model) -> None:
         self.run, self.model = run, model
@@ -60,13 +66,13 @@ class UpdateLimits:
         self.finishes = any(type(rule).finish is not ClientRule.finish for rule in run.method.client_rules)
         self.narrows = any(type(rule).narrow is not ClientRule.narrow for rule in run.method.client_rules)
         self.hides = any(transform.hides for transform in run.method.transforms)
-        self._squares: dict[str, float] = {}  # of the initial model
+        self._squares: dict[str, float] = {}  # squared norms of the initial model's parameters
         self._norms: dict[Names, float] = {}
         self._trusts = False
         self.steps = lru_cache(maxsize=1024)(self._steps)
 
     def examples(self, client: str) -> int:
-        """The most training examples that the client can have."""
+        """Return the maximum number of training examples that the client can have."""
         registered = self.run.examples
         if registered is None:
             return self.run.max_examples
@@ -75,21 +81,21 @@ class UpdateLimits:
         if not self._trusts:
             self._trusts = True
             warnings.warn(
-                f"the number of examples of client '{client}' is not known here, so weights are taken on trust up to "
-                f"federation.max_examples = {self.run.max_examples}; set it to the most that a client can have",
+                f"the number of examples of client '{client}' is not known here, so weights are trusted up to "
+                f"federation.max_examples = {self.run.max_examples}; set that to the most that a client can have",
                 stacklevel=2,
             )
         return self.run.max_examples
 
     def _steps(self, plan: Plan, examples: int) -> Mapping[str, int]:
-        """By name, the most steps that so many examples allow."""
+        """By name, the maximum number of steps for this number of examples."""
         most = Counter[str]()
         for phase in plan.phases:
             most.update(dict.fromkeys(phase.names, count_steps(examples, self.run.training, phase.epochs)))
         return most
 
     def norm(self, names: Names) -> float:
-        """The most that an update of these names may be long."""
+        """Return the maximum norm of an update of these names."""
         if names not in self._norms:
             new = {name: self.model.initial[name] for name in sorted(names - self._squares.keys())}
             self._squares |= tensors.squared_norms(new)
@@ -99,35 +105,48 @@ class UpdateLimits:
 
 
 class UpdateValidator:
-    """Checks the replies of one round."""
+    """Checks the updates of one round."""
 
     def __init__(self, limits: UpdateLimits, server: Server, number: int, ask: Callable[[str], Job]) -> None:
         self.limits, self.params, self.number, self.ask = limits, server.params, number, ask
         self.run = limits.run
         self.forms = {name: (value.shape, _kind(value)) for name, value in server.params.items()}
-        self.fits: dict[tuple[PackedLayout, Names, torch.dtype, torch.device], Mapping[str, int]] = {}  # with the steps
+        # Layouts that already passed, with the steps that they passed with.
+        self.fits: dict[tuple[PackedLayout, Names, torch.dtype, torch.device], Mapping[str, int]] = {}
         self.honest: dict[tuple[Plan, Names], Mapping[str, Names] | None] = {}
-        self.first: Names | None = None  # the names of the round's first reply
+        self.first: Names | None = None  # the names of the round's first update
 
     def weigh(self, update: Update) -> tuple[Update, Mapping[str, int]]:
-        """The reply with plain containers of plain tensors, and its bytes by name."""
+        """Return the update with plain containers of plain tensors, and its bytes by name.
+
+        Raises:
+            InvalidUpdate: If the update cannot be read.
+        """
         try:
             update = _readable(update)
         except InvalidUpdate:
             raise
-        except Exception as error:  # a mapping that is evaluated when it is read can fail in any way
+        except Exception as error:  # a lazy mapping can raise anything when it is read
             raise InvalidUpdate(f"sent a reply that cannot be read: {shorten(error)}") from error
         return update, serialization.byte_counts({"delta": update.delta, **update.slots})
 
     def check(self, update: Update, plan: Plan) -> CheckedUpdate:
-        """The reply after the channel's transforms were undone. Raises Refused with the reason if it is of no use."""
+        """Decode an update with the method's transforms and check it.
+
+        Args:
+            update: The update from `weigh`.
+            plan: The client's plan before narrowing.
+
+        Raises:
+            InvalidUpdate: If the update cannot be used.
+        """
         self._check_numbers(update, plan)
         self._check_slots(update, plan)
         try:
             for transform in reversed(self.run.method.transforms):
                 update = transform.decode_update(update)
-        except Exception as error:  # transforms meet tensors of any shape and type here
-            raise InvalidUpdate(f"sent what cannot be opened: {shorten(error)}") from error
+        except Exception as error:  # the tensors can have any shape and type here
+            raise InvalidUpdate(f"sent an update that cannot be decoded: {shorten(error)}") from error
         for slot in update.slots.keys() - self.limits.slots:
             raise InvalidUpdate(f"sent the slot {shorten(slot)}, which {self.run.method.name} does not have")
         for part in (update.delta, *update.slots.values()):
@@ -140,13 +159,13 @@ class UpdateValidator:
         most = self.limits.examples(update.client)
         if weight is None or not 0 < weight <= most:
             raise InvalidUpdate(
-                f"sent the weight {shorten(update.weight)}; it is the number of training examples, above 0 and here at "
+                f"sent the weight {shorten(update.weight)}; it must be the number of training examples, above 0 and at "
                 f"most {most}"
             )
         if update.loss is not None and (loss is None or abs(loss) > MAX_ABS):
             raise InvalidUpdate(
-                f"sent the loss {shorten(update.loss)}, which is not a number within {MAX_ABS:g}; lower "
-                "training.lr, set training.clip, or look at the client's data"
+                f"sent the loss {shorten(update.loss)}; it must be a number from {-MAX_ABS:g} to {MAX_ABS:g}; lower "
+                "training.lr, set training.clip, or check the client's data"
             )
         if update.metrics:
             self._check_told(update.metrics)
@@ -154,20 +173,27 @@ class UpdateValidator:
     def _check_told(self, metrics: Mapping[str, float]) -> None:
         if not self.limits.narrows or len(metrics) > MAX_METRICS:
             most = MAX_METRICS if self.limits.narrows else 0
-            raise InvalidUpdate(f"told {len(metrics)} scores; clients of {self.run.method.name} tell at most {most}")
+            raise InvalidUpdate(f"sent {len(metrics)} metrics; clients of {self.run.method.name} send at most {most}")
         for what, value in metrics.items():
             layer = what.partition("/")[2] if isinstance(what, str) else ""
             if not isinstance(what, str) or not _METRIC_NAME.fullmatch(what):
-                raise InvalidUpdate(f"told a score called {shorten(what)}; it must be a short plain text")
+                raise InvalidUpdate(
+                    f"sent a metric named {shorten(what)}; a name has letters, digits, '_', '.' and '-', at most 64, "
+                    "and optionally '/' and a second such part"
+                )
             if layer.startswith("layer.") and layer not in self.limits.layers:
-                raise InvalidUpdate(f"told a score of {shorten(layer)}, which {self.limits.model.name} does not have")
+                raise InvalidUpdate(f"sent a metric of {shorten(layer)}, which {self.limits.model.name} does not have")
             number = _number(value)
             if number is None or abs(number) > MAX_ABS:
-                raise InvalidUpdate(f"told {shorten(value)} for '{what}'; it must be a number within {MAX_ABS:g}")
+                raise InvalidUpdate(
+                    f"sent {shorten(value)} for the metric '{what}'; it must be a number from {-MAX_ABS:g} to "
+                    f"{MAX_ABS:g}"
+                )
 
     def _check_slots(self, update: Update, plan: Plan) -> None:
-        """Before transforms, which may use slots up. A slot is sent for all names that an honest client sends it for,
-        or not at all.
+        """Each slot must have exactly the names of an honest update.
+
+        Runs before transforms decode the update, because they may remove slots.
         """
         sent = {slot: frozenset(part) for slot, part in update.slots.items() if slot in self.limits.slots}
         if not sent and not self.limits.finishes:
@@ -176,18 +202,19 @@ class UpdateValidator:
         if stray := names - plan.up:
             self._refuse_name(min(stray, key=str))
         honest = self._honest_slots(update.client, plan, names)
-        if honest is None:  # what it sends depends on its examples
+        if honest is None:  # the slots depend on the client's examples
             honest = {slot: names & part for slot, part in sent.items()}
         for slot in sorted(sent.keys() | honest.keys()):
-            wanted, given = honest.get(slot), sent.get(slot)
-            if wanted != given:
+            expected, given = honest.get(slot), sent.get(slot)
+            if expected != given:
                 raise InvalidUpdate(
-                    f"sent the slot '{slot}' for {_count(given)}, not for the {_count(wanted)} of an honest reply"
+                    f"sent the slot '{slot}' for {_count(given)}; an honest update has it for {_count(expected)}"
                 )
 
     def _honest_slots(self, client: str, plan: Plan, names: Names) -> Mapping[str, Names] | None:
-        """By slot, the names for which an honest client sends it beside a delta of these names: as its rules answer
-        when nothing has moved. None where they need to see examples first.
+        """By slot, the names that an honest client sends together with a delta of `names`.
+
+        Found by calling the rules' `finish` on unchanged parameters. None if a rule fails without examples.
         """
         if (plan, names) not in self.honest:
             job, narrowed = self.ask(client), plan.narrow(names | plan.keep)
@@ -196,10 +223,10 @@ class UpdateValidator:
             try:
                 memory = {slot: part for rule in rules for slot, part in rule.memory(anchor).items()}
                 model, round_info = client_model(self.run, self.limits.model, job), round_info_of(self.run, job)
-                ctx = Context(model, narrowed, anchor, job.slots, memory, self.run.training.lr, round_info=round_info)
+                ctx = Context(model, narrowed, anchor, job.slots, memory, self.run.training.lr, {}, round_info)
                 steps = dict.fromkeys(narrowed.train, 1)
                 sent = [tensors.restrict_slots(rule.finish(anchor, steps, ctx)[0], narrowed.up) for rule in rules]
-                self.honest[plan, names] = {slot: frozenset(part) for each in sent for slot, part in each.items()}
+                self.honest[plan, names] = {slot: frozenset(part) for slots in sent for slot, part in slots.items()}
             except Exception:
                 self.honest[plan, names] = None
         return self.honest[plan, names]
@@ -207,9 +234,9 @@ class UpdateValidator:
     def _check_fit(self, part: Mapping[str, Tensor], plan: Plan, update: Update) -> None:
         taken = update.steps
         if isinstance(part, PackedTensors):
-            alike = part.layout, plan.up, part.buffer.dtype, part.buffer.device
-            if self.fits.get(alike) is taken:
-                return  # as that of a client before
+            packed_key = part.layout, plan.up, part.buffer.dtype, part.buffer.device
+            if self.fits.get(packed_key) is taken:
+                return  # an equal update of another client has passed
         if stray := taken.keys() - self.forms.keys():
             raise InvalidUpdate(
                 f"sent steps of {shorten(min(stray, key=str))}, which {self.limits.model.name} does not have"
@@ -236,20 +263,20 @@ class UpdateValidator:
                     f"sent '{name}' after {shorten(steps)} steps; it must be a whole number from 1 to {most[name]}"
                 )
         if isinstance(part, PackedTensors):
-            self.fits[alike] = taken
+            self.fits[packed_key] = taken
 
     def _refuse_name(self, name: object) -> None:
         raise InvalidUpdate(f"sent {shorten(name)}, which its plan does not send up in round {self.number}")
 
     def _check_names(self, names: Names, plan: Plan) -> None:
-        """Under client-level privacy all send the same, or names alone would tell who took part."""
+        """Under client-level privacy all clients send the same names: differing names would reveal who took part."""
         if not self.limits.hides:
             return
         self.first = self.first if self.first is not None else names
-        if names != (wanted := self.first if self.limits.narrows else plan.up):
+        if names != (expected := self.first if self.limits.narrows else plan.up):
             raise InvalidUpdate(
-                f"sent {_count(names)}, not the {_count(wanted)} of the round; under client-level privacy all clients "
-                "of a round send the same"
+                f"sent {_count(names)}, not the {_count(expected)} of the round; under client-level privacy all "
+                "clients of a round must send the same names"
             )
 
     def _measured(self, update: Update) -> CheckedUpdate:
@@ -260,11 +287,12 @@ class UpdateValidator:
         delta.finite = True
         if norm > limit:
             raise InvalidUpdate(
-                f"sent an update of norm {norm:.3g}, and more than {limit:.3g} ({MAX_NORM_RATIO:g} times the initial "
-                "model's) is implausible; lower training.lr, set training.clip, or look at the client's data"
+                f"sent an update of norm {norm:.3g}; more than {limit:.3g} ({MAX_NORM_RATIO:g} times the norm of the "
+                "initial model, or of 1 if that is larger) is implausible; lower training.lr, set training.clip, or "
+                "check the client's data"
             )
         for slot, part in update.slots.items():
-            # A slot is as large as a gradient, that is as an update over the learning rate.
+            # A slot can be as large as a gradient, which is an update divided by the learning rate.
             if (size := _norm(part)) > limit / min(1.0, self.run.training.lr):
                 raise InvalidUpdate(f"sent the slot '{slot}' of norm {size:.3g}, which is implausible")
         if self.limits.hides:
@@ -281,14 +309,16 @@ def _norm(part: Mapping[str, Tensor]) -> float:
         if part.finite and part.square is not None:
             return math.sqrt(part.square)
         if not part.finite:
-            part.squares = None  # some client of its block is not finite, so each is looked at by itself
+            part.squares = None  # a client of the same block is not finite, so measure this one by itself
     squares = tensors.squared_norms(part)
-    total = math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else math.nan
+    total = tensors.exact_sum(squares.values())
     if not math.isfinite(total):
-        wrong = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
-        raise InvalidUpdate(f"sent '{wrong}' with values that are not finite; lower training.lr or set training.clip")
+        bad_name = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
+        raise InvalidUpdate(
+            f"sent '{bad_name}' with values that are not finite; lower training.lr or set training.clip"
+        )
     if isinstance(part, CheckedTensors | PackedTensors):
-        part.squares = squares  # drift asks for them again
+        part.squares = squares  # drift needs them again
     return math.sqrt(total)
 
 
@@ -306,38 +336,38 @@ def _readable(update: Update) -> Update:
 
 
 def _mapping(value: object, what: str) -> Mapping:  # type: ignore[type-arg]
-    """A copy of whatever could change under our hands."""
+    """Copy any mapping whose content could change between two reads."""
     if type(value) in _CONTAINERS:
         return value  # type: ignore[return-value]
     if not isinstance(value, Mapping):
-        raise InvalidUpdate(f"sent {what} as {type(value).__name__}; it must be a mapping by name")
+        raise InvalidUpdate(f"sent {what} as {type(value).__name__}; it must be a mapping from names")
     return dict(value)
 
 
 def _tensors(value: object, what: str) -> Tensors:
     part = _mapping(value, what)
     if isinstance(part, CheckedTensors | PackedTensors):
-        return part  # type: ignore[return-value]  # only the engine of this process makes these
-    for name, each in part.items():
-        if type(name) is not str or type(each) is not Tensor:
+        return part  # type: ignore[return-value]  # only the engine of this process creates these types
+    for name, tensor in part.items():
+        if type(name) is not str or type(tensor) is not Tensor:
             raise InvalidUpdate(
-                f"sent {shorten(name)} in its {what} as {type(each).__name__}; it must be a tensor by name"
+                f"sent {shorten(name)} in its {what} as {type(tensor).__name__}; it must be a tensor named by a text"
             )
         if (
-            each.layout is not torch.strided
-            or each.is_meta
-            or each.requires_grad
-            or each.dtype not in serialization.DTYPES
+            tensor.layout is not torch.strided
+            or tensor.is_meta
+            or tensor.requires_grad
+            or tensor.dtype not in serialization.DTYPES
         ):
             raise InvalidUpdate(
-                f"sent {shorten(name)} in its {what} as {each.dtype}, {each.layout} on {each.device}; it must be a "
-                "dense tensor of numbers without a gradient"
+                f"sent {shorten(name)} in its {what} as {tensor.dtype}, {tensor.layout} on {tensor.device}; it must be "
+                "a dense tensor of numbers without a gradient"
             )
     return part  # type: ignore[return-value]
 
 
 def _number(value: object) -> float | None:
-    """A finite number, or None."""
+    """The value as a float if it is a finite number, else None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
@@ -352,7 +382,7 @@ def _count(names: Names | None) -> str:
 
 
 def shorten(value: object) -> str:
-    """For messages and rows, whatever a client sent."""
+    """Return a short text for any value that a client sent, for messages and records."""
     try:
         text = f"{type(value).__name__}: {value}" if isinstance(value, Exception) else repr(value)
     except Exception:

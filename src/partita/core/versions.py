@@ -1,4 +1,4 @@
-"""Who holds which version of which parameter, so that a client is sent only what it lacks."""
+"""Tracks which client holds which version of which parameter, so that only missing versions are sent."""
 
 from __future__ import annotations
 
@@ -14,22 +14,30 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class ParameterVersions:
-    """A version is the number of rounds completed when the value was made: 0 is the initial model.
+    """The current version of each parameter, and the versions that each client holds.
 
-    `held` has one row of versions for each client that ever answered, in the order of `versions`. Clients that were
-    in step share one tuple, so the ledger grows with those who took part and not with the population.
+    A version is the number of completed rounds when the value was created: 0 is the initial model.
+
+    Attributes:
+        current: The current version by name.
+        held: For each client that ever answered, the version of each name, in the order of `current`. Clients with
+            equal versions share one tuple, so the size grows with the clients that took part, not with the population.
+        clients_have_initial_model: Whether clients hold the initial model before the first round.
     """
 
     current: Mapping[str, int] = field(default_factory=dict)
     held: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    clients_have_initial_model: bool = False  # clients hold the initial model before the first round
+    clients_have_initial_model: bool = False
 
     def missing(self, client: str, names: Names) -> Names:
-        """The names whose present version the client does not hold."""
+        """Return the names whose current version the client does not hold."""
         return names.intersection(compress(self.current, map(operator.ne, self.current.values(), self._row(client))))
 
     def acknowledge(self, received: Iterable[tuple[str, Names]]) -> ParameterVersions:
-        """These clients answered, so they hold the present version of these names. Silence proves nothing."""
+        """Record that clients hold the current version of names.
+
+        Pass only clients that answered: a client that did not answer may not have received anything.
+        """
         held, shared = dict(self.held), dict[tuple[int, ...], tuple[int, ...]]()
         known: dict[tuple[Names, tuple[int, ...]], tuple[int, ...]] = {}
         for client, names in received:
@@ -42,7 +50,7 @@ class ParameterVersions:
         return ParameterVersions(self.current, held, self.clients_have_initial_model)
 
     def forget(self, overwritten: Iterable[tuple[str, Names]]) -> ParameterVersions:
-        """These clients were sent something else under these names, so they no longer hold the server's."""
+        """Record that clients received other values for names, so that they no longer hold the server's version."""
         held = dict(self.held)
         for client, names in overwritten:
             rows = zip(self.current, self._row(client), strict=True)
@@ -50,6 +58,7 @@ class ParameterVersions:
         return ParameterVersions(self.current, held, self.clients_have_initial_model)
 
     def changed(self, names: Names, version: int) -> ParameterVersions:
+        """Set the current version of names that changed."""
         versions = {name: version if name in names else old for name, old in self.current.items()}
         return ParameterVersions(versions, self.held, self.clients_have_initial_model)
 

@@ -38,7 +38,7 @@ SITE_OPTIONS = tuple(f"{table}." for table in SITES_OWN)
 PACKAGE, CONFIG = "federation", "experiment.toml"
 SIDE = """from pathlib import Path
 
-from partita.flower_app import {side}
+from partita.experiment.flower_app import {side}
 
 app = {side}(Path(__file__).with_name("experiment.toml"))
 """

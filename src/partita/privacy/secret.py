@@ -32,7 +32,8 @@ def save(folder: Path, key: Key) -> Path:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        part.unlink(missing_ok=True)  # of a process with this number that was killed
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(key.root.to_bytes(KEY_BYTES, "big"))
             file.flush()

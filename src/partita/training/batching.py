@@ -1,4 +1,4 @@
-"""Assemble the batches of clients side by side, step by step."""
+"""Collates the batches of several clients, step by step."""
 
 from __future__ import annotations
 
@@ -16,30 +16,38 @@ from partita.core.data import IGNORE_INDEX, Batch, Examples, TableExamples
 def iterate_batches(
     examples: Sequence[Examples], schedules: Sequence[BatchSchedule], device: torch.device
 ) -> Iterator[Batch]:
-    """(client, example, ...) for the leading clients, who still have a batch; for a single client, (example, ...).
+    """Yield one batch per step, of shape (client, example, ...), or (example, ...) for a single client.
 
-    Rows of one table are taken for all clients at once, and already lie on the device where the table does.
+    Clients must be ordered by their number of steps, most first: each batch has the leading clients that still have a
+    step. If all clients' examples are rows of one table, one lookup serves all clients; the batch is then created on
+    the table's device.
+
+    Args:
+        examples: The examples of each client.
+        schedules: The batches of each client.
+        device: The device for the batches.
     """
     table = _shared_table(examples) if len(examples) > 1 else None
     if table is not None:
         pairs = zip(examples, schedules, strict=True)
-        rows = (each.indices.index_select(0, schedule.order) for each, schedule in pairs)  # type: ignore[attr-defined]
+        rows = (part.indices.index_select(0, schedule.order) for part, schedule in pairs)  # type: ignore[attr-defined]
         schedules = [BatchSchedule(order, schedule.sizes) for order, schedule in zip(rows, schedules, strict=True)]
     for step in zip_longest(*schedules):
-        here = [each for each in step if each is not None]
+        current = [indices for indices in step if indices is not None]
         if table is not None:
-            batch = _take_together(table, here)
+            batch = _take_together(table, current)
         elif len(examples) == 1:
-            batch = _take(examples[0], here[0])
+            batch = _take(examples[0], current[0])
         else:
-            batch = collate([_take(each, indices) for each, indices in zip(examples, here, strict=False)])
+            batch = collate([_take(part, indices) for part, indices in zip(examples, current, strict=False)])
         yield _place(batch, device)
 
 
 def collate(batches: Sequence[Batch]) -> Batch:
-    """(client, example, ...): short batches are padded with their first example, which the mask then leaves out.
+    """Stack the batches of several clients into one of shape (client, example, ...).
 
-    Where rows of tokens differ in length, they are padded with zeros, and their targets with such as do not count.
+    Smaller batches are padded with copies of their first example, which the mask excludes. Token sequences of different
+    lengths are padded with zeros, and their targets with `IGNORE_INDEX`.
     """
     sizes = [len(batch.targets) for batch in batches]
     longest = max(sizes)
@@ -64,21 +72,21 @@ def collate(batches: Sequence[Batch]) -> Batch:
 
 
 def _shared_table(examples: Sequence[Examples]) -> Examples | None:
-    """The table of which all are rows."""
+    """The table that holds the examples of all clients, or None."""
     first = examples[0]
     if not isinstance(first, TableExamples):
         return None
-    return first.table if all(getattr(each, "table", None) is first.table for each in examples) else None
+    return first.table if all(getattr(part, "table", None) is first.table for part in examples) else None
 
 
 def _take_together(table: Examples, rows: Sequence[Tensor]) -> Batch:
-    """What `collate` makes of each client's batch, by one look into the table."""
-    sizes = [len(each) for each in rows]
+    """The same batch as from `collate`, with one lookup in the table."""
+    sizes = [len(indices) for indices in rows]
     longest = max(*sizes, 1)
     mask = None
     if min(sizes) < longest:
         mask = (torch.arange(longest) < torch.tensor(sizes).unsqueeze(1)).float()  # (client, example)
-        rows = [_padded(each, longest) for each in rows]
+        rows = [_padded(indices, longest) for indices in rows]
     batch = table.take(torch.cat(list(rows)))
 
     def by_client(value: Tensor) -> Tensor:
@@ -88,13 +96,13 @@ def _take_together(table: Examples, rows: Sequence[Tensor]) -> Batch:
 
 
 def _padded(rows: Tensor, longest: int) -> Tensor:
-    """With its first row, or where there is none with the table's, up to the length."""
+    """Pad row indices to a length with the first index, or with 0 if there is none."""
     first = rows[:1] if len(rows) else rows.new_zeros(1)
     return torch.cat([rows, first.expand(longest - len(rows))])
 
 
 def _take(examples: Examples, indices: Tensor) -> Batch:
-    """An empty batch is one example that does not count, since not every table can be asked for nothing."""
+    """Take a batch. An empty one becomes one masked example, because not all data supports an empty lookup."""
     if len(indices):
         return examples.take(indices)
     batch = examples.take(torch.zeros(1, dtype=torch.long))

@@ -1,7 +1,7 @@
-"""Steps compiled, and recorded once on a GPU and replayed as one program, so that a round is not a wait for Python.
+"""Training steps as CUDA graphs, optionally compiled, so that small models do not wait for Python.
 
-A recording reads and writes fixed places in memory. So a block that was recorded is kept, and the next clients whose
-work has the same shape are copied into its places.
+A CUDA graph reads and writes fixed memory addresses. So a block whose steps were captured is cached, and the data of
+later clients with work of the same shape is copied into its buffers.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from partita.core.tensors import Slots, Tensors
 from partita.training.dp_sgd import NoiseSource
 from partita.training.phase_trainer import PhaseTrainer, VmapError, translate_errors
 
-WARMUP_STEPS = (
-    2  # steps of one shape are taken plainly before the next is recorded: kernels are chosen in the first ones
-)
-MAX_CACHED = (
-    16  # blocks with their graphs, each with a copy of what its clients share; the one unused for longest makes room
-)
-SMALL_MODEL = (
-    2**26
-)  # numbers of all clients of a block together, up to which launching kernels costs more than computing
-MAX_PROGRAMS = 8 * MAX_CACHED  # of all blocks together, which torch would stop at 8
+WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
+MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
+SMALL_MODEL = 2**26  # parameters of a whole block, up to which launching kernels costs more than computing
+MAX_PROGRAMS = 8 * MAX_CACHED  # compiled programs of all blocks together; torch's own limit is 8
 
-Replay = tuple[Callable[[], None], Tensor]  # plays the recorded work anew, and where its result lies
+Replay = tuple[Callable[[], None], Tensor]  # a function that replays the captured work, and the tensor of its result
 Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
 class GraphError(ValueError):
-    """Work that cannot be recorded, or not compiled."""
+    """Work cannot be captured in a CUDA graph or cannot be compiled."""
 
 
 class GraphCache:
-    """Makes blocks, or hands out again those that it made: `learn` takes it in the place of `Block`.
+    """Creates trainers with CUDA graphs and reuses them; pass it to `train_clients` in place of `PhaseTrainer`.
 
-    What depends on chance in each step, as privacy does, is neither recorded nor compiled.
+    Training with DP-SGD draws new random numbers in each step, so it is neither captured nor compiled.
+
+    Args:
+        recorder: Captures work, usually a `CudaRecorder`; None for compilation only.
+        strict: Whether work that cannot be captured is an error. If False, a warning is issued and the steps run
+            eagerly.
+        compile: Whether to compile the forward pass with `torch.compile`.
     """
 
     def __init__(self, recorder: Recorder | None, strict: bool = True, compile: bool = False) -> None:
         self.recorder, self.compile = recorder, compile
-        self.strict = strict  # whether what cannot be recorded is an error, or is said once and then taken plainly
+        self.strict = strict
         self.known: OrderedDict[Hashable, GraphedPhaseTrainer] = OrderedDict()
 
     def __call__(
@@ -85,20 +85,31 @@ class GraphCache:
         return " and ".join(["recorded"] * bool(self.recorder) + ["compiled"] * self.compile)
 
     def record(self, work: Callable[[], Tensor], what: str) -> Replay | None:
+        """Capture work; return None if it must run eagerly.
+
+        Args:
+            work: The work. It may use only tensors that stay at the same addresses.
+            what: The model and method, for messages.
+
+        Raises:
+            GraphError: If the work cannot be captured and the cache is strict.
+        """
         if self.recorder is None:
             return None
         try:
             return self.recorder(work)
-        except (RuntimeError, VmapError) as error:  # the latter of the former, in what vmap has lifted twice before
-            text = f"steps of {what} cannot be recorded: {str(error.__cause__ or error).splitlines()[0]}"
+        except (RuntimeError, VmapError) as error:  # a VmapError is a RuntimeError from vmapped code, re-raised
+            text = (
+                f"steps of {what} cannot be captured in a CUDA graph: {str(error.__cause__ or error).splitlines()[0]}"
+            )
             if self.strict:
                 raise GraphError(f"{text}; set engine.cuda_graphs = false") from error
-            warnings.warn(f"{text}; they are taken one by one, which is slower", stacklevel=2)
+            warnings.warn(f"{text}; they run eagerly, which is slower", stacklevel=2)
             return None
 
 
 class CudaRecorder:
-    """CUDA graphs. They share their working memory, since only what lies outside of it outlives a replay."""
+    """Captures CUDA graphs. They share one memory pool: only tensors outside the pool must survive a replay."""
 
     def __init__(self) -> None:
         self.pool: Any = None
@@ -113,7 +124,7 @@ class CudaRecorder:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """An old graph that is collected as garbage in the middle of a recording would break it."""
+    """Disable garbage collection: collecting an old graph during a capture would break the capture."""
     gc.collect()
     before = gc.isenabled()
     gc.disable()
@@ -125,7 +136,10 @@ def _no_garbage() -> Iterator[None]:
 
 
 class GraphedPhaseTrainer(PhaseTrainer):
-    """A block whose learning rate and ages are tensors as well, so that all that changes has its place in memory."""
+    """A PhaseTrainer that a CUDA graph can replay: everything that changes is in a tensor with a fixed address.
+
+    This includes the learning rate and the step counts.
+    """
 
     def __init__(
         self,
@@ -140,18 +154,18 @@ class GraphedPhaseTrainer(PhaseTrainer):
         self.graphs, self.phase = graphs, phase
 
     def load(self, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
-        """Not before it is clear whether another block has places for it."""
+        """Do nothing yet: the cache decides between `allocate` and reusing another trainer's buffers."""
 
     def shape(self, start_params: Tensors) -> Hashable:
-        """Blocks of which this is equal can take each other's places."""
-        local = self.run.method.client_rules
-        # A rule may look at the rate, which is then a number that was recorded.
-        rate = self.lr if local else None
+        """Return a key that is equal for trainers that can reuse each other's buffers and graphs."""
+        rules = self.run.method.client_rules
+        # A rule may read `lr`, which is then a constant in the captured graph.
+        rate = self.lr if rules else None
         layout = _layout({name: start_params[name] for name in self.names}), *map(_layout, self.shared)
-        return id(self.model), self.plan, self.phase, tuple(map(id, local)), self.run.training, rate, self.count, layout
+        return id(self.model), self.plan, self.phase, tuple(map(id, rules)), self.run.training, rate, self.count, layout
 
     def allocate(self, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
-        """Have places of its own, also for what clients share, which others may change or drop."""
+        """Allocate buffers, also for tensors that clients share, because their owners may change or free them."""
         super().load(start_params, moments)
         self.slots = list(_leaves(self.moments))
         self.shared = [(_cloned(value), dims) for value, dims in self.shared]
@@ -164,26 +178,27 @@ class GraphedPhaseTrainer(PhaseTrainer):
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def reload(self, other: GraphedPhaseTrainer, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
-        """Become the other, in the places of this one."""
+        """Copy another trainer's data into the buffers of this one."""
         self.lr, self.initial_steps, self.steps, self.anchor = other.lr, other.initial_steps, 0, other.anchor
         self.rate.fill_(self.lr)
         self._reset_step_counts()
         if shared := list(_leaves([value for value, _ in self.shared])):
             torch._foreach_copy_(shared, list(_leaves([value for value, _ in other.shared])))
         start = [start_params[0][name] for name in self.names]
-        alike = all(all(map(operator.is_, [each[name] for name in self.names], start)) for each in start_params[1:])
-        if alike and not any(moments):
-            torch._foreach_copy_(list(self.trainable.values()), start)  # the same for each client
+        others = start_params[1:]
+        same_start = all(all(map(operator.is_, [params[name] for name in self.names], start)) for params in others)
+        if same_start and not any(moments):
+            torch._foreach_copy_(list(self.trainable.values()), start)  # broadcast to all clients
             if self.moments:
                 torch._foreach_zero_(self.slots)
         else:
-            mine = self.trainable, self.moments
+            buffers = self.trainable, self.moments
             super().load(start_params, moments)
-            torch._foreach_copy_(list(_leaves(list(mine))), list(_leaves([self.trainable, self.moments])))
-            self.trainable, self.moments = mine
+            torch._foreach_copy_(list(_leaves(list(buffers))), list(_leaves([self.trainable, self.moments])))
+            self.trainable, self.moments = buffers
 
     def _reset_step_counts(self) -> None:
-        """Where all are of one age, as they mostly are, nothing is copied: a copy may wait for what the GPU is at."""
+        """If all counts are equal, as usual, fill instead of copying: a copy may wait for the GPU."""
         initial_steps = [float(self.initial_steps[name]) for name in self.names]
         if len({*initial_steps}) == 1:
             self.step_count_buffer.fill_(initial_steps[0])
@@ -197,10 +212,10 @@ class GraphedPhaseTrainer(PhaseTrainer):
             if self.taken[shape] <= WARMUP_STEPS:
                 return super().step(batch)
             self.replays[shape] = self._record(batch)
-        found = self.replays[shape]
-        if found is None:
+        captured = self.replays[shape]
+        if captured is None:
             return super().step(batch)
-        held, (replay, losses) = found
+        held, (replay, losses) = captured
         torch._foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
         replay()
         return losses.clone()
@@ -209,9 +224,9 @@ class GraphedPhaseTrainer(PhaseTrainer):
         return self._client_views(tensors.clone_all(self.trainable))
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
-        mine, self.moments = self.moments, {slot: tensors.clone_all(part) for slot, part in self.moments.items()}
+        buffers, self.moments = self.moments, {slot: tensors.clone_all(part) for slot, part in self.moments.items()}
         states = super().states(steps)
-        self.moments = mine
+        self.moments = buffers
         return states
 
     def _record(self, batch: Batch) -> tuple[Batch, Replay] | None:
@@ -243,17 +258,19 @@ class GraphedPhaseTrainer(PhaseTrainer):
 
 
 def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any]:
-    """One program for most shapes: but one client, one example and a mask have each their own. Combined: kernels that
-    do not need each other are put into one.
-    """
-    from torch import _dynamo  # takes a second
+    """Compile a function. One program serves most shapes, except for one client, one example, or a mask.
 
-    def straight(trainable: Tensors, *rest: Any) -> Any:
-        # Of what was flat for a moment the gradient lies in order, as the optimizer wants it. The compiler sees to that
-        # at no cost; a copy for each name afterwards took a twelfth of a large model's step.
+    With `combined`, independent kernels are merged into one.
+    """
+    from torch import _dynamo  # the import takes a second
+
+    def contiguous_gradients(trainable: Tensors, *rest: Any) -> Any:
+        # Flattening makes each gradient contiguous, as the optimizer requires. The compiler does this at no cost; a
+        # copy per name afterwards took a twelfth of a large model's step.
         return function({name: value.flatten().view(value.shape) for name, value in trainable.items()}, *rest)
 
-    program = torch.compile(straight, fullgraph=True, options={"combo_kernels": True} if combined else None)
+    options = {"combo_kernels": True} if combined else None
+    program = torch.compile(contiguous_gradients, fullgraph=True, options=options)
 
     def call(*parts: Any) -> Any:
         try:
@@ -261,7 +278,7 @@ def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any
                 return program(*parts)
         except _dynamo.exc.FailOnRecompileLimitHit as error:
             raise RuntimeError(
-                f"its clients' plans and batches would need more than {MAX_PROGRAMS} programs"
+                f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs"
             ) from error
 
     return call
@@ -275,7 +292,7 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
 
 
 def _leaves(part: Any) -> Iterator[Tensor]:
-    """The tensors of nested dicts and lists, by name: what comes from a file may come in any order."""
+    """The tensors of nested dicts and lists, sorted by name: dicts from a file can have any order."""
     if isinstance(part, Tensor):
         yield part
         return
@@ -290,7 +307,7 @@ def _cloned(part: Any) -> Any:
 
 
 def _layout(part: Any) -> Hashable:
-    """Names, shapes and types of nested dicts, and which values each client has for itself."""
+    """Names, shapes and types of nested dicts and tuples, with the vmap dimensions of their values."""
     if isinstance(part, Tensor):
         return part.shape, part.dtype
     if isinstance(part, Mapping):

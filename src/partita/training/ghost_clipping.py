@@ -1,7 +1,9 @@
-"""Clipped sums without a gradient for each example: norms are read off layers, then one weighted backward pass.
+"""Ghost clipping: clipped sums without materializing per-example gradients.
 
-A linear layer's gradient is a sum over tokens of input times output gradient, so its norm needs the inner products of
-those alone. Calls that take a trained parameter are watched as they happen; one of an unknown kind is refused.
+Per-example norms are computed from layer inputs and output gradients; then one weighted backward pass gives the clipped
+sum. For example, a linear layer's gradient is the sum over tokens of input times output gradient, so its norm needs
+only their inner products. A TorchFunctionMode records every call that takes a trained parameter; an unsupported call
+raises GhostError.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from partita.core.dp_settings import DPSGDSettings
 from partita.core.tensors import Tensors
 from partita.training.dp_sgd import per_example_gradients
 
-PEEKS = ("__get__", "size", "dim", "ndimension", "__len__")  # calls that look at a parameter and compute nothing
-CHECKED_EXAMPLES = 2  # examples whose norms are also taken the plain way, once a phase
+PEEKS = ("__get__", "size", "dim", "ndimension", "__len__")  # calls that inspect a parameter and compute nothing
+CHECKED_EXAMPLES = 2  # examples whose norms are also computed directly, once per phase
 
 
 class GhostError(ValueError):
-    """A model that uses a trained parameter in a way whose norms cannot be read off."""
+    """The model uses a trained parameter in a way that ghost clipping does not support."""
 
 
 class _NormRecorder(TorchFunctionMode):
-    """Notes every linear layer, layer norm and embedding that takes a trained parameter: (kind, what went in, out)."""
+    """Records every call that takes a trained parameter, with its output and a function for its squared norms."""
 
     def __init__(self, trainable: Tensors, count: int) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class _NormRecorder(TorchFunctionMode):
     ) -> Any:
         given = dict(kwargs or {})
         result = function(*args, **given)
-        taken = [self.names[id(each)] for each in (*args, *given.values()) if id(each) in self.names]
+        taken = [self.names[id(value)] for value in (*args, *given.values()) if id(value) in self.names]
         if not taken or getattr(function, "__name__", "") in PEEKS:
             return result
         read = _KINDS.get(function)
@@ -51,7 +53,7 @@ class _NormRecorder(TorchFunctionMode):
         if again := self.seen.intersection(taken):
             raise GhostError(f"'{sorted(again)[0]}' is used more than once")
         if len(result) != self.count:
-            raise GhostError(f"what '{taken[0]}' makes is not laid out by example")
+            raise GhostError(f"the first dimension of an output of '{taken[0]}' is not the example")
         self.seen.update(taken)
         self.calls.append((read(self._trained, *args, **given), result))
         return result
@@ -100,10 +102,10 @@ def _embedding(trained: Trained, tokens: Tensor, weight: Tensor, *others: Any, *
 
 
 def _scale(trained: Trained, left: Tensor, right: Tensor) -> Squares:
-    """A weight for each number of the last dimension, as RMS norms have it."""
+    """Multiplication by a weight per element of the last dimension, as in an RMS norm."""
     weight, other = (left, right) if trained(left) else (right, left)
     if weight.ndim != 1:
-        raise GhostError("a parameter of more than one dimension is multiplied number by number")
+        raise GhostError("a parameter with more than one dimension is multiplied element-wise")
     return lambda grad: _square((grad * _by_token(other)).sum(1))
 
 
@@ -117,7 +119,7 @@ _KINDS: dict[Any, Callable[..., Squares]] = {
 
 
 def _by_token(value: Tensor) -> Tensor:
-    """(example, token, width), in single precision at least"""
+    """The value as (example, token, width), in float32 or higher."""
     return tensors.upcast(value.detach()).reshape(len(value), -1, value.shape[-1])
 
 
@@ -132,17 +134,31 @@ def ghost_sum(
     count: int,
     dp_settings: DPSGDSettings,
 ) -> tuple[Tensors, Tensor, Tensor]:
-    """(the sum of clipped gradients, each example's loss, each one's gradient norm)"""
+    """Sum clipped per-example gradients with two backward passes over the batch.
+
+    Args:
+        losses_of: Maps trained parameters to the losses of the batch, of shape (example,).
+        trainable: The trained parameters.
+        mask: Shape (example,), zero for examples to leave out; None if all count.
+        count: The number of examples.
+        dp_settings: The clip.
+
+    Returns:
+        `(sum by name, losses, gradient norms)`; losses and norms have shape (example,).
+
+    Raises:
+        GhostError: If the model uses a trained parameter in an unsupported way.
+    """
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in trainable.items()}
         with _NormRecorder(leaves, count) as watch:
             losses = losses_of(leaves)  # (example,)
         if missed := _missed(leaves, watch.seen, losses):
-            raise GhostError(f"'{missed}' is used in a way that cannot be watched")
+            raise GhostError(f"'{missed}' is used in a way that cannot be recorded")
         outs = [out for _, out in watch.calls]
         grads = torch.autograd.grad(losses.sum(), outs, retain_graph=True, allow_unused=True)
-        found = zip(watch.calls, grads, strict=True)
-        parts = [squares(_by_token(grad)) for (squares, _), grad in found if grad is not None]
+        pairs = zip(watch.calls, grads, strict=True)
+        parts = [squares(_by_token(grad)) for (squares, _), grad in pairs if grad is not None]
         norms = torch.stack(parts).sum(0).clamp(min=0).sqrt()
         shares = (dp_settings.clip / norms).clamp(max=1.0)
         shares = shares if mask is None else shares * mask
@@ -158,25 +174,26 @@ def check_norms(
     targets: Tensor,
     dp_settings: DPSGDSettings,
 ) -> None:
-    """A layout that only looks like one by example is found out, by norms that are taken both ways.
+    """Compare ghost norms with directly computed norms, and raise GhostError if they differ.
 
-    In full precision: in half of it, two ways through a model may differ by some percent.
+    This detects outputs whose first dimension has the right size but is not the example. Call it in float32: in half
+    precision the two computations can differ by a few percent.
     """
 
     def of_one(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
         loss = losses_of(trainable, inputs, targets).sum()
         return loss, loss
 
-    found = ghost_sum(
+    ghost = ghost_sum(
         lambda trainable: losses_of(trainable, inputs, targets), trainable, None, len(targets), dp_settings
     )[2]
-    wanted = per_example_gradients(of_one, trainable, inputs, targets)[1]
-    if bool(torch.isfinite(wanted).all()) and not torch.allclose(found.to(wanted), wanted, rtol=1e-2, atol=1e-6):
-        raise GhostError("the norms read off its layers are not those of its gradients")
+    direct = per_example_gradients(of_one, trainable, inputs, targets)[1]
+    if bool(torch.isfinite(direct).all()) and not torch.allclose(ghost.to(direct), direct, rtol=1e-2, atol=1e-6):
+        raise GhostError("the norms computed from its layers differ from the norms of its gradients")
 
 
 def _missed(leaves: Tensors, seen: Iterable[str], losses: Tensor) -> str | None:
-    """A trained parameter that no watched call took, and that the loss depends on all the same."""
+    """A trained parameter that no recorded call took although the loss depends on it, or None."""
     others = [name for name in leaves if name not in set(seen)]
     if not others:
         return None

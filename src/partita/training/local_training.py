@@ -1,4 +1,4 @@
-"""Train one client, or several with equal plans side by side, through all phases of their plan."""
+"""Trains one client, or a block of clients with equal plans, through all phases of the plan."""
 
 from __future__ import annotations
 
@@ -23,33 +23,41 @@ from partita.training.phase_trainer import PhaseTrainer
 def train_clients(
     run: Run, client_rounds: Sequence[ClientRound], make_trainer: Callable[..., PhaseTrainer] = PhaseTrainer
 ) -> list[LocalResult]:
-    """Train one client, or several with equal plans side by side."""
+    """Train one client, or a block of clients with equal plans.
+
+    Args:
+        run: The settings.
+        client_rounds: The clients' rounds. Their `group_key` must be equal.
+        make_trainer: Creates the trainer of each phase; `PhaseTrainer` or a `GraphCache`.
+
+    Returns:
+        The result of each client, in the order of `client_rounds`.
+    """
     return start_training(run, client_rounds, make_trainer)()
 
 
 def start_training(
     run: Run, client_rounds: Sequence[ClientRound], make_trainer: Callable[..., PhaseTrainer] = PhaseTrainer
 ) -> Callable[[], list[LocalResult]]:
-    """The same in two parts: a GPU is given all the work, and what is handed back waits for it."""
+    """Queue all work of `train_clients` on the GPU, and return a function that waits for the results."""
     phases, dp_settings = client_rounds[0].plan.phases, client_rounds[0].private
-    trained: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]  # by phase
+    trained: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]  # for each client, by phase
     deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]
-    moments = [carried_optimizer_state(run, each) for each in client_rounds]
+    moments = [carried_optimizer_state(run, client_round) for client_round in client_rounds]
     pending: list[_PendingPhase] = []
     for index, phase in enumerate(phases):
-        # Longest first: those still at work are then always a leading slice, and none is computed for nothing.
+        # Clients with the most steps first: the clients that still train are then always a leading slice.
         order = sorted(range(len(client_rounds)), key=lambda place: -len(client_rounds[place].schedules[index]))
         ranked = [client_rounds[place] for place in order]
-        contexts = [each.ctx for each in ranked]
-        noise_sources = [_noise_source(run, each, index) for each in ranked] if dp_settings else []
+        contexts = [client_round.ctx for client_round in ranked]
+        noise_sources = [_noise_source(run, client_round, index) for client_round in ranked] if dp_settings else []
         start_params = [{**client_rounds[place].ctx.anchor, **_merge_phases(trained[place])} for place in order]
         block = make_trainer(
             run, phase, contexts, start_params, [moments[place] for place in order], dp_settings, noise_sources
         )
-        schedules = [each.schedules[index] for each in ranked]
-        losses = [
-            block.step(batch) for batch in iterate_batches([each.examples for each in ranked], schedules, block.device)
-        ]
+        schedules = [client_round.schedules[index] for client_round in ranked]
+        examples = [client_round.examples for client_round in ranked]
+        losses = [block.step(batch) for batch in iterate_batches(examples, schedules, block.device)]
         moved, largest, squares = block.deltas()
         for place, params, delta in zip(order, block.params(), moved, strict=True):
             trained[place].append(params)
@@ -58,13 +66,13 @@ def start_training(
             for place, state in zip(order, block.states([len(schedule) for schedule in schedules]), strict=True):
                 moments[place] = {slot: {**moments[place].get(slot, {}), **part} for slot, part in state.items()}
         pending.append(_PendingPhase(order, losses, largest, squares))
-    counts = [tuple(map(len, each.schedules)) for each in client_rounds]
-    steps = {each: _steps(phases, each) for each in {*counts}}
+    counts = [tuple(map(len, client_round.schedules)) for client_round in client_rounds]
+    steps = {count: _steps(phases, count) for count in {*counts}}
 
     def wait() -> list[LocalResult]:
         losses, finite = _fetch(pending, len(client_rounds))
-        for each, parts in zip(pending, zip(*deltas, strict=True), strict=True):  # by phase
-            _set_squared_norms(each, parts)
+        for phase, parts in zip(pending, zip(*deltas, strict=True), strict=True):
+            _set_squared_norms(phase, parts)
         return [
             LocalResult(
                 params=_merge_phases(trained[place]),
@@ -81,23 +89,23 @@ def start_training(
 
 @dataclass(frozen=True)
 class _PendingPhase:
-    """What a GPU may still be at work on: a phase's losses, and what is to be known of its deltas."""
+    """Results of a phase that the GPU may still compute."""
 
-    order: list[int]  # of clients, as (client,) in the losses
-    losses: list[Tensor]  # for each step
-    largest: Tensor
-    squares: Tensor | None  # (client, name), or (client, 1) of all names together
+    order: list[int]  # indices of the clients, in the order of the losses' client dimension
+    losses: list[Tensor]  # (client,) for each step
+    largest: Tensor  # the largest absolute value of all deltas
+    squares: Tensor | None  # squared norms of deltas: (client, name), or (client, 1) over all names
 
 
 def _fetch(pending: Sequence[_PendingPhase], clients: int) -> tuple[list[list[float]], bool]:
-    """Each client's losses, and whether all deltas are finite; in one go, since it waits for the GPU."""
+    """Each client's losses, and whether all deltas are finite. Synchronizes with the GPU once."""
     losses: list[list[float]] = [[] for _ in range(clients)]
-    parts = [part for each in pending for part in (*each.losses, each.largest.unsqueeze(0))]
+    parts = [part for phase in pending for part in (*phase.losses, phase.largest.unsqueeze(0))]
     fetched = iter(torch.cat(parts).tolist() if parts else [])
     finite = True
-    for each in pending:
-        for step in each.losses:
-            for place, loss in zip(each.order[: step.shape[0]], fetched, strict=False):  # the leading clients'
+    for phase in pending:
+        for step in phase.losses:
+            for place, loss in zip(phase.order[: step.shape[0]], fetched, strict=False):  # the leading clients
                 losses[place].append(loss)
         finite = math.isfinite(next(fetched)) and finite
     return losses, finite
@@ -108,7 +116,7 @@ def _set_squared_norms(pending: _PendingPhase, deltas: Sequence[Mapping[str, Ten
         for place, row in zip(pending.order, pending.squares.tolist(), strict=True):
             delta = deltas[place]
             assert isinstance(delta, CheckedTensors | PackedTensors)
-            delta.square = math.fsum(row)
+            delta.square = tensors.exact_sum(row)
             if len(row) == len(delta):
                 delta.squares = dict(zip(delta, row, strict=True))
 
@@ -125,7 +133,7 @@ def _steps(phases: Sequence[Phase], counts: Sequence[int]) -> dict[str, int]:
 
 
 def _merge_phases(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    """Of what several phases did to a name, the last."""
+    """Merge the results of phases; for a name in several phases, the last."""
     if len(parts) == 1:
         return parts[0]
     whole = {name: value for part in parts for name, value in part.items()}
@@ -133,17 +141,22 @@ def _merge_phases(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]
 
 
 def group_key(run: Run, each: ClientRound) -> Hashable:
-    """Clients fit one block if this is equal: model, plan, what they remember, and ages where the optimizer counts."""
-    alike = id(each.ctx.model), each.plan
+    """Return a key that is equal for clients that can train in one block.
+
+    They need the same model, equal plans, memory with the same slots and names, and equal step counts if the optimizer
+    uses them.
+    """
+    model_and_plan = id(each.ctx.model), each.plan
     memory = frozenset((slot, frozenset(part)) for slot, part in each.ctx.memory.items())
     if not run.training.optimizer.uses_step_count:
-        return alike, memory
+        return model_and_plan, memory
     step_counts = carried_optimizer_state(run, each).get("age", {})
     initial_steps = (
         tuple(int(step_counts[name]) if name in step_counts else 0 for name in sorted(each.plan.train))
         if step_counts
         else ()
     )
-    # Phases that share a name hand its age on, and that depends on how many steps the earlier one took.
-    apart = sum(len(phase.names) for phase in each.plan.phases) == len(each.plan.train)
-    return alike, memory, initial_steps, None if apart else tuple(len(batches) for batches in each.schedules)
+    # If phases share a name, the later phase starts from the step count of the earlier one, so the numbers of steps
+    # must be equal too.
+    disjoint = sum(len(phase.names) for phase in each.plan.phases) == len(each.plan.train)
+    return model_and_plan, memory, initial_steps, None if disjoint else tuple(map(len, each.schedules))

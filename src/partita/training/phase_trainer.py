@@ -1,7 +1,7 @@
-"""One phase of local training, for one client or for several side by side.
+"""One phase of local training, for one client or a block of several.
 
-Clients share no arithmetic, so the gradient of the sum of their losses is each one's own: only the forward pass is
-lifted with `vmap`, and one ordinary backward pass serves the whole block.
+Clients do not interact, so the gradient of the sum of their losses contains each client's own gradient. Therefore only
+the forward pass needs `vmap`, and one ordinary backward pass serves the whole block.
 """
 
 from __future__ import annotations
@@ -26,21 +26,31 @@ from partita.core.tensors import Slots, Tensors
 from partita.training.dp_sgd import Loss, NoiseSource, clipped_sum
 from partita.training.ghost_clipping import CHECKED_EXAMPLES, GhostError, check_norms, ghost_sum
 
-NOTHING: tuple[Any, Any] = ({}, None)  # shared by clients of which none looks at it
-PACKED_DEVICES = (
-    "cuda",
-)  # where a call costs more than its arithmetic; a CPU's rounds by where a number lies in memory
-GHOST_THRESHOLD = (
-    2**28
-)  # numbers of a batch's gradients, 1 GiB of them, from which reading norms off layers is tried by itself
+NOTHING: tuple[Any, Any] = ({}, None)  # an empty value, shared by all clients, for what no rule reads
+# Pack deltas only where a call costs more than its arithmetic. On a CPU, rounding can depend on memory alignment.
+PACKED_DEVICES = ("cuda",)
+# With clipping = "auto", try ghost clipping if a batch's per-example gradients have more elements than this (1 GiB).
+GHOST_THRESHOLD = 2**28
 
 
 class VmapError(ValueError):
-    """A model or rule that vmap cannot lift."""
+    """`torch.vmap` does not support the model or a rule."""
 
 
 class PhaseTrainer:
-    """One phase of one client or of several side by side; a leading dimension (client, ...) appears with the second."""
+    """Trains one phase of one client, or of a block of clients.
+
+    With more than one client, all parameters and batches have a leading client dimension.
+
+    Args:
+        run: The settings.
+        phase: The phase.
+        contexts: The context of each client, in the order of their numbers of steps, most first.
+        start_params: All parameters of each client at the start of the phase.
+        moments: The optimizer state of each client by slot; empty to start with a new state.
+        dp_settings: The DP-SGD settings; None for training without example-level privacy.
+        noise_sources: The noise source of each client, with DP-SGD only.
+    """
 
     def __init__(
         self,
@@ -63,41 +73,48 @@ class PhaseTrainer:
         step_counts = moments[0].get("age", {})
         self.initial_steps = {name: int(step_counts[name]) if name in step_counts else 0 for name in self.names}
         self.steps = 0
-        self.anchor = _stack_or_share([each.anchor for each in contexts])
+        self.anchor = _stack_or_share([ctx.anchor for ctx in contexts])
         frozen = [name for name in start_params[0] if name not in phase.names]
         self.shared = [
-            _stack_or_share([{name: each[name] for name in frozen} for each in start_params]),
+            _stack_or_share([{name: params[name] for name in frozen} for params in start_params]),
             NOTHING,
             NOTHING,
             NOTHING,
         ]
-        if run.method.client_rules:  # nobody else looks at these in a step
-            sent, memory = [each.sent for each in contexts], [each.memory for each in contexts]
+        if run.method.client_rules:  # only rules read these
+            sent, memory = [ctx.sent for ctx in contexts], [ctx.memory for ctx in contexts]
             self.shared[1:] = [self.anchor, _stack_or_share(sent), _stack_or_share(memory)]
         self.load(start_params, moments)
 
     def load(self, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
-        """Copies of what each client starts from, since the optimizer moves them in place."""
-        self.trainable = {name: self._stack([each[name] for each in start_params]) for name in self.names}
+        """Copy the clients' parameters and optimizer states, because the optimizer updates them in place."""
+        self.trainable = {name: self._stack([params[name] for params in start_params]) for name in self.names}
         fresh = self.run.training.optimizer.init({name: start_params[0][name] for name in self.names})
         self.moments = {
             slot: {
-                name: self._stack([each.get(slot, start).get(name, start[name]) for each in moments])
+                name: self._stack([state.get(slot, start).get(name, start[name]) for state in moments])
                 for name in self.names
             }
             for slot, start in fresh.items()
         }
 
     def step(self, batch: Batch) -> Tensor:
-        """One step of the leading clients, those who are in the batch; the others have finished. Each one's loss."""
+        """Take one step of the leading clients, those in the batch; the others have finished.
+
+        Args:
+            batch: Shape (client, example, ...), or (example, ...) for a single client.
+
+        Returns:
+            The task's loss of each client before the step, of shape (client,).
+        """
         count = len(batch.targets)
         trainable = {name: self._leading(value, count) for name, value in self.trainable.items()}
         fixed = [_leading_clients(part, count) if self.many else part for part in self.shared]
         given = [batch.inputs, batch.targets, batch.mask]
         dims = [0, *(dims for _, dims in self.shared), 0, 0, None if batch.mask is None else 0]
         values = [value for value, _ in fixed]
-        follow = self._loss_and_gradients if self.private is None else self._private_gradients
-        grads, task = follow(trainable, [*values, *given], dims)
+        compute = self._loss_and_gradients if self.private is None else self._private_gradients
+        grads, task = compute(trainable, [*values, *given], dims)
         with torch.no_grad():
             if self._corrects():
                 grads = self._vmap(self._correct, dims[:1] + dims[2:5])(grads, *values[1:])
@@ -108,20 +125,26 @@ class PhaseTrainer:
         return task.detach() if self.many else task.detach().unsqueeze(0)  # (client,)
 
     def params(self) -> list[Mapping[str, Tensor]]:
-        """Each client's, as views of what all hold together."""
+        """Return the trained parameters of each client, as views of the block's tensors."""
         return self._client_views(self.trainable)
 
     def deltas(self) -> tuple[Sequence[Mapping[str, Tensor]], Tensor, Tensor | None]:
-        """How far each client came from its anchor, of what goes up; the largest number of all, one that is not finite
-        if any is not; and in rows the squares of norms, (client, name) where drift will ask for them and otherwise
-        (client, 1). Taken for the whole block at once, and nothing waits for it yet.
+        """Compute the deltas of the whole block, without waiting for the GPU.
+
+        Returns:
+            `(deltas, largest, squares)`:
+
+            - each client's parameters minus its anchor, for the phase's names in `plan.up`;
+            - the largest absolute value in all deltas, a scalar that is not finite if any value is not;
+            - the squared norms, of shape (client, name) if drift needs them and otherwise (client, 1); None if they
+              were not computed.
         """
         trainable = {name: self.trainable[name] for name in self.names if name in self.plan.up}
         if not trainable:
             return self._per_client(trainable), torch.zeros((), device=self.device), None
         anchor, dims = self.anchor
-        alike = dims is None and len({value.dtype for value in trainable.values()}) == 1
-        if self.many and alike and self.device.type in PACKED_DEVICES:
+        can_pack = dims is None and len({value.dtype for value in trainable.values()}) == 1
+        if self.many and can_pack and self.device.type in PACKED_DEVICES:
             layout = layout_for(tuple(trainable), tuple(anchor[name].shape for name in trainable))
             rows = layout.pack(list(trainable.values())).sub_(
                 layout.pack([anchor[name].unsqueeze(0) for name in trainable])
@@ -133,15 +156,19 @@ class PhaseTrainer:
         delta = tensors.subtract(trainable, anchor)
         if not self.many or self.run.drift:
             return self._per_client(delta), tensors.max_abs(delta), None
-        # Drift would look at each client and name by itself; the server needs one norm a client.
+        # Without drift the server needs only one norm per client.
         norms = [torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=torch.float64) for value in delta.values()]
         squares = torch.stack(norms).square().sum(0).unsqueeze(1)
-        return [CheckedTensors(each) for each in self._per_client(delta)], tensors.max_abs(delta), squares
+        return [CheckedTensors(part) for part in self._per_client(delta)], tensors.max_abs(delta), squares
 
     def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
-        """The optimizer's for each client, who took so many of the block's steps."""
-        apart = {slot: self._per_client(part) for slot, part in self.moments.items()}
-        states = [{slot: parts[rank] for slot, parts in apart.items()} for rank in range(self.count)]
+        """Return the optimizer state of each client by slot.
+
+        Args:
+            steps: The number of steps that each client took in this phase.
+        """
+        per_client = {slot: self._per_client(part) for slot, part in self.moments.items()}
+        states = [{slot: parts[rank] for slot, parts in per_client.items()} for rank in range(self.count)]
         if self.run.training.optimizer.uses_step_count:
             for state, taken in zip(states, steps, strict=True):
                 state["age"] = {name: torch.tensor(count) for name, count in self._step_counts(taken).items()}
@@ -155,7 +182,7 @@ class PhaseTrainer:
         return {name: count + steps for name, count in self.initial_steps.items()}
 
     def _loss_and_gradients(self, trainable: Tensors, values: list[Any], dims: list[Any]) -> tuple[Tensors, Tensor]:
-        """The gradient, and the task's loss."""
+        """The gradient by name, and the task's loss of each client."""
         trainable = {name: value.detach().requires_grad_() for name, value in trainable.items()}
         with self._precision():
             total, task = self._vmap(self._objective, dims)(trainable, *values)
@@ -163,7 +190,7 @@ class PhaseTrainer:
         return {name: grad for name, grad in zip(trainable, grads, strict=True) if grad is not None}, task
 
     def _private_gradients(self, trainable: Tensors, values: list[Any], dims: list[Any]) -> tuple[Tensors, Tensor]:
-        """The same of clipped gradients and noise."""
+        """Like `_loss_and_gradients`, with clipped per-example gradients and noise."""
         dp_settings, noise_sources = (
             self.private,
             self.noise_sources[: len(values[-2])] if self.many else self.noise_sources[:1],
@@ -183,7 +210,7 @@ class PhaseTrainer:
         one = {name: value[0] if self.many else value for name, value in sums.items()}
         noises = [gaussian_noise(one, noise_source.key / self.steps, std) for noise_source in noise_sources]
         return {
-            name: add_noise(value, self._stack([each[name] for each in noises]), std) for name, value in sums.items()
+            name: add_noise(value, self._stack([noise[name] for noise in noises]), std) for name, value in sums.items()
         }
 
     def _objective(
@@ -194,7 +221,7 @@ class PhaseTrainer:
         out = self.model(params, inputs)
         losses = self.model.losses(out, targets)  # (example,)
         task = losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
-        if not self.run.method.client_rules:  # a compiled program must not depend on the rate for nothing
+        if not self.run.method.client_rules:  # a compiled program must not depend on `lr` without need
             return task, task
         ctx = Context(self.model, self.plan, anchor, sent, memory, self.lr)
         penalties = (
@@ -206,7 +233,7 @@ class PhaseTrainer:
         self, trainable: Tensors, frozen: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
         inputs: Tensors, targets: Tensor, mask: Tensor | None,
     ) -> tuple[Tensors, Tensors, Tensor]:  # fmt: skip
-        """The sum of clipped gradients, the gradient of what looks at no example, and the task's loss."""
+        """The sum of clipped gradients, the gradient of penalties that read no examples, and the task's loss."""
         ctx = Context(self.model, self.plan, anchor, sent, memory, self.lr)
 
         def penalties(out: Any, params: Tensors, batch: Any, each: bool) -> Iterator[Tensor]:
@@ -217,13 +244,13 @@ class PhaseTrainer:
 
         def of_one(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
             params = {**frozen, **trainable}
-            with self._precision():  # here alone: norms, sums and noise stay in full
+            with self._precision():  # only here: norms, sums and noise stay in float32
                 out = self.model(params, inputs)
                 task = self.model.losses(out, targets).sum()
                 return sum(penalties(out, params, Batch(inputs, targets), True), start=task), task
 
         def of_none(trainable: Tensors) -> Tensor:
-            """What no example has a say in is differentiated beside the clipping, and needs no noise."""
+            """Penalties that do not depend on examples need neither clipping nor noise."""
             params = {**frozen, **trainable}
             return sum(penalties(None, params, None, False), start=next(iter(trainable.values())).new_zeros(()))
 
@@ -258,26 +285,26 @@ class PhaseTrainer:
             except GhostError as error:
                 if dp_settings.clipping == "ghost":
                     raise VmapError(
-                        f"privacy.clipping is 'ghost', but of {self.model.name} with {self.run.method.name} {error}; "
-                        "set it to 'direct', or train other parts of the model"
+                        f"privacy.clipping is 'ghost', but {self.model.name} with {self.run.method.name} does not "
+                        f"support it: {error}; set it to 'direct', or train other parts of the model"
                     ) from error
                 self.ghost = False
         return clipped_sum(of_one, trainable, batch.inputs, batch.targets, batch.mask, dp_settings)
 
     def _ghost(self) -> bool:
-        """Whether norms can be read off layers: not in a block, and not where a rule has a loss of its own."""
+        """Whether ghost clipping is possible: not for a block, and not if a rule has a per-example penalty."""
         if self.private is None or self.private.clipping == "direct":
             return False
-        alone = not self.many and not any(rule.per_example for rule in self.run.method.client_rules)
-        if self.private.clipping == "ghost" and not alone:
+        possible = not self.many and not any(rule.per_example for rule in self.run.method.client_rules)
+        if self.private.clipping == "ghost" and not possible:
             remedy = "set engine.clients_per_block = 1" if self.many else "set privacy.clipping = 'direct'"
             raise VmapError(
-                f"privacy.clipping = 'ghost' is for one client at a time and the task's loss alone; {remedy}"
+                f"privacy.clipping = 'ghost' supports one client at a time and the task's loss only; {remedy}"
             )
-        return alone
+        return possible
 
     def _precision(self) -> torch.autocast:
-        # Without the cache: a cast that was remembered under one transform is of no use under the next.
+        # Disable the cache under privacy: a cast that is cached inside one functional transform is invalid in the next.
         half = not self._in_full()
         return torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=self.private is None)
 
@@ -310,7 +337,7 @@ class PhaseTrainer:
             remedy = "set training.precision = 'float32'"
 
         what = f"{self.model.name} with {self.run.method.name} over {over}"
-        return translate_errors(lifted, lambda error: VmapError(f"vmap cannot lift {what}: {error}; {remedy}"))
+        return translate_errors(lifted, lambda error: VmapError(f"vmap does not support {what}: {error}; {remedy}"))
 
     def _stack(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(parts)) if self.many else parts[0].clone()
@@ -319,7 +346,7 @@ class PhaseTrainer:
         return value[:count] if self.many else value
 
     def _broadcast(self, numbers: Tensor, value: Tensor) -> Tensor:
-        """One number a client, in a shape that multiplies each client's part of the value."""
+        """Reshape one number per client so that it multiplies each client's part of `value`."""
         return numbers.view(-1, *[1] * (value.ndim - 1)) if self.many else numbers
 
     def _client_views(self, stacked: Tensors) -> list[Mapping[str, Tensor]]:
@@ -328,12 +355,12 @@ class PhaseTrainer:
     def _per_client(self, stacked: Tensors) -> list[Tensors]:
         if not self.many:
             return [stacked]
-        apart = [value.unbind() for value in stacked.values()]
-        return [dict(zip(stacked, row, strict=True)) for row in zip(*apart, strict=True)] or [{}] * self.count
+        parts = [value.unbind() for value in stacked.values()]
+        return [dict(zip(stacked, row, strict=True)) for row in zip(*parts, strict=True)] or [{}] * self.count
 
 
 def translate_errors(function: Callable[..., Any], say: Callable[[RuntimeError], ValueError]) -> Callable[..., Any]:
-    """The function, of whose failures but for memory's a user is told in other words."""
+    """Wrap `function` so that any RuntimeError except out-of-memory is re-raised as the error that `say` returns."""
 
     def call(*parts: Any) -> Any:
         try:
@@ -347,7 +374,7 @@ def translate_errors(function: Callable[..., Any], say: Callable[[RuntimeError],
 
 
 class ClientView(Mapping[str, Tensor]):
-    """One client's part of what all hold together, taken apart only where somebody looks: for most methods, nobody."""
+    """One client's part of stacked tensors. Indexing creates a view on demand; most methods need none."""
 
     def __init__(self, stacked: Tensors, rank: int) -> None:
         self.stacked, self.rank = stacked, rank
@@ -363,7 +390,7 @@ class ClientView(Mapping[str, Tensor]):
 
 
 def _stack_or_share(parts: Sequence[Any]) -> tuple[Any, Any]:
-    """(value, vmap dimension) of nested dicts: what all clients hold as one object is held once, the rest stacked."""
+    """(value, vmap dimension) of nested dicts: objects that all clients share are kept once, all others stacked."""
     first = parts[0]
     if all(_same_objects(part, first) for part in parts):
         return first, None
@@ -374,7 +401,7 @@ def _stack_or_share(parts: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _same_objects(left: Any, right: Any) -> bool:
-    """Whether both are one object, or dicts of the very same ones."""
+    """Whether both are the same object, or dicts with the same objects as values."""
     if left is right or not isinstance(left, Mapping):
         return left is right
     return list(left) == list(right) and all(map(operator.is_, left.values(), right.values()))

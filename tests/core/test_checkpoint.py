@@ -1,0 +1,408 @@
+"""Checkpoints, sealed files and client states: whole, damaged, half written, old, and oddly named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import posix
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Clients, ServerMomentum, files_in, last, play, run_of, small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partita.core import atomic_files, checkpoint, tensors
+from partita.core.atomic_files import DamageError, DiskError
+from partita.core.client import ClientState
+from partita.core.client_store import DiskStore, MemoryStore
+from partita.core.method import Method, Server
+from partita.core.rounds import rounds
+from partita.core.versions import ParameterVersions
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
+from partita.methods.fedavg import fedavg
+from partita.methods.local_only import local_only
+
+MODEL = small()
+FOUR = Clients(a=5, b=6, c=7, d=8)
+
+
+def server_of(value: float = 1.0) -> Server:
+    ledger = ParameterVersions(
+        {"w": 2, "b": 0}, {"ü/x": (2, 0), "a": (-1, 0), "z": (2, 0)}, clients_have_initial_model=True
+    )
+    params = {"w": torch.full((2, 3), value), "b": torch.tensor(value / 3, dtype=torch.bfloat16)}
+    moved = {"w": torch.arange(3.0) * value, "b": torch.ones(1)}
+    return Server(params, {"velocity": moved, "count": {"w": torch.tensor(7)}, "nothing yet": {}}, ledger)
+
+
+def assert_same(one: Server, two: Server) -> None:
+    assert tensors.digest(one.params) == tensors.digest(two.params)
+    assert list(one.params) == list(two.params)
+    assert one.state.keys() == two.state.keys()
+    assert all(list(one.state[slot]) == list(two.state[slot]) for slot in one.state)
+    assert all(tensors.digest(one.state[slot]) == tensors.digest(two.state[slot]) for slot in one.state)
+    assert one.versions == two.versions
+    assert list(one.versions.current) == list(two.versions.current)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize(
+    "server", [server_of(), Server({"w": torch.zeros(2)}, {}, ParameterVersions({"w": 0}))], ids=["full", "new"]
+)
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, server: Server) -> None:
+    path = checkpoint.save(tmp_path, 5, server)
+    done, back = checkpoint.load(path)
+    assert done == 5
+    assert_same(server, back)
+    rows = {id(row) for row in back.versions.held.values()}
+    assert len(rows) == len(set(back.versions.held.values()))
+
+
+@pytest.mark.parametrize("owners", [(), ("a",), ("a", "z", "ü/x"), ("a", "other")])
+def test_a_checkpoint_says_which_states_belong_to_it(tmp_path: Path, owners: tuple[str, ...]) -> None:
+    """Also of clients that the ledger does not know, and where it knows others."""
+    states = {client: (place + 3, f"{place + 1:032x}") for place, client in enumerate(owners)}
+    saved = checkpoint.read(checkpoint.save(tmp_path, 5, server_of(), "my run", "my rows", states))
+    assert saved.states == states
+    assert (saved.done, saved.run, saved.rows) == (5, "my run", "my rows")
+    assert_same(saved.server, server_of())
+
+
+def test_the_newest_checkpoint_is_read_and_the_first_server_if_there_is_none(tmp_path: Path) -> None:
+    first = server_of(1.0)
+    none = checkpoint.newest(tmp_path, "my run", first)
+    assert (none.done, none.server) == (0, first)
+    for done in (3, 4, 5):
+        checkpoint.save(tmp_path, done, server_of(float(done)), "my run")
+        found = checkpoint.newest(tmp_path, "my run", first)
+        assert found.done == done
+        assert_same(found.server, server_of(float(done)))
+    with pytest.raises(DamageError, match="belongs to another run"):
+        checkpoint.newest(tmp_path, "another", first)
+
+
+def test_one_tensor_may_be_held_twice(tmp_path: Path) -> None:
+    """As by a rule that remembers the parameters of the last round."""
+    params = {"w": torch.arange(3.0)}
+    server = Server(params, {"before": params}, ParameterVersions({"w": 0}))
+    assert_same(server, checkpoint.load(checkpoint.save(tmp_path, 1, server))[1])
+
+
+@pytest.mark.parametrize("optimizer", [None, "carried"])
+def test_a_run_resumes_bit_for_bit_with_the_rules_state(tmp_path: Path, optimizer: str | None) -> None:
+    run = run_of(Method("momentum", server_rule=ServerMomentum(), carry_optimizer=bool(optimizer)), 5, cohort=0.5)
+    whole = play(run, MODEL, FOUR)
+    disk = DiskStore(tmp_path / "clients")
+    stream = rounds(run, MODEL, SimulationEngine(run, MODEL, FOUR, store=disk))
+    for _ in range(2):
+        each = next(stream)
+    path = checkpoint.save(tmp_path / "server", 2, each.server)
+    done, server = checkpoint.load(path)
+    assert_same(server, each.server)
+    assert not torch.equal(server.state["velocity"]["head.weight"], torch.zeros(3, 4))
+    rest = play(run, MODEL, FOUR, server=server, start=done, store=DiskStore(disk.folder))
+    assert tensors.digest(last(rest)) == tensors.digest(last(whole))
+    assert_same(rest[-1].server, whole[-1].server)
+    assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
+
+
+def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+    for done in (1, 2, 3, 10, 11):
+        checkpoint.save(tmp_path, done, server_of(done))
+    assert [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(tmp_path)] == [10, 11]
+    assert files_in(tmp_path) == {path.name for path in atomic_files.list_checksummed(tmp_path)}
+
+
+def test_a_second_checkpoint_of_a_round_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, server_of())
+    for value in (2.0, 3.0, 3.0):
+        path = checkpoint.save(tmp_path, 2, server_of(value))
+    assert [atomic_files.number_in_name(each) for each in atomic_files.list_checksummed(tmp_path)] == [1, 2]
+    assert float(checkpoint.load(path)[1].params["w"][0, 0]) == 3.0
+
+
+DAMAGE: dict[str, Any] = {
+    "a bit flipped in the tensors": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "a bit flipped in the header": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
+    "cut": lambda data: data[:-5],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + b"\0",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path, kind: str) -> None:
+    older, newest = (checkpoint.save(tmp_path, done, server_of(done)) for done in (1, 2))
+    newest.write_bytes(DAMAGE[kind](newest.read_bytes()))
+    with pytest.raises(
+        DamageError, match=rf"{newest.name} is damaged: .*; delete it to resume from the checkpoint before it"
+    ):
+        checkpoint.load(newest)
+    newest.unlink()
+    assert checkpoint.load(atomic_files.list_checksummed(tmp_path)[-1])[0] == 1
+    assert older.exists()
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = checkpoint.save(tmp_path, 1, server_of())
+    kept = files_in(tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(
+            DiskError,
+            match=r"cannot write .*000002-\w+\.safetensors \(No space left on device; [\d,]+ bytes\); "
+            "what was saved before is intact: free some space or fix the folder, then resume the run",
+        ):
+            checkpoint.save(tmp_path, 2, server_of(2.0))
+    assert files_in(tmp_path) == kept
+    assert_same(checkpoint.load(first)[1], server_of())
+    assert checkpoint.load(checkpoint.save(tmp_path, 2, server_of(2.0)))[0] == 2
+
+
+def test_a_folder_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DiskError, match=r"cannot write .*what was saved before is intact"):
+        checkpoint.save(tmp_path / "file" / "server", 1, server_of())
+
+
+def test_files_that_are_not_sealed_are_left_alone(tmp_path: Path) -> None:
+    for name in ("notes.txt", "model.safetensors", ".000009-x.safetensors.12.part"):
+        (tmp_path / name).write_text("mine")
+    for done in range(4):
+        checkpoint.save(tmp_path, done, server_of(done))
+    assert {"notes.txt", "model.safetensors", ".000009-x.safetensors.12.part"} < files_in(tmp_path)
+    assert [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(tmp_path)] == [2, 3]
+
+
+def test_a_write_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a power cut can leave an empty file under the final name."""
+    calls: list[str] = []
+    sync, rename = posix.fsync, os.replace  # the real one: elsewhere tests do without
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), sync(handle))[1])
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), rename(*paths))[1])
+    atomic_files.write(tmp_path / "new" / "x", b"data")
+    assert calls == ["sync", "rename", "sync"]
+    assert (tmp_path / "new" / "x").read_bytes() == b"data"
+
+
+# ---- client states
+
+
+def state_of(value: float) -> ClientState:
+    return ClientState({"w": torch.full((2,), value)}, {"optimizer.momentum": {"w": torch.full((2,), value / 2)}})
+
+
+def value_of(state: ClientState) -> float | None:
+    return float(state.personal["w"][0]) if state.personal else None
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "ü", "..", ".", "a b", "c:d", "%2F", "a%2Fb", "con", "x" * 60, "日本", "-", "~", "a.b"]
+)
+def test_any_client_name_has_its_own_place(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "runs" / "clients"
+    disk = DiskStore(folder)
+    for client, value in ((name, 1.0), ("other", 2.0), (name + "x", 3.0)):
+        disk.save(client, 0, state_of(value))
+    assert [value_of(disk.load(client, 1)) for client in (name, "other", name + "x")] == [1.0, 2.0, 3.0]
+    assert files_in(tmp_path) == {f"runs/clients/{inside}" for inside in files_in(folder)}
+    assert len(files_in(folder)) == 3
+    assert disk.known() == sorted([name, "other", name + "x"])
+    disk.rewind(0)
+    assert files_in(tmp_path) == set()
+
+
+def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    state = ClientState(
+        {"w": torch.randn(3, 2), "layers/0.b": torch.zeros(0)},
+        {"h": {"w": torch.tensor(3)}, "optimizer.age": {"w": torch.tensor(5)}, "half": {"w": torch.ones(2).bfloat16()}},
+    )
+    disk = DiskStore(tmp_path)
+    disk.save("c", 3, state)
+    back = disk.load("c", 4)
+    assert tensors.digest(back.personal) == tensors.digest(state.personal)
+    assert back.memory.keys() == state.memory.keys()
+    assert all(tensors.digest(back.memory[slot]) == tensors.digest(state.memory[slot]) for slot in state.memory)
+
+
+def test_a_rule_may_remember_what_the_client_keeps(tmp_path: Path) -> None:
+    """The same tensor twice, as a rule that remembers where it ended hands back."""
+    value = {"w": torch.arange(3.0)}
+    DiskStore(tmp_path).save("c", 0, ClientState(value, {"end": value}))
+    back = DiskStore(tmp_path).load("c", 1)
+    assert tensors.equal(back.personal, value)
+    assert tensors.equal(back.memory["end"], value)
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory over disk"])
+def test_a_visit_starts_from_the_newest_earlier_state(tmp_path: Path, kind: str) -> None:
+    disk = DiskStore(tmp_path)
+    for number in (0, 2, 5, 11):
+        disk.save("c", number, state_of(number))
+    store = disk if kind == "disk" else MemoryStore(disk)
+    expected = {0: None, 1: 0.0, 2: 0.0, 3: 2.0, 5: 2.0, 6: 5.0, 11: 5.0, 12: 11.0, 100: 11.0}
+    assert {number: value_of(store.load("c", number)) for number in expected} == expected
+    assert value_of(store.load("stranger", 100)) is None
+
+
+def test_only_states_that_a_checkpoint_names_count(tmp_path: Path) -> None:
+    """A state of the same round that somebody put there is not read, and a missing one is an error."""
+    written = DiskStore(tmp_path, newest={})
+    assert written.states() == {}
+    assert written.load("a", 0).personal == {}
+    for number in range(3):
+        written.save("a", number, ClientState({"w": torch.tensor([float(number)])}))
+    states = dict(written.states())
+    assert states.keys() == {"a"}
+    assert states["a"][0] == 2
+    found = DiskStore(tmp_path, newest=states)
+    assert found.known() == ["a"]
+    assert found.load("a", 3).personal["w"].item() == 2.0
+    assert found.load("a", 2).personal["w"].item() == 1.0, "the newest before that round"
+    assert found.load("new", 3).personal == {}
+    DiskStore(tmp_path).save("stranger", 0, ClientState({"w": torch.ones(1)}))
+    assert [found.load("stranger", number).personal for number in (1, 3)] == [{}, {}]
+    assert found.known() == ["a"]
+    assert DiskStore(tmp_path).states() == {}
+    found.rewind(3)
+    atomic_files.list_checksummed(tmp_path / "a")[-1].unlink()
+    with pytest.raises(DamageError, match="is missing: it is the state of client 'a'"):
+        found.load("a", 3)
+    with pytest.raises(DamageError, match="is missing: it is the state of client 'a'"):
+        found.rewind(3)
+
+
+def test_a_long_name_is_read_from_the_newest_state(tmp_path: Path) -> None:
+    disk, names = DiskStore(tmp_path), ["long " * 60, "longer " * 60]
+    for client, number in ((names[0], 0), (names[1], 0), (names[1], 1), ("short", 0)):
+        disk.save(client, number, ClientState({"w": torch.ones(1)}))
+    assert disk.known() == [*names, "short"]
+
+
+def test_memory_tells_its_disk_of_commits_and_knows_what_either_knows(tmp_path: Path) -> None:
+    DiskStore(tmp_path).save("before", 0, ClientState({"w": torch.ones(1)}))
+    memory = MemoryStore(DiskStore(tmp_path, newest={"before": (0, "")}))
+    for number in range(6):
+        memory.save("a", number, ClientState({"w": torch.tensor([float(number)])}))
+        assert memory.known() == ["a", "before"]
+        memory.commit(number + 1)
+    assert len(atomic_files.list_checksummed(tmp_path / "a")) <= 3, "states that no checkpoint needs are dropped"
+    assert memory.states()["a"][0] == 5
+    assert MemoryStore().states() == {}
+
+
+def test_rewinding_forgets_what_came_after(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path)
+    for client in ("c", "a/b"):
+        for number in range(5):
+            disk.save(client, number, state_of(number))
+    disk.rewind(3)
+    assert [value_of(disk.load(client, 100)) for client in ("c", "a/b")] == [2.0, 2.0]
+    assert [value_of(disk.load(client, 2)) for client in ("c", "a/b")] == [1.0, 1.0]
+
+
+def test_memory_writes_at_a_commit_and_only_what_changed(tmp_path: Path) -> None:
+    memory = MemoryStore(DiskStore(tmp_path))
+    memory.save("a", 0, state_of(0))
+    memory.save("b", 0, state_of(1))
+    assert files_in(tmp_path) == set()
+    memory.commit(1)
+    assert len(files_in(tmp_path)) == 2
+    memory.save("a", 1, state_of(2))
+    memory.commit(2)
+    assert sorted(name.split("-")[0] for name in files_in(tmp_path)) == ["a/000000", "a/000001", "b/000000"]
+    fresh = MemoryStore(DiskStore(tmp_path))
+    assert [value_of(fresh.load("a", number)) for number in (1, 2)] == [0.0, 2.0]
+    assert value_of(memory.load("a", 2)) == 2.0
+    assert fresh.known() == ["a", "b"]
+
+
+def test_memory_without_a_disk_keeps_the_last_state() -> None:
+    memory = MemoryStore()
+    memory.save("a", 0, state_of(4))
+    memory.commit(1)
+    assert value_of(memory.load("a", 1)) == 4.0
+    assert memory.load("b", 1) == ClientState()
+
+
+def test_a_damaged_state_is_named_with_its_client(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path)
+    disk.save("a/b", 0, state_of(1))
+    [name] = files_in(tmp_path)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(
+        DamageError, match=r"000000-\w+\.safetensors is damaged.*client 'a/b' from a copy, or start a new run"
+    ):
+        disk.load("a/b", 1)
+
+
+@given(data=st.data(), in_memory=st.booleans())
+@settings(max_examples=25)
+def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, in_memory: bool
+) -> None:
+    """Random visits and checkpoints, and what each checkpoint's clients would start from if resumed."""
+    folder = tmp_path_factory.mktemp("store")
+    disk = DiskStore(folder)
+    store = MemoryStore(disk) if in_memory else disk
+    history: dict[str, list[int]] = {"a": [], "b": []}
+    commits: list[int] = []
+    for number in range(data.draw(st.integers(1, 8))):
+        for client in sorted(data.draw(st.sets(st.sampled_from(["a", "b"])))):
+            store.save(client, number, state_of(number))
+            history[client].append(number)
+        if data.draw(st.booleans()):
+            store.commit(number + 1)
+            commits.append(number + 1)
+        for done in commits[-2:]:
+            fresh = DiskStore(folder)
+            for client, visits in history.items():
+                expected = max((visit for visit in visits if visit < done), default=None)
+                assert value_of(fresh.load(client, done)) == expected
+    for client, visits in history.items():
+        # Of what is older than the second last checkpoint, the last visit saw to it that at most one file is left.
+        written = [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(folder / client)]
+        known = [done for done in commits if visits and done <= visits[-1]]
+        if not in_memory and len(known) >= 2:
+            assert len([number for number in written if number < known[-2]]) <= 1
+
+
+@pytest.mark.parametrize("kind", [DiskStore, lambda folder: MemoryStore(DiskStore(folder))], ids=["disk", "memory"])
+def test_a_run_goes_back_to_the_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path, kind: Any) -> None:
+    run = run_of(local_only(), 6, cohort=0.5, min_updates=0)
+    availability = Availability(client_dropout=0.2)
+    reference = MemoryStore()
+    play(run, MODEL, FOUR, store=reference, availability=availability)
+    store = kind(tmp_path / "clients")
+    for each in rounds(run, MODEL, SimulationEngine(run, MODEL, FOUR, store=store, availability=availability)):
+        if each.number in (0, 1, 3, 4):
+            store.commit(each.number + 1)
+            newest = checkpoint.save(tmp_path / "server", each.number + 1, each.server)
+    newest.unlink()
+    done, server = checkpoint.load(atomic_files.list_checksummed(tmp_path / "server")[-1])
+    assert done == 4
+    again = DiskStore(tmp_path / "clients")
+    again.rewind(done)
+    play(run, MODEL, FOUR, server=server, start=done, store=again, availability=availability)
+    for client in FOUR.clients:
+        assert tensors.digest(again.load(client, 6).personal) == tensors.digest(reference.load(client, 6).personal)
+
+
+def test_a_method_without_state_leaves_no_files(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    play(run_of(fedavg(), 2), MODEL, FOUR, store=store)
+    store.commit(2)
+    assert files_in(tmp_path) == set()
+    assert store.known() == []

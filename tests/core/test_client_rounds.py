@@ -1,0 +1,714 @@
+"""One client's visit against plain loops with torch.optim; phases, rules and their gates; dealing; what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import KERNEL, OPTIMIZERS, Clients, TorchLoop, batches_of, distance, last, play, run_of, small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from partita.core import tensors
+from partita.core.batch_schedule import shuffled_batches
+from partita.core.client import ClientError, ClientState, Job, begin_round, finish_round
+from partita.core.client_store import DiskStore
+from partita.core.data import Examples
+from partita.core.method import ClientRule, Context, LayerSelection, Method, MethodError
+from partita.core.model import Model, Output
+from partita.core.optim import SGD, AdamW, Schedule
+from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, share
+from partita.core.rng import Key
+from partita.core.rounds import initial_server, make_job, rounds
+from partita.core.settings import Run, RunError, Training
+from partita.core.tensors import Names, Slots, Tensors
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
+from partita.methods.centralized import centralized
+from partita.methods.fedavg import fedavg
+from partita.methods.fedfrozen import fedfrozen
+from partita.methods.fedprox import fedprox
+from partita.methods.local_only import local_only
+from partita.testing.toy import Float64Model, Float64Population, ToyExamples, ToyTransformer
+from partita.training.local_training import group_key, train_clients
+from partita.training.phase_trainer import VmapError
+
+ALONE = Clients(c=10)
+PAIR = Clients(c=10, d=7)
+HEAD = frozenset({"head.weight"})
+
+
+def job_of(model: Model, client: str = "c", number: int = 0, **more: Any) -> Job:
+    return Job(number, client, dict(model.initial), frozenset(), **more)
+
+
+def attend(run: Run, model: Model, examples: Examples, state: ClientState | None = None, **more: Any) -> Any:
+    """One visit from job to reply: (learned, update, state)."""
+    each = begin_round(run, model, job_of(model), state or ClientState(), examples, **more)
+    [learned] = train_clients(run, [each])
+    return learned, *finish_round(run, each, learned)
+
+
+# ---- equal to torch.optim
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("more", [{}, {"clip": 0.3, "epochs": 3}, {"steps": 5}], ids=["epoch", "clip", "steps"])
+def test_one_client_is_a_plain_loop_bit_for_bit(kind: str, more: dict[str, Any]) -> None:
+    model, examples = small(), ALONE["c"].train
+    run = run_of(fedavg(), optimizer=OPTIMIZERS[kind], **more)
+    before, state = tensors.digest(model.initial), torch.get_rng_state()
+    learned, update, _ = attend(run, model, examples)
+    loop, batches = TorchLoop(model, run.training), batches_of(run, 0, "c", examples)
+    assert len(batches) == (more["steps"] if "steps" in more else 3 * more.get("epochs", 1))
+    losses = loop.fit(examples, batches)
+    assert learned.losses == losses
+    assert tensors.equal(learned.params, loop.values())
+    assert tensors.equal(update.delta, tensors.subtract(loop.values(), model.initial))
+    assert (update.weight, update.steps) == (10.0, dict.fromkeys(model.initial, len(batches)))
+    assert update.loss == pytest.approx(sum(losses) / len(losses))
+    assert tensors.digest(model.initial) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_local_only_over_rounds_is_one_loop_with_one_optimizer(kind: str) -> None:
+    model, examples = small(), ALONE["c"].train
+    run = run_of(local_only(), 5, OPTIMIZERS[kind])
+    engine = SimulationEngine(run, model, ALONE)
+    loop = TorchLoop(model, run.training)
+    for each in rounds(run, model, engine):
+        loop.fit(examples, batches_of(run, each.number, "c", examples))
+        assert tensors.equal(engine.store.load("c", each.number + 1).personal, loop.values())
+        assert not each.traffic.up
+        assert not each.traffic.down
+    assert tensors.equal(last([each]), model.initial)
+
+
+def test_centralized_is_one_loop_on_the_pooled_data() -> None:
+    model, parts = small(), [PAIR[client].train for client in PAIR.clients]
+    pooled = Clients(pooled=1)
+    pooled.parts["pooled"] = ToyExamples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+    run = run_of(centralized(), 5, OPTIMIZERS["adamw"], clip=0.5)
+    engine = SimulationEngine(run, model, pooled)
+    assert len(list(rounds(run, model, engine))) == 5
+    loop = TorchLoop(model, run.training)
+    for number in range(5):
+        loop.fit(pooled.parts["pooled"], batches_of(run, number, "pooled", pooled.parts["pooled"]))
+    assert tensors.equal(engine.store.load("pooled", 5).personal, loop.values())
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum"])
+def test_fedavg_with_one_client_is_a_loop_with_a_new_optimizer_each_round(kind: str) -> None:
+    """anchor + (after - anchor) rounds twice, each by half an ulp of at most the larger of its terms."""
+    model, examples = small(), ALONE["c"].train
+    run = run_of(fedavg(), 5, OPTIMIZERS[kind])
+    server = model.initial
+    for each in rounds(run, model, SimulationEngine(run, model, ALONE)):
+        loop = TorchLoop(model, run.training, server)
+        loop.fit(examples, batches_of(run, each.number, "c", examples))
+        for name, value in loop.values().items():
+            size = torch.maximum(server[name].abs(), value.abs()).clamp(min=torch.finfo(torch.float32).tiny)
+            ulps = (each.server.params[name] - value).abs() / (size * torch.finfo(torch.float32).eps)
+            assert float(ulps.max()) <= 2.0, name
+        server = each.server.params
+
+
+def test_the_schedule_sets_the_rate_of_a_round() -> None:
+    model, examples = small(), ALONE["c"].train
+    run = run_of(local_only(), 3, schedule=Schedule("linear"))
+    engine = SimulationEngine(run, model, ALONE)
+    loop = TorchLoop(model, run.training)
+    for each in rounds(run, model, engine):
+        loop.optimizer.param_groups[0]["lr"] = run.training.lr * (1 - each.number / 3)
+        loop.fit(examples, batches_of(run, each.number, "c", examples))
+        assert tensors.equal(engine.store.load("c", each.number + 1).personal, loop.values())
+
+
+# ---- phases
+
+
+def in_phases(*phases: Phase, keep: Names = NO_NAMES) -> Any:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        train = NO_NAMES.union(*(phase.names for phase in phases))
+        return Plan(phases, up=train - keep, down=model.all_names() - keep, keep=keep)
+
+    return plan
+
+
+def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
+    model, examples = small(), ALONE["c"].train
+    body = model.all_names() - HEAD
+    method = Method("two phases", in_phases(Phase(HEAD, epochs=2), Phase(body), keep=HEAD))
+    run = run_of(method, optimizer=OPTIMIZERS["momentum"], steps=4)
+    learned, update, state = attend(run, model, examples)
+    loop = TorchLoop(model, run.training)
+    key = run.key / "round" / 0 / "client" / "c" / "batches"
+    for index, (names, epochs) in enumerate([(HEAD, 2), (body, None)]):
+        for name, value in loop.params.items():
+            value.requires_grad_(name in names).grad = None
+        loop.fit(examples, shuffled_batches(10, run.training, epochs, key / index))
+    assert tensors.equal(learned.params, loop.values())
+    assert update.steps == {**dict.fromkeys(HEAD, 6), **dict.fromkeys(body, 4)}
+    assert update.delta.keys() == body
+    assert state.personal.keys() == HEAD
+    assert len(learned.losses) == 10
+
+
+def test_a_name_in_two_phases_counts_the_steps_of_both() -> None:
+    model = small()
+    method = Method("overlap", in_phases(Phase(HEAD), Phase(model.all_names())))
+    _, update, _ = attend(run_of(method), model, ALONE["c"].train)
+    assert update.steps == {**dict.fromkeys(model.all_names(), 3), "head.weight": 6}
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_phases_that_overlap_train_alike_in_blocks(kind: str) -> None:
+    """The second phase goes on with the optimizer of the first, whose age differs among clients of different sizes."""
+    model, population = Float64Model(small()), Float64Population(Clients(c=4, d=17))
+    method = Method("overlap", in_phases(Phase(HEAD), Phase(model.all_names())))
+    run = run_of(method, 2, OPTIMIZERS[kind])
+    single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
+    assert distance(single, block) < 1e-10
+
+
+# ---- rules and their gates
+
+
+@dataclass(frozen=True)
+class Remember(ClientRule):
+    """Sends and remembers how far every name moved, whatever the plan says."""
+
+    slots: Names = frozenset({"moved"})
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        moved = {"moved": {name: params[name] - ctx.anchor[name] + 1 for name in params}}
+        return moved, moved
+
+
+@pytest.mark.parametrize("keep", [NO_NAMES, HEAD])
+def test_what_a_rule_hands_back_is_gated_by_the_plan(keep: Names) -> None:
+    model = small()
+    train = model.all_names() - KERNEL
+
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        return share(train, down=model.all_names() - keep, keep=keep)
+
+    _, update, state = attend(run_of(Method("m", plan, (Remember(),))), model, ALONE["c"].train)
+    assert update.delta.keys() == update.slots["moved"].keys() == train - keep
+    assert state.memory["moved"].keys() == train
+    assert state.personal.keys() == keep
+
+
+def test_memory_of_names_that_did_not_train_is_handed_on() -> None:
+    model = small()
+    before = {"moved": {name: torch.full_like(value, 7.0) for name, value in model.initial.items()}}
+    run = run_of(Method("m", fedfrozen(warmup=0).plan, (Remember(),)))
+    _, _, state = attend(run, model, ALONE["c"].train, ClientState(memory=before))
+    assert state.memory["moved"].keys() == model.all_names()
+    assert all(torch.equal(state.memory["moved"][name], before["moved"][name]) for name in KERNEL)
+    assert not any(
+        torch.equal(state.memory["moved"][name], before["moved"][name]) for name in model.all_names() - KERNEL
+    )
+
+
+@dataclass(frozen=True)
+class Foreign(ClientRule):
+    remembers: bool
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        mine = {"foreign": params}
+        return ({}, mine) if self.remembers else (mine, {})
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_slot_that_is_not_the_rules_own_is_refused(remembers: bool) -> None:
+    with pytest.raises(ClientError, match="client 'c': Foreign returns the slot 'foreign', which is not in its slots"):
+        attend(run_of(Method("m", client_rules=(Foreign(remembers),))), small(), ALONE["c"].train)
+
+
+@dataclass(frozen=True)
+class Pull(ClientRule):
+    """A penalty and a gradient that ask for motion of every name, frozen ones too."""
+
+    def penalty(self, out: Output, params: Tensors, batch: Any, ctx: Context) -> Tensor:
+        return sum((value.sum() for value in params.values()), start=torch.zeros(()))
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        assert grads.keys() <= ctx.plan.train
+        return {name: grad + ctx.anchor[name] for name, grad in grads.items()}
+
+
+def test_no_rule_can_move_a_frozen_name() -> None:
+    model = small()
+    method = Method("m", fedfrozen(warmup=0).plan, (Pull(),))
+    played = play(run_of(method, 2, AdamW(weight_decay=0.1)), model, PAIR)
+    assert tensors.equal(tensors.select(last(played), KERNEL), tensors.select(model.initial, KERNEL))
+    assert not any(torch.equal(last(played)[name], model.initial[name]) for name in model.all_names() - KERNEL)
+
+
+def test_penalty_and_gradient_enter_as_written() -> None:
+    """The penalty's slope is 1 everywhere and the correction adds the anchor: the loop does both by hand."""
+    model, examples = small(), ALONE["c"].train
+    run = run_of(Method("m", client_rules=(Pull(),)), steps=1)
+    learned, _, _ = attend(run, model, examples)
+    [indices] = batches_of(run, 0, "c", examples)
+    params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
+    batch = examples.take(indices)
+    loss = model.losses(model(params, batch.inputs), batch.targets).mean()
+    slopes = torch.autograd.grad(loss + sum(value.sum() for value in params.values()), list(params.values()))
+    expected = {
+        name: value - run.training.lr * (slope + value)
+        for (name, value), slope in zip(model.initial.items(), slopes, strict=True)
+    }
+    assert distance(learned.params, expected) < 1e-6
+    assert float(learned.losses[0]) == pytest.approx(float(loss.detach()), rel=1e-6)  # the task's alone
+
+
+@dataclass(frozen=True)
+class Only(ClientRule):
+    """Trains only the names asked for; the first batch of data may be looked at."""
+
+    wanted: Names
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        assert len(probe.take(torch.arange(2)).targets) == 2
+        return LayerSelection(self.wanted)
+
+
+def test_a_client_can_narrow_its_plan_and_never_widen_it() -> None:
+    model = small()
+    asked = HEAD | KERNEL | {"nowhere"}
+    method = Method("m", fedfrozen(warmup=0).plan, (Only(asked), Only(model.all_names())))
+    learned, update, _ = attend(run_of(method), model, ALONE["c"].train)
+    assert learned.params.keys() == update.delta.keys() == update.steps.keys() == HEAD
+
+
+def test_a_client_that_narrows_to_nothing_answers_with_nothing() -> None:
+    _, update, _ = attend(run_of(Method("m", client_rules=(Only(NO_NAMES),))), small(), ALONE["c"].train)
+    assert (update.delta, update.steps, update.loss) == ({}, {}, None)
+
+
+@dataclass(frozen=True)
+class Inertia(ClientRule):
+    """Steps also along the way it went at its last visit; a first visit has none."""
+
+    slots: Names = frozenset({"way"})
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        way = ctx.memory.get("way", {})
+        return {name: grad - way[name] if name in way else grad for name, grad in grads.items()}
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        return {}, {"way": {name: params[name] - ctx.anchor[name] for name in params}}
+
+
+def test_newcomers_and_returning_clients_train_side_by_side_as_alone() -> None:
+    """In the second round one client has memory and the other none yet."""
+    model, population = Float64Model(small()), Float64Population(PAIR)
+    run, availability = run_of(Method("inertia", client_rules=(Inertia(),)), 2), Availability(trace={(0, "d"): 0.0})
+    single = last(play(run, model, population, availability=availability))
+    for order in (("c", "d"), ("d", "c")):
+        population.clients = order
+        assert distance(single, last(play(run, model, population, availability=availability, block=2))) < 1e-10
+
+
+@dataclass(frozen=True)
+class Started(Inertia):
+    """The same with a memory from the first visit on."""
+
+    def memory(self, anchor: Tensors) -> Slots:
+        return {"way": {name: torch.zeros_like(value) for name, value in anchor.items()}}
+
+
+def test_clients_side_by_side_remember_each_for_itself() -> None:
+    model, population = Float64Model(small()), Float64Population(PAIR)
+    plain, run = (run_of(Method("m", client_rules=local), 3) for local in ((), (Started(),)))
+    single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
+    assert distance(single, block) < 1e-10
+    assert distance(single, last(play(plain, model, population))) > 1e-3
+
+
+def test_clients_with_equal_phases_and_unequal_plans_train_side_by_side_as_alone() -> None:
+    """A proximal term holds what came from the server: for one client the head, for the other not."""
+    model, population = Float64Model(small()), Float64Population(PAIR)
+
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        keep = HEAD if round_info.client == "d" else NO_NAMES
+        return share(model.all_names(), down=model.all_names() - keep, keep=keep)
+
+    run = run_of(Method("m", plan, fedprox(5.0).client_rules), 2)
+    single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
+    assert distance(single, block) < 1e-10
+
+
+@dataclass(frozen=True)
+class OnlySGD(ClientRule):
+    optimizers: Names = frozenset({"sgd"})
+
+
+def test_a_rule_says_which_optimizers_it_is_right_for() -> None:
+    method = Method("scaffold", client_rules=(OnlySGD(),))
+    assert run_of(method, optimizer=SGD(weight_decay=0.1))
+    with pytest.raises(MethodError, match=r"scaffold: OnlySGD is derived for sgd, not for adamw; set training\.opt"):
+        run_of(method, optimizer=AdamW())
+    with pytest.raises(MethodError, match="not for sgd with momentum"):
+        run_of(method, optimizer=SGD(momentum=0.9))
+
+
+# ---- dealing
+
+
+@given(
+    count=st.integers(1, 40),
+    size=st.integers(1, 12),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 99),
+    fraction=st.floats(0, 1),
+)
+@settings(max_examples=60)
+def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
+    count: int, size: int, epochs: int, seed: int, fraction: float
+) -> None:
+    training = Training(lr=1.0, batch_size=size, epochs=epochs)
+    key = Key(seed) / "deal"
+    batches = list(shuffled_batches(count, training, None, key))
+    per_epoch = -(-count // size)
+    assert len(batches) == epochs * per_epoch
+    for epoch in range(epochs):
+        own = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert all(len(batch) == size for batch in own[:-1])
+        assert sorted(torch.cat(own).tolist()) == list(range(count))
+    again = list(shuffled_batches(count, training, None, key, fraction))
+    assert len(again) == max(1, int(len(batches) * fraction))
+    assert all(torch.equal(one, two) for one, two in zip(batches, again, strict=False))
+
+
+def test_dealing_follows_its_key_its_phase_and_its_steps() -> None:
+    training = Training(lr=1.0, batch_size=4, steps=7)
+
+    def flat(*path: Any, **more: Any) -> list[int]:
+        key = Key(0)
+        for step in path:
+            key = key / step
+        return shuffled_batches(10, more.pop("training", training), more.pop("epochs", None), key).order.tolist()
+
+    assert flat("a") == flat("a") != flat("b")
+    assert len(shuffled_batches(10, training, None, Key(0))) == 7
+    assert len(shuffled_batches(10, training, 2, Key(0))) == 6  # a phase's own epochs come before the run's steps
+    assert flat("a")[:10] == flat("a", epochs=1)
+    assert flat("a")[:10] != flat("a")[10:20]
+
+
+def test_batches_differ_by_client_and_by_round() -> None:
+    model, run = small(), run_of(fedavg(), 2)
+    seen = {
+        tuple(
+            begin_round(run, model, job_of(model, client, number), ClientState(), ALONE["c"].train)
+            .schedules[0]
+            .order.tolist()
+        )
+        for client in ("c", "d")
+        for number in (0, 1)
+    }
+    assert len(seen) == 4
+
+
+def test_a_straggler_takes_its_share_of_the_same_steps() -> None:
+    model, examples = small(), ALONE["c"].train
+    run = run_of(fedavg(), epochs=4)
+    learned, update, _ = attend(run, model, examples, fraction=0.5)
+    loop = TorchLoop(model, run.training)
+    loop.fit(examples, batches_of(run, 0, "c", examples)[:6])
+    assert tensors.equal(learned.params, loop.values())
+    assert set(update.steps.values()) == {6}
+    assert update.weight == 10.0
+
+
+# ---- a block of clients
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_block_is_each_client_alone(kind: str) -> None:
+    """Of different sizes, so that short batches are padded and some finish early."""
+    model, population = Float64Model(small()), Float64Population(Clients(a=5, b=14, c=9))
+    run = run_of(fedavg(), optimizer=OPTIMIZERS[kind], clip=0.5, epochs=2)
+    visits = [
+        begin_round(run, model, job_of(model, client), ClientState(), population[client].train)
+        for client in population.clients
+    ]
+    for each, together in zip(visits, train_clients(run, visits), strict=True):
+        [alone] = train_clients(run, [each])
+        assert alone.steps == together.steps
+        assert distance(alone.params, together.params) < 1e-9
+        torch.testing.assert_close(alone.losses, together.losses, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_delta_is_the_parameters_less_the_anchor_bit_for_bit(count: int) -> None:
+    """Also where phases overlap, and where each client has an anchor of its own."""
+    model, population = small(), Clients(a=5, b=14, c=9)
+    middle = frozenset({"layers.0.value.weight"})
+    phases = in_phases(Phase(HEAD | middle, epochs=2), Phase(model.all_names() - HEAD), keep=HEAD)
+    run = run_of(Method("overlap", phases), optimizer=OPTIMIZERS["adamw"])
+    visits = []
+    for number, client in enumerate(population.clients[:count]):
+        job = job_of(model, client)
+        mine = {name: job.params[name] + number for name in middle}
+        state = ClientState(personal={name: model.initial[name] * number for name in HEAD})
+        visits.append(
+            begin_round(run, model, replace(job, params={**job.params, **mine}), state, population[client].train)
+        )
+    for each, learned in zip(visits, train_clients(run, visits), strict=True):
+        update, _ = finish_round(run, each, learned)
+        assert list(update.delta) == sorted(model.all_names() - HEAD)
+        assert list(learned.params) == sorted(model.all_names())
+        assert tensors.equal(
+            update.delta, tensors.subtract(tensors.select(learned.params, each.plan.up), each.ctx.anchor)
+        )
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_carried_optimizers_of_different_ages_are_not_mixed_up_in_a_block(kind: str) -> None:
+    model, population = Float64Model(small()), Float64Population(Clients(a=5, b=14, c=9))
+    run = run_of(local_only(), 3, OPTIMIZERS[kind])
+    states = []
+    for block in (1, 3):
+        engine = SimulationEngine(run, model, population, block=block, availability=Availability(trace={(1, "b"): 0.0}))
+        list(rounds(run, model, engine))
+        states.append({client: engine.store.load(client, 3).personal for client in population.clients})
+    for client in population.clients:
+        assert distance(states[0][client], states[1][client]) < 1e-9
+
+
+# ---- adapting before an evaluation
+
+
+def test_a_client_adapts_a_copy_and_nothing_of_it_remains() -> None:
+    model = small()
+
+    def head_first(model: Model) -> tuple[Phase, ...]:
+        return (Phase(HEAD, epochs=3),)
+
+    plain = run_of(fedavg(), 2, lr=0.3)
+    tuned = replace(plain, method=replace(plain.method, adapt=head_first))
+    scores = []
+    for run, block in ((plain, 1), (tuned, 1), (tuned, 2)):
+        engine = SimulationEngine(run, model, PAIR, block=block)
+        first = next(iter(rounds(run, model, engine)))
+        digest = tensors.digest(first.server.params)
+        jobs = [make_job(run, model, first.server, 0, client)[0] for client in PAIR.clients]
+        scores.append(dict(engine.evaluate(jobs)))
+        assert scores[-1] == dict(engine.evaluate(jobs))
+        assert tensors.digest(first.server.params) == digest
+        assert engine.store.load("c", 9) == ClientState()
+        onward = last(list(rounds(run, model, engine, first.server, 1)))
+        assert tensors.equal(onward, last(play(plain, model, PAIR, block=block)))
+    without, single, block = scores
+    for client in PAIR.clients:
+        assert single[client]["loss"] < without[client]["loss"]
+        assert single[client]["loss"] == pytest.approx(block[client]["loss"], rel=1e-5)
+
+
+def test_a_client_is_evaluated_as_it_is_after_the_round(tmp_path: Path) -> None:
+    model, run = small(), run_of(local_only(), 2)
+    engine = SimulationEngine(run, model, PAIR, store=DiskStore(tmp_path))
+    list(rounds(run, model, engine))
+    for client, scores in engine.evaluate([Job(1, client, {}, frozenset()) for client in PAIR.clients]):
+        part = PAIR[client].test
+        whole = part.take(torch.arange(len(part)))
+        losses = model.losses(model(engine.store.load(client, 2).personal, whole.inputs), whole.targets)
+        assert scores["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+        assert float(losses.mean()) < float(model.losses(model(model.initial, whole.inputs), whole.targets).mean())
+
+
+@pytest.mark.parametrize("local", [(), (Pull(),)], ids=["plain", "with a rule"])
+def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[ClientRule, ...]) -> None:
+    """Plainly: the method's rules belong to its own rounds."""
+    model, examples = small(), ALONE["c"].train
+    method = replace(fedavg(), client_rules=local, adapt=lambda model: (Phase(HEAD, epochs=2),))
+    run = run_of(method)
+    engine = SimulationEngine(run, model, ALONE)
+    [(_, scores)] = engine.evaluate([job_of(model)])
+    loop = TorchLoop(model, run.training)
+    for name, value in loop.params.items():
+        value.requires_grad_(name in HEAD)
+    key = run.key / "round" / 0 / "client" / "c" / "adapt" / "batches" / 0
+    loop.fit(examples, shuffled_batches(10, run.training, 2, key))
+    whole = examples.take(torch.arange(10))
+    expected = float(model.losses(model(loop.values(), whole.inputs), whole.targets).mean())
+    assert scores["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+# ---- mixed precision
+
+
+def test_bfloat16_is_near_float32_and_keeps_the_weights_in_float32() -> None:
+    model = small()
+    wide, mixed = (run_of(fedavg(), 3, OPTIMIZERS["momentum"], precision=kind) for kind in ("float32", "bfloat16"))
+    for block in (1, 2):
+        one, two = (last(play(run, model, PAIR, block=block)) for run in (wide, mixed))
+        assert {value.dtype for value in two.values()} == {torch.float32}
+        assert 0 < distance(one, two) < 0.02
+    moved = distance(one, model.initial)
+    assert moved > 0.1  # so that 0.02 says something
+
+
+# ---- what goes wrong
+
+
+def test_a_loss_that_is_not_a_number_names_client_and_step() -> None:
+    model, examples = small(), ALONE["c"].train
+    run = run_of(fedavg())
+    [_, second, _] = batches_of(run, 0, "c", examples)
+    x = examples.x.clone()
+    x[second[0]] = float("nan")
+    with pytest.raises(ClientError, match=r"'c': the loss is nan at step 2 of 3 in round 0; lower training.lr") as info:
+        attend(run, model, ToyExamples(x, examples.y))
+    assert info.value.client == "c"
+
+
+def test_a_client_without_examples_is_named() -> None:
+    with pytest.raises(ClientError, match="client 'c': has no training examples; add some or remove the client"):
+        attend(run_of(fedavg()), small(), Clients(c=0)["c"].train)
+
+
+class Branching(ToyTransformer):
+    """Takes a different way for different data."""
+
+    name = "branching model"
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        out = super().__call__(params, inputs)
+        return out if out.logits.sum() > 0 else Output(-out.logits)
+
+
+def test_a_model_that_vmap_cannot_lift_is_named_and_runs_one_by_one() -> None:
+    model, run = Branching(width=4, layers=1), run_of(fedavg(), 1)
+    with pytest.raises(
+        VmapError,
+        match=r"vmap does not support branching model with fedavg over clients: .*; set engine.clients_per_block = 1",
+    ):
+        play(run, model, PAIR, block=2)
+    assert len(play(run, model, PAIR, block=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("batch_size", 0),
+        ("epochs", 0),
+        ("steps", 0),
+        ("clip", 0.0),
+        ("precision", "half"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(setting: str, value: Any) -> None:
+    with pytest.raises(RunError, match=rf"training\.{setting} is '?{value}"):
+        Training(**{"lr": 0.1, setting: value})
+
+
+def test_a_visit_starts_from_what_was_sent_what_is_kept_and_what_was_loaded() -> None:
+    model = small()
+    sent, kept = HEAD, KERNEL
+
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        return Plan((Phase(sent | kept),), up=sent, down=sent, keep=kept)
+
+    run = run_of(Method("m", plan))
+    job = Job(0, "c", {name: model.initial[name] + 1 for name in sent}, sent)
+    own = {name: model.initial[name] + 2 for name in sorted(kept)[:1]}
+    each = begin_round(run, model, job, ClientState(own), ALONE["c"].train)
+    expected = {**model.initial, **job.params, **own}
+    assert tensors.equal(each.ctx.anchor, expected)
+    assert initial_server(run, model).params.keys() == model.all_names()
+
+
+# ---- what a mutation check found untested
+
+
+def test_rules_see_the_plan_as_it_was_narrowed() -> None:
+    model = small()
+    each = begin_round(
+        run_of(Method("m", client_rules=(Only(HEAD),))), model, job_of(model), ClientState(), ALONE["c"].train
+    )
+    assert each.plan.train == each.ctx.plan.train == HEAD
+
+
+def test_a_name_without_an_age_is_not_one_year_old() -> None:
+    """A carried optimizer may know some names only. Clients whose ages differ must not share a block."""
+    model, run = small(), run_of(local_only(), optimizer=AdamW())
+    names = sorted(model.all_names())
+
+    def aged(ages: Mapping[str, int]) -> Any:
+        state = ClientState(memory={"optimizer.age": {name: torch.tensor(age) for name, age in ages.items()}})
+        return group_key(run, begin_round(run, model, job_of(model), state, ALONE["c"].train))
+
+    some, every = dict.fromkeys(names[1:], 1), dict.fromkeys(names, 1)
+    assert aged(some) != aged(every)
+    assert aged(some) == aged({**some, names[0]: 0})
+    assert aged(every) == aged(dict(reversed(every.items())))
+
+
+class Spare(ToyTransformer):
+    """A parameter that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__(width=4, layers=1)
+        self.initial = {**self.initial, "spare": torch.ones(3)}
+        self.tags = {**self.tags, "spare": frozenset({"head"})}
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_parameter_that_the_loss_does_not_depend_on_stays(block: int) -> None:
+    model = Spare()
+    params = last(play(run_of(fedavg(), 2, OPTIMIZERS["momentum"]), model, PAIR, block=block))
+    assert torch.equal(params["spare"], torch.ones(3))
+    assert distance(params, model.initial) > 1e-2
+
+
+@dataclass(frozen=True)
+class Halved(ClientRule):
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        return {name: grad / 2 for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("others", [(ClientRule(), Halved()), (Halved(), ClientRule())], ids=["first", "second"])
+def test_one_rule_with_a_correction_is_enough_to_correct(others: tuple[ClientRule, ...]) -> None:
+    alone, among, plain = (
+        last(play(run_of(Method("m", client_rules=local), 2), small(), PAIR)) for local in ((Halved(),), others, ())
+    )
+    assert tensors.equal(alone, among)
+    assert distance(alone, plain) > 1e-3
+
+
+def test_mixed_precision_is_not_blamed_for_what_blocks_cannot_do() -> None:
+    run = run_of(fedavg(), 1, precision="bfloat16")
+    with pytest.raises(VmapError, match=r"over clients: .*; set engine\.clients_per_block = 1"):
+        play(run, Branching(width=4, layers=1), PAIR, block=2)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda ctx: ctx.round_info.round, lambda ctx: ctx.notes["a"], lambda ctx: list(ctx.notes)]
+)
+@pytest.mark.parametrize("hook", ["penalty", "gradient"])
+def test_a_rule_cannot_read_in_a_step_what_a_step_does_not_know(hook: str, read: Any) -> None:
+    """A weight that grows with the round would otherwise silently see round 0."""
+
+    class Growing(ClientRule):
+        def penalty(self, out: Any, params: Any, batch: Any, ctx: Context) -> Any:
+            return read(ctx) if hook == "penalty" else None
+
+        def gradient(self, grads: Any, ctx: Context) -> Any:
+            return read(ctx) if hook == "gradient" else grads
+
+    run = run_of(Method("growing", client_rules=(Growing(),)), 1)
+    with pytest.raises(MethodError, match=r"ctx\.(round_info|notes) cannot be read in penalty or gradient"):
+        play(run, small(), PAIR)

@@ -1,0 +1,164 @@
+"""Drift measured on a stream against numpy on the whole cohort."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import Clients, play, run_of, small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_fixtures import packed
+
+from partita.core import drift
+from partita.core.drift import Drift
+from partita.core.method import Update
+from partita.core.model import Model
+from partita.core.rng import Key
+from partita.core.tensors import Tensors, digest
+from partita.methods.fedavg import fedavg
+
+
+class Tagged(Model):
+    """Names and tags alone: drift looks at nothing else."""
+
+    name = "tagged"
+    tags = {"a": frozenset({"x"}), "b": frozenset({"x", "y"}), "c": frozenset({"y"}), "d": frozenset({"z"})}  # noqa: RUF012
+
+
+SHAPES = {"a": (2, 3), "b": (4,), "c": (), "d": (2,)}
+
+
+def update_of(number: int, names: str, weight: float, scale: float = 1.0) -> Update:
+    delta = {
+        name: scale * torch.randn(SHAPES[name], generator=(Key(number) / name).generator()) + 0.5 for name in names
+    }
+    return Update(f"c{number}", delta, {}, weight, {}, None)
+
+
+def measured(updates: list[Update]) -> dict[str, dict[str, float]]:
+    watch = Drift(Tagged())
+    handed = list(watch.watch(updates))
+    assert all(one is two for one, two in zip(handed, updates, strict=True))
+    return watch.measures()
+
+
+def flat(delta: Tensors, names: list[str]) -> np.ndarray:
+    return np.concatenate([delta[name].numpy().astype(np.float64).ravel() for name in names])
+
+
+def by_hand(updates: list[Update], tag: str) -> dict[str, float]:
+    """All clients sent all names: the formulas as they stand."""
+    names = [name for name in SHAPES if tag in Tagged.tags[name] and name in updates[0].delta]
+    d = np.stack([flat(update.delta, names) for update in updates])  # (client, number)
+    p = np.array([update.weight for update in updates])
+    p = p / p.sum()
+    m = p @ d
+    return {
+        "dispersion": np.sqrt(p @ ((d - m) ** 2).sum(1)) / np.linalg.norm(m),
+        "cosine": p @ (d @ m / (np.linalg.norm(d, axis=1) * np.linalg.norm(m))),
+        "distance": np.sqrt(p @ (d**2).sum(1)),
+    }
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.floats(0.5, 20)), min_size=1, max_size=5),
+    st.sampled_from([0.01, 1.0, 30.0]),
+)
+@settings(max_examples=40)
+def test_measures_are_numpys(clients: list[tuple[int, float]], scale: float) -> None:
+    updates = [update_of(number, "abcd", weight, scale) for number, weight in clients]
+    before = [digest(update.delta) for update in updates]
+    result = measured(updates)
+    assert result.keys() == {"x", "y", "z"}
+    for tag, measures in result.items():
+        expected = by_hand(updates, tag)
+        # The spread is a difference of two large sums where all agree.
+        assert measures["dispersion"] == pytest.approx(expected["dispersion"], rel=1e-4, abs=1e-3)
+        assert measures["cosine"] == pytest.approx(expected["cosine"], rel=1e-5, abs=1e-6)
+        assert measures["distance"] == pytest.approx(expected["distance"], rel=1e-5)
+    assert [digest(update.delta) for update in updates] == before
+
+
+def test_clients_that_agree_have_no_dispersion() -> None:
+    updates = [update_of(1, "abc", weight) for weight in (1.0, 5.0, 2.0)]
+    for measures in measured(updates).values():
+        assert measures["dispersion"] == pytest.approx(0.0, abs=1e-3)
+        assert measures["cosine"] == pytest.approx(1.0)
+
+
+def test_clients_that_pull_apart() -> None:
+    up, down = ({"a": torch.zeros(2, 3), "d": torch.tensor([value, 0.0])} for value in (3.0, -1.0))
+    result = measured([Update("u", up, {}, 1.0, {}, None), Update("v", down, {}, 1.0, {}, None)])
+    assert result["z"] == pytest.approx({"dispersion": 2.0, "cosine": 0.0, "distance": np.sqrt(5.0)}, abs=1e-6)
+    assert result["x"] == {"dispersion": 0.0, "cosine": 0.0, "distance": 0.0}
+
+
+def test_senders_that_differ_by_name() -> None:
+    """Each name has its own senders and so its own mean; a client's direction is over what it sent of the tag, and it
+    points nowhere along what it did not send."""
+    updates = [update_of(1, "ab", 2.0), update_of(2, "b", 1.0), update_of(3, "abcd", 5.0)]
+    result = measured(updates)
+    assert result.keys() == {"x", "y", "z"}
+    for tag in ("x", "y"):
+        names = [name for name in "abc" if tag in Tagged.tags[name]]
+        spread = mean = along = 0.0
+        anyone = sum(update.weight for update in updates if update.delta.keys() & set(names))
+        for name in names:
+            senders = [update for update in updates if name in update.delta]
+            weights = np.array([update.weight for update in senders])
+            p = weights / weights.sum()
+            d = np.stack([flat(update.delta, [name]) for update in senders])
+            lengths = [
+                np.linalg.norm(flat(update.delta, [each for each in names if each in update.delta]))
+                for update in senders
+            ]
+            m = p @ d
+            spread += p @ (d**2).sum(1)
+            mean += m @ m
+            along += (weights / anyone @ (d / np.array(lengths)[:, None])) @ m
+        expected = {
+            "dispersion": np.sqrt(spread - mean) / np.sqrt(mean),
+            "cosine": along / np.sqrt(mean),
+            "distance": np.sqrt(spread),
+        }
+        assert result[tag] == pytest.approx(expected, rel=1e-5)
+    assert result["z"]["dispersion"] == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("lot", [1, 100, drift._MAX_ELEMENTS])
+def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, some together, and all that have the same names."""
+    monkeypatch.setattr(drift, "_MAX_ELEMENTS", lot)
+    looks: list[int] = []
+    point = Drift._point
+    monkeypatch.setattr(Drift, "_point", lambda self, *given: (looks.append(len(given[1])), point(self, *given)))
+    sent = [(1, "abcd", 2.0), (2, "abcd", 1.0), (3, "abcd", 0.5), (4, "b", 5.0), (5, "abcd", 0.0), (6, "abcd", 3.0)]
+    updates = [update_of(*each) for each in sent]
+    rows = [packed({name: value.unsqueeze(0) for name, value in update.delta.items()})[0] for update in updates]
+    in_rows = measured([replace(update, delta=row) for update, row in zip(updates, rows, strict=True)])
+    assert looks == {1: [1, 1, 1, 1, 1], 100: [2, 1, 1]}.get(lot, [3, 1])
+    for tag, expected in measured(updates).items():
+        assert in_rows[tag] == pytest.approx(expected)
+
+
+def test_clients_who_send_nothing_in_common_do_not_point_one_way() -> None:
+    """Two of equal length at right angles: each is at 45 degrees to the mean."""
+    apart = [Update("a", {"a": torch.ones(2)}, {}, 1.0, {}, None), Update("b", {"b": torch.ones(2)}, {}, 1.0, {}, None)]
+    assert measured(apart)["x"]["cosine"] == pytest.approx(np.sqrt(0.5))
+
+
+def test_nothing_seen_nothing_measured() -> None:
+    assert measured([]) == {}
+    assert measured([Update("c", {}, {}, 1.0, {}, None)]) == {}
+
+
+def test_rounds_measure_by_every_tag_and_measuring_changes_nothing() -> None:
+    model, population = small(), Clients(a=5, b=6)
+    loud, quiet = (play(run_of(fedavg(), 2, drift=drift), model, population) for drift in (True, False))
+    assert loud[0].drift.keys() == set().union(*model.tags.values())
+    assert quiet[0].drift == {}
+    assert digest(loud[-1].server.params) == digest(quiet[-1].server.params)
+    assert loud[1].traffic == quiet[1].traffic

@@ -1,0 +1,382 @@
+"""No reply of one client stops a federation that tolerates faults, and none that is refused leaves a trace."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import SMALL_TASK, SMALL_VIT, Clients, Script, last, play, run_of, small
+from hostile_updates import CASES, WHEN, WHO, Case, Hostile
+
+from partita.core import tensors
+from partita.core.client import ClientError, ClientState, Job
+from partita.core.client_store import MemoryStore
+from partita.core.data import Examples
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import Aggregate, Method, Server, ServerRule, Update
+from partita.core.model import Model
+from partita.core.rounds import ClientFailure, RoundResult, initial_server, rounds
+from partita.core.settings import Run, RunError
+from partita.core.tensors import Slots, Tensors
+from partita.core.update_checks import MAX_NORM_RATIO
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
+from partita.experiment.alarms import check_round
+from partita.experiment.builder import build as build_experiment
+from partita.experiment.config import parse
+from partita.experiment.runner import prepare
+from partita.experiment.runner import run_rounds as play_rows
+from partita.methods import INDEX, build
+from partita.methods.fedavg import fedavg
+from partita.privacy.client_level import protect_clients
+from partita.report import load_run, page
+from partita.testing.toy import ToyTransformer
+
+SIZES = {"a": 5, "b": 6, "c": 7}
+THREE = Clients(**SIZES)
+BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}}
+WIDTH = {"quantize": 12, "prune": 36, "safl+prune+quantize": 36, "client-level, quantized": 12}  # else too few numbers
+PRIVATE = {
+    "client-level": lambda: protect_clients(fedavg(), 1.0, 0.1, 3),
+    "client-level, fedadam": lambda: protect_clients(build("fedadam"), 1.0, 0.1, 3),
+    "client-level, quantized": lambda: protect_clients(build("quantize"), 1.0, 0.1, 3),
+    "client-level, narrowed": lambda: protect_clients(build("safl", {"select": "static"}), 1.0, 0.1, 3),
+    "example-level": lambda: replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0)),
+}
+COMPOSED = ("fedfrozen+scaffold", "fedper+moon+fedadam", "safl+prune+quantize")
+# Those that need another model are not here, nor the one that has a single client.
+TOY = [name for name in INDEX if not (made := build(name)).extend and not made.pool]
+FEDERATIONS = (*TOY, *COMPOSED, *PRIVATE)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A federation after its first round, and how it ends if the hostile client is away in the second."""
+
+    run: Run
+    model: ToyTransformer
+    server: Server
+    states: dict[str, tuple[int, ClientState]]
+    without: Tensors
+
+    def engine(self, availability: Availability | None = None) -> SimulationEngine:
+        store = MemoryStore()
+        store.held = dict(self.states)
+        return SimulationEngine(self.run, self.model, THREE, store=store, availability=availability)
+
+    def play(self, case: Case, **settings: object) -> list[RoundResult] | None:
+        """None where the case cannot be: there is no slot to spoil, say."""
+        engine = Hostile(self.engine(), case)
+        try:
+            played = list(rounds(replace(self.run, **settings), self.model, engine, self.server, WHEN))  # type: ignore[arg-type]
+        except Exception:
+            if engine.possible:
+                raise
+            return None
+        return played if engine.possible else None
+
+
+@cache
+def setting(name: str) -> Setting:
+    method = PRIVATE[name]() if name in PRIVATE else build(name, BRIEF.get(name, {}))
+    run = run_of(method, 3, skip_failed_clients=True, drift=False, examples=SIZES)
+    model = ToyTransformer(width=WIDTH.get(name, 4), layers=1)
+    engine = SimulationEngine(run, model, THREE)
+    server = next(rounds(run, model, engine)).server
+    assert isinstance(engine.store, MemoryStore)
+    start = Setting(run, model, server, engine.store.held, {})
+    away = rounds(run, model, start.engine(Availability(trace={(WHEN, WHO): 0.0})), server, WHEN)
+    return replace(start, without=last(list(away)))
+
+
+def was_refused(played: list[RoundResult]) -> bool:
+    return WHO in {lost.client for lost in played[0].lost}
+
+
+def harmless(name: str, case: Case) -> bool:
+    """What the federation's own channel makes good: client-level privacy clips and casts, whatever was sent."""
+    if name.startswith("client-level"):
+        huge = any(word in case.name for word in ("3e38", "1e30", "1e12")) and "weight" not in case.name
+        return huge or "as " in case.name
+    return ("quantize" in name or "prune" in name) and ("as int8" in case.name or "slots" in case.name)
+
+
+def try_out(name: str, case: Case) -> str | None:
+    """What became of the reply; None where there is no such reply."""
+    at = setting(name)
+    played = at.play(case)
+    if played is None:
+        return None
+    assert [each.number for each in played] == [WHEN, WHEN + 1]
+    assert tensors.all_finite(last(played))
+    assert all(tensors.all_finite(part) for part in played[-1].server.state.values() if _floats(part))
+    if not was_refused(played):
+        assert not case.refused or harmless(name, case), "it was accepted"
+        return "accepted"
+    assert case.refused is not False, played[0].lost
+    if case.name != "client is the next":  # there, b speaks for c, whose own reply then comes second
+        assert tensors.equal(last(played), at.without), "a refused reply left a trace"
+    if case.name == "no reply":  # nobody to blame
+        assert tensors.equal(last(at.play(case, skip_failed_clients=False) or []), at.without)
+        return "refused"
+    with pytest.raises(ClientError) as caught:
+        at.play(case, skip_failed_clients=False)
+    assert caught.value.client in (WHO, "a", "c", "mallory", "5", "")
+    return "refused"
+
+
+def _floats(part: Mapping[str, torch.Tensor]) -> bool:
+    return bool(part) and all(value.is_floating_point() for value in part.values())
+
+
+# ---- the whole list
+
+
+def _some() -> Iterator[Any]:
+    """Every other case, in turn over the federations; those about slots where there are slots."""
+    others = [name for name in FEDERATIONS if name != "zero-shot"]
+    for place, case in enumerate(CASES[::2]):
+        name = "scaffold" if "slot" in case.name else others[place % len(others)]
+        yield pytest.param(name, case, id=f"{name}: {case.name}")
+
+
+@pytest.mark.parametrize(("name", "case"), list(_some()))
+def test_a_hostile_reply_neither_stops_nor_steers_the_run(name: str, case: Case) -> None:
+    try_out(name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEDERATIONS)
+def test_no_hostile_reply_stops_any_federation(name: str) -> None:
+    found = Counter(try_out(name, case) for case in CASES)
+    assert found["refused"] > 100
+    assert found["accepted"] >= 10
+
+
+# ---- size
+
+
+def scaled(factor: float, names: str = "abc") -> Script:
+    """Clients who all send ones, but for b, whose update is so many times as long."""
+
+    def answer(job: Job) -> Update:
+        size = factor if job.client == WHO else 1.0
+        delta = {name: torch.full_like(value, 0.01 * size) for name, value in job.params.items()}
+        return Update(job.client, delta, {}, 1.0, dict.fromkeys(delta, 1), 0.5)
+
+    return Script(answer, names)
+
+
+MODEL = small()
+ONES = 0.01 * math.sqrt(sum(value.numel() for value in MODEL.initial.values()))
+
+
+def test_an_update_far_beyond_the_initial_model_is_refused_whatever_the_server_has_become() -> None:
+    initial = math.sqrt(sum(float(value.square().sum()) for value in MODEL.initial.values()))
+    most = MAX_NORM_RATIO * initial / ONES
+    run = run_of(fedavg(), 1, skip_failed_clients=True)
+    for server in (None, Server(tensors.scale(MODEL.initial, 1e6))):
+        for factor, lost in ((0.99 * most, 0), (1.01 * most, 1)):
+            [each] = rounds(run, MODEL, scaled(factor), server)
+            assert len(each.lost) == lost
+    assert "is implausible" in each.lost[0].reason
+
+
+def test_longer_updates_are_scaled_down_and_recorded() -> None:
+    run = run_of(fedavg(), 1, max_norm=2 * ONES)
+    [each] = rounds(run, MODEL, scaled(50.0))
+    [same] = rounds(run_of(fedavg(), 1), MODEL, scaled(2.0))
+    assert each.bounded == {WHO}
+    assert each.norms == pytest.approx({"a": ONES, "b": 50 * ONES, "c": ONES})
+    for name, value in last([same]).items():
+        torch.testing.assert_close(last([each])[name], value)
+
+
+def test_slots_are_scaled_with_their_delta() -> None:
+    run = run_of(build("scaffold"), 1)
+    free = play(run, MODEL, THREE)[0]
+    bound = play(replace(run, max_norm=min(free.norms.values()) / 4), MODEL, THREE)[0]
+    assert bound.bounded == set("abc")
+    for name, value in free.server.state["control"].items():
+        assert float(bound.server.state["control"][name].norm()) < 0.5 * float(value.norm()) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [("max_norm", 0.0, "must be a number above 0"), ("max_norm", math.inf, "above 0"), ("max_examples", 0, "least 1")],
+)
+def test_a_bound_that_is_none_is_refused(setting: str, value: float, message: str) -> None:
+    with pytest.raises(RunError, match=rf"federation\.{setting} is {value}; it must be .*{message.split()[-1]}"):
+        run_of(fedavg(), 1, **{setting: value})
+
+
+def test_a_bound_beside_client_level_privacy_is_refused() -> None:
+    with pytest.raises(RunError, match=r"leave federation\.max_norm out"):
+        run_of(protect_clients(fedavg(), 1.0, 1.0, 3), 1, max_norm=1.0)
+
+
+def test_norms_of_protected_clients_are_not_recorded() -> None:
+    assert not any(each.norms for each in play(run_of(protect_clients(fedavg(), 1.0, 1.0, 3), 2), MODEL, THREE))
+
+
+# ---- weights
+
+
+def test_weights_of_clients_of_unknown_size_are_capped_and_said_to_be_on_trust() -> None:
+    run = run_of(fedavg(), 2, examples={"a": 5}, max_examples=6, skip_failed_clients=True)
+    with pytest.warns(UserWarning, match=r"weights are trusted up to federation\.max_examples = 6") as caught:
+        played = play(run, MODEL, THREE)
+    assert len(caught) == 1, "once a run"
+    assert [[lost.client for lost in each.lost] for each in played] == [["c"], ["c"]]
+    assert "sent the weight 7.0" in played[0].lost[0].reason
+
+
+# ---- rounds that do not count
+
+
+def test_a_round_with_too_few_usable_replies_is_skipped_and_the_run_goes_on() -> None:
+    def answer(job: Job) -> Update:
+        delta = {"head.weight": torch.full((3, 4), math.nan if job.round == 1 else 1.0)}
+        return Update(job.client, delta, {}, 1.0, {"head.weight": 1}, 0.5)
+
+    run = run_of(fedavg(), 3, min_updates=2, skip_failed_clients=True)
+    played = list(rounds(run, MODEL, Script(answer)))
+    assert [each.skipped is not None for each in played] == [False, True, False]
+    assert "only 0 of 2 clients answered in round 1 and federation.min_updates is 2" in str(played[1].skipped)
+    assert tensors.equal(last(played[:1]), last(played[:2]))
+    assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
+    with pytest.raises(ClientError):
+        list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
+
+
+NOT_EVEN_A_REPLY = ("no update but text", "client is a stranger", "client is list", "round 0", "delta is None")
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if each.name in NOT_EVEN_A_REPLY], ids=lambda case: case.name)
+def test_one_client_can_make_a_round_that_needs_it_not_count_but_not_end_the_run(case: Case) -> None:
+    at = setting("fedavg")
+    played = at.play(case, min_updates=3)
+    assert played
+    assert [each.skipped is not None for each in played] == [True, False]
+    assert tensors.equal(last(played[:1]), at.server.params)
+
+
+def test_clients_that_stay_away_are_an_error_as_ever() -> None:
+    run = run_of(fedavg(), 1, min_updates=2, skip_failed_clients=True)
+    with pytest.raises(RunError, match=r"only 0 of 2 clients answered"):
+        list(rounds(run, MODEL, Script(lambda job: ClientFailure(job.client, "is asleep"))))
+
+
+@dataclass(frozen=True)
+class Explosive(ServerRule):
+    """Cannot bear a mean of 2: then its parameters, or its state, are finite no more."""
+
+    state: bool
+
+    def init(self, model: Model) -> Slots:
+        return {"memory": {"head.weight": torch.zeros(3, 4), "age": torch.tensor(0)}}
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        value = aggregate.delta["head.weight"] / (aggregate.delta["head.weight"] != 2)
+        memory = {**server.state["memory"], "head.weight": value} if self.state else server.state["memory"]
+        delta = {} if self.state else {"head.weight": value}
+        return replace(super().apply(server, replace(aggregate, delta=delta)), state={"memory": memory})
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
+    def answer(job: Job) -> Update:
+        return Update(
+            job.client, {"head.weight": torch.full((3, 4), 1.0 + job.round)}, {}, 1.0, {"head.weight": 1}, 0.5
+        )
+
+    run = run_of(Method("explosive", server_rule=Explosive(state)), 3, skip_failed_clients=True)
+    played = list(rounds(run, MODEL, Script(answer)))
+    named = "memory/head.weight" if state else "head.weight"
+    assert [each.skipped for each in played] == [
+        None,
+        f"round 1 would have made the server's '{named}' not finite",
+        None,
+    ]
+    assert played[1].server.params["head.weight"] is played[0].server.params["head.weight"]
+    assert tensors.equal(played[1].server.state["memory"], played[0].server.state["memory"])
+    with pytest.raises(RunError, match=rf"round 1 would have made the server's '{named}' not finite; lower training"):
+        list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
+
+
+# ---- what is recorded
+
+
+def norms_of(**norms: float) -> RoundResult:
+    return replace(play(run_of(fedavg(), 1), MODEL, THREE)[0], norms=norms)
+
+
+def test_an_update_far_beyond_the_median_raises_an_alarm_that_names_its_client() -> None:
+    [alarm] = check_round(norms_of(a=1.0, b=10.1, c=0.5, d=1.0))
+    assert (alarm.kind, alarm.round) == ("outlying update", 0)
+    assert "the update norm of b (10.1) is more than 10 times the round's median of 1;" in alarm.text
+    for quiet in ({"a": 1.0, "b": 9.9, "c": 1.0}, {"a": 1.0, "b": 50.0}, {"a": 0.0, "b": 0.0, "c": 1.0}, {}):
+        assert check_round(norms_of(**quiet)) == []
+
+
+@dataclass
+class Loud:
+    """An engine whose client c1 sends its update many times as long, and in round 1 a second time."""
+
+    engine: SimulationEngine
+
+    def clients(self) -> Sequence[str]:
+        return self.engine.clients()
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+        for reply in self.engine.train(jobs):
+            assert isinstance(reply, Update)
+            if reply.client == "c1":
+                reply = replace(reply, delta=tensors.scale(reply.delta, 30.0))
+            yield reply
+            if reply.client == "c1" and reply.round == 1:
+                yield reply
+
+    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs, on)
+
+
+@pytest.mark.parametrize("drift", [True, False])
+def test_rows_and_the_report_tell_of_it(drift: bool, tmp_path: Path) -> None:
+    raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
+    raw |= {"rounds": 2, "method": {"name": "fedavg"}, "evaluate": {"drift": drift}}
+    config = parse({**raw, "federation": {"skip_failed_clients": True, "max_norm": 1.0}})
+    experiment, folder = build_experiment(config), tmp_path / "run"
+    prepare(experiment, folder)
+    store = MemoryStore()
+    engine = Loud(SimulationEngine(experiment.run, experiment.model, experiment.federation, store=store))
+    rows = list(play_rows(experiment, folder, engine, store, initial_server(experiment.run, experiment.model), 0))
+    assert all(row["alarms"].keys() == {"outlying update"} for row in rows)
+    assert all(row["bounded"].keys() == {"c1"} for row in rows)
+    assert [list(row.get("refused", {})) for row in rows] == [[], ["c1"]]
+    assert not any("skipped" in row or row["lost"] for row in rows)
+    text = page([load_run(folder)], tmp_path / "page.html").read_text()
+    assert "outlying update in round 1 to 2</b>: the update norm of c1 (" in text
+
+
+def test_a_skipped_round_is_recorded_with_its_alarm() -> None:
+    each = replace(norms_of(), skipped="only 0 of 2 clients answered")
+    [alarm] = check_round(each)
+    assert alarm.kind == "skipped round"
+    assert alarm.text == "only 0 of 2 clients answered; the server state did not change"
+
+
+def test_a_config_registers_the_size_of_every_client() -> None:
+    experiment = build_experiment(parse({**tomllib.loads(SMALL_VIT + SMALL_TASK), "method": {"name": "fedavg"}}))
+    assert experiment.run.examples is not None
+    sizes = {client: len(experiment.federation[client].train) for client in experiment.federation.clients}
+    assert dict(experiment.run.examples) == sizes
+    assert all(sizes.values())

@@ -1,0 +1,133 @@
+"""Tensors that lie one after another in a row, so that one call does for all names: nothing may tell that they do."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+
+import pytest
+import torch
+from graph_fixtures import farthest, scene
+from hypothesis import given
+from hypothesis import strategies as st
+from packed_fixtures import packed
+from torch import Tensor
+
+from partita import SGD, AdamW, SimulationEngine, rounds
+from partita.core import serialization, tensors
+from partita.core.packed import ALIGNMENT, PackedTensors
+from partita.core.rounds import RoundResult
+from partita.core.tensors import Mean, Tensors
+from partita.training import phase_trainer
+
+SHAPES = st.lists(st.sampled_from([(), (1,), (3,), (16,), (4, 4), (2, 3, 5)]), min_size=1, max_size=5)
+
+
+def random_tensors(shapes: list[tuple[int, ...]], clients: int, seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"n{i}": torch.randn(clients, *shape, generator=generator) for i, shape in enumerate(shapes)}
+
+
+@given(shapes=SHAPES, clients=st.integers(1, 3))
+def test_what_is_laid_in_a_row_is_found_in_it(shapes: list[tuple[int, ...]], clients: int) -> None:
+    joined = random_tensors(shapes, clients)
+    for rank, each in enumerate(packed(joined)):
+        assert tensors.equal(each, {name: value[rank] for name, value in joined.items()})
+        assert all(value.storage_offset() % ALIGNMENT == 0 for value in each.values())
+        assert all(value.data_ptr() >= each.buffer.data_ptr() for value in each.values())
+        assert tensors.equal(serialization.unpack(serialization.pack({"delta": each}))["delta"], {**each})
+        assert serialization.byte_counts({"delta": each}) == serialization.byte_counts({"delta": {**each}})
+
+
+def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
+    left, right = packed(random_tensors([(3,), (2, 2)], 2))
+    left.finite, left.squares = True, {"n0": 1.0, "n1": 2.0}
+    first, second = pickle.loads(pickle.dumps([left, right]))
+    assert tensors.equal(first, left)
+    assert first.layout is second.layout is left.layout
+    assert first["n1"].data_ptr() == first.buffer[ALIGNMENT:].data_ptr()
+    assert (first.finite, second.finite) == (True, False)
+    assert (first.squares, second.squares) == (left.squares, None)
+
+
+def test_of_a_row_nothing_is_changed_by_itself() -> None:
+    [row] = packed(random_tensors([(3,)], 1))
+    with pytest.raises(TypeError, match="'PackedTensors' object does not support item assignment"):
+        operator.setitem(row, "n0", torch.zeros(3))
+    assert {**row, "n0": 1}["n0"] == 1
+
+
+@given(shapes=SHAPES, weights=st.lists(st.floats(0, 10), min_size=1, max_size=5), stray=st.integers(0, 5))
+def test_the_mean_of_rows_is_the_mean_of_their_tensors(
+    shapes: list[tuple[int, ...]], weights: list[float], stray: int
+) -> None:
+    """Also where one of them comes without a row, or not with all names."""
+    by_row, by_name = Mean(), Mean()
+    for place, (each, weight) in enumerate(zip(packed(random_tensors(shapes, len(weights))), weights, strict=True)):
+        given = {name: value for name, value in each.items() if name != "n0"} if place == stray else each
+        by_row.add(given, weight)
+        by_name.add(dict(given), weight)
+    assert by_row.weight == by_name.weight
+    torch.testing.assert_close(dict(by_row.value), dict(by_name.value))
+
+
+def test_a_mean_is_not_what_was_first_added() -> None:
+    first, second = packed(random_tensors([(3,)], 2))
+    before, mean = first["n0"].clone(), Mean()
+    mean.add(first, 1.0)
+    mean.add(second, 1.0)
+    assert torch.equal(first["n0"], before)
+
+
+CASES = {
+    "fedavg": ("fedavg", AdamW(), {}),
+    "two phases": ("fedrep", AdamW(), {}),
+    "slots": ("scaffold", SGD(), {}),
+    "by steps": ("fednova", SGD(), {}),
+    "some names": ("fedper", AdamW(), {}),
+    "over a wire": ("fedavg", AdamW(), {"wire": True}),
+}
+
+
+def play(method: str, optimizer: AdamW | SGD, **engine: bool) -> tuple[list[RoundResult], Tensors]:
+    run, model, federation = scene(method, optimizer, 3)
+    played = list(rounds(run, model, SimulationEngine(run, model, federation, block=4, **engine)))
+    return played, played[-1].server.params
+
+
+@pytest.mark.parametrize(("method", "optimizer", "engine"), CASES.values(), ids=CASES)
+def test_a_run_in_rows_is_the_run(
+    method: str, optimizer: AdamW | SGD, engine: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, params = play(method, optimizer, **engine)
+    monkeypatch.setattr(phase_trainer, "PACKED_DEVICES", ("cpu",))
+    seen: list[bool] = []
+    add = Mean.add
+
+    def watched(self: Mean, given: Tensors, weight: float) -> None:
+        seen.append(isinstance(given, PackedTensors))
+        add(self, given, weight)
+
+    monkeypatch.setattr(Mean, "add", watched)
+    in_rows, others = play(method, optimizer, **engine)
+    assert farthest(others, params) < 1e-4
+    for ours, theirs in zip(in_rows, plain, strict=True):
+        assert ours.traffic == theirs.traffic
+        assert ours.sent == theirs.sent
+        for tag, measures in ours.drift.items():
+            assert measures == pytest.approx(theirs.drift[tag], rel=1e-3, abs=1e-5)
+    assert any(seen) == (method != "fedrep" and "wire" not in engine)  # of phases and messages dicts are made anew
+
+
+def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase_trainer, "PACKED_DEVICES", ("cpu",))
+    moved = phase_trainer.PhaseTrainer.deltas
+
+    def broken(self: phase_trainer.PhaseTrainer) -> tuple[list[Tensors], Tensor, Tensor | None]:
+        deltas, _, squares = moved(self)
+        deltas[1]["classifier.bias"].fill_(torch.nan)
+        return deltas, tensors.max_abs(deltas[1]), squares
+
+    monkeypatch.setattr(phase_trainer.PhaseTrainer, "deltas", broken)
+    with pytest.raises(Exception, match=r"sent 'classifier.bias' with values that are not finite"):
+        play("fedavg", AdamW())

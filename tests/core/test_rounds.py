@@ -1,0 +1,820 @@
+"""The round loop: who is asked, what travels and is counted, who is lost, what is refused, what is never held."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import KERNEL, Clients, Script, last, play, run_of, small
+from torch import Tensor
+
+from partita.core import serialization, tensors
+from partita.core.client import ClientError, ClientRound, Job, LocalResult
+from partita.core.data import Examples
+from partita.core.method import (
+    Aggregate,
+    ClientRule,
+    Context,
+    LayerSelection,
+    Method,
+    MethodError,
+    Server,
+    ServerRule,
+    Update,
+    UpdateTransform,
+)
+from partita.core.model import Model
+from partita.core.optim import AdamW, Schedule
+from partita.core.plan import Plan, RoundInfo, share_everything
+from partita.core.rng import Key
+from partita.core.rounds import ClientFailure, RoundResult, initial_server, make_job, rounds
+from partita.core.settings import Run, RunError
+from partita.core.tensors import Names, Slots, Tensors
+from partita.engines.availability import Availability
+from partita.engines.dry_run import DryRunEngine
+from partita.engines.simulation import SimulationEngine
+from partita.methods.fedavg import fedavg
+from partita.methods.fedfrozen import fedfrozen
+from partita.methods.local_only import local_only
+from partita.methods.scaffold import scaffold
+from partita.testing.toy import ToyExamples
+from partita.training.local_training import start_training
+from partita.training.phase_trainer import PhaseTrainer
+
+FOUR = Clients(a=5, b=6, c=7, d=8)
+MODEL = small()
+SIZE = {name: value.numel() * value.element_size() for name, value in MODEL.initial.items()}
+EVERY = MODEL.all_names()
+
+
+def moved(job: Job, by: float = 1.0) -> Tensors:
+    return {name: torch.full_like(value, by) for name, value in job.params.items()}
+
+
+def reply_to(job: Job, delta: Tensors | None = None, weight: float = 1.0, slots: Slots | None = None) -> Update:
+    return Update(
+        job.client, moved(job) if delta is None else delta, slots or {}, weight, dict.fromkeys(job.params, 1), 0.5
+    )
+
+
+# ---- bytes
+
+
+def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
+    warmup = 2
+    played = play(run_of(fedfrozen(warmup), 5, AdamW(weight_decay=0.1)), MODEL, FOUR)
+    for each in played:
+        up, down = each.traffic.up, each.traffic.down
+        for name in EVERY:
+            trains = each.number < warmup or name not in KERNEL
+            assert up[name] == (4 * SIZE[name] if trains else 0)
+            # The kernel of the last warm-up round still has to come down, once.
+            assert down[name] == (4 * SIZE[name] if trains or each.number == warmup else 0)
+    for early, late in ((1, 2), (1, 4)):
+        saved = sum(played[early].traffic.up.values()) - sum(played[late].traffic.up.values())
+        headers = played[early].traffic.up[serialization.HEADER] - played[late].traffic.up[serialization.HEADER]
+        assert saved - headers == 4 * sum(SIZE[name] for name in KERNEL)
+        assert headers > 0
+
+
+@pytest.mark.parametrize("engine", [{}, {"wire": True}, {"block": 3}], ids=["plain", "wire", "block"])
+def test_a_client_that_missed_the_last_warm_up_round_gets_the_final_kernel_once(engine: dict[str, Any]) -> None:
+    """Client c is away in the last warm-up round and in the first after it."""
+    availability = Availability(trace={(1, "c"): 0.0, (2, "c"): 0.0})
+    played = play(run_of(fedfrozen(2), 6), MODEL, FOUR, availability=availability, **engine)
+    for name in KERNEL:
+        sent = [each.traffic.down[name] // SIZE[name] for each in played]
+        # Asked in vain in rounds 1 and 2, c costs bytes then too; in round 3 it alone lacks the kernel.
+        assert sent == [4, 4, 4, 1, 0, 0]
+    assert [[lost.client for lost in each.lost] for each in played] == [[], ["c"], ["c"], [], [], []]
+
+
+def test_downloads_under_partial_participation_follow_who_answered_when() -> None:
+    warmup, run = 3, run_of(fedfrozen(3), 14, cohort=2, min_updates=0)
+    made, held = 0, dict[str, int]()  # the kernel's version, and the one each client holds
+    late = 0
+    for each in rounds(
+        replace(run, drift=False), MODEL, DryRunEngine(run, MODEL, FOUR.clients, Availability(client_dropout=0.3))
+    ):
+        lacking = [client for client in each.cohort if held.get(client) != made]
+        for name in KERNEL:
+            assert each.traffic.down[name] == SIZE[name] * len(lacking)
+        here = set(each.cohort) - {lost.client for lost in each.lost}
+        held |= dict.fromkeys(here, made)
+        made = each.number + 1 if here and each.number < warmup else made
+        late += len(lacking) if each.number > warmup else 0
+    assert 0 < late < 10  # some came late to the final kernel, and later rounds were free of it
+
+
+def test_preloaded_clients_are_not_sent_the_initial_model() -> None:
+    first, second = play(run_of(fedfrozen(0), 2, clients_have_initial_model=True), MODEL, FOUR)
+    assert sum(first.traffic.down.values()) == 0
+    assert {name for name, size in second.traffic.down.items() if size and name} == EVERY - KERNEL
+    first, _ = play(run_of(fedfrozen(0), 2), MODEL, FOUR)
+    assert all(first.traffic.down[name] == 4 * SIZE[name] for name in EVERY)
+
+
+def test_what_is_counted_is_what_messages_weigh() -> None:
+    run = run_of(fedfrozen(1), 3)
+    engine = SimulationEngine(run, MODEL, FOUR)
+    seen: list[tuple[int, int]] = []
+
+    class Scales:
+        def clients(self) -> Sequence[str]:
+            return engine.clients()
+
+        def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
+            return engine.evaluate(jobs)
+
+        def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+            down = up = 0
+            for job in jobs:
+                stale = tensors.select(job.params, job.stale)
+                down += len(serialization.pack({"params": stale})) if stale else 0
+                for reply in engine.train([job]):
+                    assert isinstance(reply, Update)
+                    up += len(serialization.pack({"delta": reply.delta}))
+                    yield reply
+            seen.append((down, up))
+
+    played = list(rounds(run, MODEL, Scales()))
+    assert seen == [(sum(each.traffic.down.values()), sum(each.traffic.up.values())) for each in played]
+
+
+def test_local_only_sends_nothing_at_all() -> None:
+    for each in play(run_of(local_only(), 2), MODEL, FOUR):
+        assert not each.traffic.up
+        assert not each.traffic.down
+        assert tensors.equal(each.server.params, MODEL.initial)
+        assert each.loss is not None
+
+
+def test_the_kernel_is_bit_for_bit_still_after_the_warm_up() -> None:
+    played = play(run_of(fedfrozen(2), 6, AdamW(weight_decay=0.3)), MODEL, FOUR)
+    still = played[1].server.params
+    assert not any(torch.equal(still[name], MODEL.initial[name]) for name in KERNEL)
+    for each in played[2:]:
+        for name in EVERY:
+            same = torch.equal(each.server.params[name], still[name])
+            assert same == (name in KERNEL)
+
+
+# ---- a rule that sends tensors of its own
+
+
+@dataclass(frozen=True)
+class Favour(ServerRule):
+    """In one round, client a gets the head doubled; in all others everyone gets the server's."""
+
+    when: int
+
+    def init(self, model: Model) -> Slots:
+        return {"round": {"head.weight": torch.zeros(())}}
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        params, slots = super().send(server, client, names)
+        if client == "a" and int(server.state["round"]["head.weight"]) == self.when:
+            params["head.weight"] = params["head.weight"] * 2
+        return params, slots
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        server = super().apply(server, aggregate)
+        return replace(server, state={"round": {"head.weight": server.state["round"]["head.weight"] + 1}})
+
+
+@dataclass(frozen=True)
+class Generous(ServerRule):
+    """Sends a slot beside every name, whatever is asked, to all clients but one."""
+
+    but: str = ""
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        params, _ = super().send(server, client, names)
+        return params, {} if client == self.but else {
+            "beside": {name: value + 1 for name, value in server.params.items()}
+        }
+
+
+@pytest.mark.parametrize(("but", "times"), [("", 2), ("a", 1), ("b", 1)])
+def test_slots_come_down_for_what_trains_and_are_counted(but: str, times: int) -> None:
+    method = Method("generous", fedfrozen(0).plan, server_rule=Generous(but))
+    engine = Script(lambda job: reply_to(job, {}))
+    played = list(rounds(run_of(method, 2, clients_have_initial_model=True), MODEL, engine))
+    assert {frozenset(job.slots["beside"]) for job in engine.jobs if job.client != but} == {EVERY - KERNEL}
+    for each in played:
+        assert all(each.traffic.down[name] == (0 if name in KERNEL else times * SIZE[name]) for name in EVERY)
+
+
+def frozen_head(model: Model, round_info: RoundInfo) -> Plan:
+    plan = share_everything(model, round_info)
+    return plan.narrow(model.all_names() - {"head.weight"})
+
+
+@pytest.mark.parametrize(("when", "times"), [(0, [4, 1, 0, 0]), (1, [4, 1, 1, 0])])
+def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers(when: int, times: list[int]) -> None:
+    """The head never changes, so a client that was favoured once must be sent the server's head afterwards."""
+    run = run_of(Method("favour", frozen_head, server_rule=Favour(when)), 4)
+    plain, packed = (play(run, MODEL, FOUR, wire=wire) for wire in (False, True))
+    assert tensors.equal(last(plain), last(packed))
+    sent = [each.traffic.down["head.weight"] // SIZE["head.weight"] for each in plain]
+    assert sent == times
+
+
+# ---- who is asked and who is lost
+
+
+def test_the_cohort_is_keyed_and_of_the_size_asked_for() -> None:
+    run = run_of(fedavg(), 8, cohort=0.5)
+    engine = Script(reply_to, tuple("abcdef"))
+    cohorts = [each.cohort for each in rounds(run, MODEL, engine)]
+    assert {len(set(cohort)) for cohort in cohorts} == {3}
+    assert len(set(cohorts)) > 3
+    assert cohorts == [each.cohort for each in rounds(run, MODEL, Script(reply_to, tuple("abcdef")))]
+    assert [job.client for job in engine.jobs[:3]] == list(cohorts[0])
+    for size in (0, 7, 1.5):
+        with pytest.raises(RunError, match=rf"federation.cohort is {size}, but there are 6 clients"):
+            next(rounds(replace(run, cohort=size), MODEL, engine))
+
+
+@pytest.mark.parametrize(
+    ("cohort", "population", "size"),
+    [(0.5, 6, 3), (1.0, 7, 7), (0.01, 10, 1), (0.2, 10, 2), (1, 5, 1), (5, 5, 5), (3, 100, 3), (0.34, 100, 34)],
+)
+def test_a_cohort_is_a_number_or_a_share_of_at_least_one_client(cohort: float, population: int, size: int) -> None:
+    assert run_of(fedavg(), cohort=cohort).cohort_size(population) == size
+
+
+def test_cohorts_are_drawn_by_the_secret_only_if_they_are_hidden() -> None:
+    clients = [f"c{number}" for number in range(40)]
+    plain = run_of(fedavg(), cohort=5)
+    public, secret = (
+        [(key / "round" / number / "cohort").sample(clients, 5) for number in range(3)] for key in (plain.key, Key(99))
+    )
+    assert public[0] != public[1], "each round draws anew"
+    for key, hidden, wanted in (
+        (None, False, public),
+        (None, True, public),
+        (Key(99), False, public),
+        (Key(99), True, secret),
+    ):
+        run = replace(plain, secret=key, hidden_cohorts=hidden)
+        assert [run.draw_cohort(number, clients) for number in range(3)] == wanted
+
+
+def test_the_rate_of_a_round_follows_its_schedule() -> None:
+    run = run_of(fedavg(), 4, lr=0.3, schedule=Schedule("linear", warmup=1))
+    wanted = [0.3 * run.training.schedule.factor(number, 4) for number in range(4)]
+    assert [run.rate(number) for number in range(4)] == wanted
+    assert len(set(wanted)) > 2
+
+
+def test_an_optimizer_that_a_method_is_not_derived_for_is_refused_before_the_run() -> None:
+    with pytest.raises(MethodError, match="is derived for sgd, not for adamw"):
+        run_of(scaffold(), optimizer=AdamW())
+
+
+def test_a_lost_client_is_recorded_and_sent_everything_again() -> None:
+    def answer(job: Job) -> Update | ClientFailure:
+        return ClientFailure("b", "the battery died") if job.client == "b" and job.round < 2 else reply_to(job, {})
+
+    engine = Script(answer)
+    run = run_of(fedavg(), 4)
+    for each in rounds(run, MODEL, engine):
+        assert each.lost == ((ClientFailure("b", "the battery died"),) if each.number < 2 else ())
+        assert set(each.cohort) == {"a", "b"}
+    stale = {(job.round, job.client): job.stale for job in engine.jobs}
+    assert [len(stale[number, "a"]) for number in range(4)] == [len(EVERY), 0, 0, 0]
+    assert [len(stale[number, "b"]) for number in range(4)] == [len(EVERY)] * 3 + [0]
+
+
+def test_too_few_answers_are_an_error_that_gives_the_reasons() -> None:
+    def answer(job: Job) -> Update | ClientFailure:
+        return ClientFailure(job.client, "is asleep") if job.client != "a" else reply_to(job)
+
+    run = run_of(fedavg(), 1, min_updates=2)
+    with pytest.raises(
+        RunError, match=r"only 1 of 3 clients answered in round 0 and federation.min_updates is 2 \(.*is asleep"
+    ):
+        next(rounds(run, MODEL, Script(answer, "abc")))
+    assert next(rounds(replace(run, min_updates=1), MODEL, Script(answer, "abc")))
+
+
+def test_a_minimum_above_the_cohort_is_an_error_that_says_so() -> None:
+    with pytest.raises((ClientError, RunError), match=r"federation.min_updates is 3"):
+        next(rounds(run_of(fedavg(), 1, min_updates=3), MODEL, Script(reply_to)))
+
+
+def poisoned() -> Clients:
+    bad = Clients(a=5, b=6, c=7)
+    bad.parts["b"] = ToyExamples(bad.parts["b"].x * float("nan"), bad.parts["b"].y)
+    return bad
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_a_client_with_nan_ends_the_run_or_is_recorded_as_told(block: int) -> None:
+    run = run_of(fedavg(), 2)
+    with pytest.raises(ClientError, match="client 'b': the loss is nan at step 1 of 2 in round 0"):
+        play(run, MODEL, poisoned(), block=block)
+    tolerant = replace(run, skip_failed_clients=True)
+    played = play(tolerant, MODEL, poisoned(), block=block)
+    assert [[lost.client for lost in each.lost] for each in played] == [["b"], ["b"]]
+    assert "the loss is nan" in played[0].lost[0].reason
+    assert all(bool(torch.isfinite(value).all()) for value in last(played).values())
+    if block == 1:
+        away = Availability(trace={(0, "b"): 0.0, (1, "b"): 0.0})
+        assert tensors.equal(last(played), last(play(run, MODEL, Clients(a=5, b=6, c=7), availability=away)))
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "another name": (
+        lambda job: {"nowhere": torch.zeros(2)},
+        "sent 'nowhere', which its plan does not send up in round 0",
+    ),
+    "a frozen name": (
+        lambda job: {sorted(KERNEL)[0]: torch.zeros(4)},
+        "sent 'layers.0.key.bias', which its plan does not send up in round 0",
+    ),
+    "another shape": (
+        lambda job: {"head.weight": torch.zeros(4, 3)},
+        r"sent 'head.weight' of shape \(4, 3\), not \(3, 4\)",
+    ),
+    "nan": (
+        lambda job: {"head.weight": torch.full((3, 4), float("nan"))},
+        "sent 'head.weight' with values that are not finite",
+    ),
+    "infinity": (
+        lambda job: {"head.weight": torch.full((3, 4), float("inf"))},
+        "sent 'head.weight' with values that are not finite; lower training.lr",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_update_is_refused_and_its_client_named(kind: str) -> None:
+    make, message = BAD[kind]
+
+    def answer(job: Job) -> Update:
+        return reply_to(job, make(job) if job.client == "b" else {"head.weight": torch.ones(3, 4)})
+
+    run = run_of(fedfrozen(0), 2)
+    with pytest.raises(ClientError, match=f"client 'b': {message}"):
+        next(rounds(run, MODEL, Script(answer)))
+    engine = Script(answer)
+    played = list(rounds(replace(run, skip_failed_clients=True), MODEL, engine))
+    assert [lost.client for lost in played[0].lost] == ["b"]
+    assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
+    assert [job.stale for job in engine.jobs if job.client == "b"][1] == EVERY
+
+
+def test_a_bad_slot_is_refused_like_a_bad_delta() -> None:
+    for part in ({"nowhere": torch.zeros(2)}, {"head.weight": torch.zeros(3, 4)}):
+        with pytest.raises(ClientError, match="client 'a': sent the slot 'slot', which fedavg does not have"):
+            next(rounds(run_of(fedavg(), 1), MODEL, Script(lambda job: reply_to(job, {}, slots={"slot": part}), "a")))  # noqa: B023
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_a_delta_that_is_not_finite_is_found_though_every_loss_is(block: int) -> None:
+    far = Clients(a=5, b=6, c=7)
+    far.parts["b"] = ToyExamples(far.parts["b"].x * 1e9, far.parts["b"].y)
+    run = run_of(fedavg(), 1, lr=1e30, steps=1, min_updates=0)
+    with pytest.raises(ClientError, match=r"norm .* is implausible"):
+        play(run, MODEL, far, block=block)
+    [played] = play(replace(run, skip_failed_clients=True), MODEL, far, block=block)
+    reasons = {lost.client: lost.reason for lost in played.lost}
+    assert "with values that are not finite; lower training.lr" in reasons.pop("b")
+    assert [reason.partition(" of ")[0] for reason in reasons.values()] == ["sent an update"] * 2
+    assert tensors.equal(played.server.params, MODEL.initial)
+
+
+def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it_came_as_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, largest = [], tensors.max_abs
+    monkeypatch.setattr(tensors, "max_abs", lambda part: looks.append(len(part)) or largest(part))
+    counts = []
+    for real in (False, True):
+        looks.clear()
+        play(run_of(fedavg(), 1), MODEL, FOUR, block=2, wire=real)
+        counts.append(len(looks))
+    assert counts == [2 + 1, 2 + 1], "one look at each block and one at the server; norms tell of the rest"
+
+
+class Spoil(UpdateTransform):
+    def encode(self, update: Update, key: Key) -> Update:
+        return replace(update, delta={name: value * float("nan") for name, value in update.delta.items()})
+
+
+def test_what_a_transform_made_is_looked_at() -> None:
+    with pytest.raises(ClientError, match="with values that are not finite"):
+        play(run_of(replace(fedavg(), transforms=(Spoil(),)), 1), MODEL, FOUR, block=2)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 0.0, 1e12])
+def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
+    def answer(job: Job) -> Update:
+        return reply_to(job, weight=weight if job.client == "b" else 1.0)
+
+    with pytest.raises(ClientError, match="client 'b'"):
+        next(rounds(run_of(fedavg(), 1), MODEL, Script(answer)))
+
+
+# ---- what the server makes of it
+
+
+def test_the_server_takes_the_weighted_mean_over_those_who_sent_a_name() -> None:
+    def answer(job: Job) -> Update:
+        names = {"a": ["embed.weight", "head.weight"], "b": ["head.weight"]}[job.client]
+        delta = {name: torch.full_like(job.params[name], 1.0 if job.client == "a" else 4.0) for name in names}
+        return reply_to(job, delta, weight=1.0 if job.client == "a" else 2.0)
+
+    [each] = rounds(run_of(fedavg(), 1), MODEL, Script(answer))
+    new = each.server.params
+    torch.testing.assert_close(new["head.weight"], MODEL.initial["head.weight"] + 3.0)
+    torch.testing.assert_close(new["embed.weight"], MODEL.initial["embed.weight"] + 1.0)
+    assert all(new[name] is MODEL.initial[name] for name in EVERY - {"head.weight", "embed.weight"})
+    assert {name for name, version in each.server.versions.current.items() if version} == {
+        "head.weight",
+        "embed.weight",
+    }
+
+
+def test_the_rounds_loss_is_weighted_by_examples() -> None:
+    def answer(job: Job) -> Update:
+        return replace(reply_to(job), weight=3.0, loss=1.0) if job.client == "a" else replace(reply_to(job), loss=5.0)
+
+    [each] = rounds(run_of(fedavg(), 1), MODEL, Script(answer))
+    assert each.loss == pytest.approx(2.0)
+
+
+@dataclass(frozen=True)
+class Affine(UpdateTransform):
+    """Multiplies and adds at the client, and takes both back from each update or from the aggregate."""
+
+    factor: float
+    late: bool
+
+    def encode(self, update: Update, key: Key) -> Update:
+        return replace(update, delta={name: value * self.factor + 1 for name, value in update.delta.items()})
+
+    def decode_update(self, update: Update) -> Update:
+        return update if self.late else replace(update, delta=self._undo(update.delta))
+
+    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
+        return replace(aggregate, delta=self._undo(aggregate.delta)) if self.late else aggregate
+
+    def _undo(self, delta: Tensors) -> Tensors:
+        return {name: (value - 1) / self.factor for name, value in delta.items()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_transforms_are_undone_in_reverse(late: bool) -> None:
+    plain, coded = (
+        run_of(Method("m", transforms=channel), 2) for channel in ((), (Affine(2.0, late), Affine(4.0, late)))
+    )
+    one, two = (last(play(run, MODEL, FOUR)) for run in (plain, coded))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Noted(UpdateTransform):
+    """Draws from its key."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        return replace(update, delta={name: value + key.uniform() for name, value in update.delta.items()})
+
+
+def test_transforms_draw_by_round_client_and_place() -> None:
+    once, twice = (run_of(Method("m", transforms=(Noted(),) * count), 2, lr=1e-30) for count in (1, 2))
+    drawn = set()
+    for run in (once, twice):
+        engine = SimulationEngine(run, MODEL, FOUR)
+        for number in range(2):
+            jobs = [Job(number, client, MODEL.initial, frozenset()) for client in FOUR.clients]
+            drawn |= {float(reply.delta["head.weight"][0, 0]) for reply in engine.train(jobs)}  # type: ignore[union-attr]
+    assert len(drawn) == 16
+
+
+@dataclass(frozen=True)
+class Watchful(ServerRule):
+    """Tells the plan how many rounds it has seen."""
+
+    def init(self, model: Model) -> Slots:
+        return {"seen": {"": torch.zeros(())}}
+
+    def signal(self, server: Server) -> dict[str, float]:
+        return {"seen": float(server.state["seen"][""])}
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        return replace(super().apply(server, aggregate), state={"seen": {"": server.state["seen"][""] + 1}})
+
+
+def test_what_the_server_saw_reaches_the_plan_on_both_sides() -> None:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        whole = share_everything(model, round_info)
+        return whole if round_info.signal["seen"] < 2 else whole.narrow(model.all_names() - KERNEL)
+
+    played = play(run_of(Method("automatic", plan, server_rule=Watchful()), 4), MODEL, FOUR)
+    sent = [bool(each.traffic.up[sorted(KERNEL)[0]]) for each in played]
+    assert sent == [True, True, False, False]
+
+
+# ---- what is never held
+
+
+class Counted:
+    """Counts how many of an engine's updates, and of their tensors, are alive whenever another is handed out."""
+
+    def __init__(self, engine: SimulationEngine) -> None:
+        self.engine, self.most, self.handed = engine, 0, 0
+
+    def clients(self) -> Sequence[str]:
+        return self.engine.clients()
+
+    def evaluate(self, jobs: Iterable[Job]) -> Iterator[tuple[str, dict[str, float]]]:
+        return self.engine.evaluate(jobs)
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+        alive: list[weakref.ref[Tensor]] = []
+        for reply in self.engine.train(jobs):
+            assert isinstance(reply, Update)
+            alive.append(weakref.ref(reply.delta["head.weight"]))
+            gc.collect(0)
+            self.most = max(self.most, sum(each() is not None for each in alive))
+            self.handed += 1
+            yield reply
+
+
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_updates_stream_so_that_memory_does_not_grow_with_the_cohort(block: int) -> None:
+    crowd = Clients(**{f"c{number}": 3 for number in range(12)})
+    run = run_of(fedavg(), 1, batch_size=3)
+    counted = Counted(SimulationEngine(run, MODEL, crowd, block=block))
+    [each] = rounds(run, MODEL, counted)
+    assert counted.handed == len(each.cohort) == 12
+    assert counted.most <= block + 1
+
+
+def test_the_loop_is_lazy_and_its_server_a_value() -> None:
+    run = run_of(fedavg(), 3)
+    engine = Script(reply_to)
+    start = initial_server(run, MODEL)
+    stream = rounds(run, MODEL, engine, start)
+    assert engine.jobs == []
+    first: RoundResult = next(stream)
+    assert len(engine.jobs) == 2
+    kept = tensors.digest(first.server.params)
+    list(stream)
+    assert tensors.digest(first.server.params) == kept
+    assert tensors.equal(start.params, MODEL.initial)
+    assert start.versions.held == {}
+
+
+def test_going_on_from_a_server_gives_the_rest_of_the_rounds() -> None:
+    run: Run = run_of(fedavg(), 4, cohort=0.5)
+    whole = play(run, MODEL, FOUR)
+    rest = play(run, MODEL, FOUR, server=whole[1].server, start=2)
+    assert [each.number for each in rest] == [2, 3]
+    assert [each.cohort for each in rest] == [each.cohort for each in whole[2:]]
+    assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
+    assert tensors.equal(last(rest), last(whole))
+
+
+def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: Run, visits: list[object], blocks: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr("partita.engines.simulation.start_training", full)
+    with pytest.raises(
+        RunError, match=r"out of memory while training 4 clients together; lower engine\.clients_per_block"
+    ):
+        play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
+    with pytest.raises(RunError, match=r"lower training\.batch_size"):
+        play(run_of(fedavg(), 1), MODEL, FOUR)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [(0, ["give a", "wait a", "give b", "wait b", "give c", "wait c"]),
+     (1, ["give a", "give b", "wait a", "give c", "wait b", "wait c"])],
+)  # fmt: skip
+def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
+    ahead: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def watched(
+        run: Run, visits: Sequence[ClientRound], blocks: Callable[..., PhaseTrainer]
+    ) -> Callable[[], list[LocalResult]]:
+        [client] = [each.job.client for each in visits]
+        told.append(f"give {client}")
+        wait = start_training(run, visits, blocks)
+        return lambda: told.append(f"wait {client}") or wait()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr("partita.engines.simulation.start_training", watched)
+    run, clients = run_of(fedavg(), 1), Clients(a=4, b=4, c=4)
+    engine = SimulationEngine(run, MODEL, clients)
+    assert engine.ahead == 0  # on a CPU
+    engine.ahead = ahead
+    jobs = [make_job(run, MODEL, initial_server(run, MODEL), 0, client)[0] for client in "abc"]
+    assert [each.client for each in engine.train(jobs)] == ["a", "b", "c"]
+    assert told == said
+
+
+def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "blur_backward does not have a deterministic implementation, but you set 'x'. You can turn off"
+
+    def fail(run: Run, visits: list[object], blocks: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("partita.engines.simulation.start_training", fail)
+    with pytest.raises(RunError, match=r"blur_backward .* implementation; set engine\.deterministic = false"):
+        play(run_of(fedavg(), 1), MODEL, FOUR)
+    said = "something else"
+    with pytest.raises(RuntimeError, match="something else"):
+        play(run_of(fedavg(), 1), MODEL, FOUR)
+
+
+def test_an_answer_nobody_asked_for_is_an_error_or_dropped() -> None:
+    run, engine = run_of(fedavg(), 1), Script(lambda job: replace(reply_to(job), client="b"), "ab")
+    with pytest.raises(ClientError, match="client 'b': answered in round 0 without being asked, or twice"):
+        next(rounds(run, MODEL, engine))
+    [each] = rounds(replace(run, skip_failed_clients=True), MODEL, engine)
+    assert each.sent.keys() == {"b"}
+    assert [(lost.client, lost.reason) for lost in each.lost] == [("a", "gave no answer")]
+    assert [lost.client for lost in each.refused] == ["b"]
+
+
+# ---- what a mutation check found untested
+
+
+@dataclass(frozen=True)
+class Noting(UpdateTransform):
+    """Writes down by which keys the server draws."""
+
+    keys: list[Key]
+
+    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
+        self.keys.append(key)
+        return aggregate
+
+
+def test_the_server_draws_by_round_and_by_the_place_of_a_transform() -> None:
+    """Client-level noise comes from this key: the same key in two rounds would be the same noise twice."""
+    keys: list[Key] = []
+    run = run_of(Method("noting", transforms=(Noting(keys), Noting(keys))), 2)
+    list(rounds(run, MODEL, Script(reply_to)))
+    assert keys == [run.key / "round" / number / "channel" / index for number in range(2) for index in (1, 0)]
+
+
+@pytest.mark.parametrize("drift", [True, False])
+def test_drift_is_measured_only_if_it_is_asked_for(drift: bool) -> None:
+    [each] = rounds(run_of(fedavg(), 1, drift=drift), MODEL, Script(reply_to))
+    assert bool(each.drift) == drift
+
+
+def test_an_error_about_missing_answers_gives_three_reasons() -> None:
+    def answer(job: Job) -> Update | ClientFailure:
+        return ClientFailure(job.client, "is asleep")
+
+    with pytest.raises(RunError) as caught:
+        next(rounds(run_of(fedavg(), 1), MODEL, Script(answer, "abcd")))
+    assert str(caught.value).count("is asleep") == 3
+
+
+def test_a_job_comes_with_its_plan_alone() -> None:
+    run = run_of(fedavg(), 1)
+    job, plan = make_job(run, MODEL, initial_server(run, MODEL), 0, "a")
+    assert (job.client, plan.up) == ("a", EVERY)
+
+
+def test_slots_of_an_honest_client_pass() -> None:
+    [each] = play(run_of(scaffold(), 1), MODEL, Clients(a=5, b=6))
+    assert each.lost == ()
+    assert set(each.sent) == {"a", "b"}
+
+
+def test_who_was_refused_is_told_from_who_stayed_away() -> None:
+    """One who answered with rubbish must not end the run by it; one who stayed away does if too few are left."""
+
+    def answer(job: Job) -> Any:
+        if job.client == "b":
+            return reply_to(job, weight=-1.0)
+        return ClientFailure("c", "is asleep") if job.client == "c" else reply_to(job)
+
+    run = run_of(fedavg(), 1, skip_failed_clients=True)
+    [each] = rounds(run, MODEL, Script(answer, "abc"))
+    assert {lost.client: lost.refused for lost in each.lost} == {"b": True, "c": False}
+    [skipped] = rounds(replace(run, min_updates=2), MODEL, Script(answer, "abc"))
+    assert skipped.skipped is not None
+    with pytest.raises(RunError, match="only 1 of 3 clients answered"):
+        list(rounds(replace(run, min_updates=3), MODEL, Script(answer, "abc")))
+
+
+NAMELESS: Any = {"client": 7}
+
+
+@pytest.mark.parametrize("rubbish", [5, None, replace(reply_to(Job(0, "b", {}, frozenset())), **NAMELESS)])
+def test_what_is_no_reply_at_all_is_recorded_and_its_client_counts_as_refused(rubbish: Any) -> None:
+    run = run_of(fedavg(), 1, skip_failed_clients=True)
+    engine = Script(lambda job: rubbish if job.client == "b" else reply_to(job))
+    [each] = rounds(run, MODEL, engine)
+    assert [(lost.client, lost.refused) for lost in each.refused] == [("unknown", True)]
+    assert [(lost.client, lost.reason, lost.refused) for lost in each.lost] == [("b", "gave no answer", True)]
+    with pytest.raises(ClientError, match="client 'b': sent a .* instead of an update with a client name"):
+        next(rounds(replace(run, skip_failed_clients=False), MODEL, Script(lambda job: rubbish, ("b",))))
+
+
+@pytest.mark.parametrize(("claimed", "fine"), [(None, True), (0, True), (1, False), (False, False), (0.0, False)])
+def test_a_reply_is_for_the_round_that_asked(claimed: Any, fine: bool) -> None:
+    run = run_of(fedavg(), 1, skip_failed_clients=True)
+    engine = Script(lambda job: replace(reply_to(job), round=claimed if job.client == "b" else None))
+    [each] = rounds(run, MODEL, engine)
+    assert ("b" in each.sent) == fine
+    assert [lost.client for lost in each.refused] == ([] if fine else ["b"])
+
+
+def test_reasons_and_names_from_outside_are_cut() -> None:
+    def answer(job: Job) -> Any:
+        return ClientFailure("b", "x" * 600) if job.client == "b" else replace(reply_to(job), client="y" * 600)
+
+    [each] = rounds(run_of(fedavg(), 1, skip_failed_clients=True, min_updates=0), MODEL, Script(answer))
+    assert {lost.client: len(lost.reason) for lost in each.lost} == {"b": 500, "a": 14}
+    assert [len(lost.client) for lost in each.refused] == [500]
+
+
+class Scoring(ClientRule):
+    """Chooses by data, so that its clients may tell scores."""
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        return LayerSelection(plan.train)
+
+
+def test_a_round_records_norms_bounds_and_scores_by_client() -> None:
+    def answer(job: Job) -> Update:
+        delta = {"head.weight": torch.zeros(3, 4)}
+        delta["head.weight"][0, 0] = 1.0 if job.client == "a" else 8.0
+        return replace(reply_to(job, delta), metrics={"score": 0.5} if job.client == "a" else {})
+
+    run = run_of(Method("scoring", client_rules=(Scoring(),)), 1, max_norm=2.0)
+    [each] = rounds(run, MODEL, Script(answer))
+    assert each.norms == {"a": 1.0, "b": 8.0}
+    assert each.bounded == {"b"}
+    assert each.metrics == {"a": {"score": 0.5}}
+    assert each.population == 2
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_client_that_lost_all_it_held_is_sent_all_again(empty: bool) -> None:
+    def answer(job: Job) -> Update | ClientFailure:
+        return (
+            ClientFailure("b", "was reinstalled", empty=empty)
+            if job.client == "b" and job.round == 1
+            else reply_to(job, {})
+        )
+
+    engine = Script(answer)
+    list(rounds(run_of(fedavg(), 3), MODEL, engine))
+    [stale] = [job.stale for job in engine.jobs if (job.round, job.client) == (2, "b")]
+    assert stale == (EVERY if empty else frozenset())
+
+
+class Counting(ServerRule):
+    """Its state has whole numbers and an empty tensor, which are always finite."""
+
+    def init(self, model: Model) -> Slots:
+        return {"count": {"n": torch.tensor(0)}, "none": {"n": torch.empty(0)}}
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        state = {"count": {"n": server.state["count"]["n"] + 1}, "none": {"n": torch.empty(0)}}
+        return replace(super().apply(server, aggregate), state=state)
+
+
+def test_a_state_of_whole_numbers_or_of_none_is_finite() -> None:
+    *_, each = rounds(run_of(Method("counting", server_rule=Counting()), 2), MODEL, Script(reply_to))
+    assert each.server.state["count"]["n"].item() == 2
+    assert each.skipped is None
+
+
+def test_a_loss_that_nobody_asked_about_is_dropped_under_its_name() -> None:
+    engine = Script(lambda job: ClientFailure("mallory", "is asleep") if job.client == "b" else reply_to(job))
+    [each] = rounds(run_of(fedavg(), 1, skip_failed_clients=True), MODEL, engine)
+    assert [lost.client for lost in each.refused] == ["mallory"]
+
+
+class Spoiling(ServerRule):
+    """Makes one parameter infinite."""
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        after = super().apply(server, aggregate)
+        return replace(after, params={**after.params, "head.weight": torch.full((3, 4), float("inf"))})
+
+
+def test_the_parameter_that_would_not_be_finite_is_named() -> None:
+    with pytest.raises(RunError, match=r"would have made the server's 'head\.weight' not finite"):
+        next(rounds(run_of(Method("spoiling", server_rule=Spoiling()), 1), MODEL, Script(reply_to)))

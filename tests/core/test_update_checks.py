@@ -1,0 +1,482 @@
+"""The check of a reply by itself: what just passes, what is refused, and in what form the server's rule gets it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import run_of, small
+from torch import Tensor
+
+from partita.core import serialization
+from partita.core.data import Examples
+from partita.core.method import ClientRule, Context, LayerSelection, Method, Update, UpdateTransform
+from partita.core.model import Model
+from partita.core.packed import CheckedTensors, PackedTensors, layout_for
+from partita.core.plan import Phase, Plan, RoundInfo
+from partita.core.rng import Key
+from partita.core.rounds import initial_server, make_job
+from partita.core.tensors import Names, Slots, Tensors
+from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, _norm, shorten
+from partita.methods.fedavg import fedavg
+from partita.methods.scaffold import scaffold
+from partita.privacy.client_level import protect_clients
+
+SIZES = {"a": 10, "b": 6, "unknown": 0}
+EVERY = frozenset(small().initial)
+SOME = frozenset({"embed.weight", "layers.0.key.bias"})
+
+
+@dataclass
+class Desk:
+    """An inspector and what it was told of the run. Ten examples in batches of four are three steps."""
+
+    method: Method = field(default_factory=fedavg)
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: Model = field(default_factory=small)
+
+    def __post_init__(self) -> None:
+        self.run = run_of(self.method, **{"examples": SIZES, **self.settings})
+        self.server = initial_server(self.run, self.model)
+        self.limits = UpdateLimits(self.run, self.model)
+        self.plan = make_job(self.run, self.model, self.server, 0, "a")[1]
+        self.inspector = UpdateValidator(
+            self.limits, self.server, 0, lambda client: make_job(self.run, self.model, self.server, 0, client)[0]
+        )
+
+    def update(self, names: Names = EVERY, **changes: Any) -> Update:
+        """Of norm 1 in each of these names."""
+        delta = {name: one(self.model.initial[name]) for name in sorted(names)}
+        return replace(Update("a", delta, {}, 10.0, dict.fromkeys(delta, 1), 0.5), **changes)
+
+    def check(self, update: Update) -> CheckedUpdate:
+        return self.inspector.check(update, self.plan)
+
+    def refuses(self, update: Update, said: str) -> None:
+        with pytest.raises(InvalidUpdate, match=said):
+            self.check(update)
+
+
+def one(like: Tensor) -> Tensor:
+    value = torch.zeros_like(like)
+    value.view(-1)[0] = 1.0
+    return value
+
+
+class Lazy(Mapping[Any, Any]):
+    """A mapping of a client's own, which must not be looked at twice."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        self.values_ = values
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.values_[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+
+class Telling(ClientRule):
+    """Chooses by data, so that its clients may tell scores and send less."""
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        return LayerSelection(plan.train)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("weight", [10, 10.0, 0.001])
+def test_a_weight_up_to_the_number_of_examples_passes(weight: float) -> None:
+    desk = Desk()
+    assert desk.check(desk.update(weight=weight)).update.weight == weight
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, 10.001, math.nan, math.inf, 10**400, True, "5", None])
+def test_any_other_weight_is_refused(weight: object) -> None:
+    desk = Desk()
+    desk.refuses(desk.update(weight=weight), "sent the weight .* above 0 and at most 10")
+
+
+def test_where_sizes_are_not_known_the_weight_is_bounded_by_the_setting_and_a_warning_says_so_once() -> None:
+    desk = Desk(settings={"max_examples": 50})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [desk.limits.examples(client) for client in ("a", "unknown", "unknown", "stranger", "b")]
+    assert found == [10, 50, 50, 50, 6]
+    [warning] = caught
+    assert "federation.max_examples = 50" in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Desk(settings={"max_examples": 50, "examples": None}).limits.examples("a") == 50
+
+
+@pytest.mark.parametrize("loss", [None, 0, 0.5, 1e9, -1e9])
+def test_a_loss_is_none_or_a_number_of_usual_size(loss: float | None) -> None:
+    desk = Desk()
+    assert desk.check(desk.update(loss=loss)).update.loss == loss
+
+
+@pytest.mark.parametrize("loss", [1.001e9, -1.001e9, math.nan, -math.inf, 10**400, False, "0.5"])
+def test_any_other_loss_is_refused(loss: object) -> None:
+    desk = Desk()
+    desk.refuses(desk.update(loss=loss), "sent the loss")
+
+
+@pytest.mark.parametrize("steps", [0, -1, 4, 2.0, True, None, "1"])
+def test_steps_are_whole_numbers_up_to_what_the_examples_allow(steps: object) -> None:
+    desk = Desk()
+    for fine in (1, 3):
+        desk.check(desk.update(steps=dict.fromkeys(EVERY, fine)))
+    taken = {**dict.fromkeys(EVERY, 1), "head.weight": steps}
+    desk.refuses(desk.update(steps=taken), "sent 'head.weight' after .* a whole number from 1 to 3")
+    desk.refuses(desk.update(steps={name: 1 for name in EVERY if name != "head.weight"}), "after None steps")
+    desk.refuses(desk.update(steps={**dict.fromkeys(EVERY, 1), "new": 1}), "sent steps of 'new'")
+
+
+def test_steps_of_two_phases_add_up() -> None:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        return Plan((Phase(EVERY, 2), Phase(SOME, 3)), up=EVERY, down=EVERY)
+
+    desk = Desk(Method("twice", plan))
+    assert desk.limits.steps(desk.plan, 10) == {name: 15 if name in SOME else 6 for name in EVERY}
+
+
+def test_scores_are_few_short_and_of_layers_that_there_are() -> None:
+    desk = Desk(Method("telling", client_rules=(ClientRule(), Telling())))
+    for told in (
+        {f"score/{number}": 1e9 for number in range(1024)},
+        {"x" * 64: -1.0, "score/layer.0": 3, f"{'x' * 64}/{'y' * 64}": 0.0},
+    ):
+        assert desk.check(desk.update(metrics=told)).update.metrics == told
+    for wrong, said in (
+        ({f"{number}": 1.0 for number in range(1025)}, "sent 1025 metrics; .* at most 1024"),
+        ({"x" * 65: 1.0}, "a name has letters, digits"),
+        ({"a/b/c": 1.0}, "a name has letters, digits"),
+        ({"a b": 1.0}, "a name has letters, digits"),
+        ({5: 1.0}, "a metric named 5; a name has letters, digits"),
+        ({"score/layer.1": 1.0}, "a metric of 'layer.1'"),
+        ({"score": 1.001e9}, "for the metric 'score'; it must be a number from -1e"),
+        ({"score": math.nan}, "for the metric 'score'"),
+        ({"score": True}, "for the metric 'score'"),
+    ):
+        desk.refuses(desk.update(metrics=wrong), said)
+    plain = Desk()
+    plain.refuses(plain.update(metrics={"score": 1.0}), "sent 1 metrics; clients of fedavg send at most 0")
+
+
+# ---- tensors
+
+
+def test_a_reply_has_the_names_shapes_and_types_that_were_asked_for() -> None:
+    desk = Desk()
+    desk.check(desk.update(SOME))
+    for name, value, said in (
+        ("new", torch.ones(2), "sent 'new', which its plan does not send up in round 0"),
+        ("embed.weight", torch.ones(4), r"of shape \(4,\), not \(4, 4\)"),
+        ("embed.weight", torch.ones(4, 4).double(), "as torch.float64 on cpu, not torch.float32 on cpu"),
+    ):
+        update = desk.update(SOME)
+        desk.refuses(replace(update, delta={**update.delta, name: value}), said)
+
+
+def laid(delta: Mapping[str, Tensor]) -> PackedTensors:
+    form = layout_for(tuple(delta), tuple(value.shape for value in delta.values()))
+    [row] = form.per_client(form.pack([value.unsqueeze(0) for value in delta.values()]))
+    return row
+
+
+def test_tensors_in_a_row_are_checked_once_for_all_clients_with_the_same_steps() -> None:
+    desk = Desk()
+    update = desk.update()
+    row, fine, wrong = laid(update.delta), dict.fromkeys(EVERY, 3), dict.fromkeys(EVERY, 4)
+    desk.refuses(replace(update, delta=row, steps=wrong), "a whole number from 1 to 3")
+    for _ in range(2):
+        checked = desk.check(replace(update, delta=row, steps=fine))
+        assert checked.update.delta is row
+        assert checked.norm == pytest.approx(math.sqrt(len(EVERY)))
+    desk.refuses(replace(update, delta=row, steps=wrong), "a whole number from 1 to 3")
+    stray = laid({**update.delta, "new": torch.ones(1)})
+    desk.refuses(replace(update, delta=stray), "sent 'new', which its plan does not send up")
+
+
+def test_the_limit_of_a_norm_is_a_thousand_times_that_of_the_initial_model_and_at_least_a_thousand() -> None:
+    limits = Desk().limits
+    large, tiny = frozenset({"embed.weight", "head.weight"}), frozenset({"head.weight"})
+    limits.model.initial["head.weight"] = torch.full((3, 4), 1e-3)
+    limits.model.initial["embed.weight"] = torch.full((4, 4), 3.0)
+    wanted = {tiny: 1000.0, large: 1000 * math.sqrt(16 * 9 + 12e-6)}
+    for names in (tiny, large, tiny, large):
+        assert limits.norm(names) == pytest.approx(wanted[names], rel=1e-6)
+
+
+def test_an_update_of_that_norm_passes_and_a_longer_one_does_not() -> None:
+    desk = Desk()
+    limit = desk.limits.norm(frozenset({"head.weight"}))
+    for factor, fine in ((0.999, True), (1.001, False)):
+        update = desk.update(frozenset({"head.weight"}))
+        update = replace(update, delta={"head.weight": update.delta["head.weight"] * limit * factor})
+        if fine:
+            assert desk.check(update).norm == pytest.approx(0.999 * limit)
+        else:
+            desk.refuses(update, "is implausible")
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_the_first_name_that_is_not_finite_is_said(wrong: float) -> None:
+    desk = Desk()
+    for container in (dict, CheckedTensors, laid):
+        update = desk.update()
+        delta = {**update.delta, "head.weight": torch.full((3, 4), wrong)}
+        desk.refuses(replace(update, delta=container(delta)), "sent 'head.weight' with values that are not finite")
+
+
+def test_finite_numbers_whose_squares_have_no_finite_sum_are_refused() -> None:
+    """Only float64 reaches so far. An overflow must not be an error that ends the run."""
+    part = {name: torch.full((1,), 1.2e154, dtype=torch.float64) for name in ("b", "a", "c")}
+    assert _norm({"a": part["a"]}) == pytest.approx(1.2e154)
+    with pytest.raises(InvalidUpdate, match="sent 'a' with values that are not finite"):
+        _norm(part)
+
+
+@pytest.mark.parametrize("container", [CheckedTensors, laid])
+def test_what_is_known_of_finite_tensors_is_not_computed_again(container: Any) -> None:
+    part = container({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    part.square, part.squares = 49.0, {"a": 36.0, "b": 0.0}
+    assert _norm(part) == 5.0, "not known to be finite, so looked at"
+    assert part.squares == {"a": 9.0, "b": 16.0}, "kept for the drift"
+    part.finite = True
+    assert _norm(part) == 7.0
+    part.square, part.squares = None, {"a": 36.0, "b": 0.0}
+    assert _norm(part) == 6.0
+
+
+def test_an_update_that_passed_is_known_to_be_finite() -> None:
+    desk = Desk()
+    update = desk.update()
+    delta = desk.check(update).update.delta
+    assert isinstance(delta, CheckedTensors)
+    assert delta.finite
+    assert delta.squares == pytest.approx(dict.fromkeys(EVERY, 1.0))
+    again = replace(update, delta=delta)
+    assert desk.check(again).update is again, "nothing to copy"
+
+
+def test_only_an_update_longer_than_the_bound_is_scaled_down_with_its_slots() -> None:
+    for bound, bounded in ((None, False), (6.0, False), (5.0, False), (2.5, True)):
+        desk = Desk(scaffold(), {"max_norm": bound})
+        update = desk.update(SOME)
+        delta = {"embed.weight": 3 * one(torch.zeros(4, 4)), "layers.0.key.bias": 4 * one(torch.zeros(4))}
+        slots = {"control": {name: 2 * value for name, value in delta.items()}}
+        checked = desk.check(replace(update, delta=delta, slots=slots))
+        assert (checked.norm, checked.bounded) == (5.0, bounded)
+        factor = 0.5 if bounded else 1.0
+        for name, value in delta.items():
+            assert torch.equal(checked.update.delta[name], factor * value)
+            assert torch.equal(checked.update.slots["control"][name], factor * 2 * value)
+
+
+# ---- slots
+
+
+def with_control(update: Update, names: Names) -> Update:
+    control = {name: torch.zeros_like(small().initial[name]) for name in sorted(names)}
+    return replace(update, slots={"control": control})
+
+
+def test_a_slot_comes_for_the_names_of_an_honest_client() -> None:
+    desk = Desk(replace(scaffold(), client_rules=(ClientRule(), *scaffold().client_rules)))
+    desk.check(with_control(desk.update(), EVERY))
+    desk.check(with_control(desk.update(SOME), SOME))
+    count = len(EVERY)
+    desk.refuses(desk.update(), f"sent the slot 'control' for none; an honest update has it for {count} names")
+    desk.refuses(with_control(desk.update(), SOME), f"for 2 names; an honest update has it for {count} names")
+    desk.refuses(with_control(desk.update(SOME), EVERY), f"for {count} names; an honest update has it for 2 names")
+    desk.refuses(replace(desk.update(SOME), slots={**with_control(desk.update(), SOME).slots, "x": {}}), "the slot 'x'")
+    alone = Desk(scaffold())
+    alone.refuses(alone.update(), "sent the slot 'control' for none")
+    plain = Desk()
+    plain.refuses(with_control(plain.update(), EVERY), "sent the slot 'control', which fedavg does not have")
+
+
+def test_of_several_names_that_nobody_asked_for_the_first_is_said() -> None:
+    """Whatever they are: a name that is no text must not end the check with another error."""
+    desk = Desk(scaffold())
+    update = desk.update(SOME)
+    for stray, said in (({"zz": 1, "y": 1}, "sent 'y'"), ({"zz": 1, 5: 1}, "sent 5")):
+        delta: Any = {**update.delta, **dict.fromkeys(stray, torch.ones(1))}
+        desk.refuses(with_control(replace(update, delta=delta), SOME), said)
+
+
+def test_a_slot_that_is_far_larger_than_a_gradient_is_refused() -> None:
+    desk = Desk(scaffold())
+    update = with_control(desk.update(SOME), SOME)
+    limit = desk.limits.norm(SOME) / 0.05
+    for factor, fine in ((0.99, True), (1.01, False)):
+        control = {**update.slots["control"], "layers.0.key.bias": one(torch.zeros(4)) * limit * factor}
+        each = replace(update, slots={"control": control})
+        if fine:
+            desk.check(each)
+        else:
+            desk.refuses(each, "sent the slot 'control' of norm .* implausible")
+
+
+class Keeping(ClientRule):
+    """Sends a slot if it is asked as in training: with what it keeps, and with its turn."""
+
+    slots = frozenset({"seen"})
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        assert ctx.round_info is not None
+        full = "head.weight" in ctx.plan.train and "head.weight" in steps and ctx.round_info.client == "a"
+        return ({"seen": dict(params)} if full else {}), {"seen": {}}
+
+
+def test_rules_are_asked_what_they_send_as_in_training() -> None:
+    up = EVERY - {"head.weight"}
+
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        return Plan((Phase(EVERY),), up=up, down=up, keep=EVERY - up)
+
+    desk = Desk(Method("keeping", plan, client_rules=(Keeping(),)))
+    assert desk.inspector._honest_slots("a", desk.plan, up) == {"seen": up}
+    assert desk.inspector._honest_slots("a", desk.plan, SOME) == {"seen": SOME}
+
+
+class Remembering(ClientRule):
+    """Has a slot in its memory and sends none."""
+
+    slots = frozenset({"seen"})
+
+
+def test_a_slot_that_no_rule_sends_is_refused() -> None:
+    desk = Desk(Method("remembering", client_rules=(Remembering(),)))
+    update = desk.update(SOME)
+    desk.check(update)
+    slots = {"seen": {"head.weight": torch.zeros(3, 4)}}
+    desk.refuses(replace(update, slots=slots), "sent the slot 'seen' for 1 names; an honest update has it for none")
+
+
+class Looking(ClientRule):
+    """What it sends depends on what it sees in training, so nobody knows beforehand."""
+
+    slots = frozenset({"seen"})
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        raise KeyError("what was seen")
+
+
+def test_where_slots_depend_on_examples_they_are_of_names_in_the_delta() -> None:
+    desk = Desk(Method("looking", client_rules=(Looking(),)))
+    update = desk.update(SOME)
+
+    def sent(*names: str) -> Update:
+        return replace(update, slots={"seen": {name: one(small().initial[name]) for name in names}})
+
+    desk.check(update)
+    desk.check(sent("embed.weight"))
+    desk.check(sent(*SOME))
+    desk.refuses(sent(*SOME, "head.weight"), "for 3 names; an honest update has it for 2 names")
+
+
+# ---- client-level privacy
+
+
+def test_under_client_level_privacy_all_send_the_same_and_no_norm_is_told() -> None:
+    protected = protect_clients(fedavg(), 100.0, 1.0, 2)
+    desk = Desk(replace(protected, transforms=(*protected.transforms, UpdateTransform())))
+    checked = desk.check(desk.update())
+    assert (checked.norm, checked.bounded) == (None, False)
+    assert isinstance(checked.update.delta, CheckedTensors)
+    assert checked.update.delta.finite
+    desk.refuses(desk.update(SOME), f"sent 2 names, not the {len(EVERY)} names of the round")
+    narrowing = Desk(protect_clients(Method("telling", client_rules=(Telling(),)), 100.0, 1.0, 2))
+    narrowing.check(narrowing.update(SOME))
+    narrowing.check(narrowing.update(SOME))
+    narrowing.refuses(narrowing.update(), f"sent {len(EVERY)} names, not the 2 names of the round")
+    plain = Desk()
+    plain.check(plain.update(SOME))
+    plain.check(plain.update())
+
+
+# ---- containers
+
+
+def test_a_plain_reply_is_not_copied() -> None:
+    desk = Desk()
+    for delta in (desk.update().delta, CheckedTensors(desk.update().delta), laid(desk.update().delta)):
+        update = desk.update(delta=delta)
+        found, weight = desk.inspector.weigh(update)
+        assert found is update
+        assert weight == serialization.byte_counts({"delta": update.delta})
+
+
+@pytest.mark.parametrize("which", ["delta", "steps", "metrics", "slots"])
+def test_a_mapping_of_the_clients_own_is_copied_into_a_plain_one(which: str) -> None:
+    desk = Desk()
+    update = desk.update(metrics={"score": 1.0}, slots={"seen": {"head.weight": torch.ones(2)}})
+    changes: dict[str, Any] = {which: Lazy(getattr(update, which))}
+    found, weight = desk.inspector.weigh(replace(update, **changes))
+    for each in ("delta", "steps", "metrics", "slots"):
+        assert type(getattr(found, each)) is dict
+        assert getattr(found, each).keys() == getattr(update, each).keys()
+    assert weight == serialization.byte_counts({"delta": update.delta, **update.slots})
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_so_is_a_mapping_in_a_slot(lazy: bool) -> None:
+    desk = Desk()
+    part = Lazy({"head.weight": torch.ones(2)})
+    update = desk.update(slots={"seen": part})
+    found, _ = desk.inspector.weigh(replace(update, steps=Lazy(update.steps)) if lazy else update)
+    assert type(found.slots["seen"]) is dict
+    assert torch.equal(found.slots["seen"]["head.weight"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"delta": [torch.ones(1)]}, "sent delta as list; it must be a mapping from names"),
+        ({"slots": {"seen": 5}}, "sent slot 'seen' as int"),
+        ({"delta": {5: torch.ones(1)}}, "sent 5 in its delta as Tensor; it must be a tensor named by a text"),
+        ({"delta": {"w": [1.0]}}, "sent 'w' in its delta as list"),
+        ({"delta": {"w": torch.ones(1, requires_grad=True)}}, "without a gradient"),
+        ({"delta": {"w": torch.ones(1, dtype=torch.complex64)}}, "as torch.complex64"),
+        ({"delta": {"w": torch.ones(2).to_sparse()}}, "torch.sparse_coo"),
+        ({"steps": None}, "sent steps as NoneType"),
+    ],
+)
+def test_what_is_no_tensor_by_name_is_refused(changes: dict[str, Any], said: str) -> None:
+    desk = Desk()
+    with pytest.raises(InvalidUpdate, match=said):
+        desk.inspector.weigh(desk.update(**changes))
+
+
+# ---- messages
+
+
+class Odd:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("x" * 198, f"'{'x' * 198}'"),
+        ("x" * 199, f"'{'x' * 199}..."),
+        (ValueError("why"), "ValueError: why"),
+        (Odd(), "an odd Odd"),
+        (5, "5"),
+    ],
+)
+def test_whatever_a_client_sent_is_said_in_short(value: object, text: str) -> None:
+    assert shorten(value) == text

@@ -1,0 +1,124 @@
+"""Tiny pairs of towers in folders as transformers saves them, with tokenizers, for tests of prompts."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from image_fixtures import Pictures
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    VisionTextDualEncoderModel,
+)
+
+from partita.core.rng import Key
+from partita.models.adapter import without_logs
+from partita.models.pretrained import seeded
+from partita.models.prompts.clip import clip
+from partita.models.prompts.dual_encoder import DualEncoder
+
+SIZE, PATCHES = 8, 4
+CLASSES = ("cat", "golden_eagle", "dog")
+WORDS = ("photo", "cat", "dog", "of", "golden", "eagle")
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIGHT = {"hidden_size": 16, **LAYERS, "image_size": SIZE, "patch_size": 4, "num_channels": 1}
+PAIRS = ("clip", "dinov2+bert", "registers+bert", "clip+bert")
+
+
+def images(count: int = 5, seed: int = 3) -> Tensor:
+    return torch.randn(count, 1, SIZE, SIZE, generator=(Key(seed) / "images").generator())
+
+
+def task(classes: tuple[str, ...] = CLASSES) -> Any:
+    labels = torch.arange(5) % len(classes)
+    return Pictures(images(), labels, classes=classes, size=SIZE)
+
+
+def byte_pairs() -> CLIPTokenizer:
+    """Knows every letter by itself, and the few words whole."""
+    letters = [chr(code) for code in range(33, 127)]
+    vocabulary = {token: place for place, token in enumerate([*letters, *(letter + "</w>" for letter in letters)])}
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        known = word[0]
+        for letter in [*word[1:-1], f"{word[-1]}</w>"]:
+            if (known, letter) not in merges:
+                merges.append((known, letter))
+            known += letter
+            vocabulary.setdefault(known, len(vocabulary))
+    for special in ("<|startoftext|>", "<|endoftext|>"):
+        vocabulary[special] = len(vocabulary)
+    return CLIPTokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
+
+
+def whole_words() -> BertTokenizer:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "a", *WORDS]
+    return BertTokenizer(vocab={word: place for place, word in enumerate(words)})
+
+
+def _sight(kind: str) -> Any:
+    if kind == "clip":
+        return CLIPVisionModel(CLIPVisionConfig(**SIGHT))
+    options = {key: value for key, value in SIGHT.items() if key != "intermediate_size"}
+    if kind == "registers":
+        return Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**options, mlp_ratio=2, num_register_tokens=2))
+    return Dinov2Model(Dinov2Config(**options, mlp_ratio=2))
+
+
+@cache
+def folder(pair: str) -> str:
+    """A saved pair, away from the initialisation, whose zeros and ones hide mistakes."""
+    path = mkdtemp()
+    with seeded(Key(1) / pair):
+        if pair == "clip":
+            tokenizer: Any = byte_pairs()
+            ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+            words = {"hidden_size": 12, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16, **ids}
+            module: Any = CLIPModel(CLIPConfig(text_config=words, vision_config=SIGHT, projection_dim=8))
+        else:
+            tokenizer = whole_words()
+            words = {"hidden_size": 12, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16}
+            sight = _sight(pair.partition("+")[0])
+            module = VisionTextDualEncoderModel(vision_model=sight, text_model=BertModel(BertConfig(**words)))
+        with torch.no_grad():
+            for name, value in module.named_parameters():
+                if name != "logit_scale":
+                    value += 0.3 * torch.randn(value.shape)
+    with without_logs():
+        module.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def plain(pair: str) -> Any:
+    """The same weights in transformers' own hands, with its attention written out, in float64."""
+    kind = CLIPModel if pair == "clip" else VisionTextDualEncoderModel
+    return kind.from_pretrained(folder(pair), attn_implementation="eager").eval().double()
+
+
+def loaded(pair: str = "clip", dtype: Any = "float64", **options: Any) -> DualEncoder:
+    return clip(task(), Key(2), path=folder(pair), dtype=dtype, **options)
+
+
+def without(path: str, *files: str) -> str:
+    """A copy of a folder that lacks some files."""
+    copy = Path(mkdtemp())
+    for file in Path(path).iterdir():
+        if file.name not in files:
+            (copy / file.name).write_bytes(file.read_bytes())
+    return str(copy)

@@ -1,0 +1,327 @@
+"""Flower with real processes: a SuperLink and SuperNodes on this machine. No test trusts in how long a thing takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from helpers import SMALL_TASK, distance, last
+
+from partita import models
+from partita.core import checkpoint, tensors
+from partita.core.atomic_files import list_checksummed
+from partita.core.client_store import DiskStore
+from partita.core.rounds import rounds
+from partita.engines.availability import Availability
+from partita.engines.flower.local_deployment import (
+    QUIET,
+    LocalDeployment,
+    current_environment,
+    deploy_locally,
+    find_executable,
+    free_ports,
+    terminate,
+)
+from partita.engines.flower.prefork_server import CLIENT_MODULE, start_prefork_server
+from partita.engines.simulation import SimulationEngine
+from partita.experiment import builder, flower_app, run_folder, runner
+from partita.experiment.config import load
+
+LONG = 300.0  # seconds that nothing takes, however busy the machine is
+
+CONFIG = (
+    """
+rounds = 2
+method = {{name = "{method}"{options}}}
+[model]
+name = "plain"
+[federation]
+min_updates = 2
+[engine]
+clients_per_block = 1
+"""
+    + SMALL_TASK
+    + "test_examples = 20\nclasses = 3\n"
+)
+
+# The model is one of the tests', so that no process waits for transformers.
+OWN_MODEL = """from partita import models
+
+models.INDEX["plain"] = "plain_model:plain"
+"""
+
+# A site that begins with its first job, says so, and never ends.
+HANGS = """import os
+import time
+from pathlib import Path
+
+from flwr.clientapp import ClientApp
+
+from partita.experiment.flower_app import client
+
+honest = client(Path(__file__).with_name("experiment.toml"))
+app = ClientApp()
+app.query()(honest)
+
+
+@app.train()
+def learn(message, context):
+    if context.node_config["client"] == "c1":
+        Path(os.environ["BEGUN"]).touch()
+        time.sleep(3600)
+    return honest(message, context)
+
+
+app.evaluate()(honest)
+"""
+
+
+@pytest.fixture(autouse=True)
+def plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, and in the processes that are started."""
+    monkeypatch.setitem(models.INDEX, "plain", "plain_model:plain")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found_by_all() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
+        yield
+
+
+def written(
+    folder: Path,
+    method: str = "fedavg",
+    options: str = "",
+    client: str | None = None,
+    tables: Mapping[str, str] | None = None,
+) -> Path:
+    config = CONFIG.format(method=method, options=options)
+    for old, new in (tables or {}).items():
+        config = config.replace(old, new)
+    (folder / "experiment.toml").write_text(config)
+    app = flower_app.init(folder / "app", folder / "experiment.toml")
+    (app / "federation" / "__init__.py").write_text(OWN_MODEL)
+    if client:
+        (app / "federation" / "client_app.py").write_text(client)
+    return app
+
+
+def wait_until(what: str, happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + LONG
+    while not happened():
+        assert time.monotonic() < until, f"never happened: {what}"
+        time.sleep(0.1)
+
+
+def gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
+    app = written(tmp_path, client=HANGS)
+    with deploy_locally(["c0", "c1", "c2"], tmp_path / "logs", ["partita.experiment.flower_app"]) as federation:
+        settings = f'deadline={LONG} patience=1.0 folder="{tmp_path / "run"}"'
+        running = threading.Thread(target=federation.run, args=(app, settings))
+        running.start()
+        wait_until("c1 trains", lambda: (tmp_path / "begun").exists() or not running.is_alive())
+        assert running.is_alive(), "the run ended before its time"
+        os.killpg(federation.nodes["c1"].pid, signal.SIGKILL)
+        running.join(LONG)
+        groups = [federation.link.pid, *(node.pid for node in federation.nodes.values())]
+    result = run_folder.finished(tmp_path / "run")
+    assert result, "the run did not finish"
+    rows = [json.loads(line) for line in (tmp_path / "run" / run_folder.ROWS).read_text().splitlines()]
+    assert [(sorted(row["cohort"]), list(row["lost"])) for row in rows] == [
+        (["c0", "c1", "c2"], ["c1"]),
+        (["c0", "c2"], []),  # who did not answer is not asked again until it speaks
+    ]
+    built = builder.build(load(tmp_path / "experiment.toml"))
+    away = Availability(trace={(0, "c1"): 0.0, (1, "c1"): 0.0})
+    played = list(
+        rounds(built.run, built.model, SimulationEngine(built.run, built.model, built.federation, availability=away))
+    )
+    _, there = checkpoint.load(list_checksummed(tmp_path / "run" / "checkpoints")[-1])
+    # Two clients are drawn in another order from two than from three, and so is their sum.
+    assert distance(last(played), there.params) < 1e-6
+    wait_until("all processes have ended", lambda: all(gone(group) for group in groups))
+
+
+# ---- certificates and keys
+
+
+def openssl(words: str, folder: Path) -> None:
+    subprocess.run(["openssl", *shlex.split(words)], cwd=folder, check=True, capture_output=True)
+
+
+def certificates(folder: Path) -> None:
+    """As the guide makes them."""
+    openssl("ecparam -name prime256v1 -genkey -noout -out ca.key", folder)
+    openssl("req -x509 -new -key ca.key -sha256 -days 2 -subj /CN=group -out ca.crt", folder)
+    openssl("ecparam -name prime256v1 -genkey -noout -out server.key", folder)
+    openssl("req -new -key server.key -subj /CN=server -out server.csr", folder)
+    (folder / "san.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+    sign = "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -sha256 -extfile san.ext"
+    openssl(f"{sign} -out server.pem", folder)
+    for name in ("known", "stranger"):
+        subprocess.run(["ssh-keygen", *shlex.split(f"-q -t ecdsa -b 384 -N '' -f {name}")], cwd=folder, check=True)
+
+
+def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
+    certificates(tmp_path)
+    port, *others = free_ports(3)
+    home = tmp_path / "flwr"
+    home.mkdir()
+    address = f'address = "127.0.0.1:{port}"\nroot-certificates = "{tmp_path / "ca.crt"}"\n'
+    (home / "config.toml").write_text(f'[superlink]\ndefault = "group"\n[superlink.group]\n{address}')
+    started: list[subprocess.Popen[bytes]] = []
+
+    def launch(name: str, command: str, words: str) -> subprocess.Popen[bytes]:
+        # Nobody works here, so no process that would is started.
+        words = f"{find_executable(command, environment)} {words} --isolation process"
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                shlex.split(words), cwd=tmp_path, env=environment, stdout=log, stderr=log, process_group=0
+            )
+        started.append(process)
+        return process
+
+    def said(name: str, text: str) -> bool:
+        return text in (tmp_path / f"{name}.log").read_text(errors="replace")
+
+    with (  # one process imports Flower for all
+        start_prefork_server(
+            [], {**current_environment(), **QUIET, "FLWR_HOME": str(home)}, tmp_path / "warm.log"
+        ) as environment,
+        ExitStack() as stack,
+    ):
+        stack.callback(terminate, started)
+        tls = "--ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key"
+        launch("link", "flower-superlink", f"{tls} --enable-supernode-auth --port {port}")
+        wait_until("the SuperLink is up", lambda: said("link", "Application startup complete"))
+        register = [find_executable("flwr", environment), "supernode", "register", str(tmp_path / "known.pub"), "group"]
+        subprocess.run(register, env=environment, check=True, capture_output=True)
+        for name, own in zip(("known", "stranger"), others, strict=True):
+            key = f"--root-certificates ca.crt --auth-supernode-private-key {name}"
+            launch(name, "flower-supernode", f"{key} --superlink 127.0.0.1:{port} --port {own}")
+        wait_until("the known node is taken in", lambda: said("known", "SuperNode ID:"))
+        assert started[-1].wait(LONG) != 0, "the stranger's SuperNode gives up"
+        assert not said("stranger", "SuperNode ID:")
+        assert started[1].poll() is None, "the known one stays"
+
+
+# ---- programs that start at once
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+def test_a_fork_does_what_the_program_would_do_and_ends_with_its_caller(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with start_prefork_server(
+        [], {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}, tmp_path / "log"
+    ) as environment:
+        stand_in = find_executable("flwr-clientapp", environment)
+        wrong = subprocess.run([stand_in, "--nonsense"], env=environment, capture_output=True, timeout=LONG)
+        assert wrong.returncode == 2
+        assert b"unrecognized arguments" in wrong.stderr or b"required" in wrong.stderr
+        words = ["--runtime-api-address", f"127.0.0.1:{listener.getsockname()[1]}", "--token", "t", "--insecure"]
+        caller = subprocess.Popen([stand_in, *words], env=environment, process_group=0)
+        call, _ = listener.accept()  # the fork waits for an answer
+        caller.kill()
+        caller.wait()
+        with call:
+            call.settimeout(LONG)
+            while call.recv(4096):
+                pass  # until it is gone
+
+
+def test_a_program_starts_anew_where_nobody_waits(tmp_path: Path) -> None:
+    environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
+    words = [str(CLIENT_MODULE), str(tmp_path / "nobody"), find_executable("flwr-clientapp", environment), "--nonsense"]
+    done = subprocess.run([sys.executable, "-IS", *words], env=environment, capture_output=True, timeout=LONG)
+    assert done.returncode == 2
+    assert b"nobody (No such file or directory)" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_hands_on_options_and_exit_status(tmp_path: Path) -> None:
+    words = shlex.split("-m partita flower warm --load json flower-supernode --nonsense")
+    environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, timeout=LONG)
+    assert done.returncode == 2
+    assert b"flower-supernode: error: unrecognized arguments: --nonsense" in done.stderr
+
+
+# ---- the same run
+
+
+# Method -> its options, and other tables in the place of the config's own.
+PRIVATE = """
+[privacy]
+noise = 1.0
+"""
+SAME: dict[str, tuple[str, dict[str, str]]] = {
+    "fedavg": ("", {}),
+    "scaffold": ("", {}),
+    "fedfrozen": (", warmup = 1", {}),
+    "safl": (", k = 1, noise = 2.0, probe = 0.5", {"[engine]": f'{PRIVATE}[engine]\nsecret_file = "SECRET"'}),
+    "pfeddc": (", text = 2, vision = 2", {'name = "plain"': 'name = "clip"\nshape = "tiny"'}),
+}
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment]:
+    with deploy_locally(
+        ["c0", "c1", "c2"], tmp_path_factory.mktemp("federation"), ["partita.experiment.flower_app"]
+    ) as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SAME)
+def test_a_real_federation_ends_with_the_tensors_of_one_machine(
+    method: str, federation: LocalDeployment, tmp_path: Path
+) -> None:
+    options, tables = SAME[method]
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "secret").chmod(0o600)
+    tables = {old: new.replace("SECRET", str(tmp_path / "secret")) for old, new in tables.items()}
+    app = written(tmp_path, method, options, tables=tables)
+    federation.run(app, f'deadline={LONG} folder="{tmp_path / "there"}"')
+    config = load(tmp_path / "experiment.toml")
+    for _ in runner.start(config, tmp_path / "here"):
+        pass
+    ends = [checkpoint.load(list_checksummed(tmp_path / side / "checkpoints")[-1])[1] for side in ("here", "there")]
+    assert tensors.equal(ends[0].params, ends[1].params)
+    assert ends[0].versions == ends[1].versions
+    for slot, part in ends[0].state.items():
+        assert tensors.equal(part, ends[1].state[slot])
+    for client in ("c0", "c1", "c2"):
+        here = DiskStore(tmp_path / "here" / "clients").load(client, config.rounds)
+        [site] = (federation.folder / "sites").glob(f"{method}-*/{client}")
+        there = DiskStore(site / "states").load(client, config.rounds)
+        for slot, part in {"personal": here.personal, **here.memory}.items():
+            assert tensors.equal(part, {"personal": there.personal, **there.memory}[slot])

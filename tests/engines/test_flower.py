@@ -1,0 +1,634 @@
+"""The Flower engine: the same run as on one machine, to the last bit, and rounds that end whatever a site does."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import image_fixtures
+import pytest
+import torch
+from flower_fixtures import (
+    THREE,
+    Reply,
+    Tamper,
+    Wire,
+    blob,
+    flower,
+    records,
+    rewritten,
+    tampered,
+    wired,
+)
+from flower_fixtures import one_task as one_task
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app.error import Error
+from flwr.cli.config_utils import load_and_validate
+from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, last, run_of, small
+from typer.testing import CliRunner
+
+from partita import data
+from partita.cli import flower as flower_commands
+from partita.core import checkpoint, serialization, tensors
+from partita.core.atomic_files import list_checksummed
+from partita.core.client import ClientError, ClientState
+from partita.core.client_store import DiskStore
+from partita.core.data import Population
+from partita.core.method import Method, Server, Update
+from partita.core.model import Model
+from partita.core.optim import SGD, AdamW
+from partita.core.plan import Plan, RoundInfo, share_everything
+from partita.core.rng import Key
+from partita.core.rounds import ClientFailure, initial_server, make_job, rounds
+from partita.core.settings import Run, RunError
+from partita.data.errors import DataError
+from partita.engines.availability import Availability
+from partita.engines.simulation import SimulationEngine
+from partita.experiment import flower_app, run_folder, runner
+from partita.experiment.config import load
+from partita.methods import INDEX, build
+from partita.methods.fedavg import fedavg
+from partita.methods.fedfrozen import fedfrozen
+from partita.methods.scaffold import scaffold
+
+FOUR = Clients(c0=3, c1=7, c2=9, c3=4)  # of one to three batches
+
+
+def states(run: Run, store: Callable[[str], ClientState], clients: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {client: {"personal": store(client).personal, **store(client).memory} for client in clients}
+
+
+def alike(one: dict[str, dict[str, Any]], two: dict[str, dict[str, Any]]) -> bool:
+    flat = [
+        {f"{c}/{s}/{n}": v for c, slots in each.items() for s, part in slots.items() for n, v in part.items()}
+        for each in (one, two)
+    ]
+    return tensors.equal(*flat)
+
+
+# ---- the same run
+
+
+ENVELOPE = 2_000  # bytes of a message of Flower's around its tensors
+BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}, "lora": {"rank": 2}, "flora": {"rank": 2}}
+
+
+def setting(name: str) -> tuple[Run, Model, Population]:
+    method = build(name, BRIEF.get(name, {}))
+    model: Model = image_fixtures.small() if method.extend else small()
+    population: Any = image_fixtures.FOUR if method.extend else FOUR
+    if method.extend:
+        model = method.extend(model, run_of(method).key)
+    optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
+    return (
+        run_of(method, 3, optimizer, lr=0.02, cohort=0.5, min_updates=0, clients_have_initial_model=name == "fedpart"),
+        model,
+        population,
+    )
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(name: str, tmp_path: Path) -> None:
+    run, model, population = setting(name)
+    availability = Availability(client_dropout=0.15, straggler_rate=0.3)
+    embedded = SimulationEngine(run, model, population, availability=availability)
+    grid = wired(run, model, population, tmp_path, availability)
+    engine = flower(run, model, grid, population.clients)
+    counted, asked = {"down": 0, "up": 0}, 0
+    for one, two in zip(rounds(run, model, embedded), rounds(run, model, engine), strict=True):
+        counted["down"] += sum(one.traffic.down.values())
+        counted["up"] += sum(one.traffic.up.values())
+        asked += len(one.cohort)
+        assert tensors.equal(one.server.params, two.server.params)
+        assert one.traffic == two.traffic
+        assert (one.cohort, one.lost, one.loss, one.drift) == (two.cohort, two.lost, two.loss, two.drift)
+        assert one.server.versions == two.server.versions
+    assert dict(+grid.scale.tensors) == {way: size for way, size in counted.items() if size}
+    names = sum(len(name) for name in model.initial)  # an update says after how many steps of each
+    assert grid.scale.rest["down"] <= asked * ENVELOPE
+    assert grid.scale.rest["up"] <= asked * (ENVELOPE + 2 * names)
+    there = states(
+        run, lambda client: DiskStore(tmp_path / client / "states").load(client, run.rounds), population.clients
+    )
+    here = states(run, lambda client: embedded.store.load(client, run.rounds), population.clients)
+    assert alike(here, there)
+    jobs = [make_job(run, model, one.server, one.number, client)[0] for client in population.clients]
+    assert list(engine.evaluate(jobs)) == list(embedded.evaluate(jobs))
+
+
+# ---- sites that fail
+
+
+def head(value: torch.Tensor) -> Callable[[Any], Any]:
+    return lambda delta: {**delta, "head.weight": value}
+
+
+HUGE = serialization.pack({"delta": {"head.weight": torch.zeros(10**5)}})
+FAULTS: dict[str, tuple[Tamper, str]] = {
+    "nan": (rewritten(delta=head(torch.full((3, 4), float("nan")))), "with values that are not finite"),
+    "another shape": (rewritten(delta=head(torch.zeros(4, 3))), r"of shape \(4, 3\), not \(3, 4\)"),
+    "a slot of its own": (rewritten(slots={"s": {"head.weight": torch.zeros(2)}}), "sent the slot 's', which fedavg"),
+    "another name": (rewritten(delta={"nowhere": torch.zeros(2)}), "sent 'nowhere', which its plan does not"),
+    "no weight": (rewritten(weight=float("inf")), "sent the weight inf"),
+    "a loss of nan": (rewritten(loss=float("nan")), "sent the loss nan"),
+    "no steps": (rewritten(steps={}), "after None steps"),
+    "negative steps": (rewritten(steps=lambda steps: dict.fromkeys(steps, -2)), "after -2 steps"),
+    "half a step": (rewritten(steps=lambda steps: dict.fromkeys(steps, 0.5)), "after 0.5 steps"),
+    "cut short": (blob(lambda data: data[:-9]), "its tensors cannot be read"),
+    "too much": (blob(lambda data: HUGE), r"it has 4\d\d,\d\d\d bytes of tensors"),
+    "noise": (blob(lambda data: b"\xff" * 99), "its tensors cannot be read"),
+    "a pickle": (blob(lambda data: data, "pickle"), "are not one safetensors blob"),
+    "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no ConfigRecord 'job_id'"),
+    "no tensors": (records(tensors=ConfigRecord()), "has no ArrayRecord 'tensors'"),
+    "a list for a number": (records(numbers=MetricRecord({"weight": [1.0, 2.0]})), "'weight' is missing"),
+    "an odd refusal": (records(refusal=ConfigRecord({"reason": 3})), "'reason' is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_bad_answer_is_recorded_and_changes_nothing_else(kind: str, tmp_path: Path) -> None:
+    tamper, reason = FAULTS[kind]
+    model, run = small(), run_of(fedavg(), 2, skip_failed_clients=True, drift=False)
+    grid = wired(run, model, THREE, tmp_path)
+    tampered(grid, 11, tamper)
+    played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+    assert [[lost.client for lost in each.lost] for each in played] == [["c1"], []]
+    with pytest.raises(AssertionError, match=reason):  # the reason as a whole is shown if it is another
+        raise AssertionError(played[0].lost[0].reason)
+    away = SimulationEngine(run, model, THREE, availability=Availability(trace={(0, "c1"): 0.0}))
+    assert tensors.equal(last(played), last(list(rounds(run, model, away))))
+
+
+@pytest.mark.parametrize("kind", ["nan", "cut short"])
+def test_a_bad_answer_ends_a_run_that_does_not_tolerate_faults(kind: str, tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 2)
+    grid = wired(run, model, THREE, tmp_path)
+    tampered(grid, 11, FAULTS[kind][0])
+    with pytest.raises(ClientError, match=f"client 'c1': .*{FAULTS[kind][1]}"):
+        list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+
+
+def failed(message: Message, reply: Message) -> Message:
+    return Message(Error(5, "the node went away"), reply_to=message)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "reason"), [(lambda *_: None, "gave no answer within 0.4 s"), (failed, "the node went away")]
+)
+def test_who_does_not_answer_is_lost_to_that_round_and_goes_on_from_where_it_was(
+    tamper: Tamper, reason: str, tmp_path: Path
+) -> None:
+    """Client c1 learns in round 1, but its answer is lost: its memory of that round must not count."""
+    model, run = small(), run_of(scaffold(), 4)
+    grid = wired(run, model, THREE, tmp_path)
+    tampered(grid, 11, tamper, when=1)
+    begun = time.monotonic()
+    played = list(rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.4)))
+    assert time.monotonic() - begun < 10
+    assert [[lost.client for lost in each.lost] for each in played] == [[], ["c1"], [], []]
+    assert reason in played[1].lost[0].reason
+    embedded = SimulationEngine(run, model, THREE, availability=Availability(trace={(1, "c1"): 0.0}))
+    whole = list(rounds(run, model, embedded))
+    assert tensors.equal(last(played), last(whole))
+    assert [each.traffic.down for each in played] == [each.traffic.down for each in whole]
+
+
+def test_a_round_ends_by_its_deadline_though_an_upload_hangs(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1)
+    grid = wired(run, model, THREE, tmp_path)
+    over = threading.Event()
+    grid.fetching = lambda reply: (
+        over.wait(60) if reply.metadata.src_node_id == 11 and reply.metadata.group_id else None
+    )
+    begun = time.monotonic()
+    [played] = rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.5))
+    over.set()
+    assert time.monotonic() - begun < 10
+    assert played.lost == (ClientFailure("c1", "had not sent its whole answer within 0.5 s"),)
+
+
+def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1)
+    grid = wired(run, model, THREE, tmp_path)
+    grid.fetching = lambda reply: time.sleep(0.05)
+    tampered(grid, 11, lambda *_: None)
+    engine = flower(run, model, grid, THREE.clients, deadline=0.3)
+    engine.clients()
+    found = list(
+        engine.train(make_job(run, model, initial_server(run, model), 0, client)[0] for client in ("c1", "c0", "c2"))
+    )
+    assert [(each.client, type(each)) for each in found] == [("c1", ClientFailure), ("c0", Update), ("c2", Update)]
+
+
+@pytest.mark.parametrize("silent", ["no answer", "an upload that hangs"])
+def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str, tmp_path: Path) -> None:
+    """The silent one is asked first, and refusals are no answers: the clock starts with the second update."""
+    model, run, over = small(), run_of(fedavg(), 1, min_updates=2), threading.Event()
+    grid = wired(run, model, FOUR, tmp_path, Availability(trace={(0, "c3"): 0.0}))
+    if silent == "no answer":
+        tampered(grid, 12, lambda *_: None)
+
+    def slow(reply: Message) -> None:
+        if reply.metadata.group_id and reply.metadata.src_node_id in (11, 12):
+            over.wait(0.6 if reply.metadata.src_node_id == 11 else 60)
+
+    grid.fetching = slow
+    engine = flower(run, model, grid, FOUR.clients, deadline=600.0, patience=0.2)
+    engine.clients()
+    order = ("c1", "c3", "c0", "c2")
+    found = list(engine.train(make_job(run, model, initial_server(run, model), 0, client)[0] for client in order))
+    over.set()
+    assert [(each.client, type(each)) for each in found] == [
+        ("c1", ClientFailure),
+        ("c3", ClientFailure),
+        ("c0", Update),
+        ("c2", Update),
+    ]
+    what = "gave no answer" if silent == "no answer" else "had not sent its whole answer"
+    assert isinstance(found[0], ClientFailure)
+    assert found[0].reason.startswith(what)
+
+
+def test_patience_waits_for_enough_and_does_not_hide_an_error(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1, min_updates=3)
+    grid = wired(run, model, THREE, tmp_path)
+    grid.fetching = lambda reply: time.sleep(0.3) if reply.metadata.src_node_id == 11 else None
+    [played] = rounds(run, model, flower(run, model, grid, THREE.clients, patience=0.0))
+    assert played.lost == ()
+
+    def breaks(reply: Message) -> None:
+        raise OSError("no network")
+
+    grid.fetching = breaks
+    engine = flower(run, model, grid, THREE.clients, patience=0.0)
+    engine.nodes = {"c0": 12, "c1": 11, "c2": 10}
+    with pytest.raises(OSError, match="no network"):
+        list(engine.train([make_job(run, model, initial_server(run, model), 0, "c0")[0]]))
+
+
+def test_who_did_not_answer_gets_no_job_until_it_speaks(tmp_path: Path) -> None:
+    """Flower takes a node that died to be online for a minute, and each job for it would cost a deadline."""
+    model, run = small(), run_of(fedavg(), 4)
+    grid = wired(run, model, THREE, tmp_path)
+    alive, cohorts = grid.nodes[11], []
+    waiting: list[Message] = []
+    for each in rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.4)):
+        cohorts.append((sorted(each.cohort), [lost.client for lost in each.lost]))
+        if each.number == 0:
+            grid.nodes[11] = waiting.append
+        if each.number == 2:  # it comes back, and finds what it was sent
+            grid.nodes[11] = alive
+            grid.replies |= {message.metadata.message_id: alive(message) for message in waiting}  # type: ignore[misc]
+    everyone, others = ["c0", "c1", "c2"], ["c0", "c2"]
+    assert cohorts == [(everyone, []), (everyone, ["c1"]), (others, []), (everyone, [])]
+
+
+def test_too_few_answers_end_the_run(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1, min_updates=3)
+    grid = wired(run, model, THREE, tmp_path)
+    tampered(grid, 11, failed)
+    with pytest.raises(RunError, match=r"only 2 of 3 clients answered .*the node went away"):
+        list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+
+
+def broken(path: Path, how: str, before: bytes) -> None:
+    if how == "gone":
+        shutil.rmtree(path.parent)
+    else:
+        path.write_bytes(before if how == "old" else path.read_bytes()[:-5])
+
+
+@pytest.mark.parametrize("how", ["gone", "cut short", "old"])
+def test_a_client_that_lost_its_disk_says_so_and_is_sent_everything(how: str, tmp_path: Path) -> None:
+    """The kernel froze after round 0, so nobody is sent it again."""
+    model, run, kernel = small(), run_of(fedfrozen(1), 5), sorted(small().names("query"))[0]
+    engine = flower(run, model, wired(run, model, THREE, tmp_path), THREE.clients)
+    played, before = [], b""
+    for each in rounds(run, model, engine):
+        played.append(each)
+        if each.number == 0:
+            before = (tmp_path / "c1" / "copy.safetensors").read_bytes()
+        if each.number == 1:
+            broken(tmp_path / "c1" / "copy.safetensors", how, before)
+    assert [[(lost.client, lost.empty) for lost in each.lost] for each in played] == [[], [], [("c1", True)], [], []]
+    size = model.initial[kernel].numel() * 4
+    assert [each.traffic.down[kernel] // size for each in played] == [3, 3, 0, 1, 0]
+    away = SimulationEngine(run, model, THREE, availability=Availability(trace={(2, "c1"): 0.0}))
+    assert tensors.equal(last(played), last(list(rounds(run, model, away))))
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, DataError])
+def test_of_an_error_that_may_quote_data_only_the_kind_leaves_the_site(
+    kind: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Leaky(Clients):
+        def __getitem__(self, client: str) -> Any:
+            raise kind("patient 4711 has no scan")
+
+    model, run = small(), run_of(fedavg(), 1, min_updates=0, skip_failed_clients=True)
+    grid = wired(run, model, Leaky(c0=3), tmp_path)
+    [played] = rounds(run, model, flower(run, model, grid, ["c0"]))
+    assert played.lost == (ClientFailure("c0", f"failed with {kind.__name__}; see the log of its SuperNode"),)
+    assert "patient 4711" in caplog.text
+
+
+def test_a_site_refuses_jobs_of_others_and_models_of_another_shape(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1, min_updates=0, skip_failed_clients=True)
+    grid = wired(run, model, THREE, tmp_path)
+    engine = flower(run, model, grid, THREE.clients)
+    engine.clients()
+    engine.nodes |= {"c0": engine.nodes["c1"]}
+    jobs = [make_job(run, model, initial_server(run, model), 0, "c0")[0]]
+    [lost] = engine.train(jobs)
+    assert lost == ClientFailure("c0", "this site is 'c1'; check the node config of both sites")
+    [lost] = engine.train([replace(jobs[0], client="c2", params={**jobs[0].params, "head.weight": torch.zeros(9, 4)})])
+    assert isinstance(lost, ClientFailure)
+    assert lost.reason == "the server's 'head.weight' is (9, 4) and here it is (3, 4); are model and classes the same?"
+
+
+# ---- who is who
+
+
+def test_a_late_joiner_takes_part_from_the_round_after(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 4)
+    grid = wired(run, model, FOUR, tmp_path)
+    late = grid.nodes.pop(12)
+    cohorts = []
+    for each in rounds(run, model, flower(run, model, grid, FOUR.clients, wait_for=3)):
+        cohorts.append(set(each.cohort))
+        if each.number == 1:
+            grid.nodes[12] = late
+    assert cohorts == [{"c0", "c2", "c3"}] * 2 + [{"c0", "c1", "c2", "c3"}] * 2
+
+
+def test_a_name_counts_once_and_only_if_it_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, run = small(), run_of(fedavg(), 1)
+    grid = wired(run, model, Clients(c0=3, c1=4, c9=5), tmp_path)  # nodes 12, 11, 10
+    grid.nodes[20] = grid.nodes[12]
+    engine = flower(run, model, grid, FOUR.clients, wait_for=2)
+    assert engine.clients() == ["c0", "c1"]
+    assert engine.nodes == {"c0": 12, "c1": 11}
+    assert "node 10 says it is 'c9', which is not a client of this run" in caplog.text
+    assert "node 20 says it is 'c0', like another node" in caplog.text
+    del grid.nodes[12]
+    assert engine.clients() == ["c0", "c1"]
+    assert engine.nodes == {"c0": 20, "c1": 11}
+
+
+def test_too_few_clients_are_an_error_that_names_those_there_are(tmp_path: Path) -> None:
+    model, run = small(), run_of(fedavg(), 1)
+    grid = wired(run, model, Clients(c0=3, c2=4), tmp_path)
+    with pytest.raises(RunError, match=r"3 clients are needed, but after 0.1 s there are 2 \(c0, c2\); start the"):
+        flower(run, model, grid, FOUR.clients, wait_for=3, deadline=0.1).clients()
+
+
+def test_a_site_that_cannot_say_who_it_is_is_asked_again(tmp_path: Path) -> None:
+    model, run, asked = small(), run_of(fedavg(), 1), []
+    grid = wired(run, model, Clients(c0=3), tmp_path)
+    honest = grid.nodes[10]
+
+    def slow_to_wake(message: Message) -> Message | None:
+        asked.append(message)
+        return failed(message, message) if len(asked) < 3 else honest(message)
+
+    grid.nodes[10] = slow_to_wake
+    assert flower(run, model, grid, ["c0"]).clients() == ["c0"]
+    assert len(asked) == 3
+
+
+# ---- a server that stops
+
+
+def late_head(model: Model, round_info: RoundInfo) -> Plan:
+    """The head trains from round 2 on: at the checkpoint it is as loaded, at the sites it is not."""
+    plan = share_everything(model, round_info)
+    return plan if round_info.round >= 2 else plan.narrow(model.all_names() - model.names("head"))
+
+
+@pytest.mark.parametrize("method", [scaffold(), build("fedper"), Method("late head", late_head)], ids=lambda m: m.name)
+def test_a_server_that_goes_on_from_a_checkpoint_ends_where_it_would_have(method: Method, tmp_path: Path) -> None:
+    """Sites had gone two rounds further; what they hold and remember of those must not count."""
+    model = small()
+    run = run_of(method, 5, cohort=3 if method.name == "late head" else 2, clients_have_initial_model=True)
+    whole = list(rounds(run, model, flower(run, model, wired(run, model, THREE, tmp_path / "a"), THREE.clients)))
+    grid = wired(run, model, THREE, tmp_path / "b")
+    stream = rounds(run, model, flower(run, model, grid, THREE.clients))
+    checkpoint.save(tmp_path, 2, [next(stream) for _ in range(2)][-1].server)
+    next(stream), next(stream)
+    done, server = checkpoint.load(next(tmp_path.glob("*.safetensors")))
+    server = Server(server.params, server.state, replace(server.versions, held={}))
+    again = flower(run, model, grid, THREE.clients, session="2", start=done)
+    assert tensors.equal(last(list(rounds(run, model, again, server, done))), last(whole))
+    one, two = (
+        states(
+            run, lambda client, side=side: DiskStore(tmp_path / side / client / "states").load(client, 5), THREE.clients
+        )
+        for side in "ab"
+    )
+    assert alike(one, two)
+
+
+def test_a_site_keeps_only_the_states_that_a_checkpoint_may_need(tmp_path: Path) -> None:
+    model, run, one = small(), run_of(scaffold(), 6), Clients(c1=4)
+    engine = flower(run, model, wired(run, model, one, tmp_path), one.clients)
+    for each in rounds(run, model, engine):
+        engine.store.commit(each.number + 1)
+    numbers = sorted(int(Path(name).name[:6]) for name in files_in(tmp_path / "c1" / "states"))
+    assert numbers == [3, 4, 5]
+
+
+# ---- the app
+
+
+CONFIG = (
+    """
+rounds = 3
+method = {{name = "{method}"{options}}}
+[evaluate]
+personal_every = 2
+[federation]
+min_updates = 2
+skip_failed_clients = true
+[engine]
+clients_per_block = 1
+"""
+    + SMALL_TASK
+    + "test_examples = 20"
+    + SMALL_VIT
+)
+
+
+def written(folder: Path, method: str = "fedavg", options: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "experiment.toml").write_text(CONFIG.format(method=method, options=options))
+    return folder / "experiment.toml"
+
+
+def app_grid(config: Path, folder: Path, run_config: dict[str, Any], **nodes: dict[str, Any]) -> Wire:
+    """The app of every site, as Flower would call it."""
+
+    def site(name: str, more: dict[str, Any]) -> Reply:
+        own = {"client": name, "folder": str(folder), **more}
+        return lambda message: flower_app.client(config)(message, Context(1, 1, own, RecordDict(), run_config))
+
+    return Wire({node: site(name, more) for node, (name, more) in enumerate(nodes.items())})
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / run_folder.ROWS).read_text().splitlines()]
+    return [{**row, "seconds": 0} for row in rows]
+
+
+@pytest.mark.parametrize(("method", "options"), [("scaffold", ""), ("fedfrozen", ", warmup = 1")])
+def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
+    method: str, options: str, tmp_path: Path
+) -> None:
+    config = written(tmp_path / "app", method, options)
+    for _ in runner.start(load(config), tmp_path / "here"):
+        pass
+    settings = {"folder": str(tmp_path / "there"), "deadline": 60.0, "clients": 3, "set": ""}
+    grid = app_grid(config, tmp_path / "sites", settings, c0={}, c1={}, c2={})
+    stopped = flower_app.serve(grid, load(config), settings, "1")
+    next(stopped), next(stopped)
+    stopped.close()
+    for _ in flower_app.serve(grid, load(config), settings, "2"):
+        pass
+    here, there = (tmp_path / side for side in ("here", "there"))
+    assert files_in(there) >= {"config.toml", "environment.json", "plan.json", "rows.jsonl", "result.json"}
+    ends = [checkpoint.load(list_checksummed(folder / "checkpoints")[-1])[1] for folder in (here, there)]
+    assert tensors.equal(ends[0].params, ends[1].params)
+    one, two = rows_of(here), rows_of(there)
+    if method == "fedfrozen":  # after the stop, sites are sent also what froze before it
+        assert sum(two[2].pop("down").values()) > sum(one[2].pop("down").values())
+        one[2]["bytes"]["down"] = two[2]["bytes"]["down"]
+    assert one == two
+    result = run_folder.finished(there)
+    assert result
+    assert result["digest"] == tensors.digest(ends[0].params)
+    with pytest.raises(run_folder.RunFolderError, match="holds a run of another config"):
+        next(flower_app.serve(grid, load(config, ["seed=3"]), settings, "3"))
+
+
+def test_a_site_says_where_its_data_are_and_nothing_else(tmp_path: Path) -> None:
+    config = written(tmp_path / "app")
+    settings = {
+        "folder": str(tmp_path / "run"),
+        "deadline": 60.0,
+        "clients": 3,
+        "set": "rounds=1 federation.min_updates=0",
+    }
+    nodes: dict[str, dict[str, Any]] = {
+        "c0": {"data.noise": 2.0, "engine.threads": 1},
+        "c1": {"training.lr": 5.0},
+        "c2": {"data.noize": 2.0},
+    }
+    grid = app_grid(config, tmp_path / "sites", settings, **nodes)
+    [row] = flower_app.serve(grid, load(config, ["rounds=1", "federation.min_updates=0"]), settings, "1")
+    assert row["lost"] == {
+        "c1": "the node config sets training.lr=5.0, but a site can only change data. and engine. keys",
+        "c2": "unknown key 'data.noize'; did you mean 'noise'?",
+    }
+
+
+def test_under_privacy_each_site_draws_by_a_secret_of_its_own(tmp_path: Path) -> None:
+    config = written(tmp_path / "app")
+    words = ["rounds=2", "privacy.noise=1.0"]
+    settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 3, "set": " ".join(words)}
+    (tmp_path / "mine").write_bytes(b"0123456789abcdef")
+    (tmp_path / "mine").chmod(0o600)
+    grid = app_grid(
+        config, tmp_path / "sites", settings, c0={"engine.secret_file": str(tmp_path / "mine")}, c1={}, c2={}
+    )
+    for row in flower_app.serve(grid, load(config, words), settings, "1"):
+        assert not row["lost"]
+        assert row["train_loss"] is None
+    made = {path.parent.parent.name: path for path in (tmp_path / "sites").rglob("private/secret")}
+    assert made.keys() == {"c1", "c2"}, "c0 has a file of its own"
+    assert made["c1"].read_bytes() != made["c2"].read_bytes()
+    assert all(path.stat().st_mode & 0o077 == 0 for path in made.values())
+
+
+def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
+    """Each reads its own rows; the server has none of them, and only a test set."""
+    config = written(tmp_path / "app", "fedper")
+    changes = ["rounds=1", "split={name='site', sites=['north', 'south']}", "evaluate.personal_every=1"]
+    settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 2, "set": shlex.join(changes)}
+    sizes = {"north": {"data.examples": 30}, "south": {"data.examples": 90}}
+    with pytest.warns(UserWarning, match=r"weights are trusted up to federation\.max_examples"):
+        [row] = flower_app.serve(app_grid(config, tmp_path, settings, **sizes), load(config, changes), settings, "1")
+    assert row["lost"] == {}
+    assert row["test"] is None, "no client holds the server's test set, and there is no common model"
+    assert set(row["personal"]["accuracy"]) == {"north", "south"}
+
+
+@pytest.mark.parametrize(("client", "sizes"), [("north", [21, 0]), ("south", [0, 21]), (None, [0, 0])])
+def test_all_rows_are_the_sites_own(client: str | None, sizes: list[int]) -> None:
+    task = data.load("synthetic", Key(0), examples=30)
+    split = data.split(task, "site", key=Key(0), sites=("north", "south"), client=client)
+    assert [len(split[name].train) for name in split.clients] == sizes
+
+
+def test_a_site_that_nobody_listed_is_an_error() -> None:
+    task = data.load("synthetic", Key(0), examples=30)
+    with pytest.raises(ValueError, match=r"split.client is 'nort', .* did you mean 'north'"):
+        data.split(task, "site", key=Key(0), sites=("north", "south"), client="nort")
+    with pytest.raises(ValueError, match=r"split.sites is empty"):
+        data.split(task, "site", key=Key(0), sites=())
+
+
+def test_the_app_that_is_written_is_one_that_flower_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = flower_app.init(tmp_path / "app", written(tmp_path), ["rounds=7"], clients=2)
+    project, warnings = load_and_validate(app / "pyproject.toml")
+    assert warnings == []
+    assert project["tool"]["flwr"]["app"]["config"] == {
+        "clients": 2,
+        "deadline": 600.0,
+        "patience": math.inf,
+        "folder": str(tmp_path / "runs" / "fedavg-seed-0"),
+        "sites": str(tmp_path / "runs" / "sites"),
+        "set": "",
+    }
+    assert load(app / "federation" / "experiment.toml") == load(tmp_path / "experiment.toml", ["rounds=7"])
+    assert list(flower_app.population(app)) == ["c0", "c1", "c2"]
+    with pytest.raises(flower_app.FlowerError, match="already holds a pyproject"):
+        flower_app.init(app, tmp_path / "experiment.toml")
+
+
+def test_the_command_writes_an_app_and_says_how_to_try_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = written(tmp_path)
+    done = CliRunner().invoke(flower_commands.app, ["init", "app", "--config", str(config), "--set", "seed=4"])
+    assert done.exit_code == 0, done.output
+    assert "partita flower up app --run" in done.output
+    assert flower_app.recorded_folder(Path("app")) == tmp_path / "runs" / "fedavg-seed-4"
+
+
+def test_without_flower_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower_commands, "find_spec", lambda name: None)
+    for words in (["up", str(tmp_path)], ["init", str(tmp_path), "--config", "experiment.toml"]):
+        failed = CliRunner().invoke(flower_commands.app, words)
+        assert "pip install 'partita[flower]'" in str(failed.exception)
+
+
+def test_simulated_nodes_are_clients_by_their_number(tmp_path: Path) -> None:
+    config = written(tmp_path / "app")
+    settings = {"folder": str(tmp_path / "run"), "sites": str(tmp_path / "sites"), "deadline": 60.0, "clients": 3}
+
+    def node(number: int) -> Reply:
+        own: Any = {"partition-id": number, "num-partitions": 3}
+        return lambda message: flower_app.client(config)(message, Context(1, 1, own, RecordDict(), settings))  # type: ignore[arg-type]
+
+    grid = Wire({number: node(2 - number) for number in range(3)})
+    row = next(flower_app.serve(grid, load(config), settings, "1"))
+    assert sorted(row["cohort"]) == ["c0", "c1", "c2"]
+    assert row["lost"] == {}
+    assert {path.name for path in (tmp_path / "sites").glob("*/*")} == {"c0", "c1", "c2"}

@@ -1,0 +1,435 @@
+"""Attacks on a site by a hostile server, or by somebody who sends it old or forged messages."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flower_fixtures import CPU, THREE, Wire, carried
+from flower_fixtures import one_task as one_task
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from helpers import SMALL_TASK, SMALL_VIT, files_in, run_of, small
+
+from partita.core import tensors
+from partita.core.client import Job
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import Method, Update
+from partita.core.rng import Key
+from partita.core.rounds import initial_server, make_job
+from partita.core.safe_text import label_folder, path_component
+from partita.core.settings import Run
+from partita.engines.availability import Availability
+from partita.engines.flower import answered_rounds, client, messages
+from partita.engines.flower.client import Site, client_app
+from partita.engines.flower.fingerprints import Fingerprints
+from partita.engines.simulation import SimulationEngine
+from partita.evaluation import ACCURACY
+from partita.experiment import flower_app
+from partita.experiment.builder import build as build_experiment
+from partita.experiment.config import load, shared_digest
+from partita.methods import build
+from partita.methods.fedavg import fedavg
+from partita.methods.scaffold import scaffold
+
+LONG = "x" * 1_000_000
+ODD = "\x1b[2J\r\n\u202e<script>alert(1)</script>"
+
+# ---- a hostile server: what it asks of a site
+
+
+def site_at(folder: Path, run: Run, config: str = "") -> Site:
+    return Site(run, small(), "c1", THREE["c1"], folder, Availability(), CPU, ACCURACY, config)
+
+
+def answer_of(site: Site, content: RecordDict, kind: str = "train") -> RecordDict:
+    """As from a process of its own."""
+    message = carried(Message(content, 1, kind))
+    return client_app(lambda context: "c1", lambda context: site)(message, Context(1, 1, {}, RecordDict(), {})).content
+
+
+def order(run: Run, round: int = 0, change: Callable[[Job], Job] = lambda job: job, **more: Any) -> RecordDict:
+    """What an honest server sends before its first round, with changes; `more` are entries of the job's record."""
+    model = small()
+    job, _ = make_job(run, model, initial_server(run, model), round, "c1")
+    about = {"session": "1", "config": "", "void": 0, "settled": 0} | more
+    job = change(job)
+    return messages.encode_job(job, Fingerprints()(job.params), **about)  # type: ignore[arg-type]
+
+
+def sent(**changes: torch.Tensor) -> Callable[[Job], Job]:
+    """Parameters beside the honest ones, or in their place; a dot in a name is written as two underscores."""
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return lambda job: replace(job, params={**job.params, **named}, stale=job.stale | named.keys())
+
+
+def slot(name: str, part: dict[str, torch.Tensor]) -> Callable[[Job], Job]:
+    return lambda job: replace(job, slots={**job.slots, name: {**job.slots.get(name, {}), **part}})
+
+
+def signal(**numbers: float) -> Callable[[Job], Job]:
+    return lambda job: replace(job, signal={**job.signal, **numbers})
+
+
+HEAD = torch.zeros(3, 4)
+AUTO = "fedfrozen"
+ORDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind -> (method, what is changed, the reason)
+    "round -1": ("fedavg", {"round": -1}, "was asked for round -1; this run has rounds 0 to 2"),
+    "a round behind the last": ("fedavg", {"round": 3}, "was asked for round 3"),
+    "round 2^62": ("fedavg", {"round": 2**62}, "was asked for round"),
+    "void below 0": ("fedavg", {"void": -1}, "was sent void = -1"),
+    "void beyond the round": ("fedavg", {"void": 2}, "was sent void = 2 in round 0"),
+    "settled below 0": ("fedavg", {"settled": -5}, "was sent settled = -5"),
+    "settled beyond the round": ("fedavg", {"settled": 10**9}, "was sent settled = 1000000000"),
+    "a session of 1 MB": ("fedavg", {"session": LONG}, "was sent an invalid session"),
+    "an odd session": ("fedavg", {"session": ODD}, "was sent an invalid session"),
+    "no session": ("fedavg", {"session": ""}, "was sent an invalid session"),
+    "another config": ("fedavg", {"config": "beef"}, "has the digest 'beef', but the site's has ''; run the same app"),
+    "a config of 1 MB": ("fedavg", {"config": LONG}, "has the digest 'xxx"),
+    "another client": ("fedavg", {"change": lambda job: replace(job, client="c0")}, "this site is 'c1'"),
+    "a kept parameter": ("fedper", {"change": sent(head__weight=HEAD)}, "'head.weight', which the plan of round 0"),
+    "a parameter of its own": ("fedavg", {"change": sent(mine=HEAD)}, "and here it does not exist"),
+    "another shape": ("fedavg", {"change": sent(head__weight=HEAD.T.contiguous())}, "is (4, 3) and here it is (3, 4)"),
+    "another type": ("fedavg", {"change": sent(head__weight=HEAD.double())}, "is torch.float64 and here it is"),
+    "whole numbers": ("fedavg", {"change": sent(head__weight=HEAD.long())}, "is torch.int64 and here it is"),
+    "not finite": ("fedavg", {"change": sent(head__weight=HEAD / 0)}, "has values that are not finite"),
+    "infinite": ("fedavg", {"change": sent(head__weight=HEAD + float("inf"))}, "has values that are not finite"),
+    "a slot": ("fedavg", {"change": slot("control", {"head.weight": HEAD})}, "slot 'control', which fedavg does not"),
+    "another slot": ("scaffold", {"change": slot("mine", {"head.weight": HEAD})}, "slot 'mine', which scaffold does"),
+    "a personal slot": ("fedavg", {"change": slot("personal", {"head.weight": HEAD})}, "slot 'personal'"),
+    "a slot of another shape": ("scaffold", {"change": slot("control", {"head.weight": HEAD[0]})}, "is (4,) and here"),
+    "a slot of another type": ("scaffold", {"change": slot("control", {"head.weight": HEAD.half()})}, "torch.float16"),
+    "a slot that is not finite": ("scaffold", {"change": slot("control", {"head.weight": HEAD / 0})}, "not finite"),
+    "a slot of a strange name": ("scaffold", {"change": slot("control", {"mine": HEAD})}, "does not exist"),
+    "a signal": ("fedavg", {"change": signal(frozen=1.0)}, "the signal 'frozen', which fedavg does not know"),
+    "another signal": (AUTO, {"change": signal(mine=1.0)}, "the signal 'mine', which fedfrozen does not know"),
+    "a signal of nan": (AUTO, {"change": signal(frozen=float("nan"))}, "was sent nan as the signal 'frozen'"),
+    "a signal of infinity": (AUTO, {"change": signal(frozen=float("inf"))}, "was sent inf as the signal"),
+    "a signal of 1e308": (AUTO, {"change": signal(frozen=1e308)}, "was sent 1e+308 as the signal"),
+}  # fmt: skip
+
+
+def method_at_site(name: str) -> Method:
+    return build(name, {"warmup": "auto"} if name == AUTO else {})
+
+
+@pytest.mark.parametrize("asked", ["train", "evaluate"])
+@pytest.mark.parametrize("kind", ORDERS)
+def test_a_site_refuses_what_its_own_plan_does_not_say(kind: str, asked: str, tmp_path: Path) -> None:
+    method, changes, reason = ORDERS[kind]
+    run = run_of(method_at_site(method), 3)
+    site = site_at(tmp_path, run)
+    before = answer_of(site, order(run))
+    assert "refusal" not in before
+    files = {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)}
+    if kind in ("round -1", "a round behind the last", "round 2^62"):
+        forged = order(run)
+        forged["job"]["round"] = changes["round"]  # type: ignore[index]
+    else:
+        forged = order(run, **changes)
+    answer = answer_of(site, forged, asked)
+    assert set(answer) <= {"refusal", "job_id"}
+    refused = messages.decode_error(answer)
+    assert refused
+    assert reason in refused.reason
+    assert {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)} == files, "its folder is untouched"
+
+
+NOISE = b"\xff" * 9
+MALFORMED: dict[str, Callable[[RecordDict], dict[str, Any]]] = {
+    "nothing": lambda content: {},
+    "no job": lambda content: {name: part for name, part in content.items() if name != "job"},
+    "no signal": lambda content: {name: part for name, part in content.items() if name != "signal"},
+    "no tensors": lambda content: {name: part for name, part in content.items() if name != "tensors"},
+    "a record more": lambda content: {**content, "more": ConfigRecord({"a": LONG})},
+    "a text for a round": lambda content: {**content, "job": ConfigRecord({**content["job"], "round": "0"})},  # type: ignore[dict-item]
+    "noise": lambda content: {**content, "tensors": ArrayRecord({"blob": Array("uint8", (9,), "safetensors", NOISE)})},
+    "a pickle": lambda content: {**content, "tensors": ArrayRecord({"blob": Array("uint8", (9,), "pickle", NOISE)})},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_site_refuses_what_it_cannot_read(kind: str, tmp_path: Path) -> None:
+    run = run_of(fedavg(), 3)
+    answer = answer_of(site_at(tmp_path, run), RecordDict(MALFORMED[kind](order(run))))
+    refused = messages.decode_error(answer)
+    assert refused
+    assert refused.fault
+    assert not files_in(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "scaffold", "fedfrozen", "local-only"])
+def test_nothing_but_what_the_plan_sends_up_leaves_a_site(name: str, tmp_path: Path) -> None:
+    """Whatever the server claims to need: the seal of the plan's own parameters is the only one that fits."""
+    run, model = run_of(method_at_site(name), 3), small()
+    _, plan = make_job(run, model, initial_server(run, model), 0, "c1")
+    for forged in (order(run), order(run, change=lambda job: replace(job, stale=frozenset())), order(run, void=0)):
+        answer = answer_of(site_at(tmp_path, run), forged)
+        if "refusal" not in answer:
+            update = messages.decode_update(answer, messages.JobId(0, "c1", ""), 10**9)
+            assert update.delta.keys() <= plan.up
+            assert all(part.keys() <= plan.up for part in update.slots.values())
+            assert update.steps.keys() <= plan.train
+
+
+def test_a_leak_in_a_method_does_not_leave_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(build("fedper"), 1)
+
+    def leaky(self: SimulationEngine, jobs: Any) -> Iterator[Update]:
+        yield Update("c1", {"head.weight": HEAD}, {}, 1.0, {"head.weight": 1}, None)
+
+    monkeypatch.setattr(SimulationEngine, "train", leaky)
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run)))
+    assert refused
+    assert "would send 'head.weight', which the plan of the round does not send up" in refused.reason
+
+
+# ---- old messages
+
+
+def test_an_old_message_does_not_take_a_site_back(tmp_path: Path) -> None:
+    run = run_of(scaffold(), 4)
+    site = site_at(tmp_path, run)
+    asked = [order(run, number, void=number) for number in range(3)]
+    assert all("refusal" not in answer_of(site, content) for content in asked)
+    files = files_in(tmp_path)
+    refused = messages.decode_error(answer_of(site, asked[0]))
+    assert refused
+    assert "was asked for round 0 after round 2; this is an old message" in refused.reason
+    assert "refusal" not in answer_of(site, order(run, 1, void=1, session="2")), "a server may go back to a checkpoint"
+    refused = messages.decode_error(answer_of(site, asked[2]))
+    assert refused
+    assert "session '1' has ended here; this is an old message" in refused.reason
+    assert files_in(tmp_path) < files, "of round 2 the site's state was dropped by the new session"
+
+
+def test_sessions_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answered_rounds, "SESSIONS_KEPT", 3)
+    run = run_of(fedavg(), 1)
+    replies = [answer_of(site_at(tmp_path, run), order(run, session=str(number))) for number in range(6)]
+    assert ["refusal" in each for each in replies] == [False] * 3 + [True] * 3
+
+
+# ---- noise
+
+
+def private(method: Method | None = None, noise: float = 1.0) -> Run:
+    run = run_of(method or fedavg(), 3, steps=1, secret=Key(11))
+    return replace(run, method=replace(run.method, privacy=DPSGDSettings(1.0, noise)))
+
+
+def other_model(job: Job) -> Job:
+    params = {name: value + 0.3 for name, value in job.params.items()}
+    return replace(job, params=params, stale=frozenset(params))
+
+
+def deltas(answer: RecordDict) -> tensors.Tensors:
+    return dict(messages.decode_update(answer, messages.JobId(0, "c1", ""), 10**9).delta)
+
+
+AGAIN: dict[str, dict[str, Any]] = {
+    "another model": {"change": other_model},
+    "another model in a new session": {"change": other_model, "session": "2"},
+    "one number changed": {"change": lambda job: sent(head__weight=job.params["head.weight"] + 1e-3)(job)},
+    "settled and void as far as they go": {"change": other_model, "session": "3", "void": 0, "settled": 0},
+}
+
+
+def test_two_answers_with_the_same_noise_would_show_what_it_hides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack, against a site that answers a round twice."""
+    monkeypatch.setattr(answered_rounds, "claim", lambda *_: True)
+    found = {}
+    for noise in (1.0, 0.0):
+        run, folder = private(noise=noise), tmp_path / str(noise)
+        asked = order(run), order(run, change=other_model)
+        found[noise] = [deltas(answer_of(site_at(folder, run), content)) for content in asked]
+    apart = {noise: tensors.subtract(*two) for noise, two in found.items()}
+    hidden = float(tensors.norm(tensors.subtract(found[1.0][0], found[0.0][0])))
+    assert hidden > 0.05
+    assert float(tensors.norm(tensors.subtract(apart[1.0], apart[0.0]))) < 1e-2 * hidden, "up to the grid"
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_under_privacy_a_round_is_answered_for_one_model_only(kind: str, tmp_path: Path) -> None:
+    run = private()
+    first = answer_of(site_at(tmp_path, run), order(run))
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, **AGAIN[kind])))
+    assert refused
+    assert "round 0 was already answered for another model; answering again would reuse its noise" in refused.reason
+    assert not refused.fault, "the server records the client as lost, and goes on"
+    again = answer_of(site_at(tmp_path, run), order(run, session="9"))
+    assert tensors.equal(deltas(first), deltas(again)), "the same question has the same answer"
+
+
+def test_a_server_cannot_change_a_sites_own_state_to_draw_noise_twice(tmp_path: Path) -> None:
+    """The model that is sent is the same, but with the state of round 0 dropped the site's own head is another."""
+    run = private(build("fedper", {"finetune": 0}))
+    for number in range(2):
+        assert "refusal" not in answer_of(site_at(tmp_path, run), order(run, number, void=number))
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, 1, void=0, session="2")))
+    assert refused
+    assert "round 1 was already answered" in refused.reason
+
+
+def test_the_round_is_on_disk_before_it_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = private()
+
+    def dies(self: SimulationEngine, jobs: Any) -> Iterator[Update]:
+        assert "0" in json.loads((tmp_path / client.ANSWERED).read_text())
+        raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulationEngine, "train", dies)
+        assert "refusal" in answer_of(site_at(tmp_path, run), order(run))
+    assert "refusal" in answer_of(site_at(tmp_path, run), order(run, change=other_model))
+    assert "refusal" not in answer_of(site_at(tmp_path, run), order(run))
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"0": "'])
+def test_a_site_that_cannot_read_what_it_answered_answers_nothing(damage: bytes, tmp_path: Path) -> None:
+    run = private()
+    answer_of(site_at(tmp_path, run), order(run))
+    (tmp_path / client.ANSWERED).write_bytes(damage)
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, 1)))
+    assert refused
+    assert "answered.json in this site's folder is damaged; restore it from a copy" in refused.reason
+
+
+def test_of_several_at_a_time_one_draws_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = answered_rounds._read
+
+    def slow(path: Path) -> Any:
+        found = read(path)
+        time.sleep(0.02)
+        return found
+
+    monkeypatch.setattr(answered_rounds, "_read", slow)
+    with ThreadPoolExecutor(8) as pool:
+        won = list(
+            pool.map(lambda number: answered_rounds.claim(tmp_path / "answered.json", 0, str(number)), range(32))
+        )
+    assert sum(won) == 1
+
+
+def test_without_privacy_a_round_may_be_asked_again(tmp_path: Path) -> None:
+    run = run_of(fedavg(), 1)
+    for content in (order(run), order(run, change=other_model)):
+        assert "refusal" not in answer_of(site_at(tmp_path, run), content)
+    assert not (tmp_path / client.ANSWERED).exists()
+
+
+def test_under_privacy_no_scores_are_made_by_training_without_noise(tmp_path: Path) -> None:
+    run = private(build("fedper"))
+    answer_of(site_at(tmp_path, run), order(run))
+    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, void=1), "evaluate"))
+    assert refused
+    assert "adapts to training examples before it is scored" in refused.reason
+
+
+# ---- the app
+
+
+CONFIG = (
+    """
+rounds = 1
+method = {name = "fedavg"}
+[federation]
+min_updates = 0
+skip_failed_clients = true
+"""
+    + SMALL_TASK
+    + "test_examples = 20"
+    + SMALL_VIT
+)
+
+
+def served(config: Path, folder: Path, here: list[str], there: list[str], secret: Path | None = None) -> dict[str, Any]:
+    """The row of a run with one site, by a server with these changes to the config and a site with those."""
+    (config.parent / "app").mkdir(parents=True, exist_ok=True)
+    settings = {"folder": str(folder), "deadline": 60.0, "clients": 1, "set": " ".join(there)}
+    own = {"client": "c0", "folder": str(config.parent / "sites")} | (
+        {"engine.secret_file": str(secret)} if secret else {}
+    )
+
+    def site(message: Message) -> Message:
+        return flower_app.client(config)(message, Context(1, 1, own, RecordDict(), settings))  # type: ignore[arg-type]
+
+    [row] = flower_app.serve(Wire({1: site}), load(config, here), settings, folder.name)
+    return row
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "experiment.toml").write_text(CONFIG)
+    return tmp_path / "experiment.toml"
+
+
+def test_a_site_with_another_config_refuses_and_says_so(config: Path, tmp_path: Path) -> None:
+    row = served(config, tmp_path / "a", ["training.lr=0.5"], [])
+    [reason] = row["lost"].values()
+    assert reason.startswith("the server's config has the digest '")
+    assert "run the same app with the same run config on both sides" in reason
+    assert served(config, tmp_path / "b", [], ["data.noise=2.0", "engine.threads=1"])["lost"] == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["training.lr=0.5", "method.name=fedprox", "seed=1", "privacy.noise=2.0", "training.batch_size=8", "rounds=9",
+     "model.width=16", "split.clients=4", "federation.client_dropout=0.5", "label=b"],
+)  # fmt: skip
+def test_whatever_both_sides_must_agree_on_is_in_the_digest(change: str, config: Path) -> None:
+    plain, own = shared_digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.secret_file=s"]
+    assert shared_digest(load(config, [change])) != plain
+    assert shared_digest(load(config, own)) == plain
+
+
+def test_a_second_experiment_does_not_draw_the_noise_of_the_first_again(config: Path, tmp_path: Path) -> None:
+    """A secret file serves many experiments, so their shared config is part of every draw's path."""
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "secret").chmod(0o600)
+    private = ["privacy.noise=1.0"]
+    assert served(config, tmp_path / "a", private, private, tmp_path / "secret")["lost"] == {}
+    assert served(config, tmp_path / "b", private, private, tmp_path / "secret")["lost"] == {}, "it is the same run"
+    other = [*private, "training.lr=0.5"]
+    assert served(config, tmp_path / "c", other, other, tmp_path / "secret")["lost"] == {}
+    roots = [
+        build_experiment(load(config, [*words, f"engine.secret_file={tmp_path / 'secret'}"]))
+        for words in (private, other)
+    ]
+    assert roots[0].run.secret != roots[1].run.secret
+
+
+PATHS = ["../x", "a/b", "/etc", ".", "..", "nul\0", "x" * 10_000, "a\\b", "~", "-rf", "ü/ä", "\ud800", "c:", " "]
+
+
+@pytest.mark.parametrize("name", PATHS, ids=range(len(PATHS)))
+def test_a_name_is_one_folder_inside_the_folder(name: str, tmp_path: Path) -> None:
+    for part in (path_component(name), label_folder(name)):
+        made = tmp_path / part
+        made.mkdir(exist_ok=True)
+        assert made.parent.resolve() == tmp_path.resolve() == made.resolve().parent
+        assert len(part) < 200
+    assert len({path_component(each) for each in PATHS}) == len(PATHS)
+
+
+@pytest.mark.parametrize("label", ["../../x", "/etc/x", "a/b", "x" * 10_000])
+def test_a_label_does_not_lead_out_of_the_folder(label: str, config: Path) -> None:
+    name = flower_app._identity(replace(load(config), label=label))
+    assert len(Path(name).parts) == 1
+    assert len(name) < 200
+
+
+def test_a_client_called_dots_has_a_folder_of_its_own(config: Path, tmp_path: Path) -> None:
+    settings = {"set": shlex.quote("split={name='site', sites=['..', 'north']}")}
+    own: Any = {"client": "..", "folder": str(tmp_path / "sites")}
+    site = flower_app._site(Context(1, 1, own, RecordDict(), settings), config)  # type: ignore[arg-type]
+    assert site.folder.resolve().parent.parent == (tmp_path / "sites").resolve()

@@ -1,0 +1,42 @@
+"""Ten thousand clients cost what the twenty asked cost: memory is bounded and does not grow by round."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = Path(__file__).parent.parent.parent / "examples" / "ten_thousand.toml"
+
+# In a process of its own: the memory of this one holds what other tests left.
+WATCHED = """
+import json, sys
+from pathlib import Path
+from partita.experiment.config import load
+from partita.experiment.runner import start
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+sizes = [resident() for _ in start(load(Path(sys.argv[1]), sys.argv[3:]), Path(sys.argv[2]))]
+print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory as Linux gives it")
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedfrozen", "local-only"])
+def test_ten_thousand_clients_in_bounded_memory(method: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", WATCHED, str(CONFIG), str(tmp_path / "run"), f"method={{name='{method}'}}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads(done.stdout)  # megabytes after each round
+    assert len(sizes) == 40
+    assert max(sizes) < 2000
+    # The first evaluation of both kinds, after which nothing new is to come, is in round 20.
+    assert sizes[-1] - sizes[20] < 0.02 * sizes[20], f"grew from {sizes[20]:.0f} to {sizes[-1]:.0f} MB"
+    print(f"{method}: {sizes[0]:.0f} MB after the first round, {sizes[20]:.0f} after 21, {sizes[-1]:.0f} after 40")

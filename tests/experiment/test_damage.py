@@ -1,0 +1,325 @@
+"""A half-done run with any of its files damaged: the result is that of the uninterrupted run, or the file is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers import SMALL_TASK, SMALL_VIT
+from shell import Shell
+
+from partita.core import atomic_files
+from partita.core.atomic_files import DamageError, DiskError, LinkError, list_checksummed
+from partita.core.rng import Key
+from partita.experiment import run_folder
+from partita.experiment.config import Config, load, parse
+from partita.experiment.runner import resume, start
+
+ROUNDS = 4
+
+
+def settings(method: str = "fedper", seed: int = 0, rounds: int = ROUNDS) -> Config:
+    raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
+    raw |= {
+        "method": {"name": method},
+        "seed": seed,
+        "rounds": rounds,
+        "engine": {"client_state": "disk", "clients_per_block": 1},
+    }
+    raw |= {"privacy": {"noise": 2.0, "accountant": "rdp"}, "federation": {"cohort": 2}}
+    return parse({**raw, "split": {"name": "iid", "clients": 3}})
+
+
+def play(config: Config, folder: Path) -> str:
+    """From the beginning or from where it was stopped; the result's digest."""
+    begun = (folder / run_folder.CONFIG).exists()
+    for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(config, folder):
+        pass
+    return digest(folder)
+
+
+def digest(folder: Path) -> str:
+    found: str = json.loads((folder / run_folder.RESULT).read_text())["digest"]
+    return found
+
+
+def assert_same(folder: Path, whole: Path) -> None:
+    """The tensors, and all that was recorded but for the time it took."""
+    assert digest(folder) == digest(whole)
+    one, two = ([{**row, "seconds": 0} for row in run_folder.read_rows(each)] for each in (folder, whole))
+    assert one == two
+
+
+def half(config: Config, folder: Path) -> Path:
+    rows = start(config, folder)
+    for _ in range(ROUNDS - 1):
+        next(rows)
+    rows.close()  # type: ignore[attr-defined]
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_secret() -> Iterator[None]:
+    """Private runs that can be compared draw by the same secret."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("partita.experiment.builder.draw", lambda: Key(77))
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    play(settings(), root / "whole")
+    others = {"seed": settings(seed=1), "method": settings("fedrep")}
+    made = {name: half(config, root / name) for name, config in others.items()}
+    return {"whole": root / "whole", "half": half(settings(), root / "half"), **made}
+
+
+# A kind of file, and which of them it is in a run folder.
+KINDS: dict[str, Callable[[Path], Path]] = {
+    **{
+        name: lambda folder, name=name: folder / name  # type: ignore[misc]
+        for name in ("config.toml", "environment.json", "plan.json", "privacy.json", "checksums.json", "rows.jsonl")
+    },
+    "private/secret": lambda folder: folder / "private" / "secret",
+    ".lock": lambda folder: folder / ".lock",
+    "newest checkpoint": lambda folder: list_checksummed(folder / "checkpoints")[-1],
+    "older checkpoint": lambda folder: list_checksummed(folder / "checkpoints")[0],
+    **{
+        f"newest state of c{number}": lambda folder, number=number: list_checksummed(folder / "clients" / f"c{number}")[
+            -1
+        ]  # type: ignore[misc]
+        for number in range(3)
+    },
+    "older state": lambda folder: max((folder / "clients").iterdir(), key=lambda path: len(list_checksummed(path))),
+}
+
+
+def flip(data: bytes, share: float) -> bytes:
+    place = min(int(len(data) * share), len(data) - 1)
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :] if data else data
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    **{f"flip at {share:.0%}": lambda data, share=share: flip(data, share) for share in (0, 0.2, 0.5, 0.8, 1)},  # type: ignore[misc]
+    "cut": lambda data: data[: len(data) // 2],
+    "zero": lambda data: bytes(len(data)),
+    "empty": lambda data: b"",
+}
+
+
+def check(folder: Path, path: Path, whole: Path, shell: Callable[[Path], tuple[int, str]]) -> None:
+    code, err = shell(folder)
+    if code == 0:
+        assert_same(folder, whole)
+    else:
+        assert path.name in err, err
+        assert len(err.strip().splitlines()) <= 2, err
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int, str]]:
+    def run(folder: Path) -> tuple[int, str]:
+        code, _, err = Shell(monkeypatch, capsys)("resume", folder)
+        return code, err
+
+    return run
+
+
+def oldest(path: Path) -> Path:
+    return list_checksummed(path)[0] if path.is_dir() else path
+
+
+QUICK = {
+    ("config.toml", "flip at 50%"), ("plan.json", "cut"), ("privacy.json", "flip at 20%"), ("checksums.json", "empty"),
+    ("checksums.json", "flip at 50%"), ("rows.jsonl", "flip at 20%"), ("rows.jsonl", "cut"), ("rows.jsonl", "delete"),
+    (".lock", "delete"), ("newest checkpoint", "zero"), ("newest checkpoint", "delete"), ("older checkpoint", "empty"),
+    ("environment.json", "zero"), ("newest state of c0", "flip at 50%"), ("newest state of c1", "delete"),
+    ("config.toml", "delete"), ("older state", "delete"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        pytest.param(kind, damage, marks=() if (kind, damage) in QUICK else pytest.mark.slow)
+        for kind in KINDS
+        for damage in [*DAMAGE, "delete"]
+    ],
+)
+def test_a_damaged_file_is_named_or_makes_no_difference(
+    kind: str, damage: str, runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
+) -> None:
+    folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
+    path = oldest(KINDS[kind](folder))
+    if damage == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    check(folder, path, runs["whole"], shell)
+
+
+@pytest.mark.parametrize("other", ["seed", "method"])
+@pytest.mark.parametrize(
+    ("kind", "keeps_name"),
+    [
+        *((kind, True) for kind in KINDS if kind != ".lock"),
+        *((kind, False) for kind in KINDS if "state" in kind or "checkpoint" in kind),
+    ],
+)
+def test_a_file_of_another_run_is_named(
+    kind: str, keeps_name: bool, other: str, runs: dict[str, Path], tmp_path: Path,
+    shell: Callable[[Path], tuple[int, str]],
+) -> None:  # fmt: skip
+    folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
+    path, strange = oldest(KINDS[kind](folder)), oldest(KINDS[kind](runs[other]))
+    path.unlink()
+    put = path if keeps_name else path.with_name(strange.name)
+    shutil.copy(strange, put)
+    code, err = shell(folder)
+    if code == 0:
+        assert_same(folder, runs["whole"])
+    else:
+        assert path.name in err or put.name in err, err
+
+
+def test_a_missing_state_is_found_before_the_first_round(runs: dict[str, Path], tmp_path: Path) -> None:
+    for client in ("c0", "c1", "c2"):
+        folder = Path(shutil.copytree(runs["half"], tmp_path / client))
+        path = list_checksummed(folder / run_folder.CLIENTS / client)[-1]
+        path.unlink()
+        with pytest.raises(DamageError, match=f"{path.name} is missing: it is the state of client '{client}'"):
+            next(resume(load(folder / run_folder.CONFIG), folder))
+
+
+def test_a_state_that_no_checkpoint_names_is_not_read(
+    runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
+) -> None:
+    folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
+    for client in (folder / "clients").iterdir():
+        for strange in list_checksummed(runs["seed"] / "clients" / client.name):
+            shutil.copy(strange, client / strange.name)
+    assert shell(folder)[0] == 0
+    assert digest(folder) == digest(runs["whole"])
+
+
+def test_a_run_killed_while_it_was_prepared_goes_on(runs: dict[str, Path], tmp_path: Path) -> None:
+    names = ["config.toml", "environment.json", "plan.json", "privacy.json", "checksums.json"]
+    for count in (1, 3, 5):
+        folder = tmp_path / str(count)
+        shutil.copytree(runs["half"] / "private", folder / "private")
+        for name in names[:count]:
+            shutil.copy(runs["half"] / name, folder / name)
+        assert play(settings(), folder) == digest(runs["whole"])
+        assert run_folder.verify(folder)
+
+
+def test_without_its_config_a_folder_is_not_taken_for_a_new_one(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
+    (folder / run_folder.CONFIG).unlink()
+    with pytest.raises(run_folder.RunFolderError, match="already holds a run"):
+        next(start(settings(), folder))
+
+
+def test_a_checksum_outside_the_folder_is_not_read(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
+    for name in ("../half/config.toml", "/etc/passwd", "checkpoints/../../x"):
+        listed = json.loads((runs["half"] / run_folder.CHECKSUMS).read_text())
+        (folder / run_folder.CHECKSUMS).write_text(json.dumps({**listed, name: "0" * 32}))
+        with pytest.raises(DamageError, match="outside the run folder"):
+            run_folder.verify(folder)
+
+
+LINKS = ["rows.jsonl", "config.toml", "checkpoints", "clients", "clients/c0", ".lock", "plan.json", "notes.txt"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_is_named_and_not_followed(
+    name: str, runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
+) -> None:
+    folder, elsewhere = Path(shutil.copytree(runs["half"], tmp_path / "run")), tmp_path / "elsewhere"
+    path = folder / name
+    if path.exists():
+        path.rename(elsewhere)
+    else:
+        elsewhere.write_text("mine")
+    path.symlink_to(elsewhere)
+    before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
+    code, err = shell(folder)
+    assert code == 1
+    assert f"{path} is a symbolic link" in err
+    assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
+
+
+def test_a_new_run_does_not_write_through_links(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "clients").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises((LinkError, run_folder.RunFolderError)):
+        next(start(settings(), tmp_path / "run"))
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / f".x.{os.getpid()}.part").symlink_to(target)
+    (tmp_path / "x").symlink_to(target)
+    atomic_files.write(tmp_path / "x", b"new")
+    assert (target.read_text(), (tmp_path / "x").read_text()) == ("mine", "new")
+    (tmp_path / "y").symlink_to(target)
+    with pytest.raises(LinkError, match="y is a symbolic link"):
+        atomic_files.append(tmp_path / "y", b"new")
+    os.mkfifo(tmp_path / "pipe")
+    for open_pipe in (atomic_files.read, lambda path: atomic_files.append(path, b"x")):
+        with pytest.raises(LinkError, match="pipe is not a regular file"):
+            open_pipe(tmp_path / "pipe")
+
+
+# ---- a disk that fills
+
+
+def writes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> Iterator[int]:
+    """Counts what reaches the disk, and fails at one of the calls as a full disk does."""
+    calls = 0
+    real = os.fsync
+
+    def full(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls - 1 == fail_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        yield 0
+    yield calls
+
+
+def fill(config: Config, folder: Path, fail_at: int | None, monkeypatch: pytest.MonkeyPatch) -> int:
+    counting = writes(monkeypatch, fail_at)
+    next(counting)
+    if fail_at is None:
+        play(config, folder)
+    else:
+        with pytest.raises(DiskError, match=r"cannot write .*No space left on device.*then resume the run"):
+            play(config, folder)
+    return next(counting)
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_disk_that_fills_at_any_write_loses_nothing(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(rounds=2)
+    count = fill(config, tmp_path / "whole", None, monkeypatch)
+    assert count > 20
+    for call in range(random.Random(every).randrange(every), count, every):
+        folder = tmp_path / str(call)
+        fill(config, folder, call, monkeypatch)
+        assert not list(folder.rglob("*.part"))
+        assert play(config, folder) == digest(tmp_path / "whole"), f"after write {call}"

@@ -1,0 +1,113 @@
+"""A run killed with -9 at twenty random moments ends with the same tensors, bit for bit, as one left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from helpers import SMALL_VIT
+
+from partita.core import checkpoint, tensors
+from partita.core.atomic_files import list_checksummed
+from partita.experiment import run_folder
+from partita.experiment.config import Config, parse
+from partita.methods import INDEX, NEEDS_DUAL_ENCODER, build
+
+KILLS = 20
+SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # where Python finds it when it is run
+kill_runs = import_module("kill_runs")
+try_setting = kill_runs.try_setting
+
+# Rounds of some tens of milliseconds; clients come and go, and every second round has no checkpoint.
+SETTINGS = (
+    """
+rounds = 60
+[method]
+name = "{method}"
+[training]
+optimizer = "{optimizer}"
+[data]
+name = "synthetic"
+examples = 240
+test_examples = 40
+size = 4
+[split]
+name = "iid"
+clients = 6
+[federation]
+cohort = 0.5
+client_dropout = 0.1
+[engine]
+clients_per_block = 1
+client_state = "{state}"
+[evaluate]
+personal_every = 20
+[checkpoint]
+every = 2
+"""
+    + SMALL_VIT
+)
+
+
+def settings(method: str, state: str) -> Config:
+    optimizer = "adamw" if build(method).takes("adamw") else "sgd"
+    raw = tomllib.loads(SETTINGS.format(method=method, state=state, optimizer=optimizer))
+    return parse({**raw, "model": {"name": "clip", "shape": "tiny"}} if method in NEEDS_DUAL_ENCODER else raw)
+
+
+# Every method goes through this, one of them in the fast suite; a resumed run is also compared by conformance.
+FAST = (("scaffold", "disk"),)
+
+
+@pytest.mark.parametrize(
+    ("method", "state"),
+    [
+        pytest.param(*each, marks=() if each in FAST else pytest.mark.slow)
+        for each in [(name, "memory") for name in INDEX] + [("local-only", "disk"), ("scaffold", "disk")]
+    ],
+)
+def test_twenty_kills_change_nothing(method: str, state: str, tmp_path: Path) -> None:
+    outcome = try_setting(settings(method, state), KILLS, f"{method} {state}", tmp_path)
+    assert outcome.kills == KILLS
+    assert outcome.same
+    ends = [
+        checkpoint.load(list_checksummed(tmp_path / name / run_folder.CHECKPOINTS)[-1])[1]
+        for name in ("whole", "killed")
+    ]
+    assert tensors.equal(ends[0].params, ends[1].params)
+    assert ends[0].versions == ends[1].versions
+
+
+def test_a_fork_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
+    hear, tell = os.pipe()
+    if (parent := os.fork()) == 0:
+        with run_folder.lock(tmp_path):
+            if (child := os.fork()) == 0:
+                time.sleep(60)
+            os.write(tell, str(child).encode())
+            time.sleep(60)
+    child = int(os.read(hear, 20))
+    try:
+        with pytest.raises(run_folder.RunFolderError, match="in use by another process"), run_folder.lock(tmp_path):
+            pass
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        with run_folder.lock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_kills_over_several_settings_change_nothing(tmp_path: Path) -> None:
+    for number, (name, text) in enumerate(kill_runs.SETTINGS.items()):
+        outcome = try_setting(kill_runs.settings(text), 4, name, tmp_path / str(number))
+        assert outcome.same, name
+        assert outcome.kills == 4

@@ -1,0 +1,48 @@
+"""Runs whose steps are recorded and replayed, as a GPU would, on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from partita import Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita.core.model import Model
+from partita.core.optim import Optimizer
+from partita.core.tensors import Tensors
+from partita.data import Federation
+from partita.testing.conformance import states_of
+from partita.training.cuda_graphs import GraphCache
+
+
+def scene(method: str, optimizer: Optimizer, count: int = 4, **training: object) -> tuple[Run, Model, Federation]:
+    key = Key(3)
+    task = data.load("synthetic", key, examples=90, size=8, channels=1)
+    federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    settings = Training(1e-2, optimizer, batch_size=4, **training)  # type: ignore[arg-type]
+    return Run(methods.build(method), settings, rounds=count, key=key, cohort=4), model, federation
+
+
+def play(
+    method: str,
+    optimizer: Optimizer,
+    graphs: GraphCache | None,
+    block: int,
+    count: int = 4,
+    device: str = "cpu",
+    ahead: int | None = None,
+    **training: object,
+) -> Tensors:
+    run, model, federation = scene(method, optimizer, count, **training)
+    engine = SimulationEngine(run, model, federation, block, torch.device(device), graphs=graphs)
+    engine.ahead = engine.ahead if ahead is None else ahead
+    played = list(rounds(run, model, engine))
+    ended = {**played[-1].server.params, "losses": torch.tensor([each.loss for each in played])}
+    for client, kept in states_of(run, engine).items():
+        ended |= {f"{client} {name}": value for name, value in kept.items()}
+    return ended
+
+
+def farthest(left: Tensors, right: Tensors) -> float:
+    # Softmax cannot feel key biases, so AdamW moves them by rounding alone.
+    felt = [name for name in left if "k_proj.bias" not in name]
+    return max(float((left[name] - right[name]).abs().max() / right[name].abs().max().clamp(min=1e-3)) for name in felt)

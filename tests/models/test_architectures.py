@@ -1,0 +1,375 @@
+"""Every architecture against plain transformers: outputs, roles, folders, and blocks of clients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture_fixtures import (
+    CLASSES,
+    END,
+    EXAMPLES,
+    KIN,
+    LAYERS,
+    NAMES,
+    PAD,
+    TOKENS,
+    Case,
+    Few,
+    adapted,
+    class_of,
+    inputs_of,
+    made,
+    module_of,
+    moved,
+    noise,
+    targets_of,
+    words,
+)
+from torch import Tensor
+from torch.func import functional_call
+
+from partita.core.data import IGNORE_INDEX
+from partita.core.tensors import Tensors
+from partita.methods.fedfrozen import fedfrozen
+from partita.models import ModelError, split_qkv
+from partita.models.adapter import FunctionalModel, from_module
+from partita.models.architectures import tags_of
+from partita.models.losses import losses_for
+from partita.testing.conformance import check_method
+
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in KIN else name for name in NAMES]
+LANGUAGE_MODELS = [name for name in NAMES if name.endswith("-lm")]
+EACH_ONCE = [name for name in NAMES if name.endswith(("-image", "-text", "-towers")) and name not in KIN]
+EACH_ONCE += [name for name in LANGUAGE_MODELS if name.replace("-lm", "-text") in KIN]
+
+
+def logits_of(out: Any) -> Tensor:
+    return out.logits_per_image if hasattr(out, "logits_per_image") else out.logits
+
+
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
+    """Against the largest number where that is above 1: of logits of size 10, float32 itself knows no more."""
+    return torch.allclose(left, right, rtol=0, atol=tolerance * max(1.0, float(right.detach().abs().max())))
+
+
+@contextmanager
+def no_slow_path() -> Iterator[None]:
+    """vmap says so when it runs an operation client by client."""
+    torch._C._debug_only_display_vmap_fallback_warnings(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        torch._C._debug_only_display_vmap_fallback_warnings(False)
+
+
+# Outputs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_those_of_transformers_before_and_after_saving(case: str) -> None:
+    it = made(case)
+    for left in (False,) if it.kind == "image" else (False, True):
+        inputs = inputs_of(it, left=left)
+        with torch.no_grad():
+            out, plain = it.model(it.params, inputs), logits_of(it.plain(**inputs, **it.model.fixed))
+        logits = out.logits
+        if it.each_token:  # what transformers computes for padding depends on the kernel
+            logits, plain = (each[inputs["attention_mask"] == 1] for each in (logits, plain))
+        assert close(logits, plain), (left, (logits - plain).abs().max())
+        assert logits.std() > 0.05
+        assert out.features is not None
+        assert out.features.shape[0] == EXAMPLES
+        assert out.features.ndim == 2
+
+
+@pytest.mark.parametrize("case", LANGUAGE_MODELS)
+def test_without_a_mask_a_token_still_sees_none_after_it(case: str) -> None:
+    it = made(case)
+    ids = words(0)["input_ids"].clamp(min=PAD + 1)
+    with torch.no_grad():
+        logits = it.model(it.params, {"input_ids": ids}).logits
+        assert close(logits, it.plain(input_ids=ids).logits)
+        changed = it.model(it.params, {"input_ids": torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % END], 1)}).logits
+    assert torch.equal(logits[:, :-1], changed[:, :-1])
+    assert not close(logits[:, -1], changed[:, -1], 1e-3)
+
+
+# Roles
+
+
+BEFORE_ATTENTION = ("layernorm_before", "norm1", "ln_1", "input_layernorm", "layer_norm1")
+
+
+def attentions(it: Case, params: Tensors) -> dict[str, tuple[Tensor, ...]]:
+    """By tower, of each layer: (example, head, query, key)."""
+    plain_names = split_qkv.join(it.model.module, params)
+    with torch.no_grad():
+        out = functional_call(
+            it.plain, plain_names, kwargs={**inputs_of(it), **it.model.fixed, "output_attentions": True}
+        )
+    if hasattr(out, "text_model_output"):
+        return {"vision": out.vision_model_output.attentions, "text": out.text_model_output.attentions}
+    return {"": out.attentions}
+
+
+@pytest.mark.parametrize("case", EACH_ONCE)
+def test_attention_moves_with_the_query_and_the_key_of_its_layer_and_with_nothing_else_there(case: str) -> None:
+    it = made(case)
+    rotary = case.startswith(("llama", "mistral", "qwen"))
+    before = attentions(it, it.params)
+    for name, tags in it.model.tags.items():
+        after = attentions(it, {**it.params, name: it.params[name] + 0.3 * noise(2, *it.params[name].shape)})
+        for tower, layers in before.items():
+            for layer, old in enumerate(layers):
+                new = after[tower][layer]
+                here = f"layer.{layer}" in tags and (not tower or tower in tags)
+                if here and "key" in tags and name.endswith("bias") and not rotary:
+                    # It adds the same to all scores of a query, which softmax takes away.
+                    assert close(new, old, 1e-5), (name, tower, layer)
+                elif here and (tags & {"query", "key"} or any(norm in name for norm in BEFORE_ATTENTION)):
+                    assert not close(new, old, 1e-4), (name, tower, layer)
+                elif here or ("head" in tags and "embedding" not in tags) or (tower and tower not in tags):
+                    assert torch.equal(new, old), (name, tower, layer)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_has_one_role_and_layers_are_counted(case: str) -> None:
+    it = made(case)
+    for name, tags in it.model.tags.items():
+        roles = tags & {"query", "key", "value", "output", "mlp", "norm", "embedding", "head"}
+        tied = case in ("gpt2-lm", "qwen3-lm") and "embedding" in tags and "wpe" not in name
+        assert roles == {"embedding", "head"} if tied else len(roles) == 1, name
+    assert {tag for tags in it.model.tags.values() for tag in tags if tag.startswith("layer.")} == {
+        "layer.0",
+        "layer.1",
+    }
+    sizes = [len(it.model.names(f"layer.{layer}")) for layer in range(LAYERS)]
+    assert sizes[0] == sizes[1] > 8
+    assert it.model.names("query", "key", "value", "output", "mlp") <= it.model.names("layer.0", "layer.1")
+    if case == "clip-towers":
+        assert it.model.names("vision") | it.model.names("text") == it.model.all_names() - {"logit_scale"}
+        assert not it.model.names("vision") & it.model.names("text")
+
+
+def test_gpt2_has_three_parameters_for_its_one_projection() -> None:
+    it = made("gpt2-lm")
+    site = "transformer.h.0.attn.c_attn"
+    assert it.model.initial[f"{site}.query.weight"].shape == (16, 16)
+    assert it.model.names("value") == {
+        f"transformer.h.{layer}.attn.c_attn.value.{leaf}" for layer in range(LAYERS) for leaf in ("weight", "bias")
+    }
+    joined = torch.cat([it.params[f"{site}.{part}.weight"] for part in ("query", "key", "value")], 1)
+    assert torch.equal(it.plain.transformer.h[0].attn.c_attn.weight, joined)
+
+
+# Blocks of clients
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_block_gives_the_outputs_and_gradients_of_single_clients(case: str) -> None:
+    it = made(case)
+    params = [moved(it.params, seed) for seed in (3, 4)]
+    inputs, targets = [inputs_of(it, seed) for seed in (0, 1)], [targets_of(it, seed) for seed in (0, 1)]
+
+    def losses(one: Tensors, given: Tensors, target: Tensor) -> Tensor:
+        out = it.model(one, given)
+        assert out.features is not None
+        return it.model.losses(out, target) + out.features.square().mean(1)
+
+    together = {name: torch.stack([one[name] for one in params]).requires_grad_() for name in params[0]}
+    given = {name: torch.stack([one[name] for one in inputs]) for name in inputs[0]}
+    with no_slow_path():
+        lifted = torch.vmap(losses)(together, given, torch.stack(targets))
+        slopes = torch.autograd.grad(lifted.mean(1).sum(), list(together.values()), allow_unused=True)
+    for client in range(2):
+        leaves = {name: value.clone().requires_grad_() for name, value in params[client].items()}
+        alone = losses(leaves, inputs[client], targets[client])
+        assert torch.allclose(lifted[client], alone, rtol=1e-5, atol=1e-5)
+        own = torch.autograd.grad(alone.mean(), list(leaves.values()), allow_unused=True)
+        for name, many, one in zip(together, slopes, own, strict=True):
+            if one is None:
+                assert many is None
+                # Only pretraining uses the one, and CLIP's head for classes goes past the other.
+                assert "mask_token" in name or (case == "clip-image" and "post_layernorm" in name), name
+            else:
+                assert close(many[client], one, 1e-5 * max(1.0, float(one.abs().max()))), name
+
+
+@pytest.mark.parametrize("case", ["bert-text", "gpt2-lm", "mistral-lm", "clip-towers"])
+def test_gradients_of_single_examples_take_no_slow_path(case: str) -> None:
+    it = made(case)
+    inputs, targets = inputs_of(it), targets_of(it)
+
+    def loss(one: Tensors, given: Tensors, target: Tensor) -> Tensor:
+        return it.model.losses(it.model(one, {name: value[None] for name, value in given.items()}), target[None])[0]
+
+    with no_slow_path():
+        lifted = torch.vmap(torch.func.grad(loss), (None, 0, 0))(it.params, inputs, targets)
+    for example in range(EXAMPLES):
+        leaves = {name: value.clone().requires_grad_() for name, value in it.params.items()}
+        alone = loss(leaves, {name: value[example] for name, value in inputs.items()}, targets[example])
+        for name, own in zip(leaves, torch.autograd.grad(alone, list(leaves.values())), strict=True):
+            assert torch.allclose(lifted[name][example], own, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("case", ["roberta-tokens", "gpt2-lm", "llama-lm"])
+def test_the_padding_token_learns_alike_in_a_block_and_alone_where_it_is_seen(case: str) -> None:
+    """By itself vmap would leave its embedding out for the first client of a block and for no other."""
+    it = made(case)
+    ids, targets = torch.stack([words(seed)["input_ids"] for seed in (0, 1)]), torch.zeros(EXAMPLES, TOKENS).long()
+
+    def loss(one: Tensors, tokens: Tensor) -> Tensor:
+        return it.model.losses(it.model(one, {"input_ids": tokens}), targets).mean()
+
+    [table] = [name for name in it.params if "word_embeddings" in name or "wte" in name or "embed_tokens" in name]
+    embedded = torch.stack([it.params[table]] * 2).requires_grad_()
+    lifted = torch.vmap(lambda own, tokens: loss({**it.params, table: own}, tokens))(embedded, ids)
+    slopes = torch.autograd.grad(lifted.sum(), embedded)[0]  # (client, token, width)
+    for client in range(2):
+        alone = it.params[table].clone().requires_grad_()
+        own = torch.autograd.grad(loss({**it.params, table: alone}, ids[client]), alone)[0]
+        assert close(slopes[client], own, 1e-5)
+        assert own[PAD].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("bert-text", {"num_hidden_layers": 1}),
+        pytest.param("gpt2-lm", {"n_layer": 1}, marks=pytest.mark.slow),
+        pytest.param("clip-towers", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_fedfrozen_keeps_its_promises(case: str, sizes: dict[str, int]) -> None:
+    model = adapted(case, sizes=sizes)
+    # From where no bias is zero: under rounding alone a key's would move, and by nothing that can be compared.
+    found = check_method(fedfrozen(), replace(model, initial=moved(model.initial)), Few(made(case)))
+    assert found.block_difference < 1e-5
+    assert found.bytes_up > 0
+
+
+# Losses
+
+
+@pytest.mark.parametrize("case", ["bert-tokens", "llama-tokens"])
+def test_the_loss_of_tokens_is_the_mean_over_those_that_count(case: str) -> None:
+    it = made(case)
+    inputs, targets = words(0), targets_of(it)
+    with torch.no_grad():
+        losses = it.model.losses(it.model(it.params, inputs), targets)
+        for example in range(EXAMPLES):
+            one = {name: value[example : example + 1] for name, value in inputs.items()}
+            reference = it.plain(**one, labels=targets[example : example + 1]).loss
+            assert close(losses[example], reference)
+
+
+@pytest.mark.parametrize("case", ["gpt2-lm", "qwen2-lm"])
+def test_the_loss_of_a_language_model_is_that_of_transformers_when_the_targets_are_the_next_tokens(case: str) -> None:
+    it = made(case)
+    ids = words(0)["input_ids"].clamp(min=PAD + 1)
+    targets = torch.cat([ids[:, 1:], torch.full((EXAMPLES, 1), IGNORE_INDEX)], 1)
+    with torch.no_grad():
+        losses = it.model.losses(it.model(it.params, {"input_ids": ids}), targets)
+        assert losses.shape == (EXAMPLES,)
+        assert close(losses.mean(), it.plain(input_ids=ids, labels=ids).loss)
+
+
+def test_the_loss_of_several_labels_is_that_of_transformers() -> None:
+    module = module_of("bert-text", problem_type="multi_label_classification")
+    targets = (noise(5, EXAMPLES, CLASSES) > 0).float()
+    with torch.no_grad():
+        reference = module(**words(0), labels=targets).loss
+        model = from_module("bert", module, objective="multi")
+        losses = model.losses(model(model.initial, words(0)), targets)
+    assert losses.shape == (EXAMPLES,)
+    assert close(losses.mean(), reference)
+
+
+def test_an_example_without_a_target_that_counts_has_no_loss() -> None:
+    logits, targets = noise(0, 2, 3, 4).requires_grad_(), torch.tensor([[IGNORE_INDEX] * 3, [1, IGNORE_INDEX, 2]])
+    losses = losses_for("tokens", logits, targets)
+    assert losses[0] == 0
+    assert torch.autograd.grad(losses.sum(), logits)[0].isfinite().all()
+
+
+# Memory
+
+
+@pytest.mark.parametrize("case", ["vit-image", "bert-text", "gpt2-lm", "qwen2-lm", "clip-towers"])
+def test_checkpointing_gives_the_same_gradients_from_less_memory(case: str) -> None:
+    def slopes(model: FunctionalModel) -> tuple[tuple[Tensor, ...], int]:
+        leaves = {name: value.clone().requires_grad_() for name, value in it.params.items()}
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):  # type: ignore[func-returns-value]
+            loss = model.losses(model(leaves, inputs), targets).mean()
+        return torch.autograd.grad(loss, list(leaves.values())), sum(value.numel() for value in kept)
+
+    it, state = made(case), torch.get_rng_state()
+    inputs, targets = inputs_of(it), targets_of(it)
+    saving = adapted(case, checkpointing=True)
+    (again, less), (once, much) = slopes(saving), slopes(it.model)
+    assert all(map(torch.equal, again, once))
+    assert less < 0.7 * much
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(part.training for part in saving.module.modules() if isinstance(part, torch.nn.Dropout))
+    with pytest.raises(ModelError, match=r"checkpointing does not work under vmap.*engine.clients_per_block = 1"):
+        torch.vmap(lambda one: saving(one, inputs).logits)({n: v.expand(2, *v.shape) for n, v in it.params.items()})
+    with pytest.raises(ModelError, match=r"model\.checkpointing = false"):
+        torch.func.grad(lambda one: saving(one, inputs).logits.sum())(it.params)
+
+
+@pytest.mark.parametrize("case", ["gpt2-text", "llama-lm", "clip-image"])
+def test_in_bfloat16_what_is_frozen_is_held_so_and_what_trains_in_float32(case: str, tmp_path: Path) -> None:
+    it = made(case)
+    model = adapted(case, frozen=("embedding", "layer.0"), dtype=torch.bfloat16)
+    assert {value.dtype for value in model.module.parameters()} == {torch.bfloat16}
+    assert {value.dtype for value in model.initial.values()} == {torch.float32}
+    inputs = inputs_of(it)
+    leaves = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
+    out = model(leaves, inputs)
+    assert out.logits.dtype == torch.float32
+    slopes = torch.autograd.grad(model.losses(out, targets_of(it)).mean(), list(leaves.values()), allow_unused=True)
+    assert {slope.dtype for slope in slopes if slope is not None} == {torch.float32}
+    exact = it.model(it.model.initial, inputs).logits
+    assert close(out.logits, exact, 0.05)
+    assert not torch.equal(out.logits, exact)
+    model.save_pretrained(model.initial, tmp_path)
+    plain = class_of(case).from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    assert plain.dtype == torch.bfloat16
+    out = model(model.initial, inputs)  # without gradients, for which attention is written out
+    given = {name: value.bfloat16() if value.is_floating_point() else value for name, value in inputs.items()}
+    seen = inputs["attention_mask"] == 1 if it.each_token else slice(None)
+    assert torch.equal(plain(**given).logits.float()[seen], out.logits[seen])
+
+
+@pytest.mark.parametrize("case", ["gpt2-lm", "qwen3-lm"])
+def test_tied_weights_stay_tied_when_frozen_saved_and_loaded(case: str, tmp_path: Path) -> None:
+    for frozen in ((), ("embedding", "query")):
+        model = adapted(case, frozen=frozen)
+        params = moved(model.initial)
+        model.save_pretrained(params, tmp_path)
+        plain = class_of(case).from_pretrained(tmp_path).eval()
+        assert plain.lm_head.weight is plain.get_input_embeddings().weight
+        ids = words(0)["input_ids"]
+        assert close(model(params, {"input_ids": ids}).logits, plain(input_ids=ids).logits)
+
+
+def test_older_names_of_a_parameter_have_the_same_role() -> None:
+    layer = "dinov2.encoder.layer.0.attention."
+    old = {"attention.query": "query", "attention.key": "key", "attention.value": "value", "output.dense": "output"}
+    tags = tags_of("dinov2", [f"{layer}{name}.weight" for name in old])
+    assert list(tags.values()) == [frozenset({role, "layer.0"}) for role in old.values()]
+
+
+def test_a_head_that_an_architecture_lacks_is_named() -> None:
+    with pytest.raises(ModelError, match="supports 'bert' for tasks of kind text or tokens, not lm; choose"):
+        from_module("bert", module_of("bert-text"), objective="lm")

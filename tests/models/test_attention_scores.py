@@ -1,0 +1,338 @@
+"""The attention that layers and heads pay to chosen tokens, against transformers' own maps of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architecture_fixtures import (
+    END,
+    EXAMPLES,
+    KIN,
+    LAYERS,
+    NAMES,
+    PAD,
+    TOKENS,
+    Case,
+    Part,
+    adapted,
+    inputs_of,
+    made,
+    noise,
+    words,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partita.core.data import IGNORE_INDEX, Batch
+from partita.core.model import Model, TagError, input_side_names, layer_tags
+from partita.core.rng import Key
+from partita.core.tensors import Tensors
+from partita.models import ModelError
+from partita.models.attention import attention_hook, scaled_dot_product
+from partita.models.attention_scores import _Scores, resolve_tokens
+from partita.models.frozen_cache import cache_frozen
+from partita.testing.toy import ToyPopulation, ToyTransformer
+
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in KIN else name for name in NAMES]
+TAGS = {"O": 0, "B-drug": 1, "I-drug": 2}
+
+
+def case_of(case: str) -> Case:
+    it = made(case)
+    if it.kind == "tokens":
+        it.model.module.config.label2id = TAGS
+    return it
+
+
+def batch_of(it: Case, left: bool = False) -> Batch:
+    inputs = inputs_of(it, left=left)
+    if not it.each_token:
+        return Batch(inputs, torch.zeros(EXAMPLES).long())
+    drawn = torch.randint(0, 3, (EXAMPLES, TOKENS), generator=torch.Generator().manual_seed(3))
+    return Batch(inputs, drawn.where(inputs["attention_mask"] == 1, IGNORE_INDEX))
+
+
+def maps(it: Case, inputs: Tensors) -> list[Tensor]:
+    """Of each layer: (example, head, query, key)."""
+    with torch.no_grad():
+        out = it.plain(**inputs, **it.model.fixed, output_attentions=True)
+    return list((out.vision_model_output if hasattr(out, "vision_model_output") else out).attentions)
+
+
+def formula(maps: list[Tensor], marked: Tensor, seen: Tensor) -> Tensor:
+    """(example, layer, head), as it is written: a mean over the queries that are seen, a sum over marked keys."""
+    found = []
+    for alpha in maps:
+        paid = torch.einsum("ehij,ej->ehi", alpha.double(), marked.double())
+        found.append((paid * seen[:, None]).sum(-1) / seen.sum(-1)[:, None])
+    return torch.stack(found, 1)
+
+
+def stacked(scores: dict[str, Tensor]) -> Tensor:
+    assert list(scores) == [f"layer.{number}" for number in range(LAYERS)]
+    return torch.stack(list(scores.values()), 1)
+
+
+def marks_of(it: Case, batch: Batch, tokens: str, count: int) -> tuple[Tensor, Tensor]:
+    """Marked and seen, row by row and in plain Python."""
+    seen = batch.inputs.get("attention_mask", torch.ones(EXAMPLES, count))
+    marked = torch.zeros(EXAMPLES, count)
+    registers = 2 if "register" in it.model.name else 0
+    for row in range(EXAMPLES):
+        valid = [place for place in range(count) if seen[row, place]]
+        if tokens == "cls":
+            chosen = valid[:1]
+        elif tokens == "entities":
+            chosen = [place for place in valid if int(batch.targets[row, place]) in (1, 2)]
+        elif it.kind == "image":
+            chosen = valid[1 + registers + it.model.name.startswith("deit") :]
+        elif "lm" in it.model.name or it.model.name.startswith(("gpt2", "llama", "mistral", "qwen")):
+            chosen = [place for place in valid[1:] if int(batch.inputs["input_ids"][row, place]) not in (PAD, END)]
+        else:
+            chosen = valid[1:-1]
+        marked[row, chosen] = 1
+    return marked, seen
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_the_maps_of_attention(case: str) -> None:
+    it = case_of(case)
+    for left in (False,) if it.kind == "image" else (False, True):
+        batch = batch_of(it, left)
+        plain = maps(it, batch.inputs)
+        decodes = case.startswith(("gpt2", "llama", "mistral", "qwen"))
+        words = ["content"] + (["entities"] if it.kind == "tokens" else []) + ([] if decodes else ["cls"])
+        for tokens in words:
+            found = stacked(it.model.attention(it.params, batch, tokens))
+            marked, seen = marks_of(it, batch, tokens, plain[0].shape[-1])
+            expected = formula(plain, marked, seen)
+            assert (found - expected).abs().max() < 1e-5, (left, tokens)
+            assert found.std() > 1e-3
+            assert 0 <= found.min() <= found.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("case", "means"),
+    [
+        ("vit-image", "cls"),
+        ("bert-tokens", "entities"),
+        ("bert-text", "cls"),
+        ("clip-towers", "cls"),
+        ("gpt2-text", "content"),
+        ("llama-lm", "content"),
+        ("llama-tokens", "entities"),
+    ],
+)
+def test_auto_is_what_the_task_asks_about_and_else_the_class_token_of_an_encoder(case: str, means: str) -> None:
+    assert resolve_tokens(case_of(case).model, "auto") == means
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens", "message"),
+    [
+        ("bert-text", "all", "does not distinguish layers: softmax makes attention to all tokens 1 in every layer"),
+        ("gpt2-lm", "last", "in a decoder only the last token attends to the last token.*'auto', 'content'"),
+        ("llama-lm", "bos", "in a decoder it is an attention sink"),
+        ("llama-tokens", "first", "'auto', 'entities' or 'content'"),
+        ("llama-text", "cls", "'cls' is for encoders, but llama-text is a decoder"),
+        ("bert-text", "entities", "is for token classification tasks; set it to 'auto', 'cls' or 'content'"),
+        ("bert-text", "contents", "did you mean 'content'"),
+    ],
+)
+def test_tokens_that_tell_nothing_are_refused_with_the_reason(case: str, tokens: str, message: str) -> None:
+    it = case_of(case)
+    with pytest.raises(ModelError, match=message):
+        it.model.attention(it.params, batch_of(it), tokens)
+
+
+def test_entities_are_told_by_their_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case_of("bert-tokens")
+    monkeypatch.setattr(it.model.module.config, "label2id", {"yes": 0, "no": 1, "maybe": 2})
+    with pytest.raises(ModelError, match="has only: yes, no, maybe; use BIO tags"):
+        it.model.attention(it.params, batch_of(it), "entities")
+
+
+@pytest.mark.parametrize("case", ["bert-text", "llama-text"])
+def test_padding_does_not_score(case: str) -> None:
+    it = case_of(case)
+    batch = batch_of(it)
+    wide = {"input_ids": PAD, "attention_mask": 0}
+    longer = {n: torch.cat([v, torch.full((EXAMPLES, 3), wide[n])], 1) for n, v in batch.inputs.items()}
+    one, two = (it.model.attention(it.params, Batch(each, batch.targets), "content") for each in (batch.inputs, longer))
+    assert all(torch.allclose(one[layer], two[layer], atol=1e-6) for layer in one)
+    alone = {name: value[1:2, :3] for name, value in words(0).items()}  # of three tokens, without any padding
+    three = it.model.attention(it.params, Batch(alone, batch.targets[1:2]), "content")
+    assert all(torch.allclose(one[layer][1:2], three[layer], atol=1e-6) for layer in one)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any one tensor holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, given=(), named=None):  # type: ignore[no-untyped-def]
+        out = function(*given, **(named or {}))
+        for each in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(each, Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return out
+
+
+@pytest.mark.parametrize("case", ["bert-text", "gpt2-lm", "llama-lm"])
+def test_nothing_of_the_size_of_a_map_is_ever_made(case: str) -> None:
+    length = 512
+    model = adapted(case, sizes={"n_positions" if "gpt2" in case else "max_position_embeddings": length})
+    ids = torch.randint(2, END, (1, length), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with Largest() as largest:
+        model.attention(model.initial, Batch(inputs, torch.zeros(1).long()), "content")
+    assert 0 < largest.numbers < length * 150 < length * length
+
+
+def test_where_a_layer_leaves_the_scale_open_it_is_that_of_its_own_width() -> None:
+    """The values are wider while they are scored."""
+    seen = []
+
+    def scored(module: Any, *given: Any) -> Tensor:
+        watch = _Scores(it.model, batch, "cls", None, {module: "layer.0"})
+        open_scale = (*given[:4], None, given[5])
+        assert torch.allclose(watch(module, *open_scale), scaled_dot_product(*open_scale), atol=1e-6)
+        seen.append(watch.found["layer.0"])
+        return scaled_dot_product(*given)
+
+    it = case_of("vit-image")
+    batch = batch_of(it)
+    with attention_hook(scored):
+        it.model(it.params, batch.inputs)
+    assert torch.allclose(torch.stack(seen, 1), stacked(it.model.attention(it.params, batch, "cls")), atol=1e-6)
+
+
+def test_scoring_leaves_the_model_as_it_was() -> None:
+    it = case_of("bert-text")
+    batch, state = batch_of(it), torch.get_rng_state()
+    before = it.model(it.params, batch.inputs).logits
+    it.model.attention(it.params, batch, "cls")
+    assert torch.equal(before, it.model(it.params, batch.inputs).logits)
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(ModelError, match="called with exactly the parameters"):
+        it.model.attention({}, batch, "cls")
+    assert torch.equal(before, it.model(it.params, batch.inputs).logits)
+
+
+@pytest.mark.parametrize("case", ["gpt2-text", "vit-image"])
+def test_in_bfloat16_scores_are_near_and_in_float32(case: str) -> None:
+    it = case_of(case)
+    batch = batch_of(it)
+    half = adapted(case, dtype=torch.bfloat16)
+    one, two = (stacked(model.attention(it.params, batch, "auto")) for model in (it.model, half))
+    assert two.dtype == torch.float32
+    assert 0 < (one - two).abs().max() < 0.05
+
+
+def test_with_low_rank_factors_scores_are_those_of_the_merged_model() -> None:
+    it = case_of("bert-text")
+    model = it.model.low_rank(2, 4.0, ("query", "value"), Key(1))
+    params = {name: value + 0.1 * noise(5, *value.shape) for name, value in model.initial.items()}
+    batch = batch_of(it)
+    merged = it.model.attention(model.merged(params), batch, "cls")  # type: ignore[attr-defined]
+    assert (stacked(model.attention(params, batch, "cls")) - stacked(merged)).abs().max() < 1e-5
+    assert not any("lora" in name for name in model.head_dimensions())
+
+
+def test_cached_layers_are_not_scored_and_the_others_score_the_same() -> None:
+    it = case_of("llama-tokens")
+    frozen = adapted("llama-tokens", frozen=("embedding", "layer.0"))
+    frozen.module.config.label2id = TAGS
+    batch = batch_of(it)
+    above, (cached,) = cache_frozen(frozen, Part(batch.inputs, batch.targets))
+    found = above.attention(above.initial, cached.take(torch.arange(EXAMPLES)), "entities")
+    assert list(found) == ["layer.1"]
+    whole = it.model.attention(it.model.initial, batch, "entities")["layer.1"]
+    assert torch.allclose(found["layer.1"], whole, atol=1e-5)
+    with pytest.raises(ModelError, match=r"needs token ids, which are not cached; set engine.cache_frozen = false"):
+        above.attention(above.initial, cached.take(torch.arange(EXAMPLES)), "content")
+
+
+def test_checkpointing_changes_nothing() -> None:
+    it = case_of("vit-image")
+    saving = adapted("vit-image", checkpointing=True)
+    batch = batch_of(it)
+    one, two = (stacked(model.attention(it.params, batch, "cls")) for model in (it.model, saving))
+    assert torch.equal(one, two)
+
+
+# Heads
+
+
+@pytest.mark.parametrize("case", [*(name for name in NAMES if name.endswith(("-image", "-text"))), "qwen3-lm"])
+def test_a_head_is_made_of_the_parts_that_by_head_says(case: str) -> None:
+    """Without the parts of one head of the values, or of the output, all that this head did is gone, and no more."""
+    it = case_of(case)
+    parts, inputs = it.model.head_dimensions(), inputs_of(it)
+    tags = it.model.tags
+    assert parts.keys() <= it.model.names("query", "key", "value", "output")
+    for role, dims in (("query", 2), ("key", 2), ("value", 2), ("output", 2)):
+        matrices = [n for n in it.model.names(role) if it.params[n].ndim == dims]
+        assert set(matrices) <= parts.keys()
+    for name, (dim, count) in parts.items():
+        assert it.params[name].shape[dim] % count == 0
+    if case.startswith(("llama", "mistral", "qwen")):  # two heads of the query share one of key and value
+        return
+
+    def without(role: str) -> Tensor:
+        params = dict(it.params)
+        for name in it.model.names(role) & it.model.names("layer.0") & parts.keys():
+            dim, count = parts[name]
+            params[name] = params[name].clone()
+            params[name].chunk(count, dim)[0].zero_()
+        return it.model(params, inputs).logits
+
+    with torch.no_grad():
+        assert torch.allclose(without("value"), without("output"), atol=1e-5)
+        assert not torch.allclose(without("value"), it.model(it.params, inputs).logits, atol=1e-3)
+        swapped = dict(it.params)
+        for name, (dim, count) in parts.items():
+            if "layer.0" in tags[name]:
+                swapped[name] = torch.cat(it.params[name].chunk(count, dim)[::-1], dim)
+        assert torch.allclose(it.model(swapped, inputs).logits, it.model(it.params, inputs).logits, atol=1e-5)
+
+
+# Layers
+
+
+def test_what_comes_before_the_layers() -> None:
+    expected = {
+        "bert-text": "bert.embeddings.LayerNorm.bias",
+        "clip-towers": "vision_model.pre_layrnorm.bias",
+        "gpt2-lm": "transformer.wte.weight",
+        "llama-lm": "model.embed_tokens.weight",
+    }
+    for case, name in expected.items():
+        model = made(case).model
+        assert name in (before := input_side_names(model))
+        assert model.names("embedding") <= before
+        assert not before & model.names(*layer_tags(model))
+    assert not any("final" in name or "post" in name for name in input_side_names(made("clip-towers").model))
+    assert "logit_scale" not in input_side_names(made("clip-towers").model)
+    assert input_side_names(ToyTransformer()) == {"embed.weight"}
+    assert layer_tags(ToyTransformer(layers=12)) == [f"layer.{number}" for number in range(12)]
+
+
+def test_the_small_model_scores_its_first_token_and_a_plain_one_says_that_it_cannot() -> None:
+    model, examples = ToyTransformer(), ToyPopulation()["c3"].train
+    scores = model.attention(model.initial, examples.take(torch.arange(5)), "auto")
+    assert [value.shape for value in scores.values()] == [(5, 1)] * 2
+    assert all(0 < float(value.mean()) < 1 for value in scores.values())
+    still = {n: v * 0 if "query" in n else v for n, v in model.initial.items()}
+    even = model.attention(still, examples.take(torch.arange(5)), "auto")
+    assert all(torch.allclose(value, torch.tensor(0.25)) for value in even.values())
+    plain = Model()
+    plain.name = "plain"
+    with pytest.raises(TagError, match="plain cannot report its attention; use a Hugging Face model"):
+        plain.attention({}, Batch({}, torch.zeros(1)), "auto")
+    with pytest.raises(TagError, match="plain cannot separate its heads"):
+        plain.head_dimensions()

@@ -1,0 +1,308 @@
+"""Frozen layers computed once: the same states as transformers', and the same training as without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture_fixtures import CLASSES, WORDS, adapted, class_of, module_of, moved, noise, words
+from helpers import distance, last, play, run_of
+from torch import Tensor
+
+from partita.core import memory
+from partita.core.data import ClientData, Examples
+from partita.core.memory import SizeError
+from partita.core.optim import AdamW
+from partita.core.rng import Key
+from partita.data.ragged import ragged
+from partita.data.task import Subset, Table
+from partita.experiment.builder import build
+from partita.experiment.config import parse
+from partita.experiment.run_folder import RESULT
+from partita.experiment.runner import start
+from partita.methods.fedavg import fedavg
+from partita.models import ModelError, frozen_cache
+from partita.models.adapter import FunctionalModel, from_module
+from partita.models.frozen_cache import CACHED_STATES, CHUNK, CachedExamples, cache_frozen, frozen_depth
+from partita.testing.toy import ToyTransformer
+
+LOWEST = ("embedding", "layer.0")
+# In an encoder of texts, a norm of another role stands between the embeddings and the first layer.
+NORMS = {"bert": "bert", "roberta": "roberta", "electra": "electra", "distilbert": "distilbert"}
+RUNS = ["vit-image", "bert-text", "gpt2-lm", "llama-tokens"]
+EACH = [*RUNS, "deit-image", "dinov2_with_registers-image", "electra-text", "distilbert-text", "qwen2-lm"]
+SIZES, ROWS = {"a": 5, "b": 3, "c": 4}, 12
+
+
+def frozen_of(case: str) -> tuple[str, ...]:
+    body = NORMS.get(case.partition("-")[0])
+    return (*LOWEST, *(f"{body}.embeddings.LayerNorm.{leaf}" for leaf in ("weight", "bias") if body))
+
+
+def model_of(case: str, **options: Any) -> FunctionalModel:
+    return adapted(case, frozen_of(case), **options)
+
+
+def rows_of(case: str, lengths: tuple[int, ...] = (9, 3, 1, 4)) -> Any:
+    """Images, or texts of these lengths in turn."""
+    if case.endswith("image"):
+        return Table({"pixel_values": noise(0, ROWS, 1, 8, 8)}, torch.arange(ROWS) % CLASSES)
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(2, WORDS, (lengths[row % len(lengths)],), generator=draw).tolist() for row in range(ROWS)]
+    if case.endswith("text"):
+        return ragged(texts, 12, torch.arange(ROWS) % CLASSES)
+    return ragged(texts, 12, tags=[[token % CLASSES for token in text] for text in texts])
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Three of unlike size over one table."""
+
+    table: Any
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        return tuple(SIZES)
+
+    def __getitem__(self, client: str) -> ClientData:
+        parts = dict(zip(SIZES, torch.arange(ROWS).split(list(SIZES.values())), strict=True))
+        rows = Subset(self.table, parts[client])
+        return ClientData(rows, rows, rows)
+
+
+def calls(layer: Any) -> list[int]:
+    """The number of examples in each pass through the layer's own parts from now on."""
+    seen: list[int] = []
+    layer.mlp.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
+    return seen
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_what_is_remembered_are_the_states_of_transformers(case: str) -> None:
+    model, table = model_of(case), rows_of(case)
+    _, (cached,) = cache_frozen(model, table)
+    rows = torch.tensor([7, 0, 2, 7])
+    batch, plain = cached.take(rows), table.take(rows)
+    wanted = module_of(case)(**plain.inputs, output_hidden_states=True).hidden_states[1]  # (example, token, width)
+    seen = plain.inputs.get("attention_mask", torch.ones(wanted.shape[:2])).bool()
+    states = batch.inputs[CACHED_STATES]
+    torch.testing.assert_close(states[seen], wanted[seen], rtol=0, atol=1e-6)
+    assert not states[~seen].any()
+    assert torch.equal(batch.targets, plain.targets)
+    assert batch.inputs.keys() - {CACHED_STATES} == plain.inputs.keys() - {"pixel_values", "input_ids"}
+
+
+@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("block", [1, 3])
+def test_training_with_and_without_the_cache_is_the_same(case: str, block: int) -> None:
+    run = run_of(fedavg(), count=2, optimizer=AdamW(eps=1e-3), lr=0.01, batch_size=3, epochs=2)
+    table = rows_of(case)
+    above, (cached,) = cache_frozen(model_of(case), table)
+    without = last(play(run, model_of(case), Clients(table), block=block))
+    once = last(play(run, above, Clients(cached), block=block))
+    assert distance(without, above.initial) > 1e-3
+    assert distance(without, once) < 1e-6
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_nothing_but_rounding_differs(case: str) -> None:
+    """A batch of the very rows that are computed together is the same arithmetic, and gives the same bits."""
+    model, table = model_of(case), rows_of(case)
+    above, (cached,) = cache_frozen(model, table)
+    params, rows = moved(model.initial), torch.arange(ROWS)
+    batch, plain = cached.take(rows), table.take(rows)
+    out, wanted = above(params, batch.inputs), model(params, plain.inputs)
+    seen = plain.inputs["attention_mask"].bool() if case.endswith(("tokens", "lm")) else slice(None)
+    assert torch.equal(out.logits[seen], wanted.logits[seen])
+    assert out.features is not None
+    assert wanted.features is not None
+    assert torch.equal(out.features, wanted.features)
+
+
+def test_frozen_layers_are_run_once_for_each_example() -> None:
+    model, table = model_of("vit-image"), rows_of("vit-image")
+    above, (cached,) = cache_frozen(model, table)
+    lowest, highest = (calls(layer) for layer in frozen_cache._body(model).layers)
+    play(run_of(fedavg(), count=3), above, Clients(cached))
+    assert sum(lowest) == ROWS
+    assert sum(highest) == 3 * ROWS
+
+
+def test_states_do_not_depend_on_what_is_taken_first() -> None:
+    """So a resumed run remembers the same bits as one that was never stopped."""
+    many = ragged([[2 + row % 9] * (1 + row % 7) for row in range(CHUNK + 9)], 12, torch.zeros(CHUNK + 9))
+    takes = [torch.tensor([CHUNK + 1, 3]), torch.arange(CHUNK + 9), torch.tensor([5])]
+
+    def taken(order: list[Tensor]) -> Tensor:
+        _, (cached,) = cache_frozen(model_of("bert-text"), many)
+        for rows in order:
+            cached.take(rows)
+        return cached.states
+
+    assert torch.equal(taken(takes), taken(takes[::-1]))
+
+
+def test_padding_on_the_left_stays_there() -> None:
+    model = model_of("gpt2-lm")
+    table = Table(words(0, left=True), torch.zeros(4, dtype=torch.long))
+    above, (cached,) = cache_frozen(model, table)
+    rows, params = torch.tensor([3, 1]), moved(model.initial)
+    out, wanted = above(params, cached.take(rows).inputs), model(params, table.take(rows).inputs)
+    seen = table.take(rows).inputs["attention_mask"].bool()
+    torch.testing.assert_close(out.logits[seen], wanted.logits[seen], rtol=0, atol=2e-6)
+    assert len(cached.states) == int(table.inputs["attention_mask"].sum())
+
+
+def test_states_made_while_evaluating_can_be_trained_on() -> None:
+    model, table = model_of("vit-image"), rows_of("vit-image")
+    above, (cached,) = cache_frozen(model, table)
+    with torch.inference_mode():
+        cached.take(torch.arange(ROWS))
+    params = {name: value.clone().requires_grad_() for name, value in above.initial.items()}
+    above(params, cached.take(torch.arange(3)).inputs).logits.sum().backward()
+    assert all(value.grad is not None for value in params.values())
+
+
+def test_all_layers_may_be_frozen_and_only_the_head_train() -> None:
+    model, table = adapted("llama-text", (*LOWEST, "layer.1")), rows_of("llama-text")
+    above, (cached,) = cache_frozen(model, table)
+    assert frozen_depth(model) == 2
+    rows, params = torch.arange(ROWS), moved(model.initial)
+    assert model.initial.keys() == {"model.norm.weight", "score.weight"}
+    assert torch.equal(above(params, cached.take(rows).inputs).logits, model(params, table.take(rows).inputs).logits)
+
+
+def test_the_type_that_the_model_computes_in_is_remembered() -> None:
+    model, table = model_of("llama-lm", dtype=torch.bfloat16), rows_of("llama-lm")
+    above, (cached,) = cache_frozen(model, table)
+    rows = torch.arange(ROWS)
+    seen = table.take(rows).inputs["attention_mask"].bool()
+    out, wanted = above(above.initial, cached.take(rows).inputs), model(model.initial, table.take(rows).inputs)
+    assert cached.states.dtype == torch.bfloat16
+    assert torch.equal(out.logits[seen], wanted.logits[seen])
+
+
+def test_what_trains_in_a_module_of_half_precision_is_held_in_float32() -> None:
+    module = module_of("llama-lm").to(torch.bfloat16)
+    weights = dict(module.named_parameters())
+    model = from_module("llama", module, LOWEST, objective="lm", dtype=torch.bfloat16)
+    assert {value.dtype for value in model.initial.values()} == {torch.float32}
+    assert all(torch.equal(value, weights[name].float()) for name, value in model.initial.items())
+    for name, value in model.module.named_parameters():
+        assert value.dtype == torch.bfloat16
+        assert value.data_ptr() == weights[name].data_ptr(), "what is frozen is not copied"
+
+
+def test_checkpointing_goes_with_it() -> None:
+    model, table = model_of("bert-text", checkpointing=True), rows_of("bert-text")
+    above, (cached,) = cache_frozen(model, table)
+    run = run_of(fedavg(), count=1, optimizer=AdamW(eps=1e-3))
+    again, once = (last(play(run, each, Clients(rows))) for each, rows in ((model, table), (above, cached)))
+    assert distance(again, once) < 1e-6
+
+
+def test_the_whole_model_is_saved(tmp_path: Path) -> None:
+    model = model_of("gpt2-lm")
+    above, _ = cache_frozen(model, rows_of("gpt2-lm"))
+    params = moved(above.initial)
+    above.save_pretrained(params, tmp_path)
+    plain, inputs = class_of("gpt2-lm").from_pretrained(tmp_path).eval(), words(0)
+    seen = inputs["attention_mask"].bool()
+    torch.testing.assert_close(plain(**inputs).logits[seen], model(params, inputs).logits[seen], rtol=0, atol=2e-6)
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model, table = model_of("vit-image"), rows_of("vit-image")
+    inputs = table.take(torch.arange(2)).inputs
+    before = model(model.initial, inputs).logits
+    above, (cached,) = cache_frozen(model, table)
+    others = cached.take(torch.arange(2, 4)).inputs
+    above(model.initial, others)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        above(model.initial, {CACHED_STATES: others[CACHED_STATES][..., :-1]})
+    assert torch.equal(model(model.initial, inputs).logits, before)
+
+
+CONFIG: dict[str, Any] = {
+    "method": {"name": "fedprox"},
+    "data": {"name": "synthetic", "examples": 60, "test_examples": 20, "size": 4, "classes": 3},
+    "split": {"name": "iid", "clients": 3},
+    "model": {"name": "vit", "width": 8, "heads": 2, "frozen": ["embedding", "layer.0"]},
+    "training": {"batch_size": 8},
+    "rounds": 2,
+}
+
+
+def test_a_run_with_engine_cache_frozen_ends_where_one_without_does(tmp_path: Path) -> None:
+    rows = {}
+    for once in (False, True):
+        config = parse({**CONFIG, "engine": {"clients_per_block": 1, "cache_frozen": once}})
+        rows[once] = list(start(config, tmp_path / str(once)))
+        assert (tmp_path / str(once) / RESULT).exists()
+    for plain, remembered in zip(rows[False], rows[True], strict=True):
+        assert remembered["bytes"] == plain["bytes"]
+        assert remembered["train_loss"] == pytest.approx(plain["train_loss"], abs=1e-6)
+        assert remembered["test"] == pytest.approx(plain["test"], abs=1e-6)
+
+
+def test_nothing_is_computed_before_a_run_begins() -> None:
+    experiment = build(parse({**CONFIG, "engine": {"cache_frozen": True}}))
+    tables: list[Any] = [experiment.federation.task.train, experiment.federation.task.test]
+    assert [type(table) for table in tables] == [CachedExamples, CachedExamples]
+    assert not any(table.known for table in tables)
+
+
+def refused(model: Any, table: Examples | None = None) -> str:
+    with pytest.raises(ModelError) as error:
+        cache_frozen(model, table or rows_of("vit-image"))
+    return str(error.value)
+
+
+def test_what_trains_too_low_is_named_with_the_remedy() -> None:
+    free = refused(adapted("vit-image"))
+    assert "'vit.embeddings.cls_token'" in free
+    assert "can train before the first layer; add these to model.frozen" in free
+    norm = refused(adapted("bert-text", LOWEST))
+    assert "'bert.embeddings.LayerNorm.weight', 'bert.embeddings.LayerNorm.bias' of" in norm
+    gap = refused(adapted("llama-text", ("embedding", "layer.1")))
+    assert "'model.layers.0.self_attn.q_proj.weight'" in gap
+    assert "and 6 more of llama-text can train in layer 0;" in gap
+    tied = refused(adapted("gpt2-lm", ("layer.0",)))
+    assert "'transformer.wte.weight', 'transformer.wpe.weight' of" in tied
+
+
+def test_models_that_cannot_be_cached_are_refused() -> None:
+    assert "low-rank factors are in every layer" in refused(model_of("vit-image").low_rank(2, 2.0, ("query",), Key(0)))
+    assert "does not support the architecture 'clip'; set it to false" in refused(adapted("clip-image", ("embedding",)))
+    assert "needs a Hugging Face model" in refused(ToyTransformer(width=4, layers=1))
+
+
+def test_more_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2**20 < memory.available() < 2**50
+    table = rows_of("vit-image")
+    _, (cached,) = cache_frozen(model_of("vit-image"), table)
+    assert cached.states.nbytes == ROWS * 5 * 16 * 4
+    monkeypatch.setattr(memory, "available", lambda: 2 * cached.states.nbytes - 1)
+    cache_frozen(model_of("vit-image"), table)
+    with pytest.raises(SizeError, match=r"would take .* MB, but .* are free; set it to false, or use fewer"):
+        cache_frozen(model_of("vit-image"), table, table)
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_what_lies_below_is_not_looked_at_again(case: str) -> None:
+    model, table = model_of(case), rows_of(case)
+    above, (cached,) = cache_frozen(model, table)
+    batch = cached.take(torch.arange(ROWS))
+    before = above(model.initial, batch.inputs).logits
+    body = frozen_cache._body(model)
+    for part in (*body.embeds, body.layers[0]):
+        for value in part.parameters():
+            value.data.fill_(torch.nan)
+    head = "lm" in case  # GPT-2's is tied to the embedding
+    after = above(model.initial, batch.inputs)
+    assert after.features is not None
+    assert torch.isfinite(after.features).all()
+    assert head or torch.equal(after.logits, before)

@@ -1,0 +1,626 @@
+"""Frozen towers and what is learnt beside them, against plain transformers and formulas written out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dual_encoder_fixtures
+import image_fixtures
+import numpy as np
+import pytest
+import torch
+from helpers import last, play, run_of
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+from partita.core import serialization, tensors
+from partita.core.model import Model, TagError
+from partita.core.optim import SGD
+from partita.core.rng import Key
+from partita.core.rounds import rounds
+from partita.core.tensors import Tensors
+from partita.engines.simulation import SimulationEngine
+from partita.experiment.builder import build as build_experiment
+from partita.experiment.config import parse
+from partita.methods import NEEDS_DUAL_ENCODER, build
+from partita.methods.pfeddc import pfeddc
+from partita.models import ModelError
+from partita.models.prompts.clip import SHAPES, clip
+from partita.models.prompts.optimal_transport import sinkhorn
+from partita.models.prompts.prompts import ASKING, fuse
+from partita.testing.toy import ToyTransformer
+
+KEY = Key(5)
+PIXELS = {"pixel_values": dual_encoder_fixtures.images().double()}
+PROMPT = "a photo of a {}."
+READABLE = tuple(name.replace("_", " ") for name in dual_encoder_fixtures.CLASSES)
+
+
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
+    return torch.allclose(left.double(), right.double(), rtol=tolerance, atol=tolerance)
+
+
+def moved(model: Model, size: float = 0.5) -> Tensors:
+    """Away from the start, whose zeros hide mistakes; the temperature stays."""
+    return {
+        name: value
+        if name == "logit_scale"
+        else value + size * torch.randn(value.shape, generator=(KEY / name).generator())
+        for name, value in model.initial.items()
+    }
+
+
+def logits_of(pair: str, **more: Any) -> Tensor:
+    """By transformers alone: its tokenizer, its forward pass."""
+    tokenizer: Any = dual_encoder_fixtures.byte_pairs() if pair == "clip" else dual_encoder_fixtures.whole_words()
+    tokens = tokenizer([PROMPT.format(name) for name in READABLE], padding=True, return_tensors="pt")
+    tokens.pop("token_type_ids", None)
+    with torch.no_grad():
+        return dual_encoder_fixtures.plain(pair)(**PIXELS, **tokens, **more).logits_per_image
+
+
+# ---- the towers
+
+
+@pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
+def test_towers_give_the_logits_of_transformers(pair: str) -> None:
+    towers = dual_encoder_fixtures.loaded(pair)
+    expected = logits_of(pair)
+    assert expected.std(1).min() > 0.005, "classes can be told apart"
+    assert close(towers(towers.initial, PIXELS).logits, expected)
+    half = dual_encoder_fixtures.loaded(pair, dtype="float32")
+    assert close(half(half.initial, PIXELS).logits, expected, 1e-5)
+
+
+@pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
+def test_vision_prompts_of_no_length_change_nothing(pair: str) -> None:
+    towers = dual_encoder_fixtures.loaded(pair)
+    model = towers.prompted("prompts", KEY, vision_tokens=0)
+    assert torch.equal(model(model.initial, PIXELS).logits, towers(towers.initial, PIXELS).logits)
+    empty = towers.look(PIXELS["pixel_values"], torch.zeros(2, 0, towers.width("vision")))
+    assert close(empty, towers.look(PIXELS["pixel_values"]))
+
+
+def test_names_are_cut_into_the_tokens_of_clips_own_tokenizer() -> None:
+    towers, tokenizer = dual_encoder_fixtures.loaded(), dual_encoder_fixtures.byte_pairs()
+    ids, seen = towers.tokenize([f"{name}." for name in READABLE])
+    expected = tokenizer([f"{name}." for name in READABLE], padding=True, return_tensors="pt")
+    assert torch.equal(ids, expected["input_ids"])
+    assert torch.equal(seen, expected["attention_mask"].bool())
+    assert tokenizer.convert_ids_to_tokens(ids[1].tolist())[1:4] == ["golden</w>", "eagle</w>", ".</w>"]
+    table = dual_encoder_fixtures.plain("clip").text_model.embeddings.token_embedding.weight
+    assert torch.equal(towers.held["words"], table[ids].double())
+
+
+@pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
+def test_a_context_that_says_what_the_template_says_reads_the_same(pair: str) -> None:
+    towers = dual_encoder_fixtures.loaded(pair)
+    model = towers.prompted("prompts", KEY, text_tokens=4, init_text="a photo of a")
+    assert close(towers.read(model.initial["prompt.text.global"]), towers.held["texts"])
+    longer = towers.prompted("prompts", KEY, text_tokens=6, init_text="a photo of a").initial["prompt.text.global"]
+    assert torch.equal(longer[2:], model.initial["prompt.text.global"])
+    assert 0.005 < longer[:2].std() < 0.05, "and what the phrase leaves over is drawn"
+
+
+def test_a_context_stands_between_the_start_and_the_name() -> None:
+    """The tower of transformers itself, run on rows put together by hand."""
+    towers, module = dual_encoder_fixtures.loaded(), dual_encoder_fixtures.plain("clip")
+    context = torch.randn(3, 12, generator=KEY.generator(), dtype=torch.float64)
+    table = module.text_model.embeddings.token_embedding
+    for place, name in enumerate(READABLE):
+        ids = dual_encoder_fixtures.byte_pairs()(f"{name}.", return_tensors="pt")["input_ids"]
+        row = torch.cat([table(ids[:, :1]), context[None], table(ids[:, 1:])], 1)
+        stand_in = torch.full((1, row.shape[1]), 1)
+        stand_in[0, -1] = module.text_model.eos_token_id
+        hook = table.register_forward_hook(lambda *_, row=row: row)
+        expected = module.get_text_features(input_ids=stand_in).pooler_output
+        hook.remove()
+        assert close(towers.read(context)[place], expected[0])
+
+
+@pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_vision_prompts_against_a_pass_written_out(pair: str, depth: int) -> None:
+    towers = dual_encoder_fixtures.loaded(pair)
+    prompts = torch.randn(depth, 3, 16, generator=KEY.generator(), dtype=torch.float64)
+    module = dual_encoder_fixtures.plain(pair)
+    tower, seen = module.vision_model, {}
+    layers = tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
+    behind = 2 if pair.startswith("registers") else 0
+
+    def enter(number: int) -> Any:
+        def hook(layer: Any, given: Any) -> Any:
+            states = given[0]
+            seen[number] = states.shape[1]
+            own = prompts[number].expand(len(states), 3, 16)
+            rest = states[:, 1:] if number == 0 else states[:, 4:]
+            return (torch.cat([states[:, :1], own, rest], 1), *given[1:])
+
+        return hook
+
+    for number in range(depth):
+        layers[number].register_forward_pre_hook(enter(number))
+    out = tower(**PIXELS)
+    assert close(towers.look(PIXELS["pixel_values"], prompts)[:, 0], module.visual_projection(out.pooler_output))
+    assert seen == {
+        0: 1 + behind + dual_encoder_fixtures.PATCHES,
+        **({1: 4 + behind + dual_encoder_fixtures.PATCHES} if depth == 2 else {}),
+    }
+    every = out.last_hidden_state[:, 4 + behind :]
+    every = tower.post_layernorm(every) if pair.startswith("clip") else every
+    patches = towers.look(PIXELS["pixel_values"], prompts, patches=True)
+    assert patches.shape == (5, 1 + dual_encoder_fixtures.PATCHES, module.visual_projection.out_features)
+    assert close(patches[:, 1:], module.visual_projection(every))
+
+
+@pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
+def test_a_grey_view_is_what_transformers_makes_of_a_grey_image(pair: str) -> None:
+    tower, entered = dual_encoder_fixtures.plain(pair).vision_model, []
+    layers = tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, given: entered.append(given[0][0]))
+    tower(torch.zeros(1, 1, dual_encoder_fixtures.SIZE, dual_encoder_fixtures.SIZE, dtype=torch.float64))
+    behind = 3 if pair.startswith("registers") else 1
+    patches = torch.stack(entered)[:, behind:]
+    assert patches.shape == (2, dual_encoder_fixtures.PATCHES, 16)
+    options = {"vision_tokens": 3, "depth": 2, "owners": ("global", "local")}
+    grey, drawn = (
+        dual_encoder_fixtures.loaded(pair).prompted("prompts", KEY, **options, vision_init=v).initial
+        for v in ("grey", "nothing")
+    )
+    for name in ("prompt.vision.global", "prompt.vision.local"):
+        assert close(grey[name] - drawn[name], patches[:, [0, 1, 3]]), "at the ends, and one between"
+        assert grey[name].dtype == torch.float32
+    deeper = (
+        dual_encoder_fixtures.loaded(pair)
+        .prompted("prompts", KEY, vision_tokens=3, vision_init="grey")
+        .initial["prompt.vision.global"]
+    )
+    shallow = (
+        dual_encoder_fixtures.loaded(pair).prompted("prompts", KEY, vision_tokens=3).initial["prompt.vision.global"]
+    )
+    assert close(deeper - shallow, patches[:1, [0, 1, 3]]), "one layer takes the first of them"
+    fewer = dual_encoder_fixtures.loaded(pair).prompted("prompts", KEY, text_tokens=2, vision_init="grey").initial
+    assert tensors.equal(fewer, dual_encoder_fixtures.loaded(pair).prompted("prompts", KEY, text_tokens=2).initial), (
+        "texts show nothing"
+    )
+
+
+def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
+    towers = dual_encoder_fixtures.loaded(dtype="bfloat16")
+    assert not any(value.requires_grad for value in towers.module.parameters())
+    assert {value.dtype for value in towers.module.parameters()} == {torch.bfloat16}
+    assert towers.all_names() == {"logit_scale"}
+    assert towers.initial["logit_scale"].dtype == torch.float32
+    model = towers.prompted("prompts", KEY, text_tokens=2, vision_tokens=2, owners=("global", "local"), fusion="both")
+    assert model.towers.module is towers.module, "held once"  # type: ignore[attr-defined]
+    assert {value.dtype for value in model.initial.values()} == {torch.float32}
+    params = {name: value.requires_grad_() for name, value in moved(model).items()}
+    out = model(params, PIXELS)
+    assert out.logits.dtype == torch.float32
+    model.losses(out, torch.zeros(5, dtype=torch.long)).sum().backward()
+    assert all(value.grad is not None and value.grad.dtype == torch.float32 for value in params.values())
+    wide = dual_encoder_fixtures.loaded(dtype="float32")
+    same = wide.prompted("prompts", KEY, text_tokens=2, vision_tokens=2, owners=("global", "local"), fusion="both")
+    assert close(out.logits, same(moved(model), PIXELS).logits, 0.3), "the same up to the rounding of bfloat16"
+
+
+# ---- fusion
+
+
+@pytest.mark.parametrize("fusion", ASKING)
+def test_fusion_against_torchs_attention(fusion: str) -> None:
+    towers = dual_encoder_fixtures.loaded()
+    model = towers.prompted(
+        "prompts", KEY, text_tokens=3, vision_tokens=2, depth=2, owners=("global", "local"), fusion=fusion
+    )
+    params = moved(model)
+    for tower in ("text", "vision"):
+        shared, own = (params[f"prompt.{tower}.{owner}"] for owner in ("global", "local"))
+
+        def attended(asking: str, tower: str = tower, shared: Tensor = shared, own: Tensor = own) -> Tensor:
+            width = own.shape[-1]
+            torchs = torch.nn.MultiheadAttention(width, 1, bias=False, batch_first=True)
+            parts = [params[f"fusion.{tower}.{asking}.{part}"] for part in ("query", "key", "value", "output")]
+            torchs.in_proj_weight.data = torch.cat(parts[:3])
+            torchs.out_proj.weight.data = parts[3]
+            here, there = (own, shared) if asking == "local" else (shared, own)
+            batch = [value.view(-1, *value.shape[-2:]) for value in (here, there)]
+            return here + torchs(batch[0], batch[1], batch[1])[0].view_as(here)
+
+        expected = {
+            "local_queries": lambda attended=attended: attended("local"),
+            "global_queries": lambda attended=attended: attended("global"),
+            "both": lambda attended=attended: (attended("local") + attended("global")) / 2,
+            "mean": lambda shared=shared, own=own: (shared + own) / 2,
+            "none": lambda shared=shared, own=own: torch.cat([shared, own], -2),
+        }[fusion]()
+        fused = fuse(params, tower, fusion)
+        assert fused is not None
+        assert close(fused, expected)
+
+
+@pytest.mark.parametrize(("fusion", "owner"), [("local_queries", "local"), ("global_queries", "global")])
+def test_at_first_those_who_ask_are_handed_on_as_they_are(fusion: str, owner: str) -> None:
+    model = dual_encoder_fixtures.loaded().prompted(
+        "prompts", KEY, text_tokens=3, vision_tokens=2, owners=("global", "local"), fusion=fusion
+    )
+    for tower in ("text", "vision"):
+        fused = fuse(model.initial, tower, fusion)
+        assert fused is not None
+        assert torch.equal(fused, model.initial[f"prompt.{tower}.{owner}"])
+
+
+def test_shared_prompts_learn_from_the_first_step_only_if_the_output_is_open() -> None:
+    for output in (0.0, 1.0):
+        options: dict[str, Any] = {
+            "text_tokens": 3,
+            "vision_tokens": 2,
+            "owners": ("global", "local"),
+            "fusion": "local_queries",
+        }
+        model = dual_encoder_fixtures.loaded().prompted("prompts", KEY, output=output, **options)
+        params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
+        model.losses(model(params, PIXELS), torch.zeros(5, dtype=torch.long)).sum().backward()
+        for name in model.names("global"):
+            slope = params[name].grad
+            assert slope is not None
+            assert (slope.abs().max() > 0) == (output > 0)
+
+
+def test_tags_tell_owners_towers_and_fusion_apart() -> None:
+    model = dual_encoder_fixtures.loaded().prompted(
+        "prompts", KEY, text_tokens=3, vision_tokens=2, owners=("global", "local"), fusion="both"
+    )
+    assert model.names("global") == {"prompt.text.global", "prompt.vision.global"}
+    assert model.names("local") == {"prompt.text.local", "prompt.vision.local"}
+    assert model.names("prompt") == model.names("global", "local")
+    assert len(model.names("fusion")) == 2 * 2 * 4
+    assert model.names("text") | model.names("vision") == model.all_names() - {"logit_scale"}
+    assert not model.names("text") & model.names("vision")
+
+
+def test_prompts_are_drawn_by_name_from_the_key_alone() -> None:
+    before = torch.get_rng_state()
+    options = {"text_tokens": 8, "vision_tokens": 8, "owners": ("global", "local"), "fusion": "both"}
+    one, same, other = (
+        dual_encoder_fixtures.loaded().prompted("prompts", Key(seed), **options).initial for seed in (1, 1, 2)
+    )
+    assert torch.equal(before, torch.get_rng_state())
+    assert tensors.equal(one, same)
+    for name in one:
+        if name.startswith("prompt"):
+            assert 0.015 < one[name].std() < 0.025
+            assert not torch.equal(one[name], other[name])
+        assert name.endswith("output") == (torch.count_nonzero(one[name]) == 0)
+    fewer = dual_encoder_fixtures.loaded().prompted("prompts", Key(1), text_tokens=8).initial
+    assert torch.equal(fewer["prompt.text.global"], one["prompt.text.global"]), "whatever else is asked for"
+
+
+# ---- transport
+
+
+def numpy_sinkhorn(cost: np.ndarray[Any, Any], mass: float, smoothing: float, iterations: int) -> np.ndarray[Any, Any]:
+    """Entropic transport with patches that may give less, as the paper has it: one pair at a time, in plain numpy."""
+    patches, texts = cost.shape
+    kernel = np.exp(-cost / smoothing)
+    left, right = np.ones(patches), np.ones(texts)
+    for _ in range(iterations):
+        for patch in range(patches):
+            left[patch] = min(1.0, 1 / patches / sum(kernel[patch] * right))
+        for text in range(texts):
+            right[text] = mass / texts / sum(kernel[:, text] * left)
+    return np.diag(left) @ kernel @ np.diag(right)
+
+
+@pytest.mark.parametrize("mass", [0.3, 0.8, 1.0])
+def test_transport_against_sinkhorn_in_numpy(mass: float) -> None:
+    cost = torch.rand(2, 3, 6, 2, generator=KEY.generator(), dtype=torch.float64)
+    plan = sinkhorn(cost, mass, 0.1, 400)
+    for place in np.ndindex(2, 3):
+        assert np.allclose(plan[place], numpy_sinkhorn(cost[place].numpy(), mass, 0.1, 400), atol=1e-9)
+    assert close(plan.sum(-2), torch.full((2, 3, 2), mass / 2, dtype=torch.float64), 1e-12)
+    assert (plan.sum(-1) <= 1 / 6 + 1e-6).all()
+    assert mass == 1.0 or (plan.sum(-1) < 1 / 6 - 1e-3).any(), "where less is taken, some patches give less"
+
+
+def test_transport_at_its_limits() -> None:
+    cost = torch.rand(6, 2, generator=KEY.generator(), dtype=torch.float64)
+    assert close(sinkhorn(cost, 0.6, 1e6, 50), torch.full((6, 2), 0.05, dtype=torch.float64)), "smoothed to a mean"
+    dear = cost + torch.tensor([5.0, 0, 0, 0, 0, 0], dtype=torch.float64).unsqueeze(1)
+    assert sinkhorn(dear, 0.5, 0.05, 200)[0].sum() < 1e-9, "what is far from all texts is left out"
+    assert torch.isfinite(sinkhorn((40 * cost).float(), 0.8, 0.01, 50)).all(), "no kernel vanishes as a whole"
+
+
+# ---- learning
+
+
+def test_a_run_leaves_the_towers_and_the_temperature_as_they_were() -> None:
+    towers = image_fixtures.towers("float32")
+    before = {name: value.clone() for name, value in towers.module.state_dict().items()}
+    held = {name: value.clone() for name, value in towers.held.items()}
+    method = pfeddc(text_tokens=2, vision_tokens=2, depth=2, fusion="both")
+    assert method.extend
+    model = method.extend(towers, KEY)
+    played = play(run_of(method, 2, SGD(momentum=0.9)), model, image_fixtures.FOUR, block=2)
+    assert tensors.equal(before, towers.module.state_dict())
+    assert tensors.equal(held, towers.held)
+    assert played[-1].server.params["logit_scale"] is model.initial["logit_scale"]
+    assert not torch.equal(played[-1].server.params["prompt.text.global"], model.initial["prompt.text.global"])
+
+
+@pytest.mark.parametrize("name", NEEDS_DUAL_ENCODER)
+def test_bytes_are_those_of_the_shared_tensors_and_the_envelope(name: str) -> None:
+    method = build(name)
+    assert method.extend
+    model = method.extend(image_fixtures.towers(), KEY)
+    shared = {each: model.initial[each] for each, tags in model.tags.items() if "global" in tags}
+    [played] = play(run_of(method, 1, steps=1), model, image_fixtures.FOUR)
+    size = sum(value.numel() * 4 for value in shared.values())
+    up, down = (sum(way.values()) for way in (played.traffic.up, played.traffic.down))
+    envelope = {
+        way: len(serialization.pack({slot: shared})) - size for way, slot in (("up", "delta"), ("down", "params"))
+    }
+    clients = len(image_fixtures.FOUR.clients)
+    if not shared:
+        assert (up, down) == (0, 0)
+    else:
+        assert (up, down) == (clients * (size + envelope["up"]), clients * (size + envelope["down"]))
+
+
+@pytest.fixture(scope="module")
+def wide() -> Model:
+    """As wide as ViT-B/16; prompts of one layer do not ask for how many layers and words there are."""
+    sight, reading, common = SHAPES["b16"]
+    shallow = ({**sight, "num_hidden_layers": 1}, {**reading, "num_hidden_layers": 1, "vocab_size": 9}, common)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "b16", shallow)
+        pictures = image_fixtures.Pictures(torch.zeros(1, 3, 32, 32), torch.zeros(1), channels=3, size=32)
+        return clip(pictures, KEY, shape="b16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NEEDS_DUAL_ENCODER)
+def test_cards_state_the_bytes_for_vit_b16(name: str, wide: Model) -> None:
+    method = build(name)
+    assert method.extend
+    model = method.extend(wide, KEY)
+    shared = {each: model.initial[each] for each, tags in model.tags.items() if "global" in tags}
+    card = (Path(build.__code__.co_filename).parent / f"{name}.md").read_text()
+    if shared:
+        assert f"sends {len(serialization.pack({'delta': shared})):,} bytes a round" in " ".join(card.split())
+    if name == "pfeddc":
+        kept = sum(model.initial[each].numel() for each in model.names("local", "fusion"))
+        text = " ".join(card.split())
+        assert f"of which {sum(4 * each.numel() for each in shared.values()):,} are the shared prompts" in text
+        assert f"keeps {kept:,} parameters" in text
+
+
+def test_own_prompts_and_momentum_wait_for_a_client_that_is_away() -> None:
+    method = pfeddc(text_tokens=2, vision_tokens=2)
+    assert method.extend
+    model = method.extend(image_fixtures.towers("float32"), KEY)
+    run = run_of(method, 8, SGD(momentum=0.9), cohort=1)
+    engine = SimulationEngine(run, model, image_fixtures.FOUR)
+    states: dict[str, Tensors] = {}
+    away: dict[str, int] = {}
+    for each in rounds(run, model, engine):
+        for client in image_fixtures.FOUR.clients:
+            state = engine.store.load(client, each.number + 1)
+            parts = {"personal": state.personal, **state.memory}
+            now = {f"{slot}/{name}": value for slot, part in parts.items() for name, value in part.items()}
+            if client not in each.cohort:
+                assert tensors.equal(now, states.get(client, {})), "nobody touches what is a client's own"
+                away[client] = away.get(client, 0) + 1
+            elif client in states:
+                assert not tensors.equal(now, states[client])
+            if now:
+                assert any(slot.startswith("optimizer") for slot in now)
+                states[client] = now
+    assert max(away.values()) >= 5
+    assert {client for client in states if away.get(client)}, "someone came back, or waits with what it has"
+
+
+SMALL = {
+    "model": {"name": "clip", "shape": "tiny"},
+    "data": {"name": "synthetic", "examples": 40, "test_examples": 8, "size": 8},
+    "split": {"name": "iid", "clients": 2},
+    "training": {"batch_size": 7},
+    "rounds": 2,
+}
+
+
+def test_a_config_reaches_them() -> None:
+    raw = {
+        **SMALL,
+        "method": {"name": "pfeddc", "text_tokens": 2, "vision_tokens": 2},
+        "model": {"name": "clip", "path": dual_encoder_fixtures.folder("clip"), "template": "a photo of a {}."},
+    }
+    model = build_experiment(parse(raw)).model
+    assert model.names("global") == {"prompt.text.global", "prompt.vision.global"}
+    assert model.initial["prompt.text.global"].shape == (2, 12), "as wide as the tower in the folder"
+    random = build_experiment(parse({**raw, "model": {"name": "clip", "shape": "tiny"}})).model
+    assert random.initial["prompt.text.global"].shape == (2, 16)
+
+
+TEXT_ONLY = [name for name in NEEDS_DUAL_ENCODER if name not in ("vpfl", "pfeddc")]
+
+
+@pytest.mark.parametrize("name", ["zero-shot", *TEXT_ONLY])
+def test_images_are_looked_at_once_where_no_prompt_enters_their_tower(name: str) -> None:
+    played, looked = {}, {}
+    for once in (False, True):
+        experiment = build_experiment(parse({**SMALL, "method": {"name": name}, "engine": {"cache_frozen": once}}))
+        model: Any = experiment.model
+        seen: list[int] = []
+        module = getattr(model, "towers", model).module
+        module.vision_model.embeddings.register_forward_hook(lambda _, given, __, seen=seen: seen.append(len(given[0])))
+        final = last(play(experiment.run, model, experiment.federation))
+        test = experiment.federation.task.test.take(torch.arange(8))
+        played[once] = {**final, "logits": model({**model.initial, **final}, test.inputs).logits}
+        looked[once] = sum(seen)
+    assert tensors.equal(*played.values())
+    assert looked[True] == (0 if name == "zero-shot" else 40) + 8, "each image of either part once"
+    train = sum(len(experiment.federation[client].train) for client in experiment.federation.clients)
+    assert looked[False] == (0 if name == "zero-shot" else 2 * train) + 8
+
+
+def test_vision_prompts_leave_nothing_to_remember() -> None:
+    for method in ({"name": "vpfl"}, {"name": "pfeddc", "text_tokens": 2}):
+        with pytest.raises(ModelError, match=r"vision prompts change every layer .* set it to false"):
+            build_experiment(parse({**SMALL, "method": method, "engine": {"cache_frozen": True}}))
+    text_only = {"name": "pfeddc", "vision_tokens": 0, "text_tokens": 2}
+    build_experiment(parse({**SMALL, "method": text_only, "engine": {"cache_frozen": True}}))
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "clip takes either a path or a shape"),
+        ({"path": "x", "shape": "tiny"}, "clip takes either a path or a shape"),
+        ({"shape": "tiny", "template": "a photo"}, r"template is 'a photo'; it must have exactly one \{\}"),
+        ({"path": "/no/such folder"}, "there is no folder '/no/such folder'"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        clip(dual_encoder_fixtures.task(), KEY, **options)
+
+
+def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
+    image_fixtures.small().save_pretrained(image_fixtures.small().initial, tmp_path)
+    with pytest.raises(ModelError, match="is a 'vit', which is not a pair of an image tower and a text tower"):
+        clip(dual_encoder_fixtures.task(), KEY, path=str(tmp_path))
+    with pytest.raises(ModelError, match="takes images with 1 channels, but the task's have 3"):
+        clip(
+            image_fixtures.Pictures(PIXELS["pixel_values"], torch.zeros(5), channels=3, size=8),
+            KEY,
+            path=dual_encoder_fixtures.folder("clip"),
+        )
+    bare = dual_encoder_fixtures.without(
+        dual_encoder_fixtures.folder("clip"), "tokenizer.json", "tokenizer_config.json"
+    )
+    with pytest.raises(ModelError, match=r"gives the same tokens for .*; give a folder with the tokenizer's files"):
+        clip(dual_encoder_fixtures.task(), KEY, path=bare)
+    with pytest.raises(ModelError, match=r"gives the same tokens for 'cat' and 'cat'; .*classes with different names"):
+        clip(dual_encoder_fixtures.task(("cat", "dog", "cat")), KEY, path=dual_encoder_fixtures.folder("clip"))
+    with pytest.raises(ModelError, match=r"longest class text has 18 tokens, but clip takes at most 16"):
+        clip(dual_encoder_fixtures.task(("cat", "wonderfully")), KEY, path=dual_encoder_fixtures.folder("clip"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("prompt", {}, "unknown kind of prompts 'prompt'; did you mean 'prompts'"),
+        ("prompts", {"fusion": "locl_queries"}, "fusion is 'locl_queries'; did you mean 'local_queries'"),
+        ("prompts", {"vision_tokens": 2, "depth": 3}, "depth is 3, but clip has 2 layers; set it to 1 to 2"),
+        ("prompts", {"text_tokens": -1}, "text_tokens is -1 and vision_tokens is 0"),
+        ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "init_text 'a photo of a' has 4 tokens"),
+        ("prompts", {"text_tokens": 12}, "has 17 tokens, but clip takes at most 16; use a shorter context"),
+        ("prompts", {"vision_tokens": 1, "vision_init": "gray"}, "vision_init is 'gray'; did you mean 'grey'"),
+        ("low-rank", {"text_tokens": 4, "rank": 5}, "rank is 5, but a context is 4 x 12; use a rank from 1 to 4"),
+        (
+            "transport",
+            {"text_tokens": 0, "mass": 1.0, "smoothing": 0.1, "iterations": 1},
+            "text_tokens is 0; set it to 1 or more",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        dual_encoder_fixtures.loaded().prompted(kind, KEY, **options)
+
+
+def test_other_models_take_no_prompts() -> None:
+    with pytest.raises(TagError, match=r"does not support prompts; use a two-tower model, model\.name = 'clip'"):
+        ToyTransformer().prompted("prompts", KEY)
+
+
+def test_random_towers_know_the_words_they_were_made_of() -> None:
+    towers = image_fixtures.towers()
+    with pytest.raises(ModelError, match=r"random towers have no token for 'picture', only for: \., a, cat"):
+        towers.prompted("prompts", KEY, text_tokens=8, init_text="a picture of")
+    assert math.isclose(float(functional.normalize(towers.held["texts"]).norm()), math.sqrt(3), rel_tol=1e-6)
+
+
+# ---- the studies that make a pair, and that attack what travels
+
+
+def study(path: str) -> Any:
+    name = Path(path).name
+    spec = importlib.util.spec_from_file_location(name, Path("studies") / f"{path}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_two_towers_that_never_met_are_aligned(tmp_path: Path) -> None:
+    align = study("backbone/align")
+    result = align.main(["--tiny", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "pair" / "alignment.json").read_text()) == result
+    assert result["names"] == ["blue", "green", "grey", "red", "white"]
+    pair, sight = (load_file(tmp_path / name / "model.safetensors") for name in ("pair", "images"))
+    assert all(torch.equal(pair[f"vision_model.{name}"], value.half()) for name, value in sight.items()), "images stay"
+    texts, images = (torch.randn(*shape, generator=KEY.generator()) for shape in ((1, 5, 16), (20, 16)))
+    images, labels = functional.normalize(images), torch.arange(20) % 5
+    means = align.prototypes(images, labels, 5)
+    weight = align.fit(texts, means, 1e-6)
+    found = functional.normalize(texts[0] @ weight.T) @ means.T
+    assert torch.equal(found.argmax(1), torch.arange(5)), "each text finds the images of its class"
+    assert abs(float((texts[0] @ weight.T).mean(0).norm())) < 1e-4, "and what texts share says nothing"
+    spread = align.telling(images, labels)
+    assert close(functional.normalize(images).mean(0) @ spread.T, torch.zeros(16), 1e-4)
+    scale = align.temperature(texts[0] @ weight.T, images, labels)
+    cosines = images @ functional.normalize(texts[0] @ weight.T).T
+    losses = [functional.cross_entropy(step.exp() * cosines, labels) for step in (scale - 0.1, scale, scale + 0.1)]
+    assert losses[1] <= min(losses)
+    assert not align.learnable("brown_bears", ["bear"])
+    assert not align.learnable("car_side", ["automobile"])
+    assert align.learnable("car_side", ["bear"])
+
+
+@pytest.mark.slow
+def test_a_clips_tower_takes_images_of_another_size(tmp_path: Path) -> None:
+    align = study("backbone/align")
+    settings = replace(align.make_tiny(tmp_path), images=str(tmp_path / "clip"))
+    shape: Any = {**dual_encoder_fixtures.SIGHT, "num_channels": 3, "projection_dim": 12}
+    tower = CLIPVisionModelWithProjection(CLIPVisionConfig(**shape))
+    tower.eval().save_pretrained(settings.images)
+    for size in (8, 16):
+        pixels = torch.randn(2, 3, size, size, generator=KEY.generator())
+        expected = tower(pixels, interpolate_pos_encoding=True).image_embeds
+        pair, _, _ = align.towers(replace(settings, size=size))
+        pair.save_pretrained(tmp_path / str(size))
+        back = AutoModel.from_pretrained(tmp_path / str(size)).eval()
+        assert close(back.visual_projection(back.vision_model(pixels).pooler_output), expected, 1e-4)
+
+
+@pytest.mark.slow
+def test_membership_is_told_of_both_methods(tmp_path: Path) -> None:
+    result = study("prompts/membership").main(
+        ["--tiny", "--seeds", "2", "--rounds", "1", "--out", str(tmp_path / "m.json")]
+    )
+    assert json.loads((tmp_path / "m.json").read_text()) == result
+    arms = [(row["method"], row["knows"], row["attack"]) for row in result["summary"]]
+    attacks = ("loss", "update")
+    assert arms == [
+        *(("fedavg", "what travels", attack) for attack in attacks),
+        *(("pfeddc", knows, attack) for knows in ("own parts too", "what travels") for attack in attacks),
+    ]
+    assert all(0 <= row[figure] <= 1 for row in result["summary"] for figure in ("auc", "true_at_1%"))
+    sent = {row["method"]: row["parameters_sent"] for row in result["runs"]}
+    assert sent["pfeddc"] == 2 * 16 + 2 * 32 < sent["fedavg"], "of pFedDC, the shared prompts"

@@ -1,0 +1,320 @@
+"""Runs that do something else than they were charged for are told from honest ones, and honest ones pass."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Clients, play, run_of, small
+from torch import Tensor
+from typer.testing import CliRunner
+
+from partita.core import client
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import PrivacyRelease, Update
+from partita.core.rng import Key
+from partita.core.rounds import initial_server
+from partita.core.settings import Run
+from partita.core.tensors import Tensors
+from partita.engines.simulation import SimulationEngine
+from partita.experiment.config import parse
+from partita.experiment.runner import start
+from partita.methods import build, selectors
+from partita.methods.fedavg import fedavg
+from partita.methods.selectors import Attention, Ranking
+from partita.privacy import client_level as of_clients
+from partita.privacy import mechanism
+from partita.privacy.client_level import ClippedUpdates, protect_clients
+from partita.privacy.evidence import judge
+from partita.privacy.mechanism import check_examples
+from partita.privacy.mechanism_choice import check_choice
+from partita.privacy.mechanism_clients import check_clients
+from partita.testing.toy import ToyTransformer
+from partita.training import local_training, phase_trainer
+from partita.training.dp_sgd import NoiseSource
+
+Patch = pytest.MonkeyPatch
+Noise = Callable[[Tensors, Key, float], Tensors]
+gaussian: Noise = phase_trainer.gaussian_noise
+clipped_sum, ghost_sum, clip_update = phase_trainer.clipped_sum, phase_trainer.ghost_sum, ClippedUpdates._clipped
+
+
+@pytest.fixture(autouse=True)
+def small_checks(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(mechanism, "STEPS", 3)
+    monkeypatch.setattr(mechanism, "VISITS", 24)
+
+
+def failed(seed: int = 7, side_by_side: int = 1, **privacy: Any) -> set[str]:
+    """What the checks find of a run with three clients, one of whom is smaller than a batch."""
+    run = run_of(
+        replace(fedavg(), privacy=DPSGDSettings(**{"clip": 0.5, "noise": 0.8, **privacy})), batch_size=8, seed=seed
+    )
+    found = check_examples(run, small(), Clients(a=40, b=24, c=6), initial_server(run, small()), side_by_side)
+    return {each["what"] for each in judge(found) if not each["passed"]}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_honest_run_passes(seed: int) -> None:
+    assert not failed(seed, side_by_side=1 + seed % 3)
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedrep", "fedfrozen", "zero-shot"])
+def test_honest_runs_of_other_methods_pass(name: str) -> None:
+    """With a correction of gradients, two phases, another plan in each round, and nothing to train."""
+    run, model = run_of(replace(build(name), privacy=DPSGDSettings(0.5, 0.8)), batch_size=8), small()
+    found = judge(check_examples(run, model, Clients(a=40, b=6), initial_server(run, model)))
+    assert [each["what"] for each in found if not each["passed"]] == []
+    assert len(found) == (1 if name == "zero-shot" else 12)
+
+
+def test_shuffled_batches_that_are_charged_as_such_pass() -> None:
+    assert not failed(sampling="shuffle")
+
+
+def test_half_the_noise(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(phase_trainer, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
+    assert "noise multiplier" in failed()
+
+
+def test_a_tensor_without_noise(monkeypatch: Patch) -> None:
+    """One of 13, and a small one: the deviation over all tensors hardly changes."""
+
+    def lie(like: Tensors, key: Key, std: float) -> Tensors:
+        drawn = gaussian(like, key, std)
+        return {**drawn, "layers.0.norm.weight": torch.zeros_like(drawn["layers.0.norm.weight"])}
+
+    monkeypatch.setattr(phase_trainer, "gaussian_noise", lie)
+    assert "noise multiplier" in failed()
+
+
+def test_noise_of_another_shape(monkeypatch: Patch) -> None:
+    """Uniform noise of the same deviation has no tails, and promises nothing."""
+
+    def lie(like: Tensors, key: Key, std: float) -> Tensors:
+        drawn = gaussian(like, key, 1.0)
+        return {name: (torch.special.ndtr(value) - 0.5) * 12**0.5 * std for name, value in drawn.items()}
+
+    monkeypatch.setattr(phase_trainer, "gaussian_noise", lie)
+    assert failed() == {"noise: distance from a normal distribution"}
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A key that is the same whatever is added to its path."""
+
+    key: Key
+
+    def __truediv__(self, step: object) -> Key:
+        return self.key
+
+
+def _drawing(
+    path: Callable[[Run, client.ClientRound, int], Any],
+) -> Callable[[Run, client.ClientRound, int], NoiseSource]:
+    honest = local_training._noise_source
+    return lambda run, each, phase: replace(honest(run, each, phase), key=path(run, each, phase))
+
+
+@pytest.mark.parametrize(
+    ("between", "path", "side_by_side"),
+    [
+        ("steps", lambda run, each, phase: Stuck(each.key / "noise" / phase), 1),
+        ("rounds", lambda run, each, phase: run.key / "client" / each.job.client / phase, 1),
+        ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase, 1),
+        ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase, 3),
+    ],
+    ids=["steps", "rounds", "clients", "clients in a block"],
+)
+def test_noise_that_is_repeated(
+    monkeypatch: Patch, between: str, path: Callable[[Run, client.ClientRound, int], Any], side_by_side: int
+) -> None:
+    monkeypatch.setattr(local_training, "_noise_source", _drawing(path))
+    assert f"noise: largest correlation between {between}" in failed(side_by_side=side_by_side)
+
+
+def test_noise_that_is_the_same_for_all_tensors(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(
+        phase_trainer,
+        "gaussian_noise",
+        lambda like, key, std: {n: gaussian({"": v}, key, std)[""] for n, v in like.items()},
+    )
+    assert "noise: largest correlation between tensors" in failed()
+
+
+def test_a_clip_that_is_not_applied(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(
+        phase_trainer, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+    )
+    assert failed() == {"largest contribution of one example / clip"}
+
+
+def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch: Patch) -> None:
+    from ghost_fixtures import Texts, model_of
+
+    def found() -> set[str]:
+        run = run_of(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.8, clipping="ghost")), count=1, batch_size=3)
+        model = model_of("Bert")
+        checks = judge(check_examples(run, model, Texts(), initial_server(run, model)))
+        return {each["what"] for each in checks if not each["passed"]}
+
+    assert not found()
+    monkeypatch.setattr(
+        phase_trainer, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+    )
+    assert found() == {"largest contribution of one example / clip"}
+
+
+def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch: Patch) -> None:
+    """Then an example's contribution depends on the others, and two batches may differ by more than the clip.
+
+    A few examples are tried in each run, so not every run shows it.
+    """
+
+    def lie(*rest: Any) -> tuple[Tensors, Tensor]:
+        total, losses = clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+        norm = torch.sqrt(sum((value**2).sum() for value in total.values()))  # type: ignore[call-overload]
+        return {name: value * (0.5 / norm) for name, value in total.items()}, losses
+
+    monkeypatch.setattr(phase_trainer, "clipped_sum", lie)
+    found = [failed(seed) for seed in range(6)]
+    assert sum(each == {"largest contribution of one example / clip"} for each in found) >= 2
+
+
+def test_shuffled_batches_that_are_charged_as_poisson_samples(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(client, "poisson_batches", client.shuffled_batches)
+    found = failed()
+    assert "variance of batch sizes / binomial" in found
+    assert "examples in common between batches of two steps" in found
+
+
+def test_more_examples_than_were_charged(monkeypatch: Patch) -> None:
+    honest = client.poisson_batches
+    monkeypatch.setattr(
+        client,
+        "poisson_batches",
+        lambda count, training, *rest: honest(count, replace(training, batch_size=12), *rest),
+    )
+    assert "sampling rate" in failed()
+
+
+@pytest.mark.parametrize(("between", "parts"), [("rounds", ("client",)), ("clients", ("round",))])
+def test_samples_that_are_repeated(monkeypatch: Patch, between: str, parts: tuple[str, ...]) -> None:
+    honest = client._batch_schedules
+
+    def lie(run: Run, job: client.Job, plan: Any, examples: Any, key: Key, *rest: Any) -> Any:
+        key = run.key / (job.client if parts == ("client",) else job.round)
+        return honest(run, job, plan, examples, key, *rest)
+
+    monkeypatch.setattr(client, "_batch_schedules", lie)
+    assert f"examples in common between batches of two {between}" in failed()
+
+
+def failed_clients(seed: int = 7, count: int = 6, cohorts: list[list[str]] | None = None) -> set[str]:
+    run = run_of(protect_clients(fedavg(), 0.1, 0.7, 2), count=count, seed=seed, cohort=2, steps=1)
+    model, clients = small(), Clients(a=8, b=8, c=8, d=8)
+    recorded = [list(each.cohort) for each in play(run, model, clients)] if cohorts is None else cohorts
+    found = check_clients(run, model, SimulationEngine(run, model, clients), initial_server(run, model), recorded)
+    return {each["what"] for each in judge(found) if not each["passed"]}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_honest_run_under_client_level_privacy_passes(seed: int) -> None:
+    assert not failed_clients(seed)
+
+
+def test_half_the_noise_on_sums_of_clients(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(of_clients, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
+    assert "noise multiplier" in failed_clients()
+
+
+def test_noise_on_sums_of_clients_that_is_repeated(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(of_clients, "gaussian_noise", lambda like, key, std: gaussian(like, Key(1), std))
+    assert "noise: largest correlation between rounds" in failed_clients()
+
+
+def test_updates_that_are_not_clipped(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ClippedUpdates, "decode_update", lambda self, update: update)
+    assert failed_clients() == {"largest contribution of one client / clip"}
+
+
+def test_updates_that_count_by_their_examples(monkeypatch: Patch) -> None:
+    def lie(self: ClippedUpdates, update: Update) -> Update:
+        clipped = clip_update(self, update)
+        return replace(clipped, delta={name: 8 * value for name, value in clipped.delta.items()})
+
+    monkeypatch.setattr(ClippedUpdates, "_clipped", lie)
+    assert failed_clients() == {"largest contribution of one client / clip"}
+
+
+def test_cohorts_that_are_not_those_that_were_charged() -> None:
+    assert "clients in a cohort" in failed_clients(cohorts=[["a", "b", "c"]] * 4)
+    assert "share of a cohort asked again in the next round" in failed_clients(cohorts=[["a", "b"]] * 40)
+
+
+def failed_choice(select: Attention | None = None, release: PrivacyRelease | None = None, seed: int = 7) -> set[str]:
+    method = build("safl", {"k": 1, "noise": 3.0, "probe": 0.5})
+    [rule] = method.client_rules
+    rule = replace(rule, select=select or rule.select, release=release or rule.release)  # type: ignore[type-var]
+    run = run_of(replace(method, client_rules=(rule,), privacy=DPSGDSettings(1.0, 1.0)), seed=seed)
+    model = ToyTransformer(width=4, layers=3)
+    found = check_choice(run, model, Clients(a=8), initial_server(run, model))
+    assert len(found) == 3
+    return {each["what"] for each in judge(found) if not each["passed"]}
+
+
+LEAN = "layer choice: cosine of noisy scores with the true ones"
+
+
+class Repeating(Attention):
+    def rank(self, layers: Any, count: int, examples: Any, ctx: Any, key: Key) -> Ranking:
+        return super().rank(layers, count, examples, ctx, Key(1) / ctx.round_info.client)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_honest_choice_of_layers_passes(seed: int) -> None:
+    assert not failed_choice(seed=seed)
+
+
+def test_a_choice_of_layers_with_half_the_noise_without_a_clip_or_with_repeated_noise(monkeypatch: Patch) -> None:
+    assert failed_choice(Attention(probe=0.5, noise=1.5)) == {LEAN}
+    assert failed_choice(Attention(probe=1.0, noise=3.0)) == {LEAN}
+    assert "layer choice: correlation of noise between rounds" in failed_choice(Repeating(probe=0.5, noise=3.0))
+    monkeypatch.setattr(selectors, "clip_rows", lambda rows, norm: rows)
+    assert failed_choice() == {LEAN}
+
+
+CONFIG = {
+    "method": {"name": "fedavg"},
+    "data": {"name": "synthetic", "examples": 120, "size": 4},
+    "split": {"name": "iid", "clients": 2},
+    "model": {"name": "vit", "layers": 1, "width": 8, "heads": 2, "patch": 2},
+    "training": {"lr": 0.1, "optimizer": "sgd", "batch_size": 16},
+    "evaluate": {"every": 9, "personal_every": 9},
+    "rounds": 1,
+}
+
+
+@pytest.mark.parametrize("unit", ["example", "client"])
+def test_the_command_ends_with_an_error_if_the_claim_does_not_hold(
+    tmp_path: Path, monkeypatch: Patch, unit: str
+) -> None:
+    from partita.cli.main import app
+
+    folder = tmp_path / "run"
+    list(start(parse({**CONFIG, "privacy": {"noise": 2.0, "accountant": "rdp", "unit": unit}}), folder))
+    honest = CliRunner().invoke(app, ["audit", str(folder)])
+    assert honest.exit_code == 0, honest.output
+    assert "yes  noise multiplier" in honest.output
+    assert all(each["passed"] for each in json.loads((folder / "audit.json").read_text())["mechanism"])
+    for module in (phase_trainer, of_clients):
+        monkeypatch.setattr(module, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
+    lying = CliRunner().invoke(app, ["audit", str(folder)])
+    assert lying.exit_code == 1
+    assert re.search(r"the privacy claim does not hold: noise multiplier is (0\.9\d*|1(\.\d+)?),", lying.output)

@@ -1,0 +1,235 @@
+"""Client-level privacy: whole updates clipped, equal weights, a fixed cohort, and noise at the server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from helpers import Clients, distance, last, play, run_of, small
+
+from partita.core import tensors
+from partita.core.dp_settings import PrivacyError
+from partita.core.method import Aggregate, ClientRule, Method, MethodError, Server, ServerRule, Update, UpdateTransform
+from partita.core.model import Model
+from partita.core.noise import add_noise, gaussian_noise
+from partita.core.plan import Plan, RoundInfo, share
+from partita.core.rng import Key
+from partita.core.tensors import Tensors
+from partita.engines.availability import Availability
+from partita.methods import build
+from partita.methods.fedavg import fedavg
+from partita.methods.fedopt import fedadam
+from partita.privacy.client_level import ClippedUpdates, OverCohort, protect_clients
+from partita.privacy.guard import PrivacyConfig, make_private
+from partita.testing.conformance import check_method
+from partita.testing.toy import ToyPopulation, ToyTransformer
+
+
+def update(seed: int, size: float, client: str = "a") -> Update:
+    draw = torch.Generator().manual_seed(seed)
+    delta, slot = ({"w": size * torch.randn(5, generator=draw)} for _ in range(2))
+    return Update(client, delta, {"control": slot}, weight=float(seed), steps={"w": 1}, loss=1.0)
+
+
+def length(each: Update) -> float:
+    return math.sqrt(float((each.delta["w"] ** 2).sum() + (each.slots["control"]["w"] ** 2).sum()))
+
+
+@pytest.mark.parametrize("size", [1e-3, 10.0])
+def test_delta_and_slots_are_clipped_together_and_nothing_else_is_told(size: float) -> None:
+    before = replace(update(3, size), metrics={"score": 1.0})
+    after = ClippedUpdates(1.0, 0.0, 2).encode(before, Key(0))
+    assert length(after) == pytest.approx(min(1.0, length(before)), rel=1e-5)
+    ratio = after.delta["w"] / before.delta["w"]
+    assert torch.allclose(ratio, after.slots["control"]["w"] / before.slots["control"]["w"])
+    assert (after.weight, after.loss, after.metrics) == (1.0, None, {})
+    again = ClippedUpdates(1.0, 0.0, 2).decode_update(replace(after, delta=tensors.scale(after.delta, 9.0)))
+    assert length(again) <= 1 + 1e-6
+
+
+def test_one_client_in_anothers_place_moves_the_mean_by_twice_the_clip_at_most() -> None:
+    transform, rule, server = ClippedUpdates(1.0, 0.0, 4), OverCohort(fedavg().server_rule, 4), Server({})
+    opposite = {"w": torch.tensor([1e6, 0, 0, 0, 0])}
+    one, other = (Update("x", tensors.scale(opposite, sign), {}, 100.0, {"w": 1}, None) for sign in (1.0, -1.0))
+    rest = [replace(update(seed, 1.0, f"c{seed}"), slots={}) for seed in range(3)]
+    means = [
+        rule.reduce(server, [transform.decode_update(each) for each in (*rest, last)], 9).delta["w"]
+        for last in (one, other)
+    ]
+    assert float((means[0] - means[1]).norm()) == pytest.approx(2.0 / 4, rel=1e-5)
+
+
+def test_noise_is_keyed_and_in_proportion_to_clip_and_cohort() -> None:
+    transform = ClippedUpdates(clip=0.5, noise=2.0, cohort=4)
+    zero = Aggregate({"w": torch.zeros(10_000)}, {"control": {"w": torch.zeros(10_000)}}, 4)
+    noisy = transform.decode_aggregate(zero, Key(1))
+    assert float(noisy.delta["w"].std()) == pytest.approx(2.0 * 0.5 / 4, rel=0.03)
+    assert not torch.equal(noisy.delta["w"], noisy.slots["control"]["w"])
+    noise = gaussian_noise(zero.delta, Key(1) / "delta", 0.25)["w"]
+    assert torch.equal(noisy.delta["w"], add_noise(zero.delta["w"], noise, 0.25))
+    assert not torch.equal(noisy.delta["w"], transform.decode_aggregate(zero, Key(2)).delta["w"])
+    hidden = replace(transform, secret=Key(9)).decode_aggregate(zero, Key(1))
+    assert not torch.equal(noisy.delta["w"], hidden.delta["w"])
+
+
+def test_with_a_secret_the_noise_is_drawn_by_it_and_still_anew_in_each_round() -> None:
+    transform = ClippedUpdates(clip=0.5, noise=2.0, cohort=4, secret=Key(9) / "mine")
+    zero = Aggregate({"w": torch.zeros(100)}, {}, 4)
+    first, second = (transform.decode_aggregate(zero, Key(1) / "round" / number).delta["w"] for number in range(2))
+    assert not torch.equal(first, second)
+    noise = gaussian_noise(zero.delta, Key(9) / "mine" / "round" / 0 / "delta", 0.25)["w"]
+    assert torch.equal(first, add_noise(zero.delta["w"], noise, 0.25))
+
+
+def test_norms_and_names_of_protected_clients_are_hidden() -> None:
+    """Rows leave out what tells of one client, and replies with other names are refused."""
+    method = protect_clients(fedavg(), 1.0, 0.1, 2)
+    assert [transform.hides for transform in method.transforms] == [True]
+    [played] = play(run_of(method, 1, cohort=2), small(), Clients(a=4, b=5))
+    assert played.norms == {}
+    assert played.loss is None
+
+
+def test_without_clipping_and_noise_it_is_fedavg_over_equal_clients() -> None:
+    run, model, clients = run_of(fedavg()), small(), Clients(a=8, b=8)
+    ours = replace(run, method=protect_clients(fedavg(), math.inf, 0.0, 2))
+    assert distance(last(play(run, model, clients)), last(play(ours, model, clients))) < 1e-6
+
+
+def test_who_does_not_answer_does_not_change_what_the_others_weigh() -> None:
+    run = run_of(protect_clients(fedavg(), math.inf, 0.0, 2), count=1)
+    model, clients = small(), Clients(a=8, b=8)
+    [whole] = play(run, model, clients)
+    [half] = play(run, model, clients, availability=Availability(trace={(0, "b"): 0.0}))
+    [rest] = play(run, model, clients, availability=Availability(trace={(0, "a"): 0.0}))
+    deltas = [tensors.subtract(each.server.params, model.initial) for each in (half, rest)]
+    assert distance(tensors.add(*deltas), tensors.subtract(whole.server.params, model.initial)) < 1e-6
+
+
+class Few(ToyPopulation):
+    clients = ("c0", "c1", "c2", "c3")
+
+
+@pytest.mark.parametrize("method", [fedavg, fedadam])
+def test_a_method_under_client_level_privacy_conforms(method: Callable[[], Method]) -> None:
+    check_method(protect_clients(method(), 0.1, 0.5, 2), ToyTransformer(width=3, layers=1), Few())
+
+
+@dataclass(frozen=True)
+class Doubling(UpdateTransform):
+    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
+        return replace(aggregate, delta=tensors.scale(aggregate.delta, 2.0))
+
+
+class Looking(ClientRule):
+    uses_data = True
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        *((build(name), "takes a mean of its own") for name in ("scaffold", "fednova", "feddyn", "fedtp", "flora")),
+        (build("fedfrozen", {"warmup": "auto"}), "AutoWarmup takes a mean of its own"),
+        (build("centralized"), "has one client"),
+        (Method("looking", client_rules=(Looking(),)), "with Looking each client chooses"),
+        (Method("doubling", transforms=(Doubling(),)), "Doubling changes the sum"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Method) else "",
+)
+def test_what_cannot_be_kept_is_refused(method: Method, said: str) -> None:
+    with pytest.raises(MethodError, match=said):
+        protect_clients(method, 1.0, 1.0, 2)
+
+
+def test_names_that_tell_who_took_part_are_refused() -> None:
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        return share(model.all_names() if round_info.client == "a" else model.names("head"), down=model.all_names())
+
+    run = run_of(protect_clients(Method("own", plan=plan), 1.0, 1.0, 2))
+    with pytest.raises(MethodError, match="sends other names than the client before it"):
+        play(run, small(), Clients(a=8, b=8))
+
+
+@pytest.mark.parametrize(("clip", "noise"), [(0.0, 1.0), (math.inf, 1.0), (1.0, -1.0)])
+def test_numbers_that_cannot_be_are_refused(clip: float, noise: float) -> None:
+    with pytest.raises(PrivacyError, match=r"privacy\.(clip|noise) is"):
+        ClippedUpdates(clip, noise, 2)
+
+
+def params_of(*sizes: int) -> dict[str, int]:
+    return {f"c{place}": size for place, size in enumerate(sizes)}
+
+
+def test_every_client_pays_for_every_round() -> None:
+    """A cohort of fixed size is drawn without replacement, and who was drawn is not to be known."""
+    sizes = params_of(8, 8, 8, 8)
+    some = make_private(run_of(fedavg(), cohort=2), small(), sizes, PrivacyConfig("client", noise=8.0))
+    everyone = make_private(run_of(fedavg()), small(), sizes, PrivacyConfig("client", noise=8.0))
+    assert (some.account.by, everyone.account.by) == ("rdp", "pld")
+    assert some.planned is not None
+    assert everyone.planned is not None
+    assert some.planned < everyone.planned
+    assert isinstance(some.run.method.server_rule, OverCohort)
+    some.charge(0, ["c1", "c2"], {})
+    assert some.spent() == some.forecast(1).epsilon() < some.planned
+    before = some.spent()
+    some.charge(1, ["c1", "c2"], {}, population=2)  # the others were away, so these two were certain to be drawn
+    assert before is not None
+    assert (some.spent() or 0) - before > some.forecast(2).epsilon() - before
+    with pytest.raises(PrivacyError, match=r"privacy\.accountant = 'rdp'"):
+        make_private(run_of(fedavg(), cohort=2), small(), sizes, PrivacyConfig("client", noise=8.0, accountant="pld"))
+
+
+@pytest.mark.parametrize("drift", [True, False])
+def test_under_client_level_privacy_cohorts_are_hidden_and_drift_is_not_measured(drift: bool) -> None:
+    """Drift is computed from single updates before the noise, and sampling gains nothing if cohorts can be guessed."""
+    run = run_of(fedavg(), 1, cohort=2, drift=drift)
+    sizes = {"a": 4, "b": 5, "c": 6}
+    by_client = make_private(run, small(), sizes, PrivacyConfig(unit="client", noise=3.0, accountant="rdp")).run
+    assert (by_client.hidden_cohorts, by_client.drift) == (True, False)
+    by_example = make_private(run, small(), sizes, PrivacyConfig(noise=3.0, accountant="rdp")).run
+    assert (by_example.hidden_cohorts, by_example.drift) == (False, drift)
+
+
+@pytest.mark.slow
+def test_a_budget_for_clients_is_met() -> None:
+    guard = make_private(
+        run_of(fedavg(), cohort=2), small(), params_of(*[8] * 20), PrivacyConfig("client", epsilon=1.0)
+    )
+    assert guard.planned is not None
+    assert 0.99 < guard.planned <= 1.0
+    moved: Tensors = last(play(guard.run, small(), Clients(**params_of(*[8] * 20))))
+    assert distance(moved, small().initial) > 0
+
+
+# ---- what a mutation check found untested
+
+
+def test_slots_are_noised_like_the_delta_and_apart_from_it() -> None:
+    zeros = {"w": torch.zeros(40_000)}
+    guarded = ClippedUpdates(clip=0.5, noise=3.0, cohort=4)
+    found = guarded.decode_aggregate(Aggregate(zeros, {"one": zeros, "two": zeros}, 4), Key(1))
+    parts = [found.delta, found.slots["one"], found.slots["two"]]
+    for part in parts:
+        assert float(part["w"].std()) == pytest.approx(3.0 * 0.5 / 4, rel=0.03)
+    for place, part in enumerate(parts):
+        for other in parts[place + 1 :]:
+            assert abs(float((part["w"] * other["w"]).mean())) < 0.05 * (3.0 * 0.5 / 4) ** 2
+    assert guarded.decode_aggregate(Aggregate(zeros, {}, 4), Key(1)).slots == {}
+
+
+def test_slots_are_summed_over_the_cohort_like_the_delta() -> None:
+    """Whoever answers: two of four here. All count alike, whatever weight they claim."""
+
+    def sized(client: str, size: float) -> Update:
+        part = {"w": torch.full((2,), size)}
+        return Update(client, part, {"way": {"w": 10 * part["w"]}}, 100 * size, {"w": 1}, None)
+
+    rule = OverCohort(ServerRule(), 4)
+    found = rule.reduce(Server({}), [sized("a", 1.0), sized("b", 3.0)], 9)
+    assert torch.allclose(found.delta["w"], torch.full((2,), 1.0))
+    assert torch.allclose(found.slots["way"]["w"], torch.full((2,), 10.0))
+    assert found.cohort == 2

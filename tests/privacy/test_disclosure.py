@@ -1,0 +1,205 @@
+"""What leaves a client or is written down in a private run is charged, noised, withheld or named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import Clients, play, run_of, small
+
+from partita import report
+from partita.core.client import ClientState, begin_round, finish_round
+from partita.core.data import Examples
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import ClientRule, Context, LayerSelection, Method, Update
+from partita.core.plan import Plan
+from partita.core.rng import Key
+from partita.core.rounds import initial_server, make_job
+from partita.core.settings import Run
+from partita.experiment.config import parse
+from partita.experiment.runner import start
+from partita.methods.fedavg import fedavg
+from partita.privacy.client_level import protect_clients
+from partita.privacy.disclosure import BESIDE, LOST, ROW, disclosed, withhold
+from partita.training.local_training import train_clients
+
+GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guide" / "privacy.md"
+CONFIG: dict[str, Any] = {
+    "data": {"name": "synthetic", "examples": 120, "size": 4, "test_examples": 30},
+    "split": {"name": "iid", "clients": 3},
+    "model": {"name": "vit", "layers": 2, "width": 8, "heads": 2, "patch": 2},
+    "training": {"lr": 0.1, "optimizer": "sgd", "batch_size": 16},
+    "rounds": 1,
+}
+PRIVACY = {unit: {"privacy": {"noise": 4.0, "accountant": "rdp", "unit": unit}} for unit in ("example", "client")}
+PLAIN: dict[str, Any] = {}
+SAFL = {"name": "safl", "k": 1, "noise": 4.0, "probe": 0.5}
+
+
+def row_of(folder: Path, method: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    list(start(parse({**CONFIG, "method": method, **more}), folder))
+    [line] = (folder / "rows.jsonl").read_text().splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def scores_in(row: Mapping[str, Any]) -> bool:
+    return bool(row["personal"])
+
+
+def test_every_key_of_a_row_has_a_status(tmp_path: Path) -> None:
+    runs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [
+        ({"name": "fedavg"}, PLAIN),
+        ({"name": "fedavg"}, PRIVACY["example"]),
+        ({"name": "fedavg"}, PRIVACY["client"]),
+        (SAFL, PRIVACY["example"]),
+    ]
+    seen = set[str]()
+    for number, (method, privacy) in enumerate(runs):
+        seen |= row_of(tmp_path / str(number), method, **privacy).keys()
+    rare = {"refused", "bounded", "skipped"}  # only in rounds with bad clients
+    assert seen | rare == ROW.keys(), "decide in privacy/disclosure.py what becomes of a key under either unit"
+
+
+def test_losses_and_drift_of_raw_updates_are_not_written(tmp_path: Path) -> None:
+    plain, example, client = (
+        row_of(tmp_path / name, {"name": "fedavg"}, **privacy)
+        for name, privacy in (("plain", PLAIN), ("example", PRIVACY["example"]), ("client", PRIVACY["client"]))
+    )
+    assert [row["train_loss"] is None for row in (plain, example, client)] == [False, True, True]
+    assert [bool(row["drift"]) for row in (plain, example, client)] == [True, True, False]
+    assert [scores_in(row) for row in (plain, example, client)] == [True, True, False]
+    assert [bool(row["test"]) for row in (plain, example, client)] == [True, True, True]
+    for unit in ("example", "client"):
+        told = json.loads((tmp_path / unit / "privacy.json").read_text())
+        assert {key: told[key] for key in ("not_covered", "withheld")} == disclosed(unit)  # type: ignore[arg-type]
+        page = report.page([report.load_run(tmp_path / unit)], tmp_path / f"{unit}.html").read_text()
+        assert "Not covered by the promise" in page
+    assert "Not covered" not in report.page([report.load_run(tmp_path / "plain")], tmp_path / "plain.html").read_text()
+
+
+@pytest.mark.parametrize(("method", "unit"), [("fedper", "client"), ("fedbabu", "example")])
+def test_models_that_saw_raw_data_are_not_scored(tmp_path: Path, method: str, unit: str) -> None:
+    """What clients keep under client-level privacy, and heads that are fitted for a test without noise."""
+    plain = row_of(tmp_path / "plain", {"name": method})
+    hidden = row_of(tmp_path / "private", {"name": method}, **PRIVACY[unit])
+    assert plain["test"]
+    assert scores_in(plain)
+    assert hidden["test"] is None
+    assert hidden["personal"] is None
+    report.page([report.load_run(tmp_path / "private")], tmp_path / "page.html")
+
+
+def test_noised_models_that_clients_keep_are_scored(tmp_path: Path) -> None:
+    row = row_of(tmp_path / "run", {"name": "fedper", "finetune": 0}, **PRIVACY["example"])
+    assert row["test"]
+    assert scores_in(row)
+
+
+def test_scores_on_test_parts_can_be_left_out(tmp_path: Path) -> None:
+    row = row_of(tmp_path / "run", {"name": "fedavg"}, **PRIVACY["example"], evaluate={"personal_every": 0})
+    assert row["personal"] is None
+    assert row["test"]
+
+
+def test_reasons_of_lost_clients_are_not_quoted(tmp_path: Path) -> None:
+    away = {"federation": {"client_dropout": 0.6, "min_updates": 1}, "seed": 3}
+    plain = row_of(tmp_path / "plain", {"name": "fedavg"}, **away)
+    hidden = row_of(tmp_path / "client", {"name": "fedavg"}, **away, **PRIVACY["client"])
+    assert plain["lost"]
+    assert set(plain["lost"].values()) == {"dropped out (simulated)"}
+    assert hidden["lost"] == dict.fromkeys(plain["lost"], LOST)
+
+
+class Telling(ClientRule):
+    """Looks at examples and tells a number, without saying that it looks."""
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        return LayerSelection(plan.train, metrics={"targets": float(probe.take(key.permutation(8)).targets.sum())})
+
+
+def update_of(run: Run) -> Update:
+    job, _ = make_job(run, small(), initial_server(run, small()), 0, "a")
+    each = begin_round(run, small(), job, ClientState(), Clients(a=8)["a"].train)
+    [learned] = train_clients(run, [each])
+    return finish_round(run, each, learned)[0]
+
+
+def test_what_a_client_sends_beside_its_update() -> None:
+    method = Method("telling", client_rules=(Telling(),))
+    plain, hidden = update_of(run_of(method)), update_of(run_of(protect_clients(method, 1.0, 1.0, 1)))
+    assert plain.metrics.keys() == {"targets"}
+    assert plain.loss is not None
+    assert (plain.weight, hidden.weight) == (8.0, 1.0)
+    assert hidden.metrics == {}
+    assert hidden.loss is None
+    private = update_of(run_of(replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))))
+    assert private.loss is None
+    assert private.weight == 8.0
+
+
+def test_rounds_of_a_method_under_client_level_privacy_keep_nothing_told() -> None:
+    [played] = play(
+        run_of(protect_clients(Method("telling", client_rules=(Telling(),)), 1.0, 1.0, 1), count=1),
+        small(),
+        Clients(a=8),
+    )
+    assert played.metrics == {}
+
+
+def table() -> Iterator[tuple[str, str, str]]:
+    for line in GUIDE.read_text().splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
+        if (
+            line.startswith("|")
+            and len(cells) == 4
+            and re.fullmatch(r"(public|charged|noised|withheld|named)", cells[1])
+        ):
+            yield cells[0], cells[1], cells[2]
+
+
+def test_the_guide_has_the_same_table() -> None:
+    every = {**ROW, **BESIDE}
+    assert list(table()) == [(what, each.example, each.client) for what, each in every.items()]
+
+
+def test_what_is_withheld_is_empty_and_the_rest_of_a_row_stays() -> None:
+    """A table stays a table. Keys that are not listed are not touched."""
+    row = {
+        "round": 3,
+        "train_loss": 0.5,
+        "drift": {"all": 0.1},
+        "bounded": {"a": 2.0},
+        "lost": {"a": "a loss of 7.5"},
+        "personal": {"mean": 0.5},
+        "alarms": ["look at client a"],
+        "note": "of my own",
+    }
+    before = {key: value.copy() if isinstance(value, dict) else value for key, value in row.items()}
+    assert withhold(row, "example") == {**row, "train_loss": None}
+    assert withhold(row, "client") == {
+        "round": 3,
+        "train_loss": None,
+        "drift": {},
+        "bounded": {},
+        "lost": {"a": LOST},
+        "personal": {},
+        "alarms": None,
+        "note": "of my own",
+    }
+    assert row == before, "the row that is passed in stays as it is"
+
+
+def test_the_record_says_what_is_not_covered_and_what_was_withheld() -> None:
+    for unit in ("example", "client"):
+        found = disclosed(unit)
+        for what, quantity in {**ROW, **BESIDE}.items():
+            status = quantity.example if unit == "example" else quantity.client
+            line = f"{what}: {quantity.why}"
+            assert (line in found["not_covered"]) == (status == "named")
+            assert (line in found["withheld"]) == (status == "withheld")

@@ -1,0 +1,139 @@
+"""Noise, clip, sampling and epsilon as they are seen from outside, against their settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import dp_accounting as library
+import pytest
+import torch
+from dp_accounting import pld, rdp
+from helpers import Clients, distance, run_of, small
+from privacy_fixtures import micro_batches
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.batch_schedule import poisson_batches
+from partita.core.client import ClientRound, ClientState, begin_round
+from partita.core.data import Batch, Examples
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.model import Model, Output
+from partita.core.noise import gaussian_noise
+from partita.core.rng import Key
+from partita.core.rounds import initial_server, make_job
+from partita.core.settings import Run, Training
+from partita.core.tensors import Tensors
+from partita.methods.fedavg import fedavg
+from partita.privacy.accountant import ORDERS
+from partita.privacy.guard import PrivacyConfig, make_private
+from partita.training.local_training import train_clients
+
+
+def test_the_sampling_rate_is_the_one_that_is_charged() -> None:
+    """Within 0.005 over 100,000 draws, and within 0.5% of itself over 4 million."""
+    few = poisson_batches(500, Training(lr=1.0, batch_size=100, steps=200), None, Key(1))
+    assert abs(sum(few.sizes) / 100_000 - 0.2) < 0.005
+    many = poisson_batches(40_000, Training(lr=1.0, batch_size=8_000, steps=100), None, Key(2))
+    assert sum(many.sizes) / 4e6 == pytest.approx(0.2, rel=0.005)
+
+
+@pytest.mark.parametrize("std", [0.37, 12.0])
+def test_noise_has_its_deviation_in_every_tensor_of_any_shape(std: float) -> None:
+    shapes = {"flat": (120_000,), "matrix": (400, 300), "deep": (4, 50, 30, 20)}
+    drawn = gaussian_noise({name: torch.zeros(shape) for name, shape in shapes.items()}, Key(3) / "noise", std)
+    assert {name: tuple(value.shape) for name, value in drawn.items()} == shapes
+    for value in drawn.values():
+        assert float(value.double().square().mean().sqrt()) == pytest.approx(std, rel=0.01)
+        assert abs(float(value.double().mean())) < 0.02 * std
+    few = [gaussian_noise({"one": torch.zeros(()), "three": torch.zeros(3)}, Key(step), std) for step in range(3_000)]
+    numbers = torch.cat([value.flatten() for each in few for value in each.values()]).double()
+    assert float(numbers.square().mean().sqrt()) == pytest.approx(std, rel=0.04)
+
+
+def visit_of(run: Run, model: Model, examples: Examples) -> ClientRound:
+    job, _ = make_job(run, model, initial_server(run, model), 0, "a")
+    return begin_round(run, model, job, ClientState(), examples)
+
+
+@pytest.mark.parametrize(("size", "divisor"), [(3, 3), (8, 8), (12, 8)])
+def test_a_sum_is_divided_by_the_batch_size_expected(size: int, divisor: int) -> None:
+    """Of a batch of 8: a client with fewer examples takes them all, and one with more has batches of any size."""
+    run = run_of(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0)), lr=1.0, batch_size=8, steps=1)
+    model, examples = small(), Clients(a=size)["a"].train
+    each = visit_of(run, model, examples)
+    [learned] = train_clients(run, [each])
+    [batch] = each.schedules[0]
+    total = micro_batches(model, model.initial, examples.take(batch), 0.5)
+    wanted = {name: model.initial[name] - value / divisor for name, value in total.items()}
+    assert distance(learned.params, wanted) < 1e-6
+    assert len(batch) == size if size <= 8 else len(batch) != 8
+
+
+class Line(Model):
+    """The gradient of an example is the example."""
+
+    name = "line"
+
+    def __init__(self) -> None:
+        self.initial = {"weight": torch.zeros(1, 4)}
+        self.tags = {"weight": frozenset({"head"})}
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return Output(functional.linear(inputs["x"], params["weight"]))
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return out.logits[:, 0]
+
+
+class Rows:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def take(self, indices: Tensor) -> Batch:
+        return Batch({"x": self.x[indices]}, torch.zeros(len(indices)))
+
+
+@pytest.mark.parametrize("norms", ["direct", "ghost"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30], ids=["inf", "-inf", "nan", "overflow"])
+def test_an_example_whose_gradient_has_no_finite_norm_adds_nothing(value: float, norms: str) -> None:
+    """The square of 1e30 is infinite, though the number is not."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    run = run_of(
+        replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0, clipping=norms)),  # type: ignore[arg-type]
+        lr=1.0,
+        batch_size=6,
+        steps=1,
+    )
+    broken = x.clone()
+    broken[2, 1] = value
+    [learned] = train_clients(run, [visit_of(run, Line(), Rows(broken))])
+    rest = x[[0, 1, 3, 4, 5]]
+    wanted = -(rest * (0.5 / rest.norm(dim=1, keepdim=True)).clamp(max=1.0)).sum(0) / 6
+    assert torch.allclose(learned.params["weight"][0], wanted, atol=1e-6)
+
+
+def test_epsilon_of_a_run_is_that_of_dp_accounting() -> None:
+    """Written as the library's own events: the worst client is the one with the highest rate, asked in every round."""
+    sizes = {"a": 100, "b": 64, "c": 300}
+    guard = make_private(run_of(fedavg(), count=5, batch_size=32, epochs=2), small(), sizes, PrivacyConfig(noise=4.0))
+    costs = []
+    for size in sizes.values():
+        accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
+        steps = 5 * 2 * math.ceil(size / 32)
+        accountant.compose(library.PoissonSampledDpEvent(32 / size, library.GaussianDpEvent(4.0)), steps)
+        costs.append(accountant.get_epsilon(1e-5))
+    assert guard.privacy_config.delta == 1e-5
+    assert guard.planned == pytest.approx(max(costs), rel=1e-6)
+
+
+def test_epsilon_of_a_run_by_clients_is_that_of_dp_accounting() -> None:
+    sizes = {f"c{number}": 8 for number in range(50)}
+    guard = make_private(run_of(fedavg(), count=5, cohort=5), small(), sizes, PrivacyConfig("client", noise=8.0))
+    accountant = rdp.RdpAccountant(ORDERS, library.NeighboringRelation.REPLACE_ONE)
+    accountant.compose(library.SampledWithoutReplacementDpEvent(50, 5, library.GaussianDpEvent(4.0)), 5)
+    assert guard.privacy_config.delta == 1e-5
+    assert guard.planned == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)

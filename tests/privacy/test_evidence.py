@@ -1,0 +1,131 @@
+"""The statistics of an audit, against their textbook formulas written out once more."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binom, chi2, kstest, norm
+from scipy.stats import t as student
+
+from partita.privacy import evidence
+from partita.privacy.evidence import Check
+
+
+def test_a_check_fails_below_its_share_of_the_significance() -> None:
+    checks = [
+        Check("one", 1.0, 1.1, 5.001e-7, 10, (0.9, 1.2)),
+        Check("two", 0.0, 0.5, 5e-7, 20),
+        Check("three", 2.0, 3.0, 4.999e-7, 30, (2.5, 3.5)),
+    ]
+    first, second = evidence.judge(checks[:2])
+    assert first == {
+        "what": "one",
+        "charged": 1.0,
+        "found": 1.1,
+        "interval": [0.9, 1.2],
+        "numbers": 10,
+        "p": 5.001e-7,
+        "passed": True,
+    }
+    assert (second["passed"], second["interval"]) == (True, None)
+    assert [each["passed"] for each in evidence.judge(checks[1:])] == [True, False]
+    assert [each["passed"] for each in evidence.judge(checks)] == [True] * 3, "a third of 1e-6 is less"
+
+
+def chance(squares: float, count: int) -> float:
+    return float(min(1.0, 2 * chi2.cdf(squares, count), 2 * chi2.sf(squares, count)))
+
+
+@pytest.mark.parametrize("parts", [{"a": (130.0, 100), "b": (35.0, 50)}, {"a": (99.5, 100), "b": (90.0, 60)}])
+def test_a_deviation_is_that_of_all_numbers_and_its_chance_that_of_the_worst_part(
+    parts: dict[str, tuple[float, int]],
+) -> None:
+    found = evidence.check_deviation("noise", 2.5, parts)
+    squares, numbers = sum(square for square, _ in parts.values()), sum(count for _, count in parts.values())
+    assert (found.what, found.charged, found.numbers) == ("noise", 2.5, numbers)
+    assert found.found == pytest.approx(2.5 * math.sqrt(squares / numbers))
+    assert found.interval == pytest.approx(
+        [2.5 * math.sqrt(squares / chi2.ppf(0.995, numbers)), 2.5 * math.sqrt(squares / chi2.ppf(0.005, numbers))]
+    )
+    assert found.interval is not None
+    assert found.interval[0] < found.found < found.interval[1]
+    chances = [chance(squares, numbers), *(chance(*part) for part in parts.values() if part[0] != 99.5)]
+    assert found.p == pytest.approx(min(1.0, 3 * min(chances)), rel=1e-9)
+
+
+def test_one_wrong_part_is_found_where_the_whole_looks_right() -> None:
+    parts = {"a": (1600.0, 1000), "b": (400.0, 1000)}
+    assert evidence.check_deviation("noise", 1.0, parts).p < 1e-20
+    assert evidence.check_deviation("noise", 1.0, {"both": (2000.0, 2000)}).p == 1.0
+
+
+@pytest.mark.parametrize(("ratio", "fine"), [(1.0049, True), (0.9951, True), (1.0051, False), (0.9949, False)])
+def test_an_error_of_half_a_percent_is_arithmetic_however_many_numbers_show_it(ratio: float, fine: bool) -> None:
+    count = 10**8
+    found = evidence._chance_of_squares(ratio**2 * count, count)
+    assert (found == 1.0) if fine else (found < 1e-6)
+    few = evidence._chance_of_squares(130.0, 100)
+    assert few == pytest.approx(chance(130.0, 100))
+
+
+def test_normality_is_the_test_of_kolmogorov_and_smirnov() -> None:
+    numbers = np.random.default_rng(3).standard_normal(200) * 1.2
+    found, test = evidence.check_normality("shape", numbers), kstest(numbers, "norm")
+    assert found == Check("shape", 0.0, float(test.statistic), float(test.pvalue), 200)
+
+
+def test_the_chance_of_a_cosine_is_that_of_students_t() -> None:
+    """A single number has no direction. A cosine of one or, by rounding, above has no chance at all."""
+    cosines = np.array([0.9, 0.9, -0.9, 0.3, 1.0, 1.0 + 2e-16, -1.0, 0.0])
+    lengths = np.array([1, 2, 2, 50, 10, 10, 3, 7])
+    found = evidence.chance_of_cosine(cosines, lengths)
+    assert found[0] == 1.0
+    for place in (1, 2, 3):
+        cosine, freedom = abs(cosines[place]), lengths[place] - 1
+        wanted = 2 * student.sf(cosine * math.sqrt(freedom / (1 - cosine**2)), freedom)
+        assert found[place] == pytest.approx(wanted)
+    assert found[4:7].tolist() == [0.0] * 3
+    assert found[7] == 1.0
+
+
+def test_counts_are_compared_in_each_group_and_shown_together() -> None:
+    groups = {0.3: (45, 100), 0.5: (24, 60)}
+    found = evidence.check_counts("sampled", groups)
+    chances = [
+        2 * min(binom.cdf(count, trials, share), 1 - binom.cdf(count - 1, trials, share))
+        for share, (count, trials) in groups.items()
+    ]
+    reach = 2.5758293035489004 * math.sqrt(0.3 * 0.7 * 100 + 0.5 * 0.5 * 60) / 160
+    assert (found.what, found.numbers) == ("sampled", 160)
+    assert found.charged == pytest.approx((30 + 30) / 160)
+    assert found.found == pytest.approx(69 / 160)
+    assert found.p == pytest.approx(2 * min(chances))
+    assert found.interval == pytest.approx([69 / 160 - reach, 69 / 160 + reach])
+    assert evidence.check_counts("sampled", {0.5: (30, 60)}).p == 1.0
+    assert evidence.check_counts("sampled", {0.5: (30, 60), 0.4: (24, 60)}).p == 1.0
+
+
+def test_sizes_of_batches_are_compared_with_binomial_ones() -> None:
+    counts, shares = np.array([40, 50, 60, 70]), np.array([0.2, 0.3, 0.4, 0.5])
+    sizes = np.array([8, 20, 20, 33])
+    found = evidence.check_dispersion(sizes, counts, shares)
+    draw = np.random.default_rng(0).random(4)
+    scores = norm.ppf(binom.cdf(sizes - 1, counts, shares) + draw * binom.pmf(sizes, counts, shares))
+    squares = sum(score**2 for score in scores)
+    expected = [(8 - 8) ** 2 / 6.4, (20 - 15) ** 2 / 10.5, (20 - 24) ** 2 / 14.4, (33 - 35) ** 2 / 17.5]
+    assert (found.charged, found.numbers) == (1.0, 4)
+    assert found.found == pytest.approx(sum(expected) / 4)
+    assert found.p == pytest.approx(chance(squares, 4))
+
+
+@pytest.mark.parametrize("size", [0, 2000])
+def test_a_batch_that_cannot_be_gives_a_small_chance_and_not_none(size: int) -> None:
+    found = evidence.check_dispersion(np.array([size]), np.array([2000]), np.array([0.5]))
+    assert 0 < found.p < 1e-12
+
+
+@pytest.mark.parametrize(("below", "above", "wanted"), [(0.1, 0.9, 0.2), (0.9, 0.05, 0.1), (0.6, 0.7, 1.0)])
+def test_either_side_counts_twice_and_never_above_one(below: float, above: float, wanted: float) -> None:
+    assert evidence.chance_of_either(below, above) == pytest.approx(wanted)

@@ -1,0 +1,305 @@
+"""The parts of an audit's checks by themselves, on numbers small enough to count by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import Clients, run_of, small
+from scipy.stats import hypergeom, ks_2samp
+
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import PrivacyRelease
+from partita.methods import build
+from partita.methods.fedavg import fedavg
+from partita.privacy import mechanism, mechanism_choice, mechanism_clients
+from partita.privacy.evidence import Array, Check, chance_of_cosine, check_counts, check_dispersion
+from partita.privacy.mechanism import Stream
+from partita.testing.toy import ToyExamples
+
+
+def chance(cosine: float, length: int) -> float:
+    return float(chance_of_cosine(np.array(cosine), np.array(length)))
+
+
+def cosine(one: Array, two: Array) -> float:
+    return float(one @ two / math.sqrt((one @ one) * (two @ two)))
+
+
+def stream(client: str, number: int, step: int, seed: int, **sizes: int) -> Stream:
+    draw = np.random.default_rng(seed)
+    noise = {name: torch.from_numpy(draw.standard_normal(size)) for name, size in sizes.items()}
+    return mechanism.stream_of(client, number, (0, step), noise)
+
+
+# ---- noise
+
+
+def test_a_stream_keeps_the_beginning_of_each_tensor_and_the_squares_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mechanism, "PREFIX", 3)
+    noise = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double(), "b": torch.tensor([5.0]).double()}
+    found = mechanism.stream_of("x", 2, (1, 4), noise)
+    assert (found.client, found.round, found.step) == ("x", 2, (1, 4))
+    assert found.squares == {"a": (30.0, 4), "b": (25.0, 1)}
+    assert {name: value.tolist() for name, value in found.noise.items()} == {"a": [1.0, 2.0, 3.0], "b": [5.0]}
+
+
+def test_squares_are_summed_over_streams_by_name() -> None:
+    streams = [stream("x", 0, 0, 1, a=20, b=30), stream("x", 0, 1, 2, a=20)]
+    deviation, normality, *_ = mechanism.check_noise(streams, 0.7)
+    every = np.concatenate([streams[0].noise["a"], streams[0].noise["b"], streams[1].noise["a"]])
+    assert (deviation.charged, deviation.numbers, normality.numbers) == (0.7, 70, 70)
+    assert deviation.found == pytest.approx(0.7 * math.sqrt(float(every @ every) / 70))
+    again = mechanism.check_noise([streams[0], streams[0]], 0.7)[0]
+    assert again.numbers == 100
+
+
+def test_noise_is_compared_between_steps_rounds_and_clients() -> None:
+    """Over all tensors that two steps share, and in each; the chance is that of the worst of all comparisons."""
+    streams = [
+        stream("x", 0, 0, 1, a=8, b=5),
+        stream("x", 0, 1, 2, a=8, b=5),
+        stream("x", 1, 0, 3, a=8),
+        stream("y", 1, 0, 4, a=8, b=5),
+    ]
+    found = {each.what.rpartition(" ")[2]: each for each in mechanism._check_streams(streams)}
+    pairs = {"steps": [(1, 0)], "rounds": [(2, 0), (2, 1)], "clients": [(3, 0), (3, 1), (3, 2)]}
+    assert {what: each.numbers for what, each in found.items()} == {what: len(two) for what, two in pairs.items()}
+    for what, places in pairs.items():
+        cosines, chances = [], []
+        for one, two in places:
+            shared = streams[one].noise.keys() & streams[two].noise.keys()
+            each = {name: (streams[one].noise[name], streams[two].noise[name]) for name in sorted(shared)}
+            whole = [np.concatenate(part) for part in zip(*each.values(), strict=True)]
+            cosines.append(abs(cosine(*whole)))
+            chances.append(chance(cosine(*whole), len(whole[0])))
+            chances += [chance(cosine(*part), len(part[0])) for part in each.values()]
+        assert found[what].found == pytest.approx(max(cosines))
+        assert found[what].p == pytest.approx(min(1.0, min(chances) * len(places) * 3))
+        assert found[what].charged == 0.0
+
+
+def test_the_same_noise_twice_is_found_in_one_small_tensor() -> None:
+    one, two = stream("x", 0, 0, 1, a=500, b=30), stream("x", 0, 1, 2, a=500, b=30)
+    [honest] = mechanism._check_streams([one, two])
+    assert honest.p > 1e-3
+    repeated = replace(two, noise={**two.noise, "b": one.noise["b"]})
+    [lie] = mechanism._check_streams([one, repeated])
+    assert lie.p < 1e-12
+    single = stream("x", 0, 0, 1, a=1), stream("x", 0, 1, 2, a=1)
+    assert mechanism._check_streams(single) == [], "a single number has no direction"
+
+
+def test_tensors_of_one_step_are_compared_from_their_beginning() -> None:
+    streams = [stream("x", 0, 0, 1, a=8, b=5, c=6), stream("x", 0, 1, 2, a=8, b=5)]
+    [found] = mechanism._check_tensors(streams)
+    cosines, chances = [], []
+    for one, two in (("a", "b"), ("a", "c"), ("b", "c")):
+        parts = []
+        for each in streams:
+            if one in each.noise and two in each.noise:
+                length = min(len(each.noise[one]), len(each.noise[two]))
+                parts.append((each.noise[one][:length], each.noise[two][:length]))
+        whole = [np.concatenate(part) for part in zip(*parts, strict=True)]
+        cosines.append(abs(cosine(*whole)))
+        chances.append(chance(cosine(*whole), len(whole[0])))
+    assert found.found == pytest.approx(max(cosines))
+    assert found.p == pytest.approx(min(1.0, 3 * min(chances)))
+    assert (found.charged, found.numbers) == (0.0, 3)
+    assert mechanism._check_tensors([stream("x", 0, 0, 1, a=8)]) == []
+
+
+# ---- who is replayed
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"a": 5}, ["a"]),
+        ({"a": 5, "b": 0, "c": 2}, ["c", "a"]),
+        ({"a": 7, "b": 1, "c": 6, "d": 2, "e": 5, "f": 3, "g": 4}, ["b", "f", "e", "a"]),
+    ],
+)
+def test_clients_are_taken_from_the_smallest_to_the_largest(sizes: dict[str, int], wanted: list[str]) -> None:
+    assert mechanism._spread(Clients(**sizes)) == wanted
+
+
+def test_visits_are_repeated_under_other_names_until_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mechanism, "VISITS", 7)
+    found = mechanism._replicas(run_of(fedavg(), 2), ["a", "b"])
+    assert found == [
+        *[(0, "a", ""), (0, "b", ""), (1, "a", ""), (1, "b", "")],
+        *[(0, "a", "a 1"), (0, "b", "b 1"), (1, "a", "a 1")],
+    ]
+    monkeypatch.setattr(mechanism, "VISITS", 4)
+    assert mechanism._replicas(run_of(fedavg(), 2), ["a", "b"]) == found[:4]
+    assert mechanism._replicas(run_of(fedavg(), 9), ["a"]) == [(number, "a", "") for number in range(4)]
+
+
+def test_without_its_first_example_a_batch_is_shorter_or_masked() -> None:
+    x = torch.arange(48.0).reshape(3, 4, 4)
+    examples = mechanism.Without(ToyExamples(x, torch.tensor([0, 1, 2])))
+    assert len(examples) == 3
+    assert examples.take(torch.tensor([2, 0, 1])).targets.tolist() == [0, 1]
+    assert examples.take(torch.tensor([2, 0])).targets.tolist() == [0]
+    alone = examples.take(torch.tensor([2]))
+    assert alone.targets.tolist() == [2]
+    assert alone.mask is not None
+    assert alone.mask.tolist() == [0.0]
+
+
+def test_gradients_are_told_apart_by_client_phase_and_step() -> None:
+    """Side by side they have a row for each client, and in the last steps only for those who are still training."""
+    tape = mechanism.GradientRecorder("sgd")
+    tape.blocks = [
+        (["a", "b"], [{"w": torch.tensor([[1.0], [2.0]])}, {"w": torch.tensor([[3.0]])}]),
+        (["a"], [{"w": torch.tensor([4.0, 5.0])}]),
+    ]
+    found = {where: grads["w"].tolist() for where, grads in tape.gradients().items()}
+    assert found == {("a", 0, 0): [1.0], ("b", 0, 0): [2.0], ("a", 0, 1): [3.0], ("a", 1, 0): [4.0, 5.0]}
+
+
+# ---- sampling
+
+
+def visit(count: int, *batches: Sequence[int]) -> Any:
+    return SimpleNamespace(examples=range(count), schedules=[[torch.tensor(batch) for batch in batches]])
+
+
+def test_sampling_is_checked_by_its_rate_its_variance_and_its_overlaps() -> None:
+    run = run_of(fedavg(), batch_size=4)
+    visits = [
+        visit(8, [0, 1, 2], [1, 2, 3, 4], [5]),
+        visit(10, [9, 8], [7, 6, 5], [0]),
+        visit(8, [0, 1], [2, 3], [5, 6]),
+        visit(10, [9, 1], [7, 6], [4]),
+    ]
+    rate, variance, steps, rounds, clients = mechanism._check_sampling(run, visits, 2)
+    assert rate == check_counts("sampling rate", {0.5: (14, 48), 0.4: (11, 60)})
+    sizes = np.array([3, 4, 1, 2, 3, 1, 2, 2, 2, 2, 2, 1])
+    counts = np.array([8, 8, 8, 10, 10, 10] * 2)
+    assert variance == check_dispersion(sizes, counts, 4 / counts)
+    what = "examples in common between batches of two"
+    assert steps == check_counts(f"{what} steps", {0.25: (2, 16), 0.4 * 0.4: (0, 20)})
+    assert rounds == check_counts(f"{what} rounds", {0.25: (2 + 2 + 1, 24), 0.4 * 0.4: (1 + 2 + 0, 30)})
+    assert clients == check_counts(f"{what} clients", {0.5 * 0.4: (1, 48)})
+
+
+def test_what_is_certain_is_not_checked_for_chance() -> None:
+    """A client smaller than a batch takes all its examples in every step."""
+    run = run_of(fedavg(), batch_size=4)
+    found = mechanism._check_sampling(run, [visit(3, [0, 1, 2], [0, 1, 2])] * 2, 1)
+    assert [each.what for each in found] == ["sampling rate"]
+    assert (found[0].charged, found[0].found, found[0].numbers) == (1.0, 1.0, 12)
+    assert mechanism._check_sampling(run, [visit(3)], 1) == []
+    alone = mechanism._check_sampling(run, [visit(8, [0], [1]), visit(8, [0], [1])], 1)
+    assert [each.what.rpartition(" ")[2] for each in alone] == ["rate", "binomial", "steps", "rounds"]
+
+
+def test_examples_in_common_are_counted_up_to_the_smaller_client() -> None:
+    [found] = mechanism._check_overlap("clients", [(({0, 4, 5}, 6, 0.5), ({0, 4, 5}, 5, 0.2))])
+    assert found == check_counts("examples in common between batches of two clients", {0.1: (2, 5)})
+    assert mechanism._check_overlap("clients", [(({0}, 1, 1.0), ({0}, 1, 1.0))]) == []
+
+
+def test_sums_are_divided_by_the_batch_or_by_all_examples() -> None:
+    visits: Any = [
+        SimpleNamespace(job=SimpleNamespace(client=name), examples=range(count)) for name, count in (("a", 3), ("b", 9))
+    ]
+    assert mechanism._sizes(run_of(fedavg(), batch_size=4), visits) == {"a": 3, "b": 4}
+
+
+# ---- clients
+
+
+def test_cohorts_have_the_size_that_was_charged() -> None:
+    for cohorts, wanted in (
+        ([["a", "b"], ["c", "d"]], Check("clients in a cohort", 2, 2, 1.0, 2)),
+        ([["a", "b"], ["c", "d", "e"], ["a"]], Check("clients in a cohort", 2, 3, 0.0, 3)),
+        ([["a", "a"]], Check("clients in a cohort", 2, 1, 0.0, 1)),
+    ):
+        assert mechanism_clients._check_cohorts(cohorts, 5, 2)[0] == wanted
+
+
+def test_cohorts_overlap_as_often_as_draws_without_replacement() -> None:
+    cohorts = [["a", "b"], ["a", "c"], ["d", "e"], ["d", "e"], ["a", "b"]]
+    _, again = mechanism_clients._check_cohorts(cohorts, 5, 2)
+    pmf = hypergeom.pmf([0, 1, 2], 5, 2, 2)
+    above = 2 * pmf[1] * pmf[2] + pmf[2] ** 2  # three or four clients of two pairs
+    assert (again.charged, again.found, again.numbers) == (2 / 5, 3 / 4, 2)
+    assert again.p == pytest.approx(min(1.0, 2 * above))
+    _, apart = mechanism_clients._check_cohorts([["a", "b"], ["c", "d"]], 5, 2)
+    assert (apart.found, apart.p) == (0.0, pytest.approx(min(1.0, 2 * pmf[0])))
+    assert len(mechanism_clients._check_cohorts(cohorts[:1], 5, 2)) == 1, "one round has no next"
+    assert len(mechanism_clients._check_cohorts(cohorts, 2, 2)) == 1, "where all are asked, nothing is drawn"
+
+
+def test_a_mean_over_the_cohort_becomes_a_sum() -> None:
+    found = mechanism_clients._flat({"delta": {"w": torch.tensor([1.5])}, "seen": {"w": torch.tensor([2.0])}}, 3)
+    assert {name: value.tolist() for name, value in found.items()} == {"delta/w": [4.5], "seen/w": [6.0]}
+    assert found["delta/w"].dtype == torch.float64
+
+
+# ---- choices
+
+
+@pytest.mark.parametrize(
+    ("noise", "share", "layers", "copies"), [(3.0, 0.5, 4, 12), (0.1, 1.0, 1, 2), (1.0, 1.0, 9, 3), (2.0, 0.25, 1, 8)]
+)
+def test_so_many_examples_are_as_long_as_the_noise(noise: float, share: float, layers: int, copies: int) -> None:
+    assert mechanism_choice._copies(PrivacyRelease("layers", noise, share), layers) == copies
+
+
+def test_the_lean_of_choices_is_compared_with_honest_draws() -> None:
+    release = PrivacyRelease("layers", 3.0, 0.5)
+    told = np.random.default_rng(5).standard_normal((300, 4))
+    told /= np.linalg.norm(told, axis=1, keepdims=True)
+    found = mechanism_choice._check_lean(told, release)
+    draw = np.random.default_rng(0)
+    sums = draw.standard_normal((20_000, 4)) * 3.0
+    sums[:, 0] = sums[:, 0] + draw.binomial(12, 0.5, 20_000)
+    honest = sums[:, 0] / np.sqrt((sums**2).sum(axis=1))
+    assert found.charged == pytest.approx(honest.mean())
+    assert found.found == pytest.approx(told[:, 0].mean())
+    assert found.p == pytest.approx(ks_2samp(told[:, 0], honest).pvalue, rel=1e-3)
+    assert found.numbers == 300
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_noise_of_choices_is_compared_between_rounds_and_clients(rounds: int) -> None:
+    """Only in layers where there is nothing else, and each choice is in one pair at most."""
+    told = np.random.default_rng(6).standard_normal((13, 4))
+    told[3, 1:] = 0.0
+    found = mechanism_choice._check_repeats(told, rounds)
+    assert [each.what.rpartition(" ")[2] for each in found] == (["clients"] if rounds == 1 else ["rounds", "clients"])
+    for each, rows in zip(found[::-1], (told[::rounds], told), strict=False):
+        noise = [row[1:] / (np.linalg.norm(row[1:]) or 1.0) for row in rows]
+        pairs = len(noise) // 2
+        one = np.concatenate([noise[2 * place] for place in range(pairs)])
+        two = np.concatenate([noise[2 * place + 1] for place in range(pairs)])
+        assert each.found == pytest.approx(cosine(one, two))
+        assert each.p == pytest.approx(chance(cosine(one, two), 3 * pairs))
+        assert (each.charged, each.numbers) == (0.0, 3 * pairs)
+    assert mechanism_choice._check_repeats(told[:3], 1) == [], "one pair is not enough"
+
+
+def test_copies_of_an_example_are_all_its_first() -> None:
+    x = torch.arange(32.0).reshape(2, 4, 4)
+    copies = mechanism_choice.Repeated(ToyExamples(x, torch.tensor([4, 5])), 7)
+    assert len(copies) == 7
+    assert copies.take(torch.tensor([1, 0, 6])).targets.tolist() == [4, 4, 4]
+
+
+def test_only_rules_that_look_and_say_so_release_anything() -> None:
+    method = build("safl", {"k": 1, "noise": 3.0, "probe": 0.5})
+    [rule] = method.client_rules
+    run = run_of(replace(method, privacy=DPSGDSettings(1.0, 1.0)))
+    assert mechanism_choice.releasing(run) == [(rule, rule.release)]
+    assert mechanism_choice.releasing(run_of(fedavg())) == []
+    assert mechanism_choice.check_choice(run_of(fedavg()), small(), Clients(a=4), None) == []  # type: ignore[arg-type]

@@ -1,0 +1,236 @@
+"""The secret of a private run: made, kept from others, needed to resume, and written nowhere else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from partita import report
+from partita.core.atomic_files import DamageError, DiskError
+from partita.core.dp_settings import PrivacyError
+from partita.core.rng import Key
+from partita.core.settings import RunError
+from partita.experiment.builder import build
+from partita.experiment.config import parse
+from partita.experiment.runner import resume, start
+from partita.privacy import secret
+
+CONFIG = {
+    "rounds": 2,
+    "method": {"name": "fedavg"},
+    "data": {"name": "synthetic", "size": 4, "examples": 60, "test_examples": 20},
+    "split": {"name": "iid", "clients": 3},
+    "model": {"name": "vit", "width": 8, "layers": 1, "heads": 1, "patch": 2},
+    "training": {"optimizer": "sgd", "lr": 0.1, "batch_size": 8, "steps": 2},
+    "privacy": {"noise": 1.0},
+}
+REPEATABLE = {**CONFIG, "privacy": {"noise": 1.0, "repeatable": True}}
+
+
+def played(config: dict[str, object], folder: Path) -> str:
+    for _ in start(parse(config), folder):
+        pass
+    return str(json.loads((folder / "result.json").read_text())["digest"])
+
+
+def test_a_private_run_makes_a_secret_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    first, second = (played(CONFIG, tmp_path / name) for name in ("a", "b"))
+    assert first != second, "the same config and seed, and other noise"
+    path = tmp_path / "a" / secret.FILE
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert len(path.read_bytes()) == 32
+    assert path.read_bytes() != (tmp_path / "b" / secret.FILE).read_bytes()
+
+
+def test_the_secret_is_in_no_other_file(tmp_path: Path) -> None:
+    played(CONFIG, tmp_path / "run")
+    report.page([report.load_run(tmp_path / "run")], tmp_path / "run" / "report.html")
+    words = (tmp_path / "run" / secret.FILE).read_bytes()
+    forms = [words, words.hex().encode(), str(int.from_bytes(words, "big")).encode(), words[:12]]
+    others = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != secret.FILE.name]
+    assert len(others) > 6
+    for path in others:
+        assert not [form for form in forms if form in path.read_bytes()], path
+
+
+def test_a_key_does_not_show_its_root() -> None:
+    assert "123456789" not in repr(Key(123456789) / "round" / 3)
+
+
+def test_without_its_own_secret_a_run_does_not_go_on(tmp_path: Path) -> None:
+    for name in ("run", "other"):
+        rows = start(parse(CONFIG), tmp_path / name)
+        next(rows)
+        rows.close()
+    path, words = tmp_path / "run" / secret.FILE, (tmp_path / "other" / secret.FILE).read_bytes()
+    for damage in (words, b"cut short", bytes(32), b""):
+        path.write_bytes(damage)
+        with pytest.raises(DamageError, match=r"private/secret does not match its digest"):
+            list(resume(parse(CONFIG), tmp_path / "run"))
+    path.unlink()
+    with pytest.raises(DamageError, match=r"private/secret is missing"):
+        list(resume(parse(CONFIG), tmp_path / "run"))
+    with pytest.raises(PrivacyError, match=r"cannot read .*private/secret .*restore it from a copy"):
+        secret.load(tmp_path / "run")
+    path.write_bytes(b"cut short")
+    with pytest.raises(PrivacyError, match="holds 9 bytes and not 32"):
+        secret.load(tmp_path / "run")
+
+
+def test_resuming_draws_the_noise_that_the_run_would_have_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("partita.experiment.builder.draw", lambda: Key(77))
+    whole = played(CONFIG, tmp_path / "whole")
+    rows = start(parse(CONFIG), tmp_path / "cut")
+    next(rows)
+    rows.close()
+    monkeypatch.undo()
+    list(resume(parse(CONFIG), tmp_path / "cut"))
+    assert json.loads((tmp_path / "cut" / "result.json").read_text())["digest"] == whole
+
+
+def test_a_run_that_was_stopped_before_it_began_starts_with_a_new_secret(tmp_path: Path) -> None:
+    secret.save(tmp_path / "run", Key(5))
+    played(CONFIG, tmp_path / "run")
+    assert secret.load(tmp_path / "run") != Key(5)
+
+
+def test_a_secret_is_never_replaced(tmp_path: Path) -> None:
+    first = secret.load_or_save(tmp_path)
+    assert secret.load_or_save(tmp_path) == first
+    with pytest.raises(PrivacyError, match="already exists"):
+        secret.save(tmp_path, secret.draw())
+    assert [path.name for path in (tmp_path / "private").iterdir()] == ["secret"]
+
+
+def part_of(folder: Path) -> Path:
+    """Where the secret is written before it gets its name."""
+    (folder / secret.FILE).parent.mkdir(parents=True, exist_ok=True)
+    return folder / secret.FILE.with_name(f".secret.{os.getpid()}.part")
+
+
+def test_a_link_in_the_place_of_the_secret_is_not_followed(tmp_path: Path) -> None:
+    """Somebody else's link must not send the secret to another file, nor overwrite that file."""
+    target, part = tmp_path / "target", part_of(tmp_path)
+    target.write_bytes(b"untouched")
+    part.symlink_to(target)
+    secret.save(tmp_path, Key(5))
+    assert target.read_bytes() == b"untouched"
+    assert secret.load(tmp_path) == Key(5)
+    assert not (tmp_path / secret.FILE).is_symlink()
+
+
+def test_nothing_is_left_of_a_longer_file_that_others_could_read(tmp_path: Path) -> None:
+    part_of(tmp_path).write_bytes(b"x" * 100)
+    part_of(tmp_path).chmod(0o644)
+    secret.save(tmp_path, Key(5))
+    assert (tmp_path / secret.FILE).read_bytes() == (5).to_bytes(32, "big")
+    assert stat.S_IMODE((tmp_path / secret.FILE).stat().st_mode) == 0o600
+
+
+def test_a_link_that_appears_while_the_secret_is_written_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, part = tmp_path / "target", part_of(tmp_path)
+    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: part.symlink_to(target))
+    with pytest.raises((DiskError, PrivacyError)):
+        secret.save(tmp_path, Key(5))
+    assert not target.exists()
+
+
+def test_a_secret_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a power cut could leave an empty file under that name, and the run could not be resumed."""
+    synced = []
+
+    def fsync(handle: int) -> None:
+        synced.append((os.fstat(handle).st_size, (tmp_path / secret.FILE).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    secret.save(tmp_path, Key(5))
+    assert synced == [(32, False)]
+
+
+def test_a_file_of_the_users_becomes_a_key_of_256_bits(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"words that nobody else can guess")
+    path.chmod(0o600)
+    wanted = hashlib.blake2b(b"words that nobody else can guess", digest_size=32).hexdigest()
+    assert secret.from_file(path) == Key(int(wanted, 16))
+
+
+def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -> None:
+    assert played(REPEATABLE, tmp_path / "a") == played(REPEATABLE, tmp_path / "b")
+    assert not (tmp_path / "a" / "private").exists()
+    assert json.loads((tmp_path / "a" / "privacy.json").read_text())["repeatable"] is True
+    page = report.page([report.load_run(tmp_path / "a")], tmp_path / "a.html").read_text()
+    assert "its epsilon is a simulation" in page
+    played(CONFIG, tmp_path / "c")
+    assert json.loads((tmp_path / "c" / "privacy.json").read_text())["repeatable"] is False
+    assert (
+        "its epsilon is a simulation"
+        not in report.page([report.load_run(tmp_path / "c")], tmp_path / "c.html").read_text()
+    )
+
+
+def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    config = {**CONFIG, "engine": {"secret_file": str(path)}}
+    with pytest.raises(PrivacyError, match=r"cannot read .*engine\.secret_file must name a file"):
+        build(parse(config))
+    path.write_bytes(b"short")
+    with pytest.raises(PrivacyError, match="holds 5 bytes"):
+        build(parse(config))
+    path.write_bytes(b"words that nobody else can guess")
+    path.chmod(0o644)
+    with pytest.warns(UserWarning, match="can be read by other users; run: chmod 600"):
+        assert build(parse(config)).run.secret is not None
+    path.chmod(0o600)
+    assert played(config, tmp_path / "a") == played(config, tmp_path / "b")
+    assert not (tmp_path / "a" / "private").exists()
+    other = {**config, "rounds": 3}
+    assert build(parse(other)).run.secret != build(parse(config)).run.secret, "no two experiments share noise"
+    both = {**REPEATABLE, "engine": {"secret_file": str(path)}}
+    with pytest.raises(RunError, match=r"privacy\.repeatable draws noise from the seed, but engine\.secret_file"):
+        build(parse(both))
+
+
+def test_without_privacy_there_is_no_secret(tmp_path: Path) -> None:
+    plain = {key: value for key, value in CONFIG.items() if key != "privacy"}
+    assert build(parse(plain)).run.secret is None
+    played(plain, tmp_path / "run")
+    assert not (tmp_path / "run" / "private").exists()
+
+
+def test_under_client_level_privacy_nobody_who_knows_the_seed_knows_the_cohorts() -> None:
+    """What sampling clients gains for privacy, it gains only against those who do not know who was drawn."""
+    config = {**CONFIG, "privacy": {"noise": 1.0, "unit": "client"}, "federation": {"cohort": 1}}
+    clients = [f"c{number}" for number in range(50)]
+    runs = [build(parse(config)).run for _ in range(2)]
+    drawn = [[run.draw_cohort(number, clients) for number in range(20)] for run in runs]
+    assert drawn[0] != drawn[1]
+    known = [replace(runs[0], secret=None).draw_cohort(number, clients) for number in range(20)]
+    assert drawn[0] != known
+    assert drawn[0] == [runs[0].draw_cohort(number, clients) for number in range(20)]
+    by_example = [build(parse({**CONFIG, "federation": {"cohort": 1}})).run for _ in range(2)]
+    assert by_example[0].draw_cohort(3, clients) == by_example[1].draw_cohort(3, clients)
+
+
+def test_another_secret_file_does_not_go_on_with_the_run(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        (tmp_path / name).write_bytes(name.encode() * 8)
+        (tmp_path / name).chmod(0o600)
+    settings = parse({**CONFIG, "engine": {"secret_file": str(tmp_path / "mine")}})
+    rows = start(settings, tmp_path / "run")
+    next(rows)
+    rows.close()
+    (tmp_path / "mine").write_bytes((tmp_path / "other").read_bytes())
+    with pytest.raises(PrivacyError, match=r"started with another secret; set engine\.secret_file to that file"):
+        list(resume(settings, tmp_path / "run"))

@@ -1,0 +1,211 @@
+"""Imports only go one way. Every import counts, also those inside functions and under TYPE_CHECKING."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
+
+# Each line may import itself and the lines above it.
+CORE = [
+    ["core.packed", "core.chacha"],
+    ["core.tensors", "core.rng", "core.atomic_files", "core.options", "core.safe_text", "core.memory"],
+    ["core.data", "core.noise", "core.dp_settings"],
+    ["core.model", "core.versions", "core.serialization"],
+    ["core.plan"],
+    ["core.method", "core.optim"],
+    ["core.settings", "core.drift"],
+    ["core.batch_schedule"],
+    ["core.client"],
+    ["core.update_checks", "core.checkpoint", "core.client_store"],
+    ["core.rounds"],
+    ["core.__init__"],
+]
+
+# Part -> what it may import of partita beside all of core and itself.
+PARTS = ["methods", "compression", "models", "data", "evaluation"]
+ABOVE_CORE = {
+    **{part: [] for part in PARTS},
+    "training": [],
+    "privacy": ["training"],
+    "engines": ["training", "evaluation"],
+    "testing": ["engines"],
+    "lab": ["methods", "report"],
+    "experiment": [*PARTS, "training", "privacy", "engines"],
+}
+TOP = ["__init__", "__main__", "cli"]  # may import anything, and no other may import them
+ALONE = ["report"]  # reads recorded rows, so it may import nothing of partita but itself and how files are read
+FILES = ["core.atomic_files", "core.safe_text"]
+
+# Library -> the only parts that may import it.
+OUTSIDE_CORE = [*ABOVE_CORE, *TOP, *ALONE]
+LIBRARIES = {
+    "torch": ["*"],
+    "safetensors": ["*"],
+    "numpy": ["*"],
+    "scipy": OUTSIDE_CORE,
+    "rich": ["cli", "experiment.preview", "report", "lab.commands"],
+    "typer": ["cli"],
+    "matplotlib": ["report", "lab.figures"],
+    "transformers": ["models", "data.tokenization"],
+    "peft": ["models.lora"],
+    "sklearn": ["data", "evaluation"],
+    "seqeval": ["evaluation"],
+    "datasets": ["data"],
+    "flwr_datasets": ["data"],
+    "PIL": ["data"],
+    "pyarrow": ["data"],
+    "tomli_w": ["experiment"],
+    "flwr": ["engines.flower", "experiment.flower_app"],
+    "dp_accounting": ["privacy.accountant"],
+    "cryptography": ["core.chacha"],
+}
+BY_STRING = ["import_module", "need"]  # functions that import what their first argument says
+
+
+def fits(module: str, part: str) -> bool:
+    return fnmatch(module, part) or fnmatch(module, f"{part}.*")
+
+
+def allowed(module: str) -> list[str] | None:
+    """The parts of partita that a module may import; None where the tables do not name the module."""
+    for line, parts in enumerate(CORE):
+        if module in parts:
+            return [part for earlier in CORE[: line + 1] for part in earlier]
+    for part, others in ABOVE_CORE.items():
+        if fits(module, part):
+            return ["core", part, *others]
+    if any(fits(module, part) for part in TOP):
+        return ["*"]
+    return next(([part, *FILES] for part in ALONE if fits(module, part)), None)
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
+    """Line and full name of all that the source imports; the last step of a name may be a thing inside a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{'.' * node.level}{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_STRING:
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def reach(name: str, modules: set[str]) -> str:
+    """The module of partita that an import runs; for a package, its __init__."""
+    steps = name.split(".")[1:]
+    while steps and ".".join(steps) not in modules and ".".join([*steps, "__init__"]) not in modules:
+        steps = steps[:-1]
+    return ".".join(steps) if ".".join(steps) in modules else ".".join([*steps, "__init__"])
+
+
+def broken(module: str, source: str, modules: set[str]) -> list[str]:
+    """One sentence for each import that breaks a rule."""
+    where = f"src/partita/{module.replace('.', '/')}.py"
+    may = allowed(module)
+    if may is None:
+        return [
+            f"{where}:1: no rule for partita.{module}; give it a place in the tables of tests/project/test_layers.py"
+        ]
+    found = []
+    for line, name in imported(source):
+        library = name.split(".")[0]
+        if library == "partita":
+            target = reach(name, modules)
+            if not any(fits(target, part) for part in may):
+                found.append(f"{where}:{line}: imports partita.{target}; of partita it may import: {', '.join(may)}")
+        elif library == "":
+            found.append(f"{where}:{line}: a relative import; write it out, from partita.")
+        elif library not in LIBRARIES and library not in sys.stdlib_module_names:
+            found.append(f"{where}:{line}: imports {library}, which has no rule; name its few files in LIBRARIES")
+        elif not any(fits(module, home) for home in LIBRARIES.get(library, ["*"])):
+            found.append(f"{where}:{line}: imports {library}; only these may: {', '.join(LIBRARIES[library])}")
+    return found
+
+
+def read_package() -> dict[str, str]:
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text(encoding="utf-8")
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def test_imports_go_one_way() -> None:
+    sources = read_package()
+    assert len(sources) > 20, f"{PACKAGE} holds {len(sources)} modules: is this the right folder?"
+    found = [sentence for module, source in sources.items() for sentence in broken(module, source, set(sources))]
+    assert not found, "\n" + "\n".join(found)
+
+
+MODULES = {
+    "__init__",
+    "cli.main",
+    "core.__init__",
+    "core.client",
+    "core.plan",
+    "core.tensors",
+    "data.__init__",
+    "data.task",
+    "evaluation",
+    "experiment.builder",
+    "methods.__init__",
+    "methods.fedavg",
+    "privacy.client_level",
+    "report.__init__",
+    "report.load",
+    "training.local_training",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "rule"),
+    [
+        ("core.tensors", "from partita.core.plan import Plan", "core/tensors.py:1: imports partita.core.plan;"),
+        ("core.tensors", "from partita.core import plan", "imports partita.core.plan;"),
+        ("core.tensors", "import partita.training.local_training", "imports partita.training.local_training;"),
+        ("core.client", "import torch\nimport partita.core", "client.py:2: imports partita.core.__init__;"),
+        ("core.client", "def f():\n    import partita.methods.fedavg", "client.py:2: imports partita.methods.fedavg;"),
+        ("core.client", "from partita import Plan", "imports partita.__init__;"),
+        ("core.client", "from .plan import Plan", "a relative import"),
+        ("core.client", "import scipy.stats", "imports scipy; only these may: methods"),
+        ("methods.fedavg", "from partita.data import task", "imports partita.data.task; of partita"),
+        ("methods.fedavg", "from partita.privacy.client_level import clip", "it may import: core, methods"),
+        ("models.vit", "from partita.methods import method", "imports partita.methods.__init__;"),
+        ("engines.simulation", "import partita.experiment.builder", "it may import: core, engines, training, evalu"),
+        ("engines.simulation", "import flwr.client", "imports flwr; only these may: engines.flower"),
+        ("experiment.builder", "from partita.cli.main import main", "imports partita.cli.main;"),
+        ("experiment.builder", "import typer", "only these may: cli"),
+        ("report.page", "from partita.core.tensors import Names", "it may import: report"),
+        ("data.text", "from transformers import AutoTokenizer", "only these may: models"),
+        ("models.vit", "import sklearn.datasets", "only these may: data, evaluation"),
+        ("evaluation", "if TYPE_CHECKING:\n    import matplotlib", "evaluation.py:2: imports matplotlib;"),
+        ("core.client", 'importlib.import_module("partita.cli.main")', "imports partita.cli.main;"),
+        ("core.client", 'need("flwr", "flower")', "only these may: engines.flower"),
+        ("data.text", "import pandas", "imports pandas, which has no rule"),
+        ("core.extra", "import torch", "no rule for partita.core.extra"),
+    ],
+)
+def test_a_forbidden_import_is_named(module: str, source: str, rule: str) -> None:
+    [sentence] = broken(module, source, MODULES)
+    assert rule in sentence
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("core.plan", "import os.path\nimport numpy as np\nfrom partita.core import tensors"),
+        ("methods.fedavg", "from partita.core import Plan, tensors\nfrom partita.core.client import reply"),
+        ("engines.flower", "import flwr.client\nfrom partita.evaluation import score"),
+        ("cli.runs", "import typer\nfrom partita import report\nimport partita.experiment.builder"),
+        ("__init__", "from partita.methods.fedavg import fedavg"),
+        ("report.page", "import matplotlib.pyplot\nfrom partita.report import load"),
+    ],
+)
+def test_an_allowed_import_passes(module: str, source: str) -> None:
+    assert broken(module, source, MODULES) == []

@@ -1,0 +1,305 @@
+"""The mutants that scripts/mutate.py makes, and what it says of those that survive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # where Python finds them when mutate.py is run
+mutate, trials, mutation_tests, coverage = (
+    import_module(name) for name in ("mutate", "trials", "mutation_tests", "coverage_by_test")
+)
+
+
+def changes(source: str, **scope: object) -> set[str]:
+    return {mutant.change for mutant in mutate.mutants("m", source, scope)}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("a + b", {"a + b -> a - b", "a + b -> a", "a + b -> b"}),
+        ("a - b", {"a - b -> a + b", "a - b -> a"}),
+        ("a * b", {"a * b -> a / b", "a * b -> a", "a * b -> b"}),
+        ("a * a", {"a * a -> a / a", "a * a -> a"}),
+        ("a / b", {"a / b -> a * b", "a / b -> a"}),
+        ("a | b", {"a | b -> a", "a | b -> b"}),
+        ("a & b", {"a & b -> a", "a & b -> b"}),
+        ("-a", {"-a -> a"}),
+        ("not a", {"not a -> a"}),
+        ("a += b", {"a += b -> a -= b"}),
+        ("a < b", {"a < b -> a >= b", "a < b -> a <= b"}),
+        ("a == b", {"a == b -> a != b"}),
+        ("a is None", {"a is None -> a is not None"}),
+        ("a and b and c", {f"a and b and c -> {rest}" for rest in ("a and b", "a and c", "b and c")}),
+        ("a or b", {"a or b -> a", "a or b -> b"}),
+        ("a[0.5]", {"0.5 -> 1.5"}),
+        ("lambda a: -a", {"-a -> a"}),
+        ("x: int = -a", {"-a -> a"}),
+        ("if a < b:\n    c = d", {"a < b -> a >= b", "a < b -> a <= b"}),
+        ("[each for each in some if each != a]", {"each != a -> each == a"}),
+        ("if a:\n    b = c", {"a -> not a"}),
+        ("while a():\n    b = c", {"a() -> not a()"}),
+        ("[each for each in some if each]", {"each -> not each"}),
+        ("a if b else c", {"b -> not b"}),
+        ("~a", {"~a -> a"}),
+        ("a(b)\nc = d(e)", {"a(b) -> None"}),
+        ("x = min(a, b)", {"min(a, b) -> max(a, b)"}),
+        ("x = a.all()", {"a.all() -> a.any()"}),
+        ("x = f(True)", {"True -> False"}),
+    ],
+)
+def test_what_is_changed(source: str, expected: set[str]) -> None:
+    assert changes(source) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if a < 0 or b():\n    raise ValueError(a + 1)",
+        "def f():\n    raise ValueError(a - b)",
+        "def f(a: int | float = 1 + 2) -> int | None: ...",
+        "@decorated(1 + 1)\ndef f(): ...",
+        "class A:\n    beta: float = 0.9 * 2",
+        "x: int | None",
+        "lambda a=1: a",
+        "f'{a + 1}'",
+        "'''A docstring of 3 - 2 words.'''",
+        "key / 'round' / f'{a}'",
+        "x = zip(a, b, strict=True)",
+        "x = a.to(b, non_blocking=True)",
+        "x = f(**more)",
+        "LARGE = 2 * 3",
+    ],
+)
+def test_what_is_left_alone(source: str) -> None:
+    assert changes(source) == set()
+
+
+def test_the_rest_of_a_function_that_raises_is_changed() -> None:
+    source = "def f(a):\n    if a < 0:\n        raise ValueError(a)\n    elif a > b:\n        c = d\n    return -a"
+    assert changes(source) == {"a > b -> a <= b", "a > b -> a >= b", "-a -> a"}
+
+
+def test_a_keyword_goes_where_the_function_can_do_without_it() -> None:
+    def call(needed: int, spare: int = 0, **others: int) -> None: ...
+
+    source = "x = call(needed=a, spare=b, more=c)"
+    both = {"call(...) without spare=b", "call(...) without more=c"}
+    assert changes(source, call=call) == both
+    assert changes(source) == {*both, "call(...) without needed=a"}, "of a function it does not know it tries all"
+
+
+def test_a_mutant_computes_what_its_change_says() -> None:
+    """Over several lines, after letters of several bytes, and inside a stronger operator."""
+    source = "def f(a, b):\n    é = 'ü'; return (a\n        + b) * b * a"
+    results = {}
+    for mutant in mutate.mutants("m", source, {}):
+        scope: dict[str, Callable[[int, int], float]] = {}
+        exec(mutant.source, scope)
+        results[mutant.change] = scope["f"](5, 3)
+        assert (mutant.line, mutant.text) == (2, "é = 'ü'; return (a")
+    assert results == {
+        "(a + b) * b * a -> (a + b) * b / a": 24 / 5,
+        "(a + b) * b * a -> (a + b) * b": 24,
+        "(a + b) * b * a -> a": 5,
+        "(a + b) * b -> (a + b) / b": 8 / 3 * 5,
+        "(a + b) * b -> a + b": 40,
+        "(a + b) * b -> b": 15,
+        "a + b -> a - b": 30,
+        "a + b -> a": 75,
+        "a + b -> b": 45,
+    }
+
+
+def test_a_mutant_knows_the_lines_of_its_statement() -> None:
+    source = "x = 1 + a\ndef f(a):\n    if (a <\n        b):\n        return (a\n            - b)\n    return -a"
+    lines = {mutant.change: mutant.lines for mutant in mutate.mutants("m", source, {})}
+    assert lines["1 + a -> a"] is None, "it runs when the file is imported"
+    assert lines["a < b -> a >= b"] == range(3, 5), "without the body"
+    assert lines["a - b -> a"] == range(5, 7)
+    assert lines["-a -> a"] == range(7, 8)
+
+
+# ---- the verdict
+
+ONE, TWO = mutate.mutants("fake.py", "x = a - b", {})
+WHY = {ONE.spot: "they are equal"}
+
+
+def verdict_of(
+    passed: list[Any], equivalent: Any = None, uncovered: Any = None, tried: Any = (ONE, TWO), whole: bool = True
+) -> Any:
+    return mutate.Verdict(["fake.py", "calm.py"], tried, passed, equivalent or {}, uncovered or {}, whole)
+
+
+def test_a_survivor_is_reported() -> None:
+    verdict = verdict_of([ONE])
+    assert verdict.problems() == ["fake.py:1: a - b -> a + b   in: x = a - b"]
+    assert mutate.markdown(verdict).splitlines() == [
+        "| file | mutants | killed | equivalent | uncovered | survived |",
+        "| --- | --: | --: | --: | --: | --: |",
+        "| fake.py | 2 | 1 | 0 | 0 | 1 |",
+        "| calm.py | 0 | 0 | 0 | 0 | 0 |",
+        "| all | 2 | 1 | 0 | 0 | 1 |",
+        "",
+        "Nothing to mutate in: calm.py.",
+        "",
+        "- `fake.py:1: a - b -> a + b   in: x = a - b`",
+    ]
+
+
+def test_a_survivor_with_a_reason_is_not() -> None:
+    verdict = verdict_of([ONE], WHY)
+    assert verdict.problems() == []
+    assert verdict.rows()[0] == mutate.Row("fake.py", mutants=2, killed=1, equivalent=1, uncovered=0, survived=0)
+    verdict = verdict_of([ONE], uncovered=WHY)
+    assert verdict.problems() == []
+    assert verdict.rows()[0] == mutate.Row("fake.py", mutants=2, killed=1, equivalent=0, uncovered=1, survived=0)
+
+
+def test_one_reason_serves_for_a_line() -> None:
+    line = {("fake.py", "x = a - b", mutate.ANY): "it is never looked at"}
+    assert verdict_of([ONE], line).problems() == []
+    assert verdict_of([ONE], line).rows()[0].equivalent == 1
+    assert "but no such mutant survives" in verdict_of([], line).problems()[0]
+
+
+def test_a_reason_without_a_survivor_is_reported() -> None:
+    [problem] = verdict_of([], WHY).problems()
+    assert "survivors.py explains a - b -> a + b" in problem
+    assert verdict_of([], uncovered=WHY).problems() == [problem]
+    assert verdict_of([], WHY, tried=[TWO]).problems() == [problem], "there is no such mutant any more"
+    assert verdict_of([], WHY, tried=[TWO], whole=False).problems() == [], "that mutant was not tried"
+    elsewhere = {("other.py", *ONE.spot[1:]): "they are equal"}
+    assert verdict_of([], elsewhere).problems() == [], "that file was not looked at"
+
+
+def test_a_file_of_which_nothing_is_killed_is_reported() -> None:
+    why = {mutant.spot: "they are equal" for mutant in (ONE, TWO)}
+    assert "not one of its mutants was killed" in verdict_of([ONE, TWO], why).problems()[0]
+
+
+def test_every_reason_is_of_a_mutant_that_there_is() -> None:
+    listed = {**mutate.EQUIVALENT, **mutate.UNCOVERED}
+    assert len(listed) == len(mutate.EQUIVALENT) + len(mutate.UNCOVERED), "one reason is enough"
+    for file in sorted({file for file, _, _ in listed}):
+        source = (trials.PACKAGE / file).read_text(encoding="utf-8")
+        there = {spot for mutant in mutate.mutants(file, source, {}) for spot in mutate.spots(mutant)}
+        assert {spot for spot in listed if spot[0] == file} <= there
+
+
+def test_what_is_named_is_there() -> None:
+    held = {**mutation_tests.HELD_BY, **mutation_tests.MORE_TESTS}
+    for name in {mutation_tests.CONFORMANCE, *(name for names in held.values() for name in names)}:
+        file, _, function = name.partition("::")
+        assert f"def {function.partition('[')[0]}" in (trials.ROOT / file).read_text(encoding="utf-8")
+    for file in (*mutation_tests.LEFT_OUT, *held):
+        assert (trials.PACKAGE / file).is_file()
+    assert {"training/local_training.py", "privacy/spending.py", "methods/scaffold.py"} <= set(mutation_tests.known())
+    assert all(mutation_tests.tests_of(file) for file in mutation_tests.known())
+    assert "training/cuda_graphs.py" not in mutation_tests.known()
+
+
+def test_mutants_are_chosen_by_their_line_and_at_random() -> None:
+    made = list(mutate.mutants("m", "x = a - b\ny = a * b * c", {}))
+    assert mutate.choose(made, "", None, 0) == made
+    assert {mutant.line for mutant in mutate.choose(made, "y =", None, 0)} == {2}
+    some = mutate.choose(made, "", 3, 0)
+    assert (len(some), some) == (3, mutate.choose(made, "", 3, 0))
+    assert any(some != mutate.choose(made, "", 3, seed) for seed in range(1, 9))
+
+
+# ---- the tests of a mutant
+
+
+def test_a_mutant_is_held_by_the_tests_that_run_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, outside = (
+        next(mutate.mutants("m", source, {})) for source in ("def f(a, b):\n    return a - b", "x = a - b")
+    )
+    traces = {
+        "a::slow": coverage.Trace(9.0, {"m": [2]}),
+        "a::fast": coverage.Trace(0.1, {"m": [1, 2, 3]}),
+        "b::elsewhere": coverage.Trace(0.2, {"m": [3]}),
+        "c::other": coverage.Trace(0.3, {"n": [2]}),
+    }
+    assert coverage.tests_for(inside, traces) == (["a::fast", "a::slow"], [])
+    assert coverage.tests_for(outside, traces) == (["a::fast", "a::slow"], ["b::elsewhere", "c::other"])
+    monkeypatch.setattr(coverage, "FEW", 0.05)
+    assert coverage.tests_for(inside, traces) == (["a::fast"], ["a::slow"])
+    monkeypatch.setattr(coverage, "ENOUGH", 0.25)
+    assert coverage.tests_for(outside, traces) == (["a::fast"], ["b::elsewhere", "c::other"])
+    assert coverage.tests_for(inside, {}) == ([], [])
+
+
+def test_lines_are_recorded_by_test(tmp_path: Path) -> None:
+    source = tmp_path / "code_under_test.py"
+    source.write_text("def f(a):\n    if a:\n        return 1\n    return [\n        a for _ in range(2)\n    ]\n")
+    own: dict[str, Any] = {}
+    exec(compile(source.read_text(), source, "exec"), own)
+    recorder = coverage.Recorder({str(source): "m"})
+    for test, value in (("t.py", None), ("t.py::one", 1), ("t.py::two", 0)):
+        record = recorder._record(test)
+        next(record)
+        if value is not None:
+            own["f"](value)
+        with pytest.raises(StopIteration):
+            record.send(None)
+        recorder.seconds[test] = 0.0
+    found = recorder.found()
+    assert found["t.py::one"] == (0.0, {"m": [2, 3]})
+    assert found["t.py::two"][1]["m"][:2] == [2, 4]
+    assert found["t.py"] == (0.0, {})
+
+
+# ---- the processes
+
+
+def trial(source: str, limit: float = 60.0) -> Any:
+    return trials.Trial((), "fake.py", source, limit)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_each_trial_ends_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(trial: Any, folder: Path) -> None:
+        (folder / "log").write_text(trial.source)
+        time.sleep(60 * (trial.source == "hangs"))
+        sys.exit(trial.source == "fails")
+
+    monkeypatch.setattr(trials, "attempt", attempt)
+    asked = [trial("passes"), trial("fails"), trial("hangs", limit=0.2)]
+    found = {each.said: (each.trial.source, each.passed) for each in trials.outcomes(asked, 2)}
+    assert found == {"passes": ("passes", True), "fails": ("fails", False), "hangs": ("hangs", False)}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_trial_that_the_machine_ends_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "attempt", lambda trial, folder: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(SystemExit, match=r"the tests of fake\.py died by signal 9"):
+        list(trials.outcomes([trial("")], 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_mutant_stands_in_for_its_file_wherever_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own: all that imported the real one is forgotten there."""
+    test = tmp_path / "test_rate.py"
+    test.write_text(
+        "from partita.core.settings import Training\nimport partita.core.optim\n"
+        "def test_rate():\n    assert partita.core.optim.MARK == 1\n"
+        "    assert Training(lr=1.0).schedule.__class__ is partita.core.optim.Schedule\n"
+    )
+    source = (trials.PACKAGE / "core/optim.py").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    asked = [trials.Trial((str(test),), "core/optim.py", f"{source}\nMARK = {mark}\n") for mark in (1, 2)]
+    assert [each.passed for each in trials.outcomes(asked, 1)] == [True, False]

@@ -1,0 +1,728 @@
+"""Reports against numpy and scipy by hand, on run folders written here."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_fixtures import ROUNDS, WARM_UP, write_run
+from scipy import stats
+
+from partita import report
+from partita.report import ReportError, RunRecord, compare, find, load_run, page, picture
+from partita.report.metric import ACCURACY, Metric
+from partita.report.plan_stages import STATUSES, changes, plan_grid, plans, status
+from partita.report.plot_style import styles, svg
+from partita.report.plots import (
+    curve,
+    drift_by_role,
+    gain_by_client,
+    metric_by_bytes,
+    metric_by_round,
+    personal_by_client,
+)
+from partita.report.render import columns
+from partita.report.tables import holm, worst_tenth
+
+LABELS = ("fedavg", "fedprox", "fedfrozen")
+PERPLEXITY = Metric("perplexity", higher_is_better=False)
+
+
+def accuracies(values: list[float | None]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Rows with these test accuracies, None for a round without a test."""
+
+    def edit(row: dict[str, Any]) -> dict[str, Any]:
+        value = values[row["round"]]
+        return {**row, "test": None if value is None else {"accuracy": value}}
+
+    return edit
+
+
+def run_of(root: Path, label: str, seed: int, values: list[float | None], **more: Any) -> RunRecord:
+    return load_run(write_run(root, label, seed, rounds=len(values), planned=16, edit=accuracies(values), **more))
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[RunRecord]:
+    root = tmp_path_factory.mktemp("runs")
+    return [load_run(write_run(root, label, seed)) for label in LABELS for seed in range(3)]
+
+
+def cells(comparison: report.Comparison, heading: str) -> tuple[str, ...]:
+    return next(column.cells for column in columns(comparison) if column.heading.startswith(heading))
+
+
+# Reading
+
+
+def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
+    record = load_run(write_run(tmp_path, "fedfrozen", 2))
+    assert (record.label, record.seed, record.finished) == ("fedfrozen", 2, True)
+    assert [row["round"] for row in record.rows] == list(range(ROUNDS))
+    assert [(stage["first"], stage["last"]) for stage in record.plan] == [(0, WARM_UP - 1), (WARM_UP, ROUNDS - 1)]
+    assert record.config["method"]["warm_up"] == WARM_UP
+    assert record.environment["torch"] == "2.13.0"
+
+
+def test_runs_are_found_in_order_and_an_unfinished_one_is_told(tmp_path: Path) -> None:
+    second = write_run(tmp_path / "b", "fedavg", 1, finished=False)
+    first = write_run(tmp_path / "a" / "deep", "fedavg", 0)
+    (tmp_path / "no-run").mkdir()
+    (tmp_path / "no-run" / "rows.jsonl").write_text("")
+    assert find(tmp_path) == [first, second]
+    assert find(first) == [first]
+    assert [load_run(folder).finished for folder in find(tmp_path)] == [True, False]
+
+
+def test_half_a_last_line_is_left_out_and_any_other_fault_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fedavg", 0)
+    rows = folder / "rows.jsonl"
+    whole = rows.read_text()
+    lines = whole.splitlines(keepends=True)
+    for cut in (1, len(lines[-1]) // 2, len(lines[-1]) - 2):
+        rows.write_text("".join(lines[:-1]) + lines[-1][:cut])
+        assert len(load_run(folder).rows) == ROUNDS - 1
+    rows.write_text(whole.rstrip("\n"))
+    assert len(load_run(folder).rows) == ROUNDS
+    for faulty, message in (
+        ("".join(lines[:4]) + lines[4][:50] + "\n" + "".join(lines[5:]), "line 5 is not a row"),
+        ("".join(lines[:4]) + lines[2], "line 5: round 2 comes after round 3"),
+        ("", "no finished round yet"),
+        (lines[0][:40], "no finished round yet"),
+        ("[1]\n", "line 1 is not a row"),
+    ):
+        rows.write_text(faulty)
+        with pytest.raises(ReportError, match=message):
+            load_run(folder)
+
+
+def test_errors_name_the_folder_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"no run at or below .*a run folder holds config\.toml and rows\.jsonl"):
+        find(tmp_path)
+    with pytest.raises(ReportError, match=r"is not a run folder: it has no config\.toml"):
+        load_run(tmp_path)
+    folder = write_run(tmp_path, "fedavg", 0)
+    (folder / "config.toml").write_text("seed = 0")
+    with pytest.raises(ReportError, match="has no 'label'"):
+        load_run(folder)
+    (folder / "config.toml").write_text("seed = ")
+    with pytest.raises(ReportError, match="not valid TOML"):
+        load_run(folder)
+
+
+def test_old_runs_without_plan_and_environment_stay_reportable(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fedavg", 0, edit=lambda row: {"round": row["round"], "test": row["test"]})
+    (folder / "plan.json").unlink()
+    (folder / "environment.json").unlink()
+    record = load_run(folder)
+    line = compare([record]).lines[0]
+    assert line.final is not None
+    assert (line.up, line.down, line.total_mb, line.seconds, line.personal) == (None,) * 5
+    assert "fedavg" in page([record], tmp_path / "page.html").read_text()
+    assert metric_by_bytes([record]) is drift_by_role([record]) is plan_grid([record]) is None
+
+
+# The comparison
+
+
+def test_numbers_are_those_of_numpy_and_scipy(records: list[RunRecord]) -> None:
+    comparison = compare(records)
+    assert [line.label for line in comparison.lines] == list(LABELS)
+    curves = {
+        label: np.array([[row["test"]["accuracy"] for row in run.rows] for run in records if run.label == label])
+        for label in LABELS
+    }  # label -> (seed, round)
+    own = {
+        label: np.array([list(run.rows[-1]["personal"]["accuracy"].values()) for run in records if run.label == label])
+        for label in LABELS
+    }  # label -> (seed, client)
+    assert comparison.target == pytest.approx(0.95 * curves["fedavg"][:, -1].mean())
+    raw = []
+    for line in comparison.lines:
+        final = curves[line.label][:, -1]
+        assert line.seeds == (0, 1, 2)
+        assert line.final == pytest.approx(final.mean())
+        assert line.final_sd == pytest.approx(final.std(ddof=1))
+        assert line.stability == pytest.approx(curves[line.label][:, -4:].std(axis=1, ddof=1).mean())
+        assert line.personal == pytest.approx(own[line.label].mean())
+        assert line.personal_sd == pytest.approx(own[line.label].std(axis=1, ddof=1).mean())
+        assert line.personal_worst == pytest.approx(own[line.label].min(axis=1).mean())  # one of ten clients
+        first_round = [1 + np.argmax(seed >= comparison.target) for seed in curves[line.label]]
+        assert line.reach is not None
+        assert line.reach.rounds == np.median(first_round)
+        assert line.reach.reached == 3
+        runs = [run for run in records if run.label == line.label]
+        assert line.seconds == pytest.approx(np.mean([[row["seconds"] for row in run.rows] for run in runs]))
+        sizes = {way: np.array([[row["bytes"][way] for row in run.rows] for run in runs]) for way in ("up", "down")}
+        assert line.up == pytest.approx(sizes["up"].sum() / (3 * ROUNDS * 5))
+        assert line.down == pytest.approx(sizes["down"].sum() / (3 * ROUNDS * 5))
+        assert line.total_mb == pytest.approx((sizes["up"].sum() + sizes["down"].sum()) / 3e6)
+        if line.label == "fedavg":
+            assert line.difference is None
+            continue
+        each, gaps = line.difference, final - curves["fedavg"][:, -1]
+        assert each is not None
+        assert each.n == 3
+        assert each.low is not None
+        assert each.p is not None
+        half = stats.t.ppf(0.975, 2) * gaps.std(ddof=1) / math.sqrt(3)
+        assert (each.mean, each.low, each.high) == pytest.approx((gaps.mean(), gaps.mean() - half, gaps.mean() + half))
+        assert each.p == pytest.approx(stats.ttest_rel(final, curves["fedavg"][:, -1]).pvalue)
+        raw.append((each.p, each.p_holm))
+    (low, low_holm), (high, high_holm) = sorted(raw)
+    assert low_holm == pytest.approx(min(1, 2 * low))
+    assert high_holm == pytest.approx(max(min(1, 2 * low), high))
+    assert any("Holm for 2 comparisons" in comment for comment in comparison.comments)
+    assert any("(n = 3)" in comment for comment in comparison.comments)
+
+
+def test_two_labels_are_one_test_and_the_table_says_so(records: list[RunRecord]) -> None:
+    comparison = compare([record for record in records if record.label != "fedprox"])
+    each = comparison.lines[1].difference
+    assert each is not None
+    assert each.p is not None
+    assert each.p_holm is None
+    assert "p: not corrected for many comparisons." in comparison.comments
+    assert cells(comparison, "p")[0] == "–"
+
+
+@given(st.lists(st.floats(0, 1), max_size=8), st.floats(0.001, 0.999))
+def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float], level: float) -> None:
+    corrected = holm(p_values)
+    going, rejected = True, set()
+    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
+        going = going and (len(p_values) - rank) * p_values[index] <= level
+        if going:
+            rejected.add(index)
+    assert {index for index, value in enumerate(corrected) if value <= level} == rejected
+    assert all(before <= after <= 1 for before, after in zip(p_values, corrected, strict=True))
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.3]) == [0.3]
+
+
+def test_one_seed_has_no_spread_and_no_test(tmp_path: Path) -> None:
+    runs = [
+        run_of(tmp_path, "a", 0, [0.1, 0.5]),
+        run_of(tmp_path, "b", 0, [0.2, 0.6]),
+        run_of(tmp_path, "b", 1, [0.2, 0.7]),
+    ]
+    comparison = compare(runs)
+    first, second = comparison.lines
+    assert (first.final, first.final_sd) == (0.5, None)
+    assert second.difference is not None
+    assert (second.difference.n, second.difference.mean) == (1, None)
+    assert cells(comparison, "difference") == cells(comparison, "p") == ("–", "–")
+    assert "a: one seed, so no spread over seeds." in comparison.comments
+    assert any(
+        comment.startswith("b: no paired difference to a") and "n = 1" in comment for comment in comparison.comments
+    )
+
+
+def test_pairs_are_made_by_seed_and_not_by_place(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path, "a", seed, [0.5 + 0.1 * seed]) for seed in (0, 1, 2)]
+    runs += [run_of(tmp_path, "b", seed, [0.52 + 0.11 * seed]) for seed in (3, 2, 1)]
+    each = compare(runs).lines[1].difference
+    expected = stats.ttest_rel([0.63, 0.74], [0.6, 0.7])
+    assert each is not None
+    assert each.n == 2
+    assert (each.mean, each.p) == pytest.approx((0.035, expected.pvalue))
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.03])
+def test_equal_differences_are_not_tested(tmp_path: Path, gap: float) -> None:
+    runs = [run_of(tmp_path, "a", seed, [0.5 + 0.1 * seed]) for seed in (0, 1, 2)]
+    runs += [run_of(tmp_path, "b", seed, [0.5 + 0.1 * seed + gap]) for seed in (0, 1, 2)]
+    comparison = compare(runs)
+    each = comparison.lines[1].difference
+    assert each is not None
+    assert each.mean == pytest.approx(gap)
+    assert each.p is None
+    assert each.low is None
+    assert any("nothing to test" in comment for comment in comparison.comments)
+
+
+def test_rounds_without_a_test_and_values_that_are_no_numbers(tmp_path: Path) -> None:
+    gaps = run_of(tmp_path, "gaps", 0, [None, 0.2, None, 0.4, None, 0.6, 0.8, None])
+    line = compare([gaps], target=0.5).lines[0]
+    assert line.final == 0.8
+    assert line.stability is None  # one test among the last two rounds
+    assert line.reach is not None
+    assert line.reach.rounds == 6
+    nan = run_of(tmp_path, "gaps", 1, [0.1, 0.2, 0.3, math.nan])
+    comparison = compare([gaps, nan])
+    assert comparison.lines[0].final == 0.8  # and not 0.3, the last number of the other seed
+    assert any("no final accuracy for seed 1" in comment for comment in comparison.comments)
+    never = run_of(tmp_path, "never", 0, [None, None])
+    comparison = compare([never])
+    assert (comparison.target, comparison.lines[0].final) == (None, None)
+    assert cells(comparison, "accuracy") == ("–",)
+    with pytest.raises(ReportError, match="no run was ever tested"):
+        picture([never], tmp_path / "none.png")
+
+
+def test_a_seed_that_never_reached_the_target_counts(tmp_path: Path) -> None:
+    slow, fast, late = [0.1, 0.2, 0.3], [0.6, 0.7, 0.8], [0.1, 0.2, 0.9]
+
+    def line(*curves: list[float]) -> tuple[float | None, str]:
+        runs = [
+            run_of(tmp_path / str(len(list(tmp_path.iterdir()))), "a", seed, list(values))
+            for seed, values in enumerate(curves)
+        ]
+        comparison = compare(runs, target=0.5)
+        reach = comparison.lines[0].reach
+        assert reach is not None
+        return reach.rounds, cells(comparison, "rounds to 50.0%")[0]
+
+    assert line(fast, late) == (2, "2")
+    assert line(fast, late, slow) == (3, "3 (2 of 3)")
+    assert line(fast, slow) == (None, "not reached (1 of 2)")
+    assert line(slow, slow) == (None, "not reached (0 of 2)")
+
+
+def test_unfinished_runs_are_told_and_not_paired_with_runs_ahead_of_them(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path, "a", seed, [0.1, 0.2, 0.5 + seed / 100]) for seed in range(3)]
+    runs += [run_of(tmp_path, "b", seed, [0.1, 0.2, 0.6 + seed / 50]) for seed in range(2)]
+    runs.append(run_of(tmp_path, "b", 2, [0.1, 0.2], finished=False))
+    comparison = compare(runs)
+    each = comparison.lines[1].difference
+    assert each is not None
+    assert each.n == 2
+    assert "b, seed 2: unfinished (2 of 16 rounds); its last tested round is used." in comparison.comments
+    assert any(comment.startswith("b: 1 of 3 common seeds left out") for comment in comparison.comments)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=45))
+def test_worst_tenth(values: list[float]) -> None:
+    count = max(1, math.ceil(len(values) / 10))
+    assert worst_tenth(values, ACCURACY) == pytest.approx(np.sort(values)[:count].mean())
+    assert worst_tenth(values, PERPLEXITY) == pytest.approx(np.sort(values)[::-1][:count].mean())
+
+
+def test_missing_personal_values_are_left_out_and_told(tmp_path: Path) -> None:
+    def edit(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "personal": {"accuracy": {"c0": 0.5, "c1": 0.7, "c2": None, "c3": math.nan}}}
+
+    comparison = compare([load_run(write_run(tmp_path, "a", 0, edit=edit))])
+    assert comparison.lines[0].personal == pytest.approx(0.6)
+    assert "a: 2 of 4 personal values are missing and left out." in comparison.comments
+
+
+def test_repeats_must_be_repeats(tmp_path: Path) -> None:
+    one = load_run(write_run(tmp_path / "x", "fedavg", 0))
+    with pytest.raises(ReportError, match="two runs are called 'fedavg' with seed 0"):
+        compare([one, load_run(write_run(tmp_path / "y", "fedavg", 0))])
+    with pytest.raises(ReportError, match="no run to report"):
+        compare([])
+    folder = write_run(tmp_path, "fedavg", 1)
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.001", "lr = 0.1"))
+    comments = compare([one, load_run(folder)]).comments
+    assert any("differ in more than the seed (training.lr)" in comment for comment in comments)
+
+
+def by_themselves(record: RunRecord) -> RunRecord:
+    return replace(record, config={**record.config, "method": {"name": "local-only"}})
+
+
+def test_what_a_client_gains_over_learning_alone_is_told_client_by_client(tmp_path: Path) -> None:
+    def own(values: dict[str, float | None]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return lambda row: {**row, "personal": {"accuracy": values}}
+
+    alone = [
+        by_themselves(
+            load_run(write_run(tmp_path, "alone", seed, edit=own({"c0": 0.5, "c1": 0.6, "c2": 0.7, "c3": None})))
+        )
+        for seed in (0, 1)
+    ]
+    shared = [
+        load_run(write_run(tmp_path, "shared", seed, edit=own(values)))
+        for seed, values in (
+            (0, {"c0": 0.7, "c1": 0.5, "c2": 0.7, "c3": 0.9}),  # gains 0.2, -0.1, 0; of c3 nobody knows
+            (1, {"c2": 0.9, "c0": 0.6}),  # gains 0.2, 0.1, in whatever order clients come
+            (2, {"c0": 0.0}),  # a seed that nobody played alone
+        )
+    ]
+    comparison = compare([*shared, *alone])
+    with_others, by_itself = comparison.lines
+    assert by_itself.gain is None
+    assert with_others.gain is not None
+    assert with_others.gain.mean == pytest.approx((0.2 - 0.1 + 0 + 0.2 + 0.1) / 5)
+    assert with_others.gain.better == pytest.approx(3 / 5)
+    assert cells(comparison, "gain") == ("+8.0", "–")
+    assert cells(comparison, "better off") == ("60%", "–")
+    assert any("than under alone, where it learns alone" in comment for comment in comparison.comments)
+    figure = gain_by_client([*shared, *alone])
+    assert figure is not None
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["shared"]
+    dots = figure.axes[0].lines[0].get_xdata()
+    np.testing.assert_allclose(dots, [-10, 0, 10, 20, 20], atol=1e-9)
+
+
+def test_a_gain_is_an_improvement_also_where_less_is_better(tmp_path: Path) -> None:
+    alone = by_themselves(perplexities(tmp_path, "alone", 0, [50.0]))
+    better = perplexities(tmp_path, "better", 0, [40.0])
+    line = compare([better, alone]).lines[0]
+    assert line.gain is not None
+    assert (line.gain.mean, line.gain.better) == (pytest.approx(10.0), 1.0)
+
+
+def test_where_nobody_learns_alone_nothing_is_said_of_gains(records: list[RunRecord]) -> None:
+    comparison = compare(records)
+    assert all(line.gain is None for line in comparison.lines)
+    assert not any(column.heading == "gain" for column in columns(comparison))
+    assert not any(comment.startswith("gain") for comment in comparison.comments)
+    assert gain_by_client(records) is None
+
+
+def test_another_metric(tmp_path: Path) -> None:
+    record = load_run(write_run(tmp_path, "a", 0, edit=lambda row: {**row, "test": {"accuracy": 0.1, "f1": 0.7}}))
+    comparison = compare([record], metric="f1")
+    assert comparison.lines[0].final == 0.7
+    assert cells(comparison, "f1, %") == ("70.0",)
+
+
+def perplexities(root: Path, label: str, seed: int, values: list[float]) -> RunRecord:
+    """A language model's run; the clients' own values are 1 to 20 above the last."""
+
+    def edit(row: dict[str, Any]) -> dict[str, Any]:
+        value = values[row["round"]]
+        own = {f"c{number}": value + number for number in range(1, 21)}
+        return {**row, "test": {"loss": math.log(value), "perplexity": value}, "personal": {"perplexity": own}}
+
+    folder = write_run(root, label, seed, rounds=len(values), edit=edit)
+    plan = json.loads((folder / "plan.json").read_text())
+    metric = {"name": "perplexity", "higher_is_better": False}
+    (folder / "plan.json").write_text(json.dumps({"metric": metric, **plan}))
+    return load_run(folder)
+
+
+def test_a_metric_of_which_less_is_better(tmp_path: Path) -> None:
+    curves = {"a": [[90.0, 44.0, 40.0, 41.0], [80.0, 43.5, 39.0, 39.0]], "b": [[60.0, 41.5, 30.0, 31.0]] * 2}
+    runs = [perplexities(tmp_path, label, seed, each) for label, two in curves.items() for seed, each in enumerate(two)]
+    assert {run.metric for run in runs} == {PERPLEXITY}
+    comparison = compare(runs)
+    first, second = comparison.lines
+    assert (comparison.metric, comparison.higher_is_better) == ("perplexity", False)
+    assert first.final == 40.0
+    assert comparison.target == pytest.approx(1.05 * 40.0)
+    assert (first.reach.rounds, second.reach.rounds) == (3, 2)  # type: ignore[union-attr]
+    assert first.personal == pytest.approx(40.0 + 10.5)
+    assert first.personal_worst == pytest.approx(40.0 + 19.5)  # the highest two of twenty
+    assert second.difference is not None
+    assert second.difference.mean == pytest.approx(-9.0)
+    assert cells(comparison, "perplexity") == ("40.0 ± 1.41", "31.0 ± 0.00")
+    assert cells(comparison, "difference")[1].startswith("−9.00 [")
+    assert cells(comparison, "rounds to 42.0") == ("3", "2")
+    assert any("lower is better" in comment for comment in comparison.comments)
+    assert any("105% of the final mean of a" in comment for comment in comparison.comments)
+    text = report.to_text(comparison) + page(runs, tmp_path / "page.html").read_text()
+    assert "test perplexity" in text
+    assert not re.search(r"percentage|perplexity, %|accuracy", text)
+    figure = metric_by_round(runs)
+    assert figure is not None
+    assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx([85.0, 43.75, 39.5, 40.0])
+    strips = personal_by_client(runs)
+    assert strips is not None
+    means = [line.get_xdata()[0] for line in strips.axes[0].lines if len(line.get_xdata()) == 2]
+    worst = [line.get_xdata()[0] for line in strips.axes[0].lines if len(line.get_xdata()) == 1]
+    assert means == pytest.approx([50.5, 41.5])
+    assert worst == pytest.approx([59.5, 50.5])
+    by_loss = compare(runs, metric="loss")
+    assert not by_loss.higher_is_better
+    assert cells(by_loss, "loss")[1].startswith("3.43")
+
+
+def test_runs_that_are_judged_differently_are_not_compared(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path, "old", 0, [0.5]), perplexities(tmp_path, "new", 0, [40.0])]
+    assert runs[0].metric == ACCURACY  # its folder does not say
+    for make in (compare, metric_by_round, lambda records: page(records, tmp_path / "page.html")):
+        with pytest.raises(ReportError, match="'old' by accuracy, 'new' by perplexity; report them apart"):
+            make(runs)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "shown"),
+    [
+        (ACCURACY, 0.7134, "71.3%"),
+        (ACCURACY, None, "–"),
+        (PERPLEXITY, 1234.5, "1 234"),
+        (PERPLEXITY, 12.34, "12.3"),
+        (PERPLEXITY, 1.234, "1.23"),
+        (PERPLEXITY, None, "–"),
+    ],
+)
+def test_values_as_they_are_shown(metric: Metric, value: float | None, shown: str) -> None:
+    assert metric.show(value) == shown
+
+
+def test_every_way_of_showing_has_every_number(records: list[RunRecord]) -> None:
+    comparison = compare(records)
+    plain = json.loads(report.to_json(comparison), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert [line["label"] for line in plain["lines"]] == list(LABELS)
+    assert plain["lines"][1]["difference"]["p"] == comparison.lines[1].difference.p  # type: ignore[union-attr]
+    text, markdown = report.to_text(comparison), report.to_markdown(comparison)
+    table = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(LABELS)
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    for column in columns(comparison):
+        for cell in column.cells:
+            assert cell in text
+            assert cell.replace("[", "\\[") in markdown
+
+
+def test_cells_by_hand(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path, "a", 0, [0.5]), run_of(tmp_path, "a", 1, [0.6])]
+    runs += [run_of(tmp_path, "b", 0, [0.4]), run_of(tmp_path, "b", 1, [0.52])]
+    comparison = compare(runs)
+    assert cells(comparison, "accuracy, %") == ("55.0 ± 7.1", "46.0 ± 8.5")
+    assert cells(comparison, "difference") == ("–", "−9.0 [−21.7, 3.7]")
+    assert cells(comparison, "p") == ("–", "0.070")
+
+
+def test_labels_may_hold_markup(tmp_path: Path) -> None:
+    label = "a|b [bold]_x_ $y$ <i>"
+    comparison = compare([run_of(tmp_path, label, 0, [0.5, 0.6])])
+    lines = [line for line in report.to_text(comparison).splitlines() if line.strip().startswith(label + " ")]
+    assert len(lines) == 3  # a line in each table; the comments start with a dot
+    assert r"a\|b \[bold]\_x\_ $y$ \<i>" in report.to_markdown(comparison)
+
+
+# Figures
+
+
+def test_curves_are_mean_and_sample_deviation(records: list[RunRecord]) -> None:
+    runs = [record for record in records if record.label == "fedprox"]
+    values = 100 * np.array([[row["test"]["accuracy"] for row in run.rows] for run in runs])  # (seed, round)
+    sent = np.array([[row["bytes"]["up"] for row in run.rows] for run in runs]) / 1e6
+    found = curve(runs, ACCURACY)
+    assert found.rounds == list(range(1, ROUNDS + 1))
+    assert found.mean == pytest.approx(values.mean(axis=0))
+    assert found.sd == pytest.approx(values.std(axis=0, ddof=1))
+    assert found.megabytes == pytest.approx(sent.cumsum(axis=1).mean(axis=0))
+
+
+def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[RunRecord]) -> None:
+    figure = metric_by_round(records)
+    assert figure is not None
+    verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARM_UP + 0.5] * 2]
+    assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].colour]
+    early = [RunRecord(**{**vars(record), "rows": record.rows[:WARM_UP], "finished": False}) for record in records]
+    assert changes(early) == []  # the plan tells of stages that an unfinished run has not come to
+    drift = drift_by_role(records)
+    assert drift is not None
+    lengths = {panel.get_title(loc="left"): [len(line.get_xdata()) for line in panel.lines] for panel in drift.axes}
+    assert lengths["query"] == lengths["key"] == [ROUNDS, ROUNDS, WARM_UP]
+    assert lengths["value"] == [ROUNDS, ROUNDS, ROUNDS]
+    assert "layer.0" not in lengths
+
+
+def test_the_plan_is_drawn_once_for_equal_plans(records: list[RunRecord]) -> None:
+    assert [each.labels for each in plans(records)] == [["fedavg", "fedprox"], ["fedfrozen"]]
+    figure = plan_grid(records)
+    assert figure is not None
+    panels = [panel for panel in figure.axes if panel.get_visible()]
+    assert [panel.get_title(loc="left") for panel in panels] == [
+        "fedavg, fedprox\nrounds 1 to 16", "fedfrozen\nrounds 1 to 6", "fedfrozen\nrounds 7 to 16",
+    ]  # fmt: skip
+    down_only = matplotlib.colors.to_rgba(STATUSES["comes down, does not train"])
+    assert [sum(patch.get_facecolor() == down_only for patch in panel.patches) for panel in panels] == [0, 0, 8]
+
+
+def test_a_cell_is_divided_by_parameters(tmp_path: Path) -> None:
+    record = load_run(write_run(tmp_path, "fedper", 0))
+    rows = [
+        {"name": name, "layer": "layer.0", "role": "query", "parameters": count, "trains": up, "up": up, "down": True}
+        for name, count, up in (("weight", 75, True), ("bias", 25, False))
+    ]
+    figure = plan_grid(
+        [RunRecord(**{**vars(record), "plan": ({"first": 0, "last": 0, "client": "c0", "rows": rows},)})]
+    )
+    assert figure is not None
+    assert [patch.get_width() for patch in figure.axes[0].patches] == pytest.approx([0.675, 0.225])
+    assert {status(row) for row in record.plan[0]["rows"] if row["role"] == "head"} == {"stays with the client"}
+    assert status({"trains": False, "up": False, "down": False, "keep": False}) == "untouched"
+
+
+@pytest.mark.parametrize("count", [1, 15])
+def test_legends_cover_no_data_and_labels_look_different(tmp_path: Path, count: int) -> None:
+    labels = ["fedavg", "_hidden", "fedfrozen", "a label that is far too long to be shown as it is"]
+    labels = [*labels, *(f"method {number}" for number in range(count))][:count]
+    assert len({(style.colour, str(style.dash)) for style in styles(labels).values()}) == count
+    runs = [load_run(write_run(tmp_path, label, 0, rounds=8)) for label in labels]
+    for make in (metric_by_round, drift_by_role):
+        figure = make(runs)
+        assert figure is not None
+        figure.draw_without_rendering()
+        legend = figure.legends[0]
+        assert len([text for text in legend.get_texts() if text.get_text() != " plan changes"]) == count
+        box = legend.get_window_extent()
+        assert box.x1 <= figure.bbox.x1
+        assert not any(box.overlaps(panel.get_window_extent()) for panel in figure.axes if panel.get_visible())
+    strips = personal_by_client(runs)
+    assert strips is not None
+    assert len(strips.axes[0].get_yticks()) == count
+
+
+def test_the_picture_is_a_wide_png_and_matplotlib_stays_as_it_was(records: list[RunRecord], tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    data = picture(records, tmp_path / "deep" / "out.png").read_bytes()
+    figure = personal_by_client(records)
+    assert figure is not None
+    assert "<text" in svg(figure, "clients")  # letters, not outlines: the setting did hold for a moment
+    assert dict(matplotlib.rcParams) == before
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
+    assert width > 2 * height
+    assert len(data) > 20_000
+
+
+def test_without_matplotlib_the_remedy_is_named(records: list[RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ReportError, match=re.escape("pip install 'partita[report]'")):
+        metric_by_round(records)
+
+
+# The page
+
+
+class Reader(HTMLParser):
+    """Collects ids, links and text, and refuses tags that do not match."""
+
+    VOID = frozenset({"meta", "br", "use", "path", "line", "rect", "image", "circle"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+def test_the_page_holds_everything_itself(records: list[RunRecord], tmp_path: Path) -> None:
+    text = page(records, tmp_path / "page.html", title="Kernel & drift").read_text()
+    reader = parsed(text)
+    assert "http" not in text
+    assert "url(" not in text.replace("url(#", "")
+    assert "@import" not in text
+    assert not {"script", "link", "iframe", "img", "image"} & set(reader.tags)
+    ids = [value for name, value in reader.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    links = {value for name, value in reader.attributes if name in ("href", "src")}
+    links |= {f"#{name}" for name in re.findall(r"url\(#([^)]*)\)", text)}
+    assert links
+    assert links <= {f"#{name}" for name in ids}
+    assert reader.tags.count("figure") == 5
+    for drawing in re.findall(r'<svg role="img".*?</svg>', text, re.DOTALL):
+        assert len(re.findall("<path|<use", drawing)) > 30
+        assert "viewBox" in drawing
+    for wanted in (
+        *LABELS, "Kernel & drift", "cifar10", "vit-tiny", "loss is nan after 12 steps", "c", "alpha = 0.3", "warm_up",
+        "torch", "partita run", "sample standard deviation", "Holm",
+    ):  # fmt: skip
+        assert wanted in reader.text
+    for column in columns(compare(records)):
+        assert all(cell in reader.text for cell in column.cells)
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    label, reason = "<script>alert('a')</script> & \"b\"", "<img src=x>"
+    record = load_run(
+        write_run(
+            tmp_path,
+            label,
+            0,
+            rounds=3,
+            edit=lambda row: {**row, "drift": {}, "personal": None, "lost": {"<c>": reason}},
+        )
+    )
+    reader = parsed(page([record], tmp_path / "page.html", title="<b>").read_text())
+    assert not {"script", "img", "c"} & set(reader.tags)
+    assert label in reader.text
+    assert reason in reader.text
+    assert "<c> (seed 0, round 1)" in reader.text
+
+
+def test_one_run_of_one_round_makes_a_page(tmp_path: Path) -> None:
+    record = load_run(write_run(tmp_path, "fedavg", 0, rounds=1, finished=False))
+    text = page([record], tmp_path / "page.html").read_text()
+    assert "unfinished (1 of 16 rounds)" in text
+    assert "there is one seed, so no spread" in text
+    assert "Lost clients" not in text
+    assert "1, of them 0 finished" in text
+
+
+def test_a_failed_page_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "page.html"
+    out.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        page([RunRecord("a", 0, {}, ({"round": 0},), (), {}, True, tmp_path)], out)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert out.read_text() == "old"
+
+
+# The package
+
+
+def test_reports_need_rows_only() -> None:
+    """Nothing but the standard library at import, never torch, pyplot, or of the core more than how files are read."""
+    folder = Path(report.__file__).parent
+    for path in folder.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                first = name.split(".")[0]
+                assert first not in ("torch", "transformers"), (path.name, name)
+                assert "pyplot" not in name, (path.name, name)
+                own = ("partita.report", "partita.core.safe_text", "partita.core.atomic_files")
+                assert first != "partita" or name.startswith(own) or name == "partita.core", (path.name, name)
+                if node in tree.body:
+                    assert first in {"partita", *sys.stdlib_module_names}, (path.name, name)

@@ -1,0 +1,353 @@
+"""check_method passes every method that is right, and names the promise that a wrong one breaks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import image_fixtures
+import pytest
+import torch
+from helpers import Clients, ServerMomentum, small
+from method_options import BRIEF
+from torch import Tensor
+
+from partita.core.data import Batch, Examples
+from partita.core.method import (
+    Aggregate,
+    ClientRule,
+    Context,
+    LayerSelection,
+    Method,
+    MethodError,
+    Server,
+    ServerRule,
+    Update,
+    UpdateTransform,
+    compose,
+)
+from partita.core.model import Model, Output
+from partita.core.optim import SGD
+from partita.core.plan import Plan, RoundInfo, share, share_everything
+from partita.core.rng import Key
+from partita.core.tensors import Names, Slots, Tensors
+from partita.methods import COMPOSITIONS, INDEX, build
+from partita.methods.fedfrozen import fedfrozen
+from partita.methods.fedprox import fedprox
+from partita.testing.conformance import ConformanceError, ConformanceReport, check_method
+
+
+def check(method: Method, tolerance: float = 1e-5) -> ConformanceReport:
+    """On one layer and four clients of one or two batches: the same promises in a quarter of the time."""
+    if method.extend:
+        return check_method(method, image_fixtures.small(), image_fixtures.FOUR, tolerance=tolerance)
+    return check_method(method, small(), Clients(c0=3, c1=9, c2=12, c3=6), tolerance=tolerance)
+
+
+# ---- those that are right
+
+
+@cache
+def findings_of(name: str) -> ConformanceReport:
+    return check(build(name, BRIEF.get(name.partition("+")[0], {})))
+
+
+# In the fast suite are all methods, of a family (FedOpt) one, and a composition of each kind.
+SLOW = {*COMPOSITIONS, "fedyogi", "fedadagrad"} - {"fedfrozen+scaffold", "fedper+moon+fedadam", "lora+fedprox+fedadam"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in (*INDEX, *COMPOSITIONS)]
+)
+def test_every_method_and_supported_composition_conforms(name: str) -> None:
+    findings = findings_of(name)
+    assert 0 <= findings.block_difference < 1e-5
+    silent = name in ("local-only", "centralized", "coop", "zero-shot")
+    assert (findings.bytes_up == 0) == (findings.bytes_down == 0) == silent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedavg", {}),
+        ("fedprox", {"mu": 0.0}),
+        ("fedprox", {"mu": 3.0}),
+        ("fedfrozen", {"warmup": 0}),
+        ("fedfrozen", {"warmup": 1.0}),
+        ("fedfrozen", {"warmup": 2, "scope": "value"}),
+        ("fedfrozen", {"warmup": 1, "freeze": "random", "seed": 3}),
+        ("fedfrozen", {"warmup": 1, "freeze": "value"}),
+        ("fedfrozen", {"warmup": 1, "freeze": "mlp"}),
+        ("fedfrozen+fedprox", {"warmup": 2, "mu": 0.5}),
+        ("scaffold", {"lr": 0.5}),
+        ("feddyn", {"alpha": 1.0}),
+        ("moon", {"mu": 5.0}),
+        ("fedadam", {"debias": False}),
+        ("fedpart", {"full": 1, "each": 1}),
+        ("layer-skipping", {"layers": [0]}),
+        ("fedper", {"personal": ["head", "norm"]}),
+        ("fedrep", {"body_epochs": 2}),
+        ("fedbabu", {"tune": "head"}),
+        ("fedtp", {"hidden": 4, "embedding": 2}),
+        ("local-only", {}),
+        ("centralized", {}),
+    ],
+)
+@pytest.mark.parametrize(
+    "optimizer", [None, SGD(momentum=0.9, nesterov=True, weight_decay=0.01)], ids=["adamw", "nesterov"]
+)
+def test_every_method_conforms_in_every_setting(name: str, options: dict[str, Any], optimizer: Any) -> None:
+    method = build(name, options)
+    if optimizer is None or method.takes(optimizer.name):
+        check_method(method, optimizer=optimizer)
+    else:
+        with pytest.raises(MethodError, match="is derived for sgd"):
+            check_method(method, optimizer=optimizer)
+
+
+def test_bytes_are_what_the_plan_says() -> None:
+    plain, thrifty = findings_of("fedavg"), findings_of("fedfrozen")
+    assert thrifty.bytes_up < plain.bytes_up
+    assert thrifty.bytes_down < plain.bytes_down
+
+
+HEAD = frozenset({"head.weight"})
+
+
+def keep_the_head(model: Model, round_info: RoundInfo) -> Plan:
+    return share(model.all_names(), down=model.all_names() - HEAD, keep=HEAD)
+
+
+@dataclass(frozen=True)
+class Drag(ClientRule):
+    """A rule with everything: memory, a correction from it, a slot sent up."""
+
+    slots: Names = frozenset({"drag"})
+
+    def memory(self, anchor: Tensors) -> Slots:
+        return {"drag": {name: torch.zeros_like(value) for name, value in anchor.items()}}
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        return {name: grad + 0.1 * ctx.memory["drag"][name] for name, grad in grads.items()}
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        drag = {"drag": {name: (ctx.anchor[name] - params[name]) / (steps[name] * ctx.lr) for name in steps}}
+        return drag, drag
+
+
+@dataclass(frozen=True)
+class Rounded(UpdateTransform):
+    """Rounds at random, by its key."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        delta = {name: value + 1e-3 * (key / name).uniform() for name, value in update.delta.items()}
+        return replace(update, delta=delta)
+
+
+def test_a_method_with_every_kind_of_state_conforms() -> None:
+    """Personal parameters, memory, slots, a keyed transform, a carried optimizer and a server with momentum."""
+    parts = Method("own", keep_the_head, (Drag(),)), Method("b", transforms=(Rounded(),), server_rule=ServerMomentum())
+    whole = replace(compose(*parts, fedprox(0.5)), carry_optimizer=True)
+    assert check(whole, tolerance=2e-5).bytes_up > findings_of("fedavg").bytes_up  # the slot travels too
+
+
+@dataclass(frozen=True)
+class Largest(ClientRule):
+    """Trains the half of the names with the larger gradients at the anchor: a choice made on the client's data."""
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        batch = probe.take(torch.arange(min(4, len(probe))))
+        names = sorted(plan.train)
+        live = {name: ctx.anchor[name].detach().clone().requires_grad_() for name in names}
+        losses = ctx.model.losses(ctx.model(live, batch.inputs), batch.targets)
+        slopes = torch.autograd.grad(losses.mean(), list(live.values()))
+        ranked = sorted(zip(names, slopes, strict=True), key=lambda pair: -float(pair[1].norm()))
+        return LayerSelection(frozenset(name for name, _ in ranked[: len(ranked) // 2]))
+
+
+def test_a_method_that_narrows_by_data_conforms() -> None:
+    check(Method("largest", client_rules=(Largest(),)))
+
+
+# ---- those that are wrong
+
+
+@dataclass
+class HiddenMemory(ClientRule):
+    """Keeps in self what it should hand back."""
+
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        self.seen["steps"] = self.seen.get("steps", 0.0) + 1
+        return {}, {}
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        factor = 1 + 0.1 * self.seen.get("steps", 0.0)
+        return {name: grad * factor for name, grad in grads.items()}
+
+
+@dataclass
+class ForgetsOnResume(ServerRule):
+    """Its velocity lives in self and starts anew with a new run, so that only a resumed run is wrong."""
+
+    velocity: Tensors = field(default_factory=dict)
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        if not server.versions.held:  # the first round of a run
+            self.velocity = {}
+        self.velocity = {name: 0.5 * self.velocity.get(name, 0.0) + value for name, value in aggregate.delta.items()}
+        return super().apply(server, replace(aggregate, delta=self.velocity))
+
+
+@dataclass(frozen=True)
+class GlobalNoise(ClientRule):
+    """Draws from torch's global state instead of a key."""
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        return {name: grad + 0.1 * torch.randn(grad.shape, dtype=grad.dtype) for name, grad in grads.items()}
+
+
+@dataclass(frozen=True)
+class OtherNoise(UpdateTransform):
+    """Draws from Python's global state."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        return replace(update, delta={name: value + random.random() for name, value in update.delta.items()})
+
+
+@dataclass(frozen=True)
+class MovesFrozen(ServerRule):
+    """A weight decay at the server, over all names."""
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        server = super().apply(server, aggregate)
+        return replace(server, params={name: value * 0.99 for name, value in server.params.items()})
+
+
+@dataclass(frozen=True)
+class InPlace(ServerRule):
+    """Moves the server's own tensors, so that nobody can tell that they changed."""
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        for name, value in aggregate.delta.items():
+            server.params[name].add_(value)
+        return server
+
+
+@dataclass(frozen=True)
+class Leaks(UpdateTransform):
+    """Adds a personal name to the update, after the plan's gate."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        return replace(update, delta={**update.delta, "head.weight": torch.zeros(3, 4)})
+
+
+@dataclass(frozen=True)
+class Adds(UpdateTransform):
+    """Sends a frozen name."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        extra = torch.zeros(4, 4, dtype=update.delta["head.weight"].dtype)
+        return replace(update, delta={**update.delta, "layers.0.key.weight": extra})
+
+
+@dataclass
+class Restless:
+    """A plan that follows a counter of its own calls."""
+
+    calls: int = 0
+
+    def __call__(self, model: Model, round_info: RoundInfo) -> Plan:
+        self.calls += 1
+        return share_everything(model, round_info).narrow(
+            model.all_names() - (HEAD if self.calls % 7 == 0 else frozenset())
+        )
+
+
+@dataclass
+class FollowsOthers(ClientRule):
+    """Carries a number from the client trained before to the next."""
+
+    last: float = 0.0
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor:
+        factor = 0.3 if self.last == ctx.lr * len(batch.targets) else 0.1
+        self.last = ctx.lr * len(batch.targets)
+        return factor * params["head.weight"].pow(2).sum()
+
+
+@dataclass(frozen=True)
+class SeesTheBlock(ClientRule):
+    """A penalty that counts examples and so weighs the padding of a block."""
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor:
+        return 0.1 * len(batch.targets) * params["head.weight"].pow(2).sum()
+
+
+@dataclass(frozen=True)
+class Writes(ClientRule):
+    """Changes the anchor in place."""
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        ctx.anchor["head.weight"].add_(1e-3)
+        return {}, {}
+
+
+@dataclass(frozen=True)
+class SendsLess(UpdateTransform):
+    """Sends fewer names when the update is small, which no plan foretells."""
+
+    def encode(self, update: Update, key: Key) -> Update:
+        small = {name for name, value in update.delta.items() if float(value.abs().max()) < 0.02}
+        return replace(update, delta={name: value for name, value in update.delta.items() if name not in small})
+
+
+@dataclass(frozen=True)
+class Copies(ServerRule):
+    """Hands on names that did not change as new objects, so that all are sent again in every round."""
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        server = super().apply(server, aggregate)
+        return replace(server, params={name: value.clone() for name, value in server.params.items()})
+
+
+WRONG: dict[str, tuple[Method, str]] = {
+    "hidden memory": (Method("m", client_rules=(HiddenMemory(),)), "the same run gives two results"),
+    "global noise": (Method("m", client_rules=(GlobalNoise(),)), "torch's global random state"),
+    "python's noise": (Method("m", transforms=(OtherNoise(),)), "the same run gives two results"),
+    "a velocity in self": (Method("m", server_rule=ForgetsOnResume()), "resumed after round 0 .* the result differs"),
+    "a plan with a counter": (Method("m", plan=Restless()), "its plan for .* differs from one call to the next"),
+    "hands on copies": (
+        Method("m", fedfrozen(1).plan, server_rule=Copies()),
+        r"'layers\.0\.key\.bias' did not change in round 1, but was copied",
+    ),
+    "moves a frozen name": (
+        Method("m", fedfrozen(2).plan, server_rule=MovesFrozen()),
+        r"'layers\.0\.key\.bias' changed in round 2, but no client trained it",
+    ),
+    "moves in place": (Method("m", server_rule=InPlace()), "."),
+    "leaks a personal name": (
+        Method("m", keep_the_head, transforms=(Leaks(),)),
+        "'head.weight' is kept by the client, but is in its update",
+    ),
+    "sends a frozen name": (
+        Method("m", fedfrozen(0).plan, transforms=(Adds(),)),
+        r"'layers\.0\.key\.weight' is in an update, but the plan does not send it up",
+    ),
+    "follows other clients": (Method("m", client_rules=(FollowsOthers(),)), "differs|depends"),
+    "sees the block": (Method("m", client_rules=(SeesTheBlock(),)), "in blocks of"),
+    "changes what it was sent": (Method("m", client_rules=(Writes(),)), "it modifies the tensors it was sent"),
+    "sends other names than planned": (Method("m", transforms=(SendsLess(),)), "the dry run predicts other bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_broken_promise_is_named(kind: str) -> None:
+    method, promise = WRONG[kind]
+    with pytest.raises(ConformanceError, match=promise):
+        check(method)

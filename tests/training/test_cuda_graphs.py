@@ -1,0 +1,234 @@
+"""Recorded steps, with a recorder that plays the work again in place of a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from graph_fixtures import farthest, play, scene
+from torch import Tensor
+
+from partita import SGD, AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
+from partita.core import tensors
+from partita.core.client import ClientState, begin_round
+from partita.core.client_store import MemoryStore
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.optim import Optimizer, Schedule
+from partita.core.rounds import initial_server, make_job
+from partita.core.settings import RunError
+from partita.engines import autotune
+from partita.engines.autotune import bf16_slowdown, choose_graphs
+from partita.testing.conformance import states_of
+from partita.training.cuda_graphs import GraphCache, GraphError, Recorder, Replay
+from partita.training.local_training import train_clients
+from partita.training.phase_trainer import VmapError
+
+
+class Again:
+    """Records nothing on the way: the work is done at each replay, in the same places."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> Replay:
+        self.recorded += 1
+        result = torch.empty(0)
+
+        def replay() -> None:
+            found = work()
+            result.resize_(found.shape).copy_(found)
+
+        return replay, result
+
+
+CASES = {
+    "fedavg": ("fedavg", AdamW(), 4),
+    "one by one": ("fedavg", AdamW(), 1),
+    "momentum": ("fedavg", SGD(0.9, 0.01), 4),
+    "nesterov": ("fedprox", SGD(0.9, nesterov=True), 4),
+    "slots": ("scaffold", SGD(), 4),
+    "own state": ("local-only", AdamW(), 4),
+}
+
+
+@pytest.mark.parametrize(("method", "optimizer", "block"), CASES.values(), ids=CASES)
+def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, block: int) -> None:
+    again = Again()
+    recorded = play(method, optimizer, GraphCache(again), block)
+    assert again.recorded  # or nothing was tried
+    plain = play(method, optimizer, None, block)
+    assert recorded.keys() == plain.keys()
+    assert farthest(recorded, plain) < 1e-4
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "local-only"])
+def test_a_block_given_before_the_last_is_answered_for_changes_nothing(method: str, recorded: bool) -> None:
+    """Though both may have been computed in the same places."""
+    ended = [play(method, SGD(), GraphCache(Again()) if recorded else None, 1, ahead=ahead) for ahead in (0, 1)]
+    assert tensors.equal(*ended)
+
+
+def test_the_rate_is_not_recorded() -> None:
+    schedule = Schedule("linear")
+    recorded = play("fedavg", AdamW(), GraphCache(Again()), 4, schedule=schedule)
+    assert farthest(recorded, play("fedavg", AdamW(), None, 4, schedule=schedule)) < 1e-4
+    assert farthest(recorded, play("fedavg", AdamW(), None, 4)) > 1e-2
+
+
+def test_shapes_met_again_are_not_recorded_again() -> None:
+    counts = []
+    for rounds_played in (4, 8):
+        again = Again()
+        play("fedavg", AdamW(), GraphCache(again), 4, rounds_played, steps=6)
+        counts.append(again.recorded)
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_was_handed_out_outlives_the_places_it_was_made_in() -> None:
+    key = Key(3)
+    task = data.load("synthetic", key, examples=90, size=8, channels=1)
+    federation = data.split(task, "iid", clients=4, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    run = Run(methods.build("fedavg"), Training(1e-2, AdamW(), batch_size=4), rounds=1, key=key)
+    jobs = [make_job(run, model, initial_server(run, model), 0, client)[0] for client in federation.clients]
+    visits = [begin_round(run, model, job, ClientState(), federation[job.client].train) for job in jobs]
+    again = Again()
+    graphs = GraphCache(again)
+    held = [each for pair in (visits[:2], visits[2:]) for each in train_clients(run, pair, graphs)]
+    before = [tensors.digest(part) for each in held for part in (each.params, each.delta)]
+    assert len({*before}) == 8
+    train_clients(run, visits[:2], graphs)
+    assert again.recorded
+    assert len(graphs.known) == 1
+    assert before == [tensors.digest(part) for each in held for part in (each.params, each.delta)]
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9, 0.01), SGD(0.9, nesterov=True)])
+def test_a_step_by_tensors_is_a_step(optimizer: Optimizer) -> None:
+    draw = torch.Generator().manual_seed(0)
+    params, grads = ({"a": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw)} for _ in range(2))
+    both = []
+    for by_tensors in (False, True):
+        values = {name: value.clone() for name, value in params.items()}
+        state = optimizer.init(values)
+        for age in (1, 2, 3):
+            if by_tensors:
+                ages = {name: torch.tensor(float(age)) for name in values}
+                optimizer.capturable_step(values, grads, state, torch.tensor(0.1), ages)
+            else:
+                optimizer.step(values, grads, state, 0.1, dict.fromkeys(values, age))
+        both.append(values)
+    assert farthest(*both) < 1e-5
+
+
+def refuse(work: Callable[[], Tensor]) -> Replay:
+    raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def refuse_inside(work: Callable[[], Tensor]) -> Replay:
+    try:
+        return refuse(work)
+    except RuntimeError as error:
+        raise VmapError("vmap cannot lift it; set engine.clients_per_block = 1") from error
+
+
+@pytest.mark.parametrize("recorder", [refuse, refuse_inside])
+def test_what_cannot_be_recorded_is_an_error_that_names_the_remedy(recorder: Recorder) -> None:
+    with pytest.raises(
+        GraphError,
+        match=r"vit with fedavg cannot be captured in a CUDA graph: operation not.*engine\.cuda_graphs = false",
+    ):
+        play("fedavg", AdamW(), GraphCache(recorder), 4)
+
+
+def test_or_is_said_and_taken_plainly() -> None:
+    with pytest.warns(UserWarning, match="they run eagerly"):
+        plainly = play("fedavg", AdamW(), GraphCache(refuse, strict=False), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert farthest(plainly, play("fedavg", AdamW(), None, 4)) < 1e-4
+
+
+def test_a_cpu_records_nothing() -> None:
+    cpu = torch.device("cpu")
+    assert choose_graphs("auto", False, cpu) is choose_graphs(False, False, cpu) is None
+    with pytest.raises(RunError, match=r"engine\.cuda_graphs is for GPUs"):
+        choose_graphs(True, False, cpu)
+
+
+def test_what_can_be_compiled_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced whole, and played without the compiler's own kernels, which take long to make."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="aot_eager", **told))
+    compiled = play("fedprox", SGD(0.9), GraphCache(None, compile=True), 4, 2)
+    assert farthest(compiled, play("fedprox", SGD(0.9), None, 4, 2)) < 1e-4
+
+
+@pytest.mark.slow
+def test_two_plans_and_batches_of_all_sizes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is more programs than torch makes of one function by itself."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="eager", **told))
+    compiled = play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
+    assert farthest(compiled, play("fedfrozen", AdamW(), None, 4)) < 1e-4
+    torch.compiler.reset()
+    monkeypatch.setattr("partita.training.cuda_graphs.PROGRAMS", 2)
+    with pytest.raises(GraphError, match=r"need more than 2 compiled programs; set engine\.compile = false"):
+        play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
+
+
+def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(made: object, **told: object) -> Callable[..., object]:
+        def call(*parts: object) -> object:
+            raise RuntimeError("no compiler here\nand more")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", refused)
+    with pytest.raises(GraphError, match=r"cannot be compiled: no compiler here; set engine\.compile = false"):
+        play("fedavg", AdamW(), GraphCache(None, compile=True), 4)
+
+
+def test_privacy_is_not_recorded() -> None:
+    again = Again()
+    key = Key(3)
+    task = data.load("synthetic", key, examples=60, size=8, channels=1)
+    federation = data.split(task, "iid", clients=3, key=key)
+    model = models.build("vit", task, key, layers=1, width=8, heads=2, patch=4)
+    method = replace(methods.build("fedavg"), privacy=DPSGDSettings(1.0, 1.0))
+    run = Run(method, Training(1e-2, SGD(), batch_size=4), rounds=2, key=key)
+    list(rounds(run, model, SimulationEngine(run, model, federation, block=3, graphs=GraphCache(again))))
+    assert not again.recorded
+
+
+def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {torch.float32: iter([2.0, 1.0, 4.0]), torch.bfloat16: iter([9.0, 8.0, 7.0])}
+    monkeypatch.setattr(autotune, "_seconds", lambda square: next(times[square.dtype]))
+    assert bf16_slowdown() == 7.0
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9)], ids=["adamw", "momentum"])
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedper", "fedfrozen"])
+def test_a_run_goes_on_with_new_recordings_bit_for_bit(method: str, optimizer: Optimizer) -> None:
+    """After a stop the first steps are taken plainly again, where the whole run replayed its recordings."""
+    run, model, federation = scene(method, optimizer)
+    kept = MemoryStore()
+    engines = [
+        SimulationEngine(run, model, federation, 4, store=store, graphs=GraphCache(Again())) for store in (None, kept)
+    ]
+    *_, last = rounds(run, model, engines[0])
+    *_, second = islice(rounds(run, model, engines[1]), 2)
+    again = Again()
+    late = SimulationEngine(run, model, federation, 4, store=kept, graphs=GraphCache(again))
+    *_, end = rounds(run, model, late, second.server, 2)
+    assert again.recorded
+    assert tensors.equal(last.server.params, end.server.params)
+    whole, resumed = states_of(run, engines[0]), states_of(run, late)
+    assert all(tensors.equal(whole[client], resumed[client]) for client in federation.clients)

@@ -1,0 +1,105 @@
+"""What must hold on every device. A machine without a GPU skips what is for one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graph_fixtures import farthest
+from graph_fixtures import play as play_graphs
+from helpers import Clients, distance, run_of, small, small_config
+
+from partita import AdamW
+from partita.core import chacha
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.noise import add_noise, gaussian_noise
+from partita.core.rng import Key
+from partita.core.rounds import initial_server, rounds
+from partita.engines.autotune import choose_graphs
+from partita.engines.simulation import SimulationEngine
+from partita.experiment import run_folder
+from partita.experiment.runner import resume, start
+from partita.methods.fedavg import fedavg
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+METHODS = ["fedavg", "scaffold", "fedper"]
+ON_GPU: list[dict[str, Any]] = [{"device": "cuda", "clients_per_block": 1}, {"device": "cuda", "clients_per_block": 2}]
+ON_GPU += [{"device": "cuda", "clients_per_block": 2, "cuda_graphs": False}]
+ON_CPU: list[dict[str, Any]] = [{"device": "cpu", "clients_per_block": 1}, {"device": "cpu", "clients_per_block": 2}]
+
+
+def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """A run's rows but for the time they took, and the digest of all it left."""
+    rows = [{name: value for name, value in row.items() if name != "seconds"} for row in run_folder.read_rows(folder)]
+    result = run_folder.finished(folder)
+    assert result is not None
+    return rows, result["digest"]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("block", [1, 4])
+def test_what_is_recorded_is_what_would_have_been_done(block: int, compile: bool) -> None:
+    graphs = choose_graphs(True, compile, torch.device("cuda"))
+    recorded = play_graphs("fedavg", AdamW(), graphs, block, device="cuda")
+    assert farthest(recorded, play_graphs("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("engine", [*ON_CPU, *(pytest.param(each, marks=on_a_gpu) for each in ON_GPU)], ids=str)
+def test_a_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
+    settings = small_config(method, 4, **engine)
+    for name in ("whole", "again"):
+        list(start(settings, tmp_path / name))
+    list(islice(start(settings, tmp_path / "stopped"), 2))
+    list(resume(settings, tmp_path / "stopped"))
+    whole = left_by(tmp_path / "whole")
+    assert left_by(tmp_path / "again") == whole
+    assert left_by(tmp_path / "stopped") == whole
+
+
+@on_a_gpu
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("engine", ON_GPU, ids=str)
+def test_two_workers_on_one_gpu_leave_the_record_of_one(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
+    for workers in (1, 2):
+        list(start(small_config(method, 4, workers=workers, **engine), tmp_path / str(workers)))
+    assert left_by(tmp_path / "1") == left_by(tmp_path / "2")
+
+
+@on_a_gpu
+def test_a_gpu_draws_the_noise_of_a_cpu() -> None:
+    """The cipher bit for bit; Gaussians to the last digits of float64, which the grid of what is released swallows."""
+    keys, blocks = [bytes(range(start, start + 32)) for start in (0, 7)], [3, 1000]
+    there, here = (chacha._stream(keys, blocks, torch.device(name)) for name in ("cuda", "cpu"))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(there, here, strict=True))
+    like = {"w": torch.zeros(300, 70), "b": torch.zeros(7)}
+    noises = [
+        gaussian_noise({name: value.to(device) for name, value in like.items()}, Key(3), 0.5)
+        for device in ("cpu", "cuda")
+    ]
+    for name, value in like.items():
+        assert torch.allclose(noises[0][name], noises[1][name].cpu(), rtol=1e-12, atol=1e-12)
+        released = [add_noise(value.to(noise[name].device), noise[name], 0.5).cpu() for noise in noises]
+        assert torch.equal(*released)
+
+
+@on_a_gpu
+def test_a_private_round_on_a_gpu_is_that_of_a_cpu_up_to_rounding() -> None:
+    run, clients = run_of(replace(fedavg(), privacy=DPSGDSettings(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = small()
+        engine = SimulationEngine(run, model, clients, 2, torch.device(device))
+        server = replace(
+            initial_server(run, model), params={name: value.to(device) for name, value in model.initial.items()}
+        )
+        first = next(rounds(run, model, engine, server))
+        ends.append({name: value.cpu() for name, value in first.server.params.items()})
+    assert distance(*ends) < 1e-3  # a grid point at most: sums of gradients differ by rounding
+    assert distance(ends[0], {name: value.cpu() for name, value in model.initial.items()}) > 0.1

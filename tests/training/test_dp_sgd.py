@@ -1,0 +1,501 @@
+"""Example-level privacy: clipped gradients, noise, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from helpers import Clients, distance, last, play, run_of, small
+from privacy_fixtures import micro_batches
+from torch import Tensor, nn
+from torch.nn import functional
+
+from partita.core.batch_schedule import count_steps, poisson_batches
+from partita.core.client import ClientState, adaptation_round, begin_round
+from partita.core.data import ClientData, Examples
+from partita.core.dp_settings import DPSGDSettings, PrivacyError
+from partita.core.method import ClientRule, Context, LayerSelection, Method, MethodError, PrivacyRelease
+from partita.core.model import Model, Output
+from partita.core.noise import add_noise, gaussian_noise
+from partita.core.optim import SGD, AdamW
+from partita.core.plan import Phase, Plan
+from partita.core.rng import Key
+from partita.core.rounds import initial_server, make_job
+from partita.core.settings import RunError, Training
+from partita.core.tensors import Tensors, equal
+from partita.methods.fedavg import fedavg
+from partita.methods.fedprox import fedprox
+from partita.methods.moon import MoonClient
+from partita.methods.scaffold import scaffold
+from partita.privacy.spending import releases_of
+from partita.testing.conformance import check_method
+from partita.testing.toy import Float64Model, Float64Population, ToyExamples, ToyPopulation, ToyTransformer
+from partita.training.batching import collate
+from partita.training.dp_sgd import clipped_sum
+from partita.training.local_training import train_clients
+from partita.training.phase_trainer import VmapError
+
+NOISY = DPSGDSettings(clip=0.5, noise=0.8)
+OPEN = DPSGDSettings(clip=float("inf"), noise=0.0, sampling="shuffle")  # no privacy at all, by the private way
+
+
+def private(method: Method, privacy_config: DPSGDSettings = NOISY) -> Method:
+    return replace(method, privacy=privacy_config)
+
+
+def loss_of(model: Model):  # type: ignore[no-untyped-def]
+    def loss(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        task = model.losses(model(trainable, inputs), targets).sum()
+        return task, task
+
+    return loss
+
+
+@pytest.mark.parametrize("clip", [0.5, 1.5, float("inf")])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_the_sum_is_that_of_micro_batches(clip: float, chunk: int | None) -> None:
+    model, batch = small(), Clients(a=12)["a"].train.take(torch.arange(12))
+    wanted = micro_batches(model, model.initial, batch, clip)
+    found, losses = clipped_sum(
+        loss_of(model), model.initial, batch.inputs, batch.targets, None, DPSGDSettings(clip, 0.0, microbatch=chunk)
+    )
+    assert distance(found, wanted) < 1e-5
+    assert torch.allclose(losses, model.losses(model(model.initial, batch.inputs), batch.targets), atol=1e-6)
+
+
+class Pieces(nn.Module):
+    """A transformer layer out of the modules that opacus knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.query, self.key, self.value, self.head = (nn.Linear(6, width) for width in (6, 6, 6, 3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state = self.norm(self.embed(tokens))
+        scores = self.query(state) @ self.key(state).transpose(-1, -2)
+        return self.head((state + scores.softmax(-1) @ self.value(state)).mean(-2))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # opacus, of an embedding: tokens have no gradient
+def test_gradients_of_examples_are_those_of_opacus() -> None:
+    from opacus import GradSampleModule
+
+    torch.manual_seed(0)
+    module = Pieces()
+    params = {name: value.detach().clone() for name, value in module.named_parameters()}
+    tokens, targets = torch.randint(0, 11, (7, 5)), torch.randint(0, 3, (7,))
+    lifted = GradSampleModule(module, loss_reduction="sum")
+    functional.cross_entropy(lifted(tokens), targets, reduction="sum").backward()
+    theirs = {name: value.grad_sample for name, value in module.named_parameters()}
+    norms = torch.sqrt(sum((slope.flatten(1) ** 2).sum(1) for slope in theirs.values()))
+    clip = float(norms.median())
+    wanted = {name: torch.einsum("i,i...->...", (clip / norms).clamp(max=1.0), slope) for name, slope in theirs.items()}
+    lifted.remove_hooks()
+
+    def loss(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.func.functional_call(module, trainable, (inputs["tokens"],))
+        task = functional.cross_entropy(out, targets)
+        return task, task
+
+    found, _ = clipped_sum(loss, params, {"tokens": tokens}, targets, None, DPSGDSettings(clip, 0.0))
+    assert distance(found, wanted) < 1e-5
+
+
+def test_what_the_mask_leaves_out_adds_nothing() -> None:
+    model, data = small(), Clients(a=8)["a"].train
+    some, all_ = data.take(torch.arange(5)), data.take(torch.arange(8))
+    all_.inputs["x"][6] = float("nan")  # not even if it is no number
+    mask = (torch.arange(8) < 5).float()
+    found, _ = clipped_sum(loss_of(model), model.initial, all_.inputs, all_.targets, mask, NOISY)
+    wanted, _ = clipped_sum(loss_of(model), model.initial, some.inputs, some.targets, None, NOISY)
+    assert distance(found, wanted) < 1e-6
+
+
+def test_an_example_without_a_finite_gradient_is_left_out() -> None:
+    model, data = small(), Clients(a=6)["a"].train
+    batch, good = data.take(torch.arange(6)), data.take(torch.tensor([0, 1, 2, 4, 5]))
+    batch.inputs["x"][3] = float("inf")
+    found, _ = clipped_sum(loss_of(model), model.initial, batch.inputs, batch.targets, None, NOISY)
+    wanted, _ = clipped_sum(loss_of(model), model.initial, good.inputs, good.targets, None, NOISY)
+    assert distance(found, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("optimizer", [SGD(momentum=0.9, weight_decay=0.1), AdamW()], ids=["momentum", "adamw"])
+def test_no_clipping_and_no_noise_is_no_privacy(optimizer: SGD | AdamW) -> None:
+    """In float64, since AdamW makes motion of rounding; batches are dealt alike, and none is short."""
+    model, clients = Float64Model(small()), Float64Population(Clients(a=8, b=12))
+    plain, ours = (run_of(method, optimizer=optimizer) for method in (fedavg(), private(fedavg(), OPEN)))
+    assert distance(last(play(plain, model, clients)), last(play(ours, model, clients))) < 1e-9
+    assert distance(last(play(plain, model, clients)), model.initial) > 1e-2
+
+
+def noise_alone(like: Tensors, key: Key, std: float) -> Tensors:
+    """What is released of a sum of zero."""
+    noise = gaussian_noise(like, key, std)
+    return {name: add_noise(torch.zeros_like(value), noise[name], std) for name, value in like.items()}
+
+
+def test_the_noise_is_drawn_by_client_round_step_and_name() -> None:
+    """With nothing but noise in it, an update is the sum of what the keys draw."""
+    privacy_config = DPSGDSettings(clip=1e-9, noise=3e8)
+    run, model, clients = run_of(private(fedavg(), privacy_config), lr=1.0, steps=2), small(), Clients(a=8)
+    [first, *_] = play(run, model, clients)
+    key = run.key / "round" / 0 / "client" / "a" / "noise" / 0
+    drawn = [noise_alone(model.initial, key / step, 3e8 * 1e-9) for step in range(2)]
+    wanted = {name: value - (drawn[0][name] + drawn[1][name]) / 4 for name, value in model.initial.items()}
+    assert distance(first.server.params, wanted) < 1e-6
+    everything = torch.cat([value.flatten() for draw in drawn for value in draw.values()])
+    assert 0.25 < float(everything.std()) < 0.35
+
+
+def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
+    run, model, clients = run_of(private(fedavg()), count=1, lr=1.0, batch_size=1, steps=1), small(), Clients(a=4)
+    empty = next(
+        seed
+        for seed in range(100)
+        if not poisson_batches(4, run.training, None, Key(seed) / "round" / 0 / "client" / "a" / "batches" / 0).sizes[0]
+    )
+    run = replace(run, key=Key(empty))
+    noise = noise_alone(model.initial, run.key / "round" / 0 / "client" / "a" / "noise" / 0 / 0, 0.8 * 0.5)
+    wanted = {name: value - noise[name] for name, value in model.initial.items()}
+    assert distance(last(play(run, model, clients)), wanted) < 1e-6
+
+
+def test_poisson_batches_take_each_example_by_itself() -> None:
+    training = Training(lr=1.0, batch_size=20, steps=2000)
+    batches = list(poisson_batches(50, training, None, Key(1)))
+    taken = torch.zeros(2000, 50)
+    for step, batch in enumerate(batches):
+        taken[step, batch] = 1.0
+    assert torch.allclose(taken.mean(0), torch.full((50,), 0.4), atol=0.05)
+    # Independent examples: the size of a batch varies as a binomial's, where shuffled ones would not vary at all.
+    assert abs(float(taken.sum(1).var()) - 50 * 0.4 * 0.6) < 1.5
+    assert poisson_batches(50, replace(training, batch_size=64, steps=3), None, Key(1)).sizes == (50, 50, 50)
+    assert count_steps(50, replace(training, steps=None, epochs=3), None) == 9
+
+
+def test_batches_of_a_block_keep_an_empty_one_empty() -> None:
+    data = Clients(a=6)["a"].train
+    nothing = replace(data.take(torch.tensor([0])), mask=torch.zeros(1))
+    joined = collate([data.take(torch.arange(3)), nothing])
+    assert joined.mask is not None
+    assert joined.mask.tolist() == [[1, 1, 1], [0, 0, 0]]
+
+
+def test_a_method_under_privacy_conforms() -> None:
+    check_method(private(fedavg()), ToyTransformer(width=3, layers=1), Few())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedprox", "fedfrozen", "scaffold", "fedrep"])
+def test_methods_under_privacy_conform(name: str) -> None:
+    from partita.methods import build
+
+    check_method(private(build(name)))
+
+
+class Few(ToyPopulation):
+    clients = ("c0", "c1", "c2")
+
+
+def test_only_what_trains_is_noised() -> None:
+    kernel = small().names("query", "key")
+
+    def plan(model: Model, round_info: object) -> Plan:
+        names = model.all_names() - kernel
+        return Plan((Phase(names),), up=names, down=model.all_names())
+
+    run = run_of(replace(private(fedavg()), plan=plan), count=1)
+    [played] = play(run, small(), Clients(a=8))
+    moved = {name for name, value in played.server.params.items() if not torch.equal(value, small().initial[name])}
+    assert moved == small().all_names() - kernel
+
+
+def test_a_penalty_without_data_is_outside_the_clipping() -> None:
+    """Away from the anchor it pulls with its whole strength, however short examples are clipped."""
+    privacy_config = DPSGDSettings(clip=1e-12, noise=0.0, sampling="shuffle")
+    run = run_of(private(fedprox(mu=0.5), privacy_config), lr=0.1)
+    away = {name: value + 1.0 for name, value in small().initial.items()}
+    [learned] = train_clients(
+        run,
+        [replace(one_visit(run), ctx=replace(one_visit(run).ctx, anchor=small().initial))],
+    )
+    assert distance(learned.params, small().initial) < 1e-6  # at the anchor nothing pulls
+    slopes = {name: 0.5 * torch.ones_like(value) for name, value in away.items()}
+    assert distance(pulled(run, away), slopes) < 1e-5
+
+
+def pulled(run, at: Tensors) -> Tensors:  # type: ignore[no-untyped-def]
+    from partita.training.dp_sgd import NoiseSource
+    from partita.training.phase_trainer import PhaseTrainer
+
+    each = one_visit(run)
+    block = PhaseTrainer(run, each.plan.phases[0], [each.ctx], [at], [{}], run.method.privacy, [NoiseSource(Key(0), 4)])
+    block.step(each.examples.take(torch.arange(4)))
+    return {name: (at[name] - value) / run.training.lr for name, value in block.params()[0].items()}
+
+
+def one_visit(run, client: str = "a", size: int = 8):  # type: ignore[no-untyped-def]
+    model = small()
+    job, _ = make_job(run, model, initial_server(run, model), 0, client)
+    return begin_round(run, model, job, ClientState(), Clients(a=size)["a"].train)
+
+
+def test_a_penalty_of_examples_is_inside_the_clipping() -> None:
+    rule = MoonClient(1.0, 0.5)
+    plain, ours = (
+        run_of(Method("moon", client_rules=(rule,), privacy=privacy_config)) for privacy_config in (None, OPEN)
+    )
+    model, clients = small(), Clients(a=8, b=4)
+    assert distance(last(play(plain, model, clients)), last(play(ours, model, clients))) < 1e-6
+    tight = run_of(Method("moon", client_rules=(rule,), privacy=DPSGDSettings(1e-9, 0.0)))
+    assert distance(last(play(tight, model, clients)), model.initial) < 1e-6
+
+
+@dataclass(frozen=True)
+class Silent(MoonClient):
+    per_example = False
+
+
+def test_a_rule_that_looks_without_saying_so_is_refused() -> None:
+    run = run_of(private(Method("moon", client_rules=(Silent(1.0, 0.5),))))
+    with pytest.raises(MethodError, match="Silent reads a client's examples"):
+        play(run, small(), Clients(a=8))
+
+
+class Peeking(ClientRule):
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        return LayerSelection(plan.train if len(probe) > 3 else frozenset())
+
+
+class Saying(Peeking):
+    uses_data = True
+
+
+class Noising(Saying):
+    release = PrivacyRelease("layers", noise=2.0, share=1.0)
+
+
+def test_a_choice_by_data_needs_a_release() -> None:
+    with pytest.raises(MethodError, match="Saying selects by a client's examples"):
+        private(Method("peek", client_rules=(Saying(),)))
+    with pytest.raises(MethodError, match="Peeking reads a client's examples without declaring it"):
+        play(run_of(private(Method("peek", client_rules=(Peeking(),)))), small(), Clients(a=8))
+    play(run_of(private(Method("peek", client_rules=(Noising(),)))), small(), Clients(a=8))
+    play(run_of(Method("peek", client_rules=(Peeking(),))), small(), Clients(a=8))
+
+
+def test_the_loss_is_not_told() -> None:
+    [first, *_] = play(run_of(private(fedavg())), small(), Clients(a=8, b=4))
+    assert first.loss is None
+    assert play(run_of(fedavg()), small(), Clients(a=8, b=4))[0].loss is not None
+
+
+def test_a_loss_that_is_no_number_is_not_told_either() -> None:
+    class Broken(Clients):
+        def __getitem__(self, client: str) -> ClientData:
+            part = super().__getitem__(client).train
+            assert isinstance(part, ToyExamples)
+            x = part.x.clone()
+            x[0] = float("nan")
+            broken = ToyExamples(x, part.y)
+            return ClientData(broken, broken, broken)
+
+    [played] = play(run_of(private(fedavg()), count=1), small(), Broken(a=8))
+    assert all(bool(torch.isfinite(value).all()) for value in played.server.params.values())
+
+
+def test_adapting_for_a_test_stays_with_the_client_and_has_no_noise() -> None:
+    loud = DPSGDSettings(clip=1.0, noise=1e6)
+    runs = [run_of(fedavg()), run_of(private(fedavg(), loud))]
+    model = small()
+    results = []
+    for run in runs:
+        job, _ = make_job(run, model, initial_server(run, model), 0, "a")
+        phases = (Phase(model.names("head")),)
+        [learned] = train_clients(
+            run, [adaptation_round(run, model, job, ClientState(), Clients(a=8)["a"].train, phases)]
+        )
+        results.append(learned.params)
+    assert equal(*results)
+
+
+def test_a_secret_changes_what_clients_draw_and_nothing_else() -> None:
+    model, clients = small(), Clients(a=8, b=8, c=8)
+    open_, hidden, again = (
+        play(replace(run_of(private(fedavg()), cohort=2), secret=secret), model, clients)
+        for secret in (None, Key(5), Key(5))
+    )
+    assert [each.cohort for each in open_] == [each.cohort for each in hidden]
+    assert distance(last(open_), last(hidden)) > 1e-3
+    assert equal(last(hidden), last(again))
+
+
+def test_control_variates_come_from_noised_parameters() -> None:
+    run = run_of(private(scaffold()), lr=0.1)
+    [first, *_] = play(run, small(), Clients(a=8))
+    walked = {name: (small().initial[name] - first.server.params[name]) / (2 * 0.1) for name in first.server.params}
+    assert distance(first.server.state["control"], walked) < 1e-4
+
+
+class Straight(ToyTransformer):
+    """No layer norm, whose backward pass torch cannot lift on a CPU in mixed precision."""
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return Output(functional.linear((inputs["x"] @ params["embed.weight"]).mean(1), params["head.weight"]))
+
+
+def test_mixed_precision_is_close_to_full() -> None:
+    """Norms, sums and noise are in full: the examples' gradients alone are not."""
+    full, half = (
+        last(play(run_of(private(fedavg(), OPEN), precision=precision), Straight(4, 1), Clients(a=8)))
+        for precision in ("float32", "bfloat16")
+    )
+    assert 0 < distance(full, half) < 0.02
+    assert all(value.dtype == torch.float32 for value in half.values())
+
+
+def test_what_cannot_be_lifted_is_named() -> None:
+    with pytest.raises(VmapError, match=r"over examples: .*set training\.precision = 'float32'"):
+        play(run_of(private(fedavg()), precision="bfloat16"), small(), Clients(a=8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"clip": 0.0}, "privacy.clip is 0"),
+        ({"noise": -1.0}, "privacy.noise is -1"),
+        ({"clip": float("inf")}, "no noise is enough"),
+        ({"microbatch": 0}, "privacy.microbatch is 0"),
+    ],
+)
+def test_terms_that_cannot_be_are_refused(wrong: dict[str, float], said: str) -> None:
+    with pytest.raises(PrivacyError, match=said):
+        DPSGDSettings(**{"clip": 1.0, "noise": 1.0, **wrong})  # type: ignore[arg-type]
+
+
+def test_two_kinds_of_clipping_are_refused() -> None:
+    with pytest.raises(RunError, match=r"leave training\.clip out"):
+        run_of(private(fedavg()), clip=1.0)
+
+
+# ---- what is drawn is what is charged
+
+
+def drawn_rate(count: int, batch: int, draws: int) -> float:
+    """The share of examples that take part in a step, through `sample`."""
+    training = Training(lr=1.0, batch_size=batch, steps=-(-draws // count))
+    taken = poisson_batches(count, training, None, Key(1) / count)
+    return len(taken.order) / (len(taken) * count)
+
+
+@pytest.mark.parametrize(("count", "batch", "draws"), [(80, 64, 200_000), (10, 9, 100_000), (2000, 800, 1_000_000)])
+def test_the_sampling_rate_is_the_batch_over_the_examples(count: int, batch: int, draws: int) -> None:
+    """To half a percent, which is at least four standard deviations of the mean of so many draws."""
+    rate = batch / count
+    assert 4 * ((1 - rate) / (rate * draws)) ** 0.5 < 0.005
+    assert drawn_rate(count, batch, draws) == pytest.approx(rate, rel=0.005)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 7, 60])
+def test_the_rate_and_the_steps_that_are_charged_are_those_that_are_drawn(size: int) -> None:
+    """Of clients that are smaller and larger than a batch of four; through a visit, as a round has it."""
+    run = run_of(private(fedavg()), steps=-(-40_000 // size))
+    each = one_visit(run, size=size)
+    [charged] = releases_of(run, each.plan, size)
+    [dealt] = each.schedules
+    assert len(dealt) == charged.count
+    assert charged.share == min(1.0, 4 / size)
+    assert len(dealt.order) / (len(dealt) * size) == pytest.approx(charged.share, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [3, 4, 12])
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a block"])
+def test_a_sum_is_divided_by_the_batch_that_is_expected(size: int, together: bool) -> None:
+    """Not by the one that was drawn, whose size would need noise too; a client smaller than a batch expects all it has.
+
+    The noise is divided by the same number: a larger divisor would be a smaller step, a smaller one a larger step.
+    """
+    run = run_of(private(fedavg(), DPSGDSettings(clip=0.5, noise=0.0)), lr=1.0, steps=1)
+    each = one_visit(run, size=size)
+    learned, *_ = train_clients(run, [each, one_visit(run, size=9)] if together else [each])
+    batch = each.examples.take(each.schedules[0].order)
+    model = small()
+    total = micro_batches(model, model.initial, batch, 0.5)
+    expected = min(4, size)
+    wanted = {name: -value / expected for name, value in total.items()}
+    assert distance(learned.delta, wanted) < 1e-6
+    assert distance(wanted, {name: torch.zeros_like(value) for name, value in wanted.items()}) > 1e-2
+    assert size <= 4 or len(batch.targets) != expected, "or the batch as drawn would do as well"
+
+
+# ---- gradients that are infinite and yet numbers
+
+
+def product(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Its gradient is the input."""
+    loss = functional.linear(inputs["x"], trainable["w"]).sum()
+    return loss, loss
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_an_infinite_gradient_is_left_out_like_one_that_is_no_number(wrong: float, chunk: int | None) -> None:
+    trainable, x = {"w": torch.ones(1, 3)}, torch.arange(12.0).reshape(4, 3)
+    privacy_config = DPSGDSettings(clip=0.5, noise=0.0, microbatch=chunk)
+    wanted, _ = clipped_sum(product, trainable, {"x": x[[0, 1, 3]]}, torch.zeros(3), None, privacy_config)
+    x[2, 1] = wrong
+    for mask in (None, torch.ones(4)):
+        found, _ = clipped_sum(product, trainable, {"x": x}, torch.zeros(4), mask, privacy_config)
+        assert distance(found, wanted) < 1e-6
+
+
+def test_a_chunk_bounds_how_many_gradients_are_held_at_once() -> None:
+    """A loss is traced once for each chunk, and with it come as many gradients as the chunk has examples."""
+    calls = 0
+
+    def counted(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        return product(trainable, inputs, targets)
+
+    trainable, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
+    for chunk, wanted in ((None, 1), (5, 1), (4, 2), (2, 3), (1, 5)):
+        calls = 0
+        clipped_sum(
+            counted, trainable, {"x": x}, torch.zeros(5), None, DPSGDSettings(clip=0.5, noise=0.0, microbatch=chunk)
+        )
+        assert calls == wanted, chunk
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_what_is_released_has_the_type_of_the_sum(kind: torch.dtype) -> None:
+    total = {"w": torch.zeros(3, dtype=kind)}
+    noise = gaussian_noise(total, Key(0), 1.0)["w"]
+    assert noise.dtype == torch.float64
+    assert add_noise(total["w"], noise, 1.0).dtype == kind
+
+
+def test_a_mask_goes_with_its_chunk() -> None:
+    trainable, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
+    mask = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
+    privacy_config = DPSGDSettings(clip=0.5, noise=0.0)
+    wanted, _ = clipped_sum(product, trainable, {"x": x[mask.bool()]}, torch.zeros(3), None, privacy_config)
+    found, _ = clipped_sum(product, trainable, {"x": x}, torch.zeros(5), mask, replace(privacy_config, microbatch=2))
+    assert distance(found, wanted) < 1e-6
+
+
+class Branching(ToyTransformer):
+    """Takes another way for other data, which nothing can lift over examples."""
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        out = super().__call__(params, inputs)
+        return out if out.logits.sum() > 0 else Output(-out.logits)
+
+
+def test_full_precision_is_not_blamed_for_what_a_model_cannot_do() -> None:
+    with pytest.raises(VmapError, match="use another model, or no privacy"):
+        play(run_of(private(fedavg())), Branching(width=4, layers=1), Clients(a=8))

@@ -1,0 +1,249 @@
+"""Norms that are read off layers are those of the gradients, and what cannot be read is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ghost_fixtures import KINDS, Texts, batch_of, model_of
+from helpers import Clients, distance, last, play, run_of, small
+from torch import Tensor
+from torch.nn import functional
+
+from partita.core.data import Batch, ClientData
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import Method
+from partita.core.model import Model, Output
+from partita.core.tensors import Tensors
+from partita.methods import build
+from partita.methods.fedavg import fedavg
+from partita.privacy.guard import PrivacyConfig
+from partita.training import phase_trainer
+from partita.training.dp_sgd import clipped_sum, per_example_gradients
+from partita.training.ghost_clipping import GhostError, check_norms, ghost_sum
+from partita.training.phase_trainer import VmapError
+
+
+def away(model: Model) -> Tensors:
+    """From the initialisation, whose zeros and ones hide mistakes."""
+    draw = torch.Generator().manual_seed(5)
+    return {name: value + 0.3 * torch.randn(value.shape, generator=draw) for name, value in model.initial.items()}
+
+
+def one_of(model: Model, rest: Tensors):  # type: ignore[no-untyped-def]
+    def loss(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+        task = model.losses(model({**rest, **trainable}, inputs), targets).sum()
+        return task, task
+
+    return loss
+
+
+@pytest.mark.parametrize("tags", [(), ("query", "norm"), ("mlp", "head")], ids=["all", "query, norm", "mlp, head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_those_of_gradients_of_examples(kind: str, tags: tuple[str, ...]) -> None:
+    model, batch = model_of(kind), batch_of(kind)
+    params = away(model)
+    names = model.names(*tags) if tags else model.all_names()
+    trainable = {name: params[name] for name in sorted(names)}
+    rest = {name: value for name, value in params.items() if name not in trainable}
+    loss = one_of(model, rest)
+    _, norms, losses = per_example_gradients(loss, trainable, batch.inputs, batch.targets)
+    private, mask = DPSGDSettings(clip=float(norms.median()), noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
+    wanted, _ = clipped_sum(loss, trainable, batch.inputs, batch.targets, mask, private)
+    found, same, read = ghost_sum(
+        lambda trainable: model.losses(model({**rest, **trainable}, batch.inputs), batch.targets),
+        trainable,
+        mask,
+        5,
+        private,
+    )
+    scale = max(float(value.abs().max()) for value in wanted.values())
+    assert distance(found, wanted) < 1e-5 * scale
+    assert torch.allclose(read, norms, rtol=1e-5)
+    assert torch.allclose(same, losses, atol=1e-6)
+
+
+class Words(Model):
+    """An embedding that repeats tokens, and more tokens than width, so that both ways of a linear layer are taken."""
+
+    name = "words"
+
+    def __init__(self, width: int) -> None:
+        draw = torch.Generator().manual_seed(1)
+        shapes = {"embed": (6, width), "inner": (width, width), "bias": (width,), "head": (3, width)}
+        self.initial = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        self.tags = {name: frozenset({"head"}) for name in shapes}
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        state = functional.embedding(inputs["tokens"], params["embed"])
+        state = torch.tanh(functional.linear(state, params["inner"], params["bias"]))
+        return Output(functional.linear(state, params["head"]).mean(1))
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(out.logits, targets, reduction="none")
+
+
+@pytest.mark.parametrize("width", [2, 40])
+def test_embeddings_and_both_ways_of_a_linear_layer(width: int) -> None:
+    model = Words(width)
+    tokens, targets = torch.arange(48).reshape(4, 12) % 5, torch.tensor([0, 1, 2, 1])
+    _, norms, _ = per_example_gradients(one_of(model, {}), model.initial, {"tokens": tokens}, targets)
+    *_, read = ghost_sum(
+        lambda trainable: model.losses(model(trainable, {"tokens": tokens}), targets),
+        model.initial,
+        None,
+        4,
+        DPSGDSettings(1.0, 0.0),
+    )
+    assert torch.allclose(read, norms, rtol=1e-5)
+
+
+def ended(norms: str, noise: float = 0.5) -> Tensors:
+    method = replace(build("fedprox"), privacy=DPSGDSettings(0.3, noise, clipping=norms))  # type: ignore[arg-type]
+    return last(play(run_of(method, count=2), model_of("Bert"), Texts()))
+
+
+def test_a_run_is_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct, ghost = ended("direct"), ended("ghost")
+    assert distance(direct, ghost) < 1e-3, "a difference in rounding can cross to the next point of the grid"
+    assert 0 < distance(ended("direct", 0.0), ended("ghost", 0.0)) < 1e-5
+    assert distance(direct, {name: model_of("Bert").initial[name] for name in direct}) > 0.01
+    assert distance(direct, ended("auto")) == 0  # gradients of examples are small here
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
+    assert distance(ghost, ended("auto")) == 0
+
+
+def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model multiplies its embedding by itself."""
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
+    direct, auto, ghost = (
+        replace(fedavg(), privacy=DPSGDSettings(0.3, 0.5, clipping=norms))  # type: ignore[arg-type]
+        for norms in ("direct", "auto", "ghost")
+    )
+    played = [last(play(run_of(method, count=1), small(), Clients(a=8))) for method in (direct, auto)]
+    assert distance(*played) == 0
+    with pytest.raises(VmapError, match=r"'embed.weight' is used by .*matmul.*; set it to 'direct'"):
+        play(run_of(ghost), small(), Clients(a=8))
+    with pytest.raises(VmapError, match=r"engine\.clients_per_block = 1"):
+        play(run_of(ghost), small(), Clients(a=8, b=8), block=2)
+    moon = Method("moon", client_rules=build("moon").client_rules, privacy=DPSGDSettings(1.0, 1.0, clipping="ghost"))
+    with pytest.raises(VmapError, match=r"privacy\.clipping = 'direct'"):
+        play(run_of(moon), small(), Clients(a=8))
+
+
+def sums(use) -> None:  # type: ignore[no-untyped-def]
+    trainable = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)), "b": torch.ones(3)}
+    given = torch.ones(4, 3)
+    ghost_sum(lambda trainable: use(trainable, given), trainable, None, 4, DPSGDSettings(1.0, 0.0))
+
+
+def test_uses_that_would_go_wrong_are_named() -> None:
+    def linear(x: Tensor, w: Tensor) -> Tensor:
+        return functional.linear(x, w)
+
+    with pytest.raises(GhostError, match="'w' is used more than once"):
+        sums(lambda trainable, x: linear(linear(x, trainable["w"]), trainable["w"]).sum(1))
+    with pytest.raises(GhostError, match="'b' is used in a way that cannot be recorded"):
+        sums(lambda trainable, x: (linear(x, trainable["w"]) + torch.stack([trainable["b"]])).sum(1))
+    with pytest.raises(GhostError, match="is not the example"):
+        sums(lambda trainable, x: linear(x.repeat(2, 1), trainable["w"]).sum(1)[:4])
+    with pytest.raises(GhostError, match="more than one dimension"):
+        sums(lambda trainable, x: (x.unsqueeze(1) * trainable["w"]).sum((1, 2)))
+    with pytest.raises(GhostError, match="differ from the norms of its gradients"):
+        check_norms(mixed, {"w": torch.randn(3, 4)}, {"x": torch.randn(2, 4)}, torch.zeros(2), DPSGDSettings(1.0, 0.0))
+
+
+def mixed(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
+    """Looks like a loss by example, and is one of neighbours."""
+    out = functional.linear(inputs["x"], trainable["w"])
+    return (out * out.roll(1, 0)).sum(1)
+
+
+def test_clients_have_no_examples_to_read_norms_of() -> None:
+    with pytest.raises(ValueError, match=r"privacy\.clipping is about a client's examples"):
+        PrivacyConfig("client", noise=1.0, clipping="ghost")
+
+
+class Sums(Model):
+    """A linear layer whose outputs are added up, so that an example's gradient is the sum of its tokens."""
+
+    name = "sums"
+
+    def __init__(self) -> None:
+        self.initial = {"w": torch.ones(1, 12)}
+        self.tags = {"w": frozenset({"head"})}
+
+    def __call__(self, params: Tensors, inputs: Tensors) -> Output:
+        return Output(functional.linear(inputs["x"], params["w"]).sum(1))
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        return out.logits.squeeze(1)
+
+
+class Numbers:
+    """Two tokens an example, of which one number is infinite."""
+
+    clients = ("a",)
+
+    def __init__(self, places: list[int], wrong: int | None = None, fill: float = 0.0) -> None:
+        self.x = torch.arange(6.0 * 2 * 12).reshape(6, 2, 12).sub(70).div(50)[places]
+        if wrong is not None:
+            self.x[wrong] = fill
+            self.x[wrong, 0, 3] = float("inf")
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def take(self, indices: Tensor) -> Batch:
+        return Batch({"x": self.x[indices]}, torch.zeros(len(indices)))
+
+    def __getitem__(self, client: str) -> ClientData:
+        return ClientData(self, self, self)
+
+
+@pytest.mark.parametrize("norms", ["ghost", "direct", "auto"])
+@pytest.mark.parametrize("place", [0, 4], ids=["among those that are checked", "after them"])
+@pytest.mark.parametrize("fill", [0.0, 1.0], ids=["not a number", "infinite"])
+def test_an_infinite_gradient_is_left_out_either_way(
+    fill: float, place: int, norms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is that of the other examples. Read off layers, the norm is infinite times what the other token holds."""
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
+    private = DPSGDSettings(0.5, 0.0, sampling="shuffle", clipping=norms)  # type: ignore[arg-type]
+    run = run_of(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
+    order = (run.key / "round" / 0 / "client" / "a" / "batches" / 0 / 0).permutation(6)
+    wrong = int(order[place])
+    others = [each for each in range(6) if each != wrong]
+    broken = last(play(run, Sums(), Numbers(list(range(6)), wrong, fill)))["w"] - 1
+    left = Numbers(others).take(torch.arange(5))
+    total, _ = clipped_sum(one_of(Sums(), {}), Sums().initial, left.inputs, left.targets, None, private)
+    assert torch.allclose(broken, -total["w"] / 6, atol=1e-6)
+    assert float(broken.abs().max()) > 0.01
+
+
+def test_norms_are_read_off_by_themselves_where_gradients_of_a_batch_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the batch times the parameters that counts: at most six examples here, and at least one in most steps."""
+    size = sum(value.numel() for value in model_of("Bert").initial.values())
+    direct, ghost = ended("direct", 0.0), ended("ghost", 0.0)  # the grid of noisy sums would hide the rounding
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 6 * size)
+    assert distance(direct, ended("auto", 0.0)) == 0
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", size)
+    assert distance(direct, ended("auto", 0.0)) > 0
+    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", size - 1)
+    assert distance(ghost, ended("auto", 0.0)) == 0
+
+
+def test_a_parameter_that_no_loss_depends_on_has_no_gradient() -> None:
+    trainable = {"w": torch.ones(2, 3), "spare": torch.ones(4)}
+    x = torch.arange(12.0).reshape(4, 3)
+    total, _, norms = ghost_sum(
+        lambda trainable: functional.linear(x, trainable["w"]).sum(1),
+        trainable,
+        None,
+        4,
+        DPSGDSettings(clip=1e3, noise=0.0),
+    )
+    assert torch.equal(total["spare"], torch.zeros(4))
+    assert torch.allclose(total["w"], x.sum(0).expand(2, 3))
+    assert torch.allclose(norms, x.norm(dim=1) * 2**0.5)
