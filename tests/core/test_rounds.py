@@ -726,7 +726,7 @@ def test_what_is_no_reply_at_all_is_recorded_and_its_client_counts_as_refused(ru
     [each] = rounds(run, MODEL, engine)
     assert [(lost.client, lost.refused) for lost in each.refused] == [("unknown", True)]
     assert [(lost.client, lost.reason, lost.refused) for lost in each.lost] == [("b", "gave no answer", True)]
-    with pytest.raises(ClientError, match="client 'b': sent a .* instead of an update with a client name"):
+    with pytest.raises(ClientError, match=r"client 'b': sent a .* instead of an update with a client name"):
         next(rounds(replace(run, skip_failed_clients=False), MODEL, Script(lambda job: rubbish, ("b",))))
 
 
