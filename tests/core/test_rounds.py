@@ -591,7 +591,7 @@ def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pyte
 
     monkeypatch.setattr("partita.engines.simulation.start_training", full)
     with pytest.raises(
-        RunError, match=r"4 clients side by side do not fit the memory; lower engine\.clients_per_block"
+        RunError, match=r"out of memory while training 4 clients together; lower engine\.clients_per_block"
     ):
         play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
     with pytest.raises(RunError, match=r"lower training\.batch_size"):

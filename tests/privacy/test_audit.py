@@ -219,7 +219,7 @@ def test_a_recorded_run_is_audited(tmp_path: Path, unit: str | None) -> None:
     with pytest.raises(PrivacyError, match="no finished run"):
         audit(tmp_path / "part")
     list(start(parse({**CONFIG, **privacy_config}), tmp_path / "run"))
-    with pytest.raises(PrivacyError, match="say how many with --canaries"):
+    with pytest.raises(PrivacyError, match="set their number with --canaries"):
         audit(tmp_path / "run", shadows=2)
     found = audit(tmp_path / "run", canaries=30, shadows=2)
     assert json.loads((tmp_path / "run" / "audit.json").read_text()) == found
@@ -291,9 +291,9 @@ def test_the_commands_speak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr("partita.experiment.audit.audit", lambda folder, canaries, shadows: found)
     assert app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False) == 0
     out = capsys.readouterr().out
-    assert "yes  noise multiplier: 1.99, charged 2 (9 seen)" in out
-    assert "canaries: AUC 0.900, 50.0% found" in out
-    assert "at least 1.4, by 9 right of 10" in out
+    assert "yes  noise multiplier: measured 1.99, charged 2 (9 samples)" in out
+    assert "canaries: AUC 0.900, 50.0% true positives" in out
+    assert "at least 1.4: 9 of 10 guesses were right" in out
     assert "claimed to be at most 2" in out
     found["claim"] = {"planned": 1.0}
     assert app(["audit", "runs/x", "--json"], standalone_mode=False) == 1

@@ -278,7 +278,7 @@ def test_a_run_records_what_it_spent_and_goes_on_from_there(tmp_path: Path) -> N
         == (json.loads((tmp_path / "whole" / "result.json").read_text())["digest"])
     )
     other = {**CONFIG, "privacy": {"noise": 3.0, "accountant": "rdp", "repeatable": True}}
-    with pytest.raises(PrivacyError, match=r"begun with the noise 2, .* privacy\.noise = 2"):
+    with pytest.raises(PrivacyError, match=r"started with noise 2, .* privacy\.noise = 2"):
         list(resume(parse(other), tmp_path / "part"))
 
 
