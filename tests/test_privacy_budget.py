@@ -185,7 +185,7 @@ def plan_of(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("terms", "said"),
+    ("privacy_config", "said"),
     [
         ({}, "neither epsilon nor noise"),
         ({"epsilon": 0.0}, r"privacy\.epsilon is 0"),
