@@ -164,7 +164,7 @@ def attacked(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[float
     return roc(scores[included], scores[~included]).auc, bound.epsilon, guard
 
 
-@pytest.mark.parametrize("terms", [None, PrivacyConfig(noise=0.0)], ids=["plain", "clipped"])
+@pytest.mark.parametrize("privacy_config", [None, PrivacyConfig(noise=0.0)], ids=["plain", "clipped"])
 def test_without_noise_the_audit_finds_who_was_in(privacy_config: PrivacyConfig | None) -> None:
     auc, bound, _ = attacked(privacy_config)
     assert auc > 0.95
