@@ -256,7 +256,7 @@ def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None
     )
     record = report.load_run(tmp_path)
     text = report.page([record], tmp_path / "page.html").read_text()
-    assert "1 of 2 checks of noise, clip and sampling passed. Sampling rate is 0.3, and 0.2 was charged." in text
+    assert "1 of 2 checks of noise, clip and sampling passed. Sampling rate is 0.3, but 0.2 was charged." in text
     for words in ("<h2>Privacy</h2>", "2.5 × 1", "0.98", "50.0%", "at least 1.4", "The claim is false", 'id="attacks"'):
         assert words in text
     assert report.compare([record]).lines[0].epsilon == 0.98

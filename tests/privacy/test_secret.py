@@ -171,11 +171,11 @@ def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -
     assert not (tmp_path / "a" / "private").exists()
     assert json.loads((tmp_path / "a" / "privacy.json").read_text())["repeatable"] is True
     page = report.page([report.load_run(tmp_path / "a")], tmp_path / "a.html").read_text()
-    assert "its epsilon is a simulation" in page
+    assert "its epsilon is only simulated" in page
     played(CONFIG, tmp_path / "c")
     assert json.loads((tmp_path / "c" / "privacy.json").read_text())["repeatable"] is False
     assert (
-        "its epsilon is a simulation"
+        "its epsilon is only simulated"
         not in report.page([report.load_run(tmp_path / "c")], tmp_path / "c.html").read_text()
     )
 
