@@ -36,7 +36,7 @@ def main() -> None:
     device = torch.device(chosen.device)
     torch.set_num_threads(1)
     onednn = configure_backends("auto")
-    results = [evaluator(depth, device, chosen.repeats) for depth in chosen.frozen]
+    results = [measure(depth, device, chosen.repeats) for depth in chosen.frozen]
     about = environment(
         device,
         onednn,
@@ -57,7 +57,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def evaluator(depth: int, device: torch.device, repeats: int) -> dict[str, float]:
+def measure(depth: int, device: torch.device, repeats: int) -> dict[str, float]:
     key = Key(0)
     task = data.load("synthetic", key, examples=EXAMPLES, size=PIXELS, channels=3)
     federation = data.split(task, "iid", clients=CLIENTS, key=key)

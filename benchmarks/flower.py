@@ -139,7 +139,7 @@ def main() -> None:
         f"mean of rounds 1 to {ROUNDS - 2}",
     )
     about["load before"] = round(os.getloadavg()[0], 1)
-    results = [evaluator(megabytes, chosen.clients, chosen.memory) for megabytes in chosen.megabytes]
+    results = [measure(megabytes, chosen.clients, chosen.memory) for megabytes in chosen.megabytes]
     apart = [parts(warm) for warm in (False, True)] if chosen.parts else []
     print(f"{about['work']}; {about['device']}, torch {about['torch']}, load {about['load before']} before")
     for row in [*results, *apart]:
@@ -151,7 +151,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def evaluator(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
+def measure(megabytes: float, clients: int, look: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder, gate = Path(name), Gate()
         app = write_app(folder, clients, f'{{name = "payload", megabytes = {megabytes}}}', OWN_MODEL)

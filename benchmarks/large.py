@@ -58,7 +58,7 @@ def main() -> None:
         f"{RANK} on query and value, blocks of {chosen.block}",
     )
     training = Training(1e-3, AdamW(), batch_size=1, steps=chosen.steps)
-    row = evaluator(device, dtype, training, texts(chosen.clients, chosen.tokens), chosen.block)
+    row = measure(device, dtype, training, texts(chosen.clients, chosen.tokens), chosen.block)
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
     for what, value in row.items():
         print(f"{what:28} {value:,}" if isinstance(value, int) else f"{what:28} {value}")
@@ -66,7 +66,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": [row]}, indent=1) + "\n")
 
 
-def evaluator(
+def measure(
     device: torch.device, dtype: torch.dtype, training: Training, population: Federation, block: int
 ) -> dict[str, Any]:
     before, begun = peak(), time.perf_counter()

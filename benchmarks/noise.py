@@ -59,7 +59,7 @@ def main() -> None:
     device, onednn = torch.device(chosen.device), configure_backends("auto")
     results = []
     for size in chosen.sizes.split(","):
-        results += evaluator(size, device, chosen.repeats)
+        results += measure(size, device, chosen.repeats)
     work = (
         f"ViT, 65 tokens; noise for all its parameters, and a round of {CLIENTS} clients x {STEPS} AdamW steps x batch "
         f"{BATCH} of DP-SGD (noise 1, clip 1); median of {chosen.repeats}, sides in turn"
@@ -72,7 +72,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def evaluator(size: str, device: torch.device, repeats: int) -> list[dict[str, object]]:
+def measure(size: str, device: torch.device, repeats: int) -> list[dict[str, object]]:
     layers, width = SIZES[size]
     key = Key(0)
     task = data.load("synthetic", key, examples=CLIENTS * 250, size=32, channels=3)

@@ -47,13 +47,13 @@ def main() -> None:
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
     for name in chosen.methods:
         for block in (1, chosen.clients):
-            rows.append(evaluator(name, towers, federation, training, block, device))
+            rows.append(measure(name, towers, federation, training, block, device))
             print("  ".join(f"{what} {value}" for what, value in rows[-1].items()), flush=True)
     if chosen.out:
         chosen.out.write_text(json.dumps({"environment": about, "results": rows}, indent=1) + "\n")
 
 
-def evaluator(
+def measure(
     name: str, towers: Any, federation: Federation, training: Training, block: int, device: torch.device
 ) -> dict[str, Any]:
     """The second round: the first one warms kernels and memory up."""

@@ -61,7 +61,7 @@ def main() -> None:
     if unknown := set(chosen.sides or ()) - sides.keys():
         options.error(f"no side is called '{unknown.pop()}'; there are {', '.join(sides)}")
     sides = {side: how for side, how in sides.items() if side in ("block 1", *(chosen.sides or sides))}
-    results = [evaluator(size, device, chosen.repeats, sides) for size in sizes]
+    results = [measure(size, device, chosen.repeats, sides) for size in sizes]
     about = environment(
         device,
         onednn,
@@ -100,7 +100,7 @@ def ours(device: torch.device, half: bool) -> dict[str, Side]:
     return sides
 
 
-def evaluator(size: str, device: torch.device, repeats: int, chosen: dict[str, Side]) -> dict[str, Any]:
+def measure(size: str, device: torch.device, repeats: int, chosen: dict[str, Side]) -> dict[str, Any]:
     torch.compiler.reset()  # or programs would be made for every size at once, and slower
     layers, width, pixels, patch = SIZES[size]
     key = Key(0)

@@ -52,7 +52,7 @@ def main() -> None:
     about = environment(
         torch.device("cpu"), onednn, f"{chosen.cohort} clients a round, {chosen.rounds} rounds, in blocks, a tiny model"
     )
-    results = [evaluator(name, chosen.populations, chosen.cohort, chosen.rounds) for name in chosen.methods]
+    results = [measure(name, chosen.populations, chosen.cohort, chosen.rounds) for name in chosen.methods]
     few, many = (f"{count:,}" for count in chosen.populations)
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
     for row in results:
@@ -64,7 +64,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def evaluator(name: str, populations: list[int], cohort: int, count: int) -> dict[str, float | str]:
+def measure(name: str, populations: list[int], cohort: int, count: int) -> dict[str, float | str]:
     with tempfile.TemporaryDirectory() as folder:
         streams = [play(name, size, cohort, count, Path(folder) / str(size)) for size in populations]
         times: list[list[float]] = [[], []]

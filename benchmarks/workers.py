@@ -42,7 +42,7 @@ def main() -> None:
     chosen = options.parse_args()
     onednn = configure_backends("auto")
     sides = (*SIDES, HALF) if chosen.bf16 else SIDES
-    results = [evaluator(size, chosen.clients, chosen.repeats, sides) for size in chosen.sizes]
+    results = [measure(size, chosen.clients, chosen.repeats, sides) for size in chosen.sizes]
     work = f"{chosen.clients} clients x {STEPS} AdamW steps x batch {BATCH}, median of {chosen.repeats}, sides in turn"
     about = environment(CPU, onednn, work)
     print(f"{about['work']}; {about['device']}, {about['threads']} threads, torch {about['torch']}")
@@ -55,7 +55,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def evaluator(size: str, clients: int, repeats: int, sides: tuple[str, ...]) -> dict[str, Any]:
+def measure(size: str, clients: int, repeats: int, sides: tuple[str, ...]) -> dict[str, Any]:
     layers, width, pixels, patch = SIZES[size]
     key = Key(0)
     task = data.load("synthetic", key, examples=clients * 250, size=pixels, channels=3)

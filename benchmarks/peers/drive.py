@@ -114,60 +114,60 @@ def main() -> None:
     if chosen.threads:
         os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
     for size in sizes:
-        row = evaluator(size, chosen.clients, chosen.rounds, ["bare", *chosen.sides], chosen.home)
+        row = measure(size, chosen.clients, chosen.rounds, ["bare", *chosen.sides], chosen.home)
         row["threads"] = chosen.threads or "each side's own choice"
         show(row)
         if chosen.out:
             write(chosen.out, row)
 
 
-def evaluator(size: str, clients: int, rounds: int, names: list[str], home: Path) -> dict[str, Any]:
+def measure(size: str, clients: int, rounds: int, names: list[str], home: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"model": size, "clients": clients, "load before": round(os.getloadavg()[0], 2)}
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         shape = SIZES[size]
         save(lay_out(shape, *setting(shape, clients, rounds)), folder / "work.safetensors")
-        availability: dict[str, str] = {}
+        faults: dict[str, str] = {}
         sides: dict[str, Side] = {}
         try:
             for name in dict.fromkeys(names):
-                with noted(availability, name):
+                with noted(faults, name):
                     sides[name] = launch(name, folder, home)
             for number in range(rounds):
                 order = list(sides)
                 round_info = number % len(order)
                 for name in order[round_info:] + order[:round_info]:  # nobody always comes after the same one
-                    with noted(availability, name):
+                    with noted(faults, name):
                         play(sides[name])
             finals: dict[str, Tensors] = {}
             for name, side in sides.items():
-                with noted(availability, name):
+                with noted(faults, name):
                     finals[name] = finish(side)
         finally:
             for side in sides.values():
                 side.close()
         if "bare" not in finals:
-            raise SystemExit(f"{size}: the bare loop failed: {availability['bare']}")
+            raise SystemExit(f"{size}: the bare loop failed: {faults['bare']}")
         row["sides"] = {}
         for name in sides:
-            if name in availability:
+            if name in faults:
                 continue
             difference = apart(finals["bare"], finals[name])
             if not difference <= TOLERANCE:
-                availability[name] = f"void: its tensors differ from the bare loop's by {difference:.1e}"
+                faults[name] = f"void: its tensors differ from the bare loop's by {difference:.1e}"
                 continue
             row["sides"][name] = tell(sides[name], sides["bare"], difference)
-        row["not run"] = availability
+        row["not run"] = faults
     return row
 
 
 @contextmanager
-def noted(availability: dict[str, str], name: str) -> Iterator[None]:
+def noted(faults: dict[str, str], name: str) -> Iterator[None]:
     """One side's fault is written down, and the others play on. Of several, the first tells why."""
     try:
         yield
     except (SideError, OSError) as error:
-        availability.setdefault(name, str(error))
+        faults.setdefault(name, str(error))
 
 
 def launch(name: str, folder: Path, home: Path) -> Side:

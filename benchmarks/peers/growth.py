@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drive import SIZES, evaluator, show
+from drive import SIZES, measure, show
 from install import HOME
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -42,7 +42,7 @@ def main() -> None:
     }
     if "cohort" in chosen.parts:
         size = next(full for full in SIZES if full.split()[0] == chosen.size)
-        found["cohort"] = [evaluator(size, clients, chosen.rounds, list(SIDES), HOME) for clients in COHORTS]
+        found["cohort"] = [measure(size, clients, chosen.rounds, list(SIDES), HOME) for clients in COHORTS]
         for row in found["cohort"]:
             show(row)
     if "population" in chosen.parts:

@@ -92,7 +92,7 @@ def main() -> None:
     results = []
     for short in chosen.sizes:
         size = next(full for full in SIZES if full.split()[0] == short)
-        row = evaluator(size, chosen.rounds, chosen.repeats, chosen.sides, chosen.home)
+        row = measure(size, chosen.rounds, chosen.repeats, chosen.sides, chosen.home)
         results.append(row)
         show(row)
     if chosen.out:
@@ -106,7 +106,7 @@ def main() -> None:
         chosen.out.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
-def evaluator(size: str, rounds: int, repeats: int, names: list[str], home: Path) -> dict[str, Any]:
+def measure(size: str, rounds: int, repeats: int, names: list[str], home: Path) -> dict[str, Any]:
     shape = SIZES[size]
     row: dict[str, Any] = {"model": size, "load before": round(os.getloadavg()[0], 2)}
     times: dict[str, list[float]] = {name: [] for name in names}

@@ -108,7 +108,7 @@ def test_plan_by_role_layer_and_name(partita: Shell, config: Path) -> None:
     assert groups["query"]["trains"] == groups["query"]["up"] == 0 < groups["value"]["up"]
 
 
-@pytest.mark.parametrize(("times", "told"), [(90.0, "about 90 times as long as float32"), (1.9, None)])
+@pytest.mark.parametrize(("times", "told"), [(90.0, "about 90 times slower than float32"), (1.9, None)])
 def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
     times: float, told: str | None, partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +269,7 @@ def test_bad_input_is_one_clear_message(what: str, partita: Shell, config: Path,
     assert code == 1
     assert message in err
     assert err.startswith("error: ")
-    saved = [line for line in err.splitlines() if f"go on with: partita resume {tmp_path / 'run'}" in line]
+    saved = [line for line in err.splitlines() if f"continue with: partita resume {tmp_path / 'run'}" in line]
     assert len(err.splitlines()) == 1 + len(saved)
     assert "Traceback" not in err
 

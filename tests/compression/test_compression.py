@@ -183,11 +183,11 @@ def test_with_safl_the_heads_that_attend_least_stay_at_home_every_round() -> Non
 
 
 def test_head_pruning_needs_safl_and_more_than_one_head_and_is_open_about_looking() -> None:
-    with pytest.raises(MethodError, match=r"goes by the attention that safl measures; compose it as 'safl\+prune'"):
+    with pytest.raises(MethodError, match=r"needs the attention that safl measures; compose it as 'safl\+prune'"):
         heads_of("bert-text", prune("heads"))
     with pytest.raises(MethodError, match="no noise, or set by = 'magnitude'"):
         heads_of("bert-text", compose(safl(noise=1.0, probe=0.9), prune("heads")))
-    with pytest.raises(MethodError, match="has one head a layer and so none to leave out"):
+    with pytest.raises(MethodError, match="has one head per layer, so none can be pruned"):
         play(run_of(compose(safl(), prune("heads")), 1), ToyTransformer(width=4), FOUR)
     [rule] = prune("heads").client_rules
     assert rule.uses_data
@@ -316,31 +316,35 @@ def with_slot(update: Update, slot: str, name: str, value: Tensor | None) -> Upd
 
 NAME = "layers.0.query.weight"
 SPOILT: dict[str, tuple[Method, Callable[[Update], Update], str]] = {
-    "no scale": (quantize(), lambda u: with_slot(u, SCALE, NAME, None), "comes as torch.int8 .* scale of shape None"),
+    "no scale": (quantize(), lambda u: with_slot(u, SCALE, NAME, None), "is torch.int8 .* scale of shape None"),
     "odd scale": (quantize(), lambda u: with_slot(u, SCALE, NAME, torch.ones(3)), r"with a scale of shape \(3,\)"),
-    "no places": (prune(), lambda u: with_slot(u, MARKS, NAME, None), "their places are not told once"),
-    "few places": (prune(), lambda u: with_slot(u, MARKS, NAME, torch.zeros(162).byte()), "places that do not fit"),
-    "short marks": (prune(), lambda u: with_slot(u, MARKS, NAME, torch.zeros(9).byte()), "places that do not fit"),
-    "a huge shape": (prune(), lambda u: with_slot(u, SHAPE, NAME, torch.tensor([10**6, 10**6])), "numbers of a shape"),
+    "no places": (prune(), lambda u: with_slot(u, MARKS, NAME, None), "its indices are missing or given twice"),
+    "few places": (prune(), lambda u: with_slot(u, MARKS, NAME, torch.zeros(162).byte()), "indices that do not fit"),
+    "short marks": (prune(), lambda u: with_slot(u, MARKS, NAME, torch.zeros(9).byte()), "indices that do not fit"),
+    "a huge shape": (
+        prune(),
+        lambda u: with_slot(u, SHAPE, NAME, torch.tensor([10**6, 10**6])),
+        "values of shape .* for shape",
+    ),
     "no numbers": (
         prune(),
         lambda u: replace(u, delta={k: v for k, v in u.delta.items() if k != NAME}),
-        "has no numbers",
+        "has no values",
     ),
     "places outside": (
         prune(keep=0.01),
         lambda u: with_slot(u, PLACES, NAME, torch.full((13,), 32767, dtype=torch.int16)),
-        "places that do not fit",
+        "indices that do not fit",
     ),
     "no heads": (
         Method("cut", transforms=(HeadPruner(),)),
         lambda u: replace(u, slots={ROWS: {NAME: torch.zeros(4).bool()}}),
-        "does not come as 0 heads",
+        "does not consist of 0 heads",
     ),
     "odd heads": (
         Method("cut", transforms=(HeadPruner(),)),
         lambda u: replace(u, slots={COLUMNS: {NAME: torch.tensor([1, 1, 1, 1, 1]).bool()}}),
-        "does not come as 5 heads",
+        "does not consist of 5 heads",
     ),
 }
 

@@ -322,7 +322,7 @@ def norms_of(**norms: float) -> RoundResult:
 def test_an_update_far_beyond_the_median_raises_an_alarm_that_names_its_client() -> None:
     [alarm] = check_round(norms_of(a=1.0, b=10.1, c=0.5, d=1.0))
     assert (alarm.kind, alarm.round) == ("outlying update", 0)
-    assert "the update of b (10.1) is more than 10 times as long as the round's median of 1;" in alarm.text
+    assert "the update norm of b (10.1) is more than 10 times the round's median of 1;" in alarm.text
     for quiet in ({"a": 1.0, "b": 9.9, "c": 1.0}, {"a": 1.0, "b": 50.0}, {"a": 0.0, "b": 0.0, "c": 1.0}, {}):
         assert check_round(norms_of(**quiet)) == []
 
@@ -364,14 +364,14 @@ def test_rows_and_the_report_tell_of_it(drift: bool, tmp_path: Path) -> None:
     assert [list(row.get("refused", {})) for row in rows] == [[], ["c1"]]
     assert not any("skipped" in row or row["lost"] for row in rows)
     text = page([load_run(folder)], tmp_path / "page.html").read_text()
-    assert "outlying update in round 1 to 2</b>: the update of c1 (" in text
+    assert "outlying update in round 1 to 2</b>: the update norm of c1 (" in text
 
 
 def test_a_skipped_round_is_recorded_with_its_alarm() -> None:
     each = replace(norms_of(), skipped="only 0 of 2 clients answered")
     [alarm] = check_round(each)
     assert alarm.kind == "skipped round"
-    assert alarm.text == "only 0 of 2 clients answered; the server stayed as it was"
+    assert alarm.text == "only 0 of 2 clients answered; the server state did not change"
 
 
 def test_a_config_registers_the_size_of_every_client() -> None:

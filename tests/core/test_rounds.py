@@ -591,7 +591,7 @@ def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pyte
 
     monkeypatch.setattr("partita.engines.simulation.start_training", full)
     with pytest.raises(
-        RunError, match=r"4 clients side by side do not fit the memory; lower engine\.clients_per_block"
+        RunError, match=r"out of memory while training 4 clients together; lower engine\.clients_per_block"
     ):
         play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
     with pytest.raises(RunError, match=r"lower training\.batch_size"):
@@ -726,7 +726,7 @@ def test_what_is_no_reply_at_all_is_recorded_and_its_client_counts_as_refused(ru
     [each] = rounds(run, MODEL, engine)
     assert [(lost.client, lost.refused) for lost in each.refused] == [("unknown", True)]
     assert [(lost.client, lost.reason, lost.refused) for lost in each.lost] == [("b", "gave no answer", True)]
-    with pytest.raises(ClientError, match="client 'b': sent a .* instead of an update with a client name"):
+    with pytest.raises(ClientError, match=r"client 'b': sent a .* instead of an update with a client name"):
         next(rounds(replace(run, skip_failed_clients=False), MODEL, Script(lambda job: rubbish, ("b",))))
 
 

@@ -83,7 +83,7 @@ def test_parts_are_exact_shares_and_train_has_the_rest(size: int, validation: fl
     whole = Partition(np.arange(size) * 2, np.array([0, size]), NamedClients(["lone"]))
     fractions = Fraction(str(validation)), Fraction(str(test))
     if sum(fractions) >= 1:
-        with pytest.raises(DataError, match="leave nothing to train on"):
+        with pytest.raises(DataError, match="leave no training rows"):
             ClientSplit(whole, Key(seed), *fractions)
         return
     parts = ClientSplit(whole, Key(seed), *fractions)[0]
@@ -112,7 +112,7 @@ def test_small_clients(size: int, lengths: tuple[int, int, int]) -> None:
 
 
 def test_shares_below_zero_are_refused() -> None:
-    with pytest.raises(DataError, match=r"the test part cannot be -0\.1"):
+    with pytest.raises(DataError, match=r"test = -0\.1 is negative"):
         split(numbered_task(9), "iid", 1, key=Key(0), test=-0.1)
 
 
@@ -181,7 +181,7 @@ def test_numbered_names_are_as_good_as_listed_ones(count: int, position: int) ->
 
 
 def test_two_clients_of_one_name_are_refused() -> None:
-    with pytest.raises(DataError, match="two clients are called 'a'"):
+    with pytest.raises(DataError, match="two clients are named 'a'"):
         NamedClients(["a", "b", "a"])
 
 
@@ -332,7 +332,11 @@ def test_image_errors(tmp_path: Path, options: dict[str, Any], message: str) -> 
         ),
         ({"images": pictures(2)}, {"images": pictures(2, (4, 4))}, "differ in size between train and test; set size"),
         ({"images": pictures(2), "label": [0, -1]}, {"images": pictures(2)}, "row 1 of the train part .* has no label"),
-        ({"images": pictures(2)}, {"images": pictures(2), "classes": ("dog", "cat")}, "name other classes in 'label'"),
+        (
+            {"images": pictures(2)},
+            {"images": pictures(2), "classes": ("dog", "cat")},
+            "name different classes in 'label'",
+        ),
     ],
 )
 def test_image_folders_that_do_not_fit(tmp_path: Path, train: Any, test: Any, message: str) -> None:
@@ -394,9 +398,9 @@ def other_class(folder: Path) -> None:
     [
         (empty_file, r"the image in row 1 of the train part .*cat/1\.png'\) is empty; replace or remove it"),
         (broken_file, r"the image in row 1 of the train part .*cat/1\.png'\) cannot be read: .*; replace or remove it"),
-        (stray_text, r"notes\.txt' is no image"),
-        (loose_image, r"train/1\.png' is in no folder of a class"),
-        (other_class, "cats' holds a class that train has not; did you mean 'cat'"),
+        (stray_text, r"notes\.txt' is not an image"),
+        (loose_image, r"train/1\.png' is not in a class folder"),
+        (other_class, "cats' is a class that train lacks; did you mean 'cat'"),
     ],
 )
 def test_spoilt_image_folders(spoil: Any, message: str, tmp_path: Path) -> None:
@@ -430,7 +434,7 @@ def test_a_spoilt_image_in_a_table_is_named_by_its_row(kept: Any, message: str, 
 
 def test_folders_without_data_are_told(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing here")
-    with pytest.raises(DataError, match=r"holds no data set that partita can read; give a file \(parquet"):
+    with pytest.raises(DataError, match=r"holds no dataset that partita can read; give a file \(parquet"):
         load("images", Key(0), path=tmp_path)
 
 

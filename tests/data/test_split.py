@@ -266,22 +266,27 @@ def test_options_are_checked_against_the_signature(
         ("dirichlet", 3, {"alpha": 0}, "alpha is 0; .*above 0"),
         ("dirichlet", 3, {"alpha": float("nan")}, "alpha is nan"),
         ("quantity", 3, {"alpha": -1.0}, "alpha is -1.0; .*above 0"),
-        ("dirichlet", 7, {"alpha": 1.0}, "7 clients of at least 10 .*toy has 60; use at most 6 clients"),
+        ("dirichlet", 7, {"alpha": 1.0}, "7 clients with at least 10 .*toy has 60; use at most 6 clients"),
         (
             "dirichlet",
             9,
             {"alpha": 0.01, "min_examples": 4},
-            r"fewer examples than 4, .* 'c\d' would get [0-3]; use fewer",
+            r"at least 4 examples, .* 'c\d' got [0-3]; use fewer",
         ),
         ("iid", 61, {}, "61 clients .*toy has 60; use at most 60 clients"),
         ("iid", 0, {}, "clients is 0"),
         ("pathological", 3, {"classes_per_client": 4}, "classes_per_client = 4.* 3 classes; use at most 3"),
-        ("pathological", 2, {"classes_per_client": 1}, "to nobody; use at least 3 clients"),
-        ("pathological", 50, {"classes_per_client": 2}, "100 shares .* for 60 clients; use fewer"),
+        ("pathological", 2, {"classes_per_client": 1}, "do not cover all .* classes; use at least 3 clients"),
+        ("pathological", 50, {"classes_per_client": 2}, "100 class shares, .* for 60; use fewer"),
         ("by_column", None, {"column": "domian"}, "toy has no column 'domian'; did you mean 'domain'"),
-        ("groups", 4, {"column": "domain"}, "4 clients are to share the values of 'domain', of which there are 3"),
+        ("groups", 4, {"column": "domain"}, "column 'domain' has 3 values, too few for 4 clients"),
         ("groups", 2, {"column": "domian"}, "toy has no column 'domian'; did you mean 'domain'"),
-        ("by_column", None, {"column": "domain", "per_value": 21}, "per_value = 21, but 'art' .* 20 examples"),
+        (
+            "by_column",
+            None,
+            {"column": "domain", "per_value": 21},
+            "per_value = 21, but the value 'art' .* 20 examples",
+        ),
     ],
 )
 def test_errors_name_the_thing_and_the_remedy(
@@ -295,7 +300,7 @@ def test_label_splits_want_one_class_for_each_example() -> None:
     tags = Table({"x": torch.zeros(20, 1)}, torch.zeros(20, 4, dtype=torch.int64))
     task = Task("tags", tags, tags, ("O",))
     assert len(split(task, "iid", 2, key=Key(0)).clients) == 2
-    with pytest.raises(DataError, match=r"shape \(20, 4\).*one class for each example"):
+    with pytest.raises(DataError, match=r"shape \(20, 4\).*one class per example"):
         split(task, "dirichlet", 2, key=Key(0), alpha=1.0)
 
 
@@ -335,11 +340,11 @@ def test_the_bridge_follows_columns_and_leaves_rows_out() -> None:
     ("clients", "options", "message"),
     [
         (3, {"partitioner": "ShardPartitoner"}, "did you mean 'ShardPartitioner'"),
-        (3, {"partitioner": "VerticalEvenPartitioner"}, "no partitioner 'VerticalEvenPartitioner' of rows"),
+        (3, {"partitioner": "VerticalEvenPartitioner"}, "no row partitioner 'VerticalEvenPartitioner'"),
         (3, {"partitioner": "IidPartitioner", "options": {"num_partition": 1}}, "did you mean 'num_partitions'"),
         (3, {"partitioner": "DirichletPartitioner"}, "needs 'alpha'; set split.options.alpha"),
         (None, {"partitioner": "IidPartitioner"}, "needs 'num_partitions'; set split.clients"),
-        (3, {"partitioner": "NaturalIdPartitioner"}, "leave clients = 3 out"),
+        (3, {"partitioner": "NaturalIdPartitioner"}, "remove clients = 3"),
         (None, {"partitioner": "NaturalIdPartitioner", "options": {"partition_by": "domian"}}, "did you mean 'domain'"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_trace_decides_where_it_speaks() -> None:
     [("client_dropout", -0.1), ("client_dropout", 1.1), ("straggler_rate", 2.0), ("straggler_rate", float("nan"))],
 )
 def test_a_rate_that_is_no_probability_is_named(rate: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"federation.{rate} is {value}; it is a probability, from 0 to 1"):
+    with pytest.raises(ValueError, match=rf"federation.{rate} is {value}; it must be a probability from 0 to 1"):
         Availability(**{rate: value})
 
 
@@ -95,8 +95,8 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         ("round,client,work\n3,c7,0.5\n3.5,c8,0.5\n", 3, "needs round, client, work"),
         ("round,client,work\n3,c7,half\n", 2, "needs round, client, work"),
         ("round,client,work\n3,c7\n", 2, "needs round, client, work"),
-        ("round,client,work\n3,c7,1.5\n", 2, r"work is 1.5; it is a share, from 0 \(drops out\) to 1"),
-        ("round,client,work\n3,c7,nan\n", 2, "work is nan; it is a share"),
+        ("round,client,work\n3,c7,1.5\n", 2, r"work is 1.5; it must be a fraction from 0 \(drops out\) to 1"),
+        ("round,client,work\n3,c7,nan\n", 2, "work is nan; it must be a fraction"),
     ],
 )
 def test_a_trace_that_cannot_be_read_names_file_and_line(tmp_path: Path, text: str, line: int, what: str) -> None:

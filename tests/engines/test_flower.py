@@ -148,8 +148,8 @@ FAULTS: dict[str, tuple[Tamper, str]] = {
     "a pickle": (blob(lambda data: data, "pickle"), "are not one safetensors blob"),
     "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no ConfigRecord 'job_id'"),
     "no tensors": (records(tensors=ConfigRecord()), "has no ArrayRecord 'tensors'"),
-    "a list for a number": (records(numbers=MetricRecord({"weight": [1.0, 2.0]})), "'weight' is missing from it"),
-    "an odd refusal": (records(refusal=ConfigRecord({"reason": 3})), "'reason' is missing from it"),
+    "a list for a number": (records(numbers=MetricRecord({"weight": [1.0, 2.0]})), "'weight' is missing"),
+    "an odd refusal": (records(refusal=ConfigRecord({"reason": 3})), "'reason' is missing"),
 }
 
 
@@ -336,7 +336,7 @@ def test_of_an_error_that_may_quote_data_only_the_kind_leaves_the_site(
     model, run = small(), run_of(fedavg(), 1, min_updates=0, skip_failed_clients=True)
     grid = wired(run, model, Leaky(c0=3), tmp_path)
     [played] = rounds(run, model, flower(run, model, grid, ["c0"]))
-    assert played.lost == (ClientFailure("c0", f"failed with {kind.__name__}; the log of its SuperNode says more"),)
+    assert played.lost == (ClientFailure("c0", f"failed with {kind.__name__}; see the log of its SuperNode"),)
     assert "patient 4711" in caplog.text
 
 
@@ -348,7 +348,7 @@ def test_a_site_refuses_jobs_of_others_and_models_of_another_shape(tmp_path: Pat
     engine.nodes |= {"c0": engine.nodes["c1"]}
     jobs = [make_job(run, model, initial_server(run, model), 0, "c0")[0]]
     [lost] = engine.train(jobs)
-    assert lost == ClientFailure("c0", "this site is 'c1'; look at the node config of both")
+    assert lost == ClientFailure("c0", "this site is 'c1'; check the node config of both sites")
     [lost] = engine.train([replace(jobs[0], client="c2", params={**jobs[0].params, "head.weight": torch.zeros(9, 4)})])
     assert isinstance(lost, ClientFailure)
     assert lost.reason == "the server's 'head.weight' is (9, 4) and here it is (3, 4); are model and classes the same?"
@@ -376,8 +376,8 @@ def test_a_name_counts_once_and_only_if_it_is_known(tmp_path: Path, caplog: pyte
     engine = flower(run, model, grid, FOUR.clients, wait_for=2)
     assert engine.clients() == ["c0", "c1"]
     assert engine.nodes == {"c0": 12, "c1": 11}
-    assert "node 10 says it is 'c9', which is not among the clients" in caplog.text
-    assert "node 20 says it is 'c0', as another did" in caplog.text
+    assert "node 10 says it is 'c9', which is not a client of this run" in caplog.text
+    assert "node 20 says it is 'c0', like another node" in caplog.text
     del grid.nodes[12]
     assert engine.clients() == ["c0", "c1"]
     assert engine.nodes == {"c0": 20, "c1": 11}
@@ -386,7 +386,7 @@ def test_a_name_counts_once_and_only_if_it_is_known(tmp_path: Path, caplog: pyte
 def test_too_few_clients_are_an_error_that_names_those_there_are(tmp_path: Path) -> None:
     model, run = small(), run_of(fedavg(), 1)
     grid = wired(run, model, Clients(c0=3, c2=4), tmp_path)
-    with pytest.raises(RunError, match=r"3 clients are needed, and after 0.1 s there are 2 \(c0, c2\); start the"):
+    with pytest.raises(RunError, match=r"3 clients are needed, but after 0.1 s there are 2 \(c0, c2\); start the"):
         flower(run, model, grid, FOUR.clients, wait_for=3, deadline=0.1).clients()
 
 
@@ -580,7 +580,7 @@ def test_a_site_that_nobody_listed_is_an_error() -> None:
     task = data.load("synthetic", Key(0), examples=30)
     with pytest.raises(ValueError, match=r"split.client is 'nort', .* did you mean 'north'"):
         data.split(task, "site", key=Key(0), sites=("north", "south"), client="nort")
-    with pytest.raises(ValueError, match=r"split.sites names no site"):
+    with pytest.raises(ValueError, match=r"split.sites is empty"):
         data.split(task, "site", key=Key(0), sites=())
 
 

@@ -134,7 +134,7 @@ def empty(message: Message, reply: Message) -> Message:
     return reply
 
 
-NO_USE = "its answer is of no use: "
+NO_USE = "its answer cannot be used: "
 UNREAD = "its tensors cannot be read"
 ATTACKS: dict[str, Attack] = {
     **{f"no {name}": Attack(without(name), f"Record '{name}'") for name in ("numbers", "steps", "metrics", "tensors")},
@@ -163,7 +163,7 @@ ATTACKS: dict[str, Attack] = {
         f"the weight {value}": Attack(numbers(numbers={"weight": value}), "sent the weight")
         for value in (float("nan"), float("inf"), -1.0, 1e308, 2e12)
     },
-    "a list as weight": Attack(numbers(numbers={"weight": [1.0]}), "'weight' is missing from it, or is no float"),
+    "a list as weight": Attack(numbers(numbers={"weight": [1.0]}), "'weight' is missing, or its type is not float"),
     **{
         f"the loss {value}": Attack(numbers(numbers={"loss": value}), "sent the loss")
         for value in (float("nan"), float("-inf"), 1e308)
@@ -405,15 +405,15 @@ def scored(scores: dict[str, Any]) -> Tamper:
 
 
 SCORES: dict[str, tuple[Tamper, str]] = {
-    **{f"accuracy {value}": (scored({"accuracy": value}), "for accuracy; it must be a share from 0 to 1")
+    **{f"accuracy {value}": (scored({"accuracy": value}), "for accuracy; it must be a number from 0 to 1")
        for value in (float("nan"), float("inf"), 1e308, -0.1, 1.01)},
     **{f"loss {value}": (scored({"loss": value}), "for loss; it must be a finite number")
        for value in (float("nan"), float("-inf"), 1e308)},
-    "a list": (scored({"accuracy": [0.5]}), "'accuracy' is missing from it, or is no float"),
-    "a whole number": (scored({"accuracy": 1}), "'accuracy' is missing from it, or is no float"),
-    "a metric of its own": (scored({"mine": 0.5}), "sent a score of 'mine'; there are only: accuracy, loss"),
-    "an odd metric": (scored({ODD: 0.5}), r"sent a score of '\x1b[2J"),
-    "many metrics": (scored({f"m{i}": 0.5 for i in range(MANY)}), "sent a score of 'm0'"),
+    "a list": (scored({"accuracy": [0.5]}), "'accuracy' is missing, or its type is not float"),
+    "a whole number": (scored({"accuracy": 1}), "'accuracy' is missing, or its type is not float"),
+    "a metric of its own": (scored({"mine": 0.5}), "for the unknown metric 'mine'; known metrics: accuracy, loss"),
+    "an odd metric": (scored({ODD: 0.5}), r"sent a score for the unknown metric '\x1b[2J"),
+    "many metrics": (scored({f"m{i}": 0.5 for i in range(MANY)}), "sent a score for the unknown metric 'm0'"),
     "no scores": (without("scores"), "no MetricRecord 'scores'"),
     "texts": (records(scores=ConfigRecord({"accuracy": "1"})), "no MetricRecord 'scores'"),
     "no ticket": (without("job_id"), "no ConfigRecord 'job_id'"),

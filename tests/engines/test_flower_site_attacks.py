@@ -84,14 +84,14 @@ ORDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind -> (method, what 
     "round -1": ("fedavg", {"round": -1}, "was asked for round -1; this run has rounds 0 to 2"),
     "a round behind the last": ("fedavg", {"round": 3}, "was asked for round 3"),
     "round 2^62": ("fedavg", {"round": 2**62}, "was asked for round"),
-    "void below 0": ("fedavg", {"void": -1}, "was told void = -1"),
-    "void beyond the round": ("fedavg", {"void": 2}, "was told void = 2 in round 0"),
-    "settled below 0": ("fedavg", {"settled": -5}, "was told settled = -5"),
-    "settled beyond the round": ("fedavg", {"settled": 10**9}, "was told settled = 1000000000"),
-    "a session of 1 MB": ("fedavg", {"session": LONG}, "a session that is no short text"),
-    "an odd session": ("fedavg", {"session": ODD}, "a session that is no short text"),
-    "no session": ("fedavg", {"session": ""}, "a session that is no short text"),
-    "another config": ("fedavg", {"config": "beef"}, "has the digest 'beef' and the one here ''; run the same app"),
+    "void below 0": ("fedavg", {"void": -1}, "was sent void = -1"),
+    "void beyond the round": ("fedavg", {"void": 2}, "was sent void = 2 in round 0"),
+    "settled below 0": ("fedavg", {"settled": -5}, "was sent settled = -5"),
+    "settled beyond the round": ("fedavg", {"settled": 10**9}, "was sent settled = 1000000000"),
+    "a session of 1 MB": ("fedavg", {"session": LONG}, "was sent an invalid session"),
+    "an odd session": ("fedavg", {"session": ODD}, "was sent an invalid session"),
+    "no session": ("fedavg", {"session": ""}, "was sent an invalid session"),
+    "another config": ("fedavg", {"config": "beef"}, "has the digest 'beef', but the site's has ''; run the same app"),
     "a config of 1 MB": ("fedavg", {"config": LONG}, "has the digest 'xxx"),
     "another client": ("fedavg", {"change": lambda job: replace(job, client="c0")}, "this site is 'c1'"),
     "a kept parameter": ("fedper", {"change": sent(head__weight=HEAD)}, "'head.weight', which the plan of round 0"),
@@ -376,7 +376,7 @@ def config(tmp_path: Path) -> Path:
 def test_a_site_with_another_config_refuses_and_says_so(config: Path, tmp_path: Path) -> None:
     row = served(config, tmp_path / "a", ["training.lr=0.5"], [])
     [reason] = row["lost"].values()
-    assert reason.startswith("the config of the server has the digest '")
+    assert reason.startswith("the server's config has the digest '")
     assert "run the same app with the same run config on both sides" in reason
     assert served(config, tmp_path / "b", [], ["data.noise=2.0", "engine.threads=1"])["lost"] == {}
 

@@ -71,7 +71,7 @@ def test_layers_that_nobody_chooses_ring() -> None:
     rung = watch(fixed, LONG_WINDOW, k=2)
     assert [("layer starvation" in kinds(each)) for each in rung] == [False] * (LONG_WINDOW - 1) + [True]
     [alarm] = rung[-1]
-    assert "4 of 6 layers (0, 1, 2, 3) were chosen by nobody in the last 8 rounds" in alarm.text
+    assert "4 of 6 layers (0, 1, 2, 3) were chosen by no client in the last 8 rounds" in alarm.text
     few = watch(fixed, LONG_WINDOW, k=5)[-1]
     assert kinds(few) == {"layer starvation"}, "one layer starves and the choice never varies"
     assert watch(fixed, LONG_WINDOW, k=6)[-1] == []

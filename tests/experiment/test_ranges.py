@@ -267,7 +267,7 @@ def test_a_file_that_is_no_config_is_named(text: bytes, tmp_path: Path) -> None:
         (
             "training",
             {},
-            "training 3 clients side by side would take .* MB, .* are free; lower engine.clients_per_block",
+            "training 3 clients together would take .* MB, .* are free; lower engine.clients_per_block",
         ),
     ],
 )

@@ -105,10 +105,10 @@ def test_plain_peft_loads_what_is_saved(frozen: tuple[str, ...], tmp_path: Path)
 
 def test_an_adapter_folder_is_refused_where_it_would_lose_something(tmp_path: Path) -> None:
     model = extended()
-    with pytest.raises(ModelError, match=r"q_proj.weight' has moved since vit was loaded.* use save_merged"):
+    with pytest.raises(ModelError, match=r"q_proj.weight' has changed since vit was loaded.* use save_merged"):
         model.save_pretrained(moved(model.initial, frozenset({WEIGHT})), tmp_path)
     frozen = extended(frozen=("query",))
-    with pytest.raises(ModelError, match=r"q_proj.weight' is frozen for good .* use save_pretrained"):
+    with pytest.raises(ModelError, match=r"q_proj.weight' is permanently frozen .* use save_pretrained"):
         frozen.merged(frozen.initial)
 
 
@@ -139,7 +139,7 @@ def test_it_can_be_sent_to_another_process_and_moved_to_a_device() -> None:
         ({"rank": 0}, r"rank is 0, but 'vit.layers.0.attention.q_proj' is 4 x 4; use a rank from 1 to 4"),
         ({"rank": 5}, "rank is 5, but"),
         ({"alpha": 0.0}, "alpha is 0.0; it must be above 0"),
-        ({"roles": ()}, "roles is empty; it can have: key, mlp, output, query, value"),
+        ({"roles": ()}, "roles is empty; choose from: key, mlp, output, query, value"),
         ({"roles": ("query", "norm")}, "no linear layer of vit is tagged 'norm'; it can be: key, mlp"),
         ({"roles": ("head",)}, "no linear layer of vit is tagged 'head'"),
         ({"roles": ("qeury",)}, "no linear layer of vit is tagged 'qeury'; did you mean 'query'?"),
@@ -153,7 +153,7 @@ def test_a_wrong_request_is_named_with_a_remedy(options: dict[str, Any], message
 def test_what_cannot_be_extended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     extend = lora().extend
     assert extend is not None
-    with pytest.raises(ModelError, match="vit has low-rank factors already"):
+    with pytest.raises(ModelError, match="vit already has low-rank factors"):
         extend(extended(), Key(0))
     with pytest.raises(TagError, match="use a Hugging Face model"):
         extend(ToyTransformer(), Key(0))

@@ -170,7 +170,10 @@ def test_it_says_that_it_looks_and_how_private_that_is() -> None:
         ({"probe": 1.5}, "give at least one round, and a number of examples"),
         ({"noise": -1.0}, r"method\.noise and clip are -1\.0 and 1\.0"),
         ({"noise": 1.0, "probe": 0.5, "clip": 0.0}, r"method\.noise and clip"),
-        ({"noise": 1.0, "probe": 0.5, "select": "gradient"}, "noise is for select = 'attention'"),
+        (
+            {"noise": 1.0, "probe": 0.5, "select": "gradient"},
+            "noise needs bounded scores, and only select = 'attention'",
+        ),
         ({"noise": 1.0}, "probe is 32 examples, but with noise .* give a fraction"),
     ],
 )

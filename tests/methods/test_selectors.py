@@ -127,11 +127,13 @@ class Blank(ToyTransformer):
         return {layer: torch.full((len(batch.targets), 1), self.paid) for layer in LAYERS}
 
 
-@pytest.mark.parametrize(("paid", "message"), [(0.0, "has a token of those that"), (1.0, "has a token beside those")])
+@pytest.mark.parametrize(
+    ("paid", "message"), [(0.0, "has a token of method.tokens"), (1.0, "has a token outside method.tokens")]
+)
 def test_a_probe_without_chosen_tokens_or_without_others_is_refused(paid: float, message: str) -> None:
     model = Blank(width=4, layers=4)
     model.paid = paid
-    with pytest.raises(MethodError, match=rf"none of the 6 examples that a client looked at {message}.*method.probe"):
+    with pytest.raises(MethodError, match=rf"none of the 6 examples in a client's probe {message}.*method.probe"):
         narrow(rule_of(Attention("entities")), client="c", ctx=context(model))
     told = narrow(rule_of(Attention(probe=0.5, noise=1.0)), ctx=context(model)).metrics
     assert len(told) == 4, "under noise an error would itself tell of the data"
@@ -144,7 +146,7 @@ def test_a_layer_that_has_no_score_is_named() -> None:
                 layer: paid for layer, paid in super().attention(params, batch, tokens).items() if layer != LAYERS[2]
             }
 
-    with pytest.raises(MethodError, match=r"tells no attention of layer\.2"):
+    with pytest.raises(MethodError, match=r"returns no attention for layer\.2"):
         narrow(rule_of(Attention()), ctx=context(Short(width=4, layers=4)))
 
 

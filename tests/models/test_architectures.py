@@ -321,7 +321,7 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory(case: str) -> N
     assert less < 0.7 * much
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(part.training for part in saving.module.modules() if isinstance(part, torch.nn.Dropout))
-    with pytest.raises(ModelError, match=r"checkpointing cannot be lifted by vmap.*engine.clients_per_block = 1"):
+    with pytest.raises(ModelError, match=r"checkpointing does not work under vmap.*engine.clients_per_block = 1"):
         torch.vmap(lambda one: saving(one, inputs).logits)({n: v.expand(2, *v.shape) for n, v in it.params.items()})
     with pytest.raises(ModelError, match=r"model\.checkpointing = false"):
         torch.func.grad(lambda one: saving(one, inputs).logits.sum())(it.params)
@@ -371,5 +371,5 @@ def test_older_names_of_a_parameter_have_the_same_role() -> None:
 
 
 def test_a_head_that_an_architecture_lacks_is_named() -> None:
-    with pytest.raises(ModelError, match="runs a 'bert' for tasks of the kind text or tokens, not lm; choose"):
+    with pytest.raises(ModelError, match="supports 'bert' for tasks of kind text or tokens, not lm; choose"):
         from_module("bert", module_of("bert-text"), objective="lm")

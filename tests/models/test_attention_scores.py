@@ -132,12 +132,12 @@ def test_auto_is_what_the_task_asks_about_and_else_the_class_token_of_an_encoder
 @pytest.mark.parametrize(
     ("case", "tokens", "message"),
     [
-        ("bert-text", "all", "tells no layer from another: attention to all tokens is 1 in every layer"),
-        ("gpt2-lm", "last", "of a decoder's tokens only the last one sees the last.*'auto', 'content'"),
-        ("llama-lm", "bos", "attention goes that has nowhere to go"),
+        ("bert-text", "all", "does not distinguish layers: softmax makes attention to all tokens 1 in every layer"),
+        ("gpt2-lm", "last", "in a decoder only the last token attends to the last token.*'auto', 'content'"),
+        ("llama-lm", "bos", "in a decoder it is an attention sink"),
         ("llama-tokens", "first", "'auto', 'entities' or 'content'"),
-        ("llama-text", "cls", "'cls' is for encoders, and llama-text decodes"),
-        ("bert-text", "entities", "is for tasks that tag tokens; set it to 'auto', 'cls' or 'content'"),
+        ("llama-text", "cls", "'cls' is for encoders, but llama-text is a decoder"),
+        ("bert-text", "entities", "is for token classification tasks; set it to 'auto', 'cls' or 'content'"),
         ("bert-text", "contents", "did you mean 'content'"),
     ],
 )
@@ -150,7 +150,7 @@ def test_tokens_that_tell_nothing_are_refused_with_the_reason(case: str, tokens:
 def test_entities_are_told_by_their_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case_of("bert-tokens")
     monkeypatch.setattr(it.model.module.config, "label2id", {"yes": 0, "no": 1, "maybe": 2})
-    with pytest.raises(ModelError, match="has no such class, only: yes, no, maybe; use BIO tags"):
+    with pytest.raises(ModelError, match="has only: yes, no, maybe; use BIO tags"):
         it.model.attention(it.params, batch_of(it), "entities")
 
 
@@ -218,7 +218,7 @@ def test_scoring_leaves_the_model_as_it_was() -> None:
     it.model.attention(it.params, batch, "cls")
     assert torch.equal(before, it.model(it.params, batch.inputs).logits)
     assert torch.equal(state, torch.get_rng_state())
-    with pytest.raises(ModelError, match="called with all parameters"):
+    with pytest.raises(ModelError, match="called with exactly the parameters"):
         it.model.attention({}, batch, "cls")
     assert torch.equal(before, it.model(it.params, batch.inputs).logits)
 
@@ -253,7 +253,7 @@ def test_cached_layers_are_not_scored_and_the_others_score_the_same() -> None:
     assert list(found) == ["layer.1"]
     whole = it.model.attention(it.model.initial, batch, "entities")["layer.1"]
     assert torch.allclose(found["layer.1"], whole, atol=1e-5)
-    with pytest.raises(ModelError, match=r"needs the tokens, which are not there; set engine.cache_frozen = false"):
+    with pytest.raises(ModelError, match=r"needs token ids, which are not cached; set engine.cache_frozen = false"):
         above.attention(above.initial, cached.take(torch.arange(EXAMPLES)), "content")
 
 

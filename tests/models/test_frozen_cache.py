@@ -264,20 +264,20 @@ def refused(model: Any, table: Examples | None = None) -> str:
 def test_what_trains_too_low_is_named_with_the_remedy() -> None:
     free = refused(adapted("vit-image"))
     assert "'vit.embeddings.cls_token'" in free
-    assert "may train before the first layer; name what is there in model.frozen" in free
+    assert "can train before the first layer; add these to model.frozen" in free
     norm = refused(adapted("bert-text", LOWEST))
     assert "'bert.embeddings.LayerNorm.weight', 'bert.embeddings.LayerNorm.bias' of" in norm
     gap = refused(adapted("llama-text", ("embedding", "layer.1")))
     assert "'model.layers.0.self_attn.q_proj.weight'" in gap
-    assert "and 6 more of llama-text may train in layer 0;" in gap
+    assert "and 6 more of llama-text can train in layer 0;" in gap
     tied = refused(adapted("gpt2-lm", ("layer.0",)))
     assert "'transformer.wte.weight', 'transformer.wpe.weight' of" in tied
 
 
 def test_models_that_cannot_be_cached_are_refused() -> None:
     assert "low-rank factors are in every layer" in refused(model_of("vit-image").low_rank(2, 2.0, ("query",), Key(0)))
-    assert "cannot tell the lower layers of a 'clip'; set it to false" in refused(adapted("clip-image", ("embedding",)))
-    assert "is for Hugging Face models" in refused(ToyTransformer(width=4, layers=1))
+    assert "does not support the architecture 'clip'; set it to false" in refused(adapted("clip-image", ("embedding",)))
+    assert "needs a Hugging Face model" in refused(ToyTransformer(width=4, layers=1))
 
 
 def test_more_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

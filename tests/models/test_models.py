@@ -256,7 +256,7 @@ def test_attention_moves_with_the_tagged_parameters_and_with_no_others() -> None
 def test_a_name_outside_the_table_says_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"'vit.novel.weight' of 'vit'.*gives it nothing; add or correct its row"):
         tags_of("vit", ["vit.novel.weight"])
-    with pytest.raises(ModelError, match=r"does not know the architecture 'mamba', only: vit, .*; add 'mamba' with"):
+    with pytest.raises(ModelError, match=r"does not support the architecture 'mamba', only: vit, .*; add 'mamba' with"):
         tags_of("mamba", [])
     twice = Architecture(((".*", "mlp"), ("a", "norm")), {})
     odd = Architecture((("a", "wheel"),), {})
@@ -315,7 +315,8 @@ def test_frozen_weights_are_saved_with_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "message"), [(["querry"], "tagged 'querry'; did you mean 'query'"), (ROLES, "nothing of vit is left")]
+    ("frozen", "message"),
+    [(["querry"], "tagged 'querry'; did you mean 'query'"), (ROLES, "no parameter of vit is left")],
 )
 def test_frozen_errors(frozen: tuple[str, ...], message: str) -> None:
     with pytest.raises(ModelError, match=message):
@@ -401,16 +402,16 @@ def spoil(folder: Path, fault: str) -> Images:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("no config", "has no config.json; give one that save_pretrained has written"),
+        ("no config", "has no config.json; give a folder written by save_pretrained"),
         ("no weights", r"has no weights that can be loaded: .*model.safetensors"),
         ("unreadable", r"the config.json in .* cannot be read: .*nonsense"),
-        ("other type", "runs a 'bert' for tasks of the kind text or tokens, not image; choose another model"),
-        ("unknown type", "does not know the architecture 'beit', only: "),
+        ("other type", "supports 'bert' for tasks of kind text or tokens, not image; choose another model"),
+        ("unknown type", "does not support the architecture 'beit', only: "),
         ("missing", "lacks: vit.layernorm.weight;"),
-        ("unexpected", "has, but this model has not: vit.novel;"),
-        ("shape", "has in another shape: vit.layernorm.weight;"),
-        ("size", "takes images of size 4, but the task's are of size 8; resize the task's images to 4"),
-        ("channels", "takes images of 1 channels, but the task's have 3; give the task's images 1"),
+        ("unexpected", "has, but this model does not have: vit.novel;"),
+        ("shape", "has with another shape: vit.layernorm.weight;"),
+        ("size", "takes images of size 4, but the task's images have size 8; resize the task's images to 4"),
+        ("channels", "takes images with 1 channels, but the task's have 3; load the task's images with 1"),
     ],
 )
 def test_a_faulty_folder_is_named_with_a_remedy(fault: str, message: str, tmp_path: Path) -> None:
@@ -432,7 +433,10 @@ def test_a_config_that_promises_more_than_fits_into_memory_is_refused_before_it_
     ("path", "message"),
     [
         ("./nowhere", "there is no folder './nowhere'"),
-        ("nobody/nothing", "cannot load 'nobody/nothing': it is no folder here, and from the Hub: .*; give a folder"),
+        (
+            "nobody/nothing",
+            "cannot load 'nobody/nothing': not a local folder, and the Hub failed with: .*; give a folder",
+        ),
     ],
 )
 def test_a_missing_folder(path: str, message: str) -> None:
@@ -465,7 +469,7 @@ def saved(module: type, config: PreTrainedConfig, folder: Path) -> str:
 def test_texts_cut_by_another_tokenizer_than_the_models_are_refused(tmp_path: Path) -> None:
     path = saved(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
     pretrained(Texts(words=9), KEY, path=path)
-    with pytest.raises(ModelError, match=r"the token 9, but .* knows 9, from 0 to 8; leave data.tokenizer out"):
+    with pytest.raises(ModelError, match=r"contain token 9, but .* has 9 tokens, 0 to 8; remove data.tokenizer"):
         pretrained(Texts(words=10), KEY, path=path)
 
 
@@ -519,12 +523,12 @@ def test_what_a_checkpoint_was_pretrained_for_is_left_behind_and_what_it_lacks_i
     path = saved(BertForMaskedLM, BertConfig(**TINY_TEXT), tmp_path)
     model = pretrained(Texts(), KEY, path=path)  # its predictions are left behind, its pooler and head are drawn
     assert model.initial["bert.pooler.dense.weight"].abs().max() < 0.2
-    with pytest.raises(ModelError, match="runs a 'bert' for tasks of the kind text or tokens, not lm"):
+    with pytest.raises(ModelError, match="supports 'bert' for tasks of kind text or tokens, not lm"):
         pretrained(Texts(kind="lm"), KEY, path=path)
     saved(GPT2Model, GPT2Config(**TINY_TEXT, tie_word_embeddings=False), tmp_path / "body")
-    with pytest.raises(ModelError, match=r"lacks: lm_head\.weight; give a checkpoint that is whole"):
+    with pytest.raises(ModelError, match=r"lacks: lm_head\.weight; give a complete checkpoint"):
         pretrained(Texts(kind="lm"), KEY, path=str(tmp_path / "body"))
-    with pytest.raises(ModelError, match="fresh_head: there is no head here"):
+    with pytest.raises(ModelError, match="fresh_head = true, but this model has no head"):
         pretrained(Texts(kind="lm"), KEY, path=str(tmp_path / "body"), fresh_head=True)
 
 
@@ -545,7 +549,7 @@ def test_dinov2_takes_images_of_any_size_that_its_patches_divide(tmp_path: Path)
     with no_slow_path():  # the position embeddings are stretched under vmap too
         together = torch.vmap(lambda one: model(one, inputs).logits)(stacked(params))
     assert close(together[1], model(params[1], inputs).logits, 1e-5)
-    with pytest.raises(ModelError, match=r"into patches of 2, but the task's are of size 5; resize .* to 6"):
+    with pytest.raises(ModelError, match=r"into patches of 2, but the task's images have size 5; resize .* to 6"):
         pretrained(Images(size=5), KEY, path=path)
 
 
@@ -554,7 +558,9 @@ def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None
     words = {**tower, "vocab_size": 8, "max_position_embeddings": 8, "eos_token_id": 1, "bos_token_id": 0}
     sight = {**tower, "image_size": 4, "patch_size": 2, "num_channels": 1}
     path = saved(CLIPModel, CLIPConfig(text_config=words, vision_config=sight, projection_dim=8), tmp_path)
-    with pytest.raises(ModelError, match="makes the same of 'cat' and 'dog'; give a folder with the tokenizer's files"):
+    with pytest.raises(
+        ModelError, match="gives the same tokens for 'cat' and 'dog'; give a folder with the tokenizer's files"
+    ):
         pretrained(TASK, KEY, path=path, prompt="a {}")
     vocabulary = ["<start>", "<end>", "<pad>", "a", "cat", "dog", "emu", "photo"]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="<pad>"))
@@ -578,7 +584,7 @@ def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None
     for wrong in ("a photo", None):
         where = path if wrong else str(tmp_path / "vit")
         small().save_pretrained(small().initial, tmp_path / "vit")
-        with pytest.raises(ModelError, match=r"it is for a 'clip' and a task of images, and has \{\} where"):
+        with pytest.raises(ModelError, match=r"it needs a 'clip' model, an image task, and \{\} as"):
             pretrained(TASK, KEY, path=where, prompt=wrong or "a {}")
 
 
@@ -602,7 +608,7 @@ def test_every_name_in_the_index_can_be_built(tmp_path: Path) -> None:
         ("vit", {"width": "wide"}, "model.width is 'wide'; it must be a whole number"),
         ("pretrained", {}, "'model.path' is missing; it must be a text"),
         ("vit", {"width": 18, "heads": 4}, "width 18 is not divisible by 4 heads; use a width of 20"),
-        ("vit", {"patch": 3}, "images of size 4 do not divide into patches of 3; use a patch of 1, 2, 4"),
+        ("vit", {"patch": 3}, "image size 4 is not divisible by patch size 3; use a patch of 1, 2, 4"),
         ("vit", {"layers": 0}, "model.layers is 0; it must be a whole number from 1 to 1,000"),
     ],
 )
@@ -613,7 +619,7 @@ def test_a_wrong_request_is_named_with_a_remedy(name: str, options: dict[str, ob
 
 def test_a_task_without_images_is_refused(tmp_path: Path) -> None:
     for name, options in (("vit", {}), ("pretrained", {"path": str(tmp_path)})):
-        with pytest.raises(ModelError, match="the task has no square images"):
+        with pytest.raises(ModelError, match="this model needs square images"):
             build(name, Images(channels=0, size=0), KEY, **options)
 
 
@@ -816,7 +822,7 @@ def test_what_attention_cannot_do_is_refused() -> None:
 
     attention = AttentionInterface._global_mapping["partita"]
     query, module = noise(0, 2, 1, 3, 4), torch.nn.Identity()
-    with pytest.raises(ModelError, match="Identity asks for softcap"):
+    with pytest.raises(ModelError, match="Identity uses softcap"):
         attention(module, query, query, query, None, softcap=3.0)
 
 

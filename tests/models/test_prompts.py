@@ -488,7 +488,7 @@ def test_vision_prompts_leave_nothing_to_remember() -> None:
     [
         ({}, "clip takes either a path or a shape"),
         ({"path": "x", "shape": "tiny"}, "clip takes either a path or a shape"),
-        ({"shape": "tiny", "template": "a photo"}, r"template is 'a photo'; it must have one \{\}"),
+        ({"shape": "tiny", "template": "a photo"}, r"template is 'a photo'; it must have exactly one \{\}"),
         ({"path": "/no/such folder"}, "there is no folder '/no/such folder'"),
     ],
 )
@@ -499,9 +499,9 @@ def test_a_model_that_cannot_be_is_refused(options: dict[str, Any], message: str
 
 def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
     image_fixtures.small().save_pretrained(image_fixtures.small().initial, tmp_path)
-    with pytest.raises(ModelError, match="is a 'vit', which has no tower of texts beside one of images"):
+    with pytest.raises(ModelError, match="is a 'vit', which is not a pair of an image tower and a text tower"):
         clip(dual_encoder_fixtures.task(), KEY, path=str(tmp_path))
-    with pytest.raises(ModelError, match="takes images of 1 channels, but the task's have 3"):
+    with pytest.raises(ModelError, match="takes images with 1 channels, but the task's have 3"):
         clip(
             image_fixtures.Pictures(PIXELS["pixel_values"], torch.zeros(5), channels=3, size=8),
             KEY,
@@ -510,29 +510,29 @@ def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
     bare = dual_encoder_fixtures.without(
         dual_encoder_fixtures.folder("clip"), "tokenizer.json", "tokenizer_config.json"
     )
-    with pytest.raises(ModelError, match=r"makes the same of .*; give a folder with the tokenizer's files"):
+    with pytest.raises(ModelError, match=r"gives the same tokens for .*; give a folder with the tokenizer's files"):
         clip(dual_encoder_fixtures.task(), KEY, path=bare)
-    with pytest.raises(ModelError, match=r"makes the same of 'cat' and 'cat'; .*classes whose names differ"):
+    with pytest.raises(ModelError, match=r"gives the same tokens for 'cat' and 'cat'; .*classes with different names"):
         clip(dual_encoder_fixtures.task(("cat", "dog", "cat")), KEY, path=dual_encoder_fixtures.folder("clip"))
-    with pytest.raises(ModelError, match=r"longest text of a class is 18 tokens long, but clip reads no more than 16"):
+    with pytest.raises(ModelError, match=r"longest class text has 18 tokens, but clip takes at most 16"):
         clip(dual_encoder_fixtures.task(("cat", "wonderfully")), KEY, path=dual_encoder_fixtures.folder("clip"))
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("prompt", {}, "no prompts of the kind 'prompt'; did you mean 'prompts'"),
+        ("prompt", {}, "unknown kind of prompts 'prompt'; did you mean 'prompts'"),
         ("prompts", {"fusion": "locl_queries"}, "fusion is 'locl_queries'; did you mean 'local_queries'"),
-        ("prompts", {"vision_tokens": 2, "depth": 3}, "depth is 3, but clip has 2 layers; give 1 to 2"),
-        ("prompts", {"text_tokens": -1}, "there are -1 prompts of text"),
-        ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "init_text 'a photo of a' is 4 tokens long"),
-        ("prompts", {"text_tokens": 12}, "is 17 tokens long, but clip reads no more than 16; use a shorter context"),
+        ("prompts", {"vision_tokens": 2, "depth": 3}, "depth is 3, but clip has 2 layers; set it to 1 to 2"),
+        ("prompts", {"text_tokens": -1}, "text_tokens is -1 and vision_tokens is 0"),
+        ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "init_text 'a photo of a' has 4 tokens"),
+        ("prompts", {"text_tokens": 12}, "has 17 tokens, but clip takes at most 16; use a shorter context"),
         ("prompts", {"vision_tokens": 1, "vision_init": "gray"}, "vision_init is 'gray'; did you mean 'grey'"),
         ("low-rank", {"text_tokens": 4, "rank": 5}, "rank is 5, but a context is 4 x 12; use a rank from 1 to 4"),
         (
             "transport",
             {"text_tokens": 0, "mass": 1.0, "smoothing": 0.1, "iterations": 1},
-            "0 prompts of text; give 1 or more",
+            "text_tokens is 0; set it to 1 or more",
         ),
     ],
 )
@@ -548,7 +548,7 @@ def test_other_models_take_no_prompts() -> None:
 
 def test_random_towers_know_the_words_they_were_made_of() -> None:
     towers = image_fixtures.towers()
-    with pytest.raises(ModelError, match=r"random towers do not know the word 'picture'; they know: \., a, cat"):
+    with pytest.raises(ModelError, match=r"random towers have no token for 'picture', only for: \., a, cat"):
         towers.prompted("prompts", KEY, text_tokens=8, init_text="a picture of")
     assert math.isclose(float(functional.normalize(towers.held["texts"]).norm()), math.sqrt(3), rel_tol=1e-6)
 

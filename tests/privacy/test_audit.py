@@ -219,7 +219,7 @@ def test_a_recorded_run_is_audited(tmp_path: Path, unit: str | None) -> None:
     with pytest.raises(PrivacyError, match="no finished run"):
         audit(tmp_path / "part")
     list(start(parse({**CONFIG, **privacy_config}), tmp_path / "run"))
-    with pytest.raises(PrivacyError, match="say how many with --canaries"):
+    with pytest.raises(PrivacyError, match="set their number with --canaries"):
         audit(tmp_path / "run", shadows=2)
     found = audit(tmp_path / "run", canaries=30, shadows=2)
     assert json.loads((tmp_path / "run" / "audit.json").read_text()) == found
@@ -256,7 +256,7 @@ def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None
     )
     record = report.load_run(tmp_path)
     text = report.page([record], tmp_path / "page.html").read_text()
-    assert "1 of 2 checks of noise, clip and sampling passed. Sampling rate is 0.3, and 0.2 was charged." in text
+    assert "1 of 2 checks of noise, clip and sampling passed. Sampling rate is 0.3, but 0.2 was charged." in text
     for words in ("<h2>Privacy</h2>", "2.5 × 1", "0.98", "50.0%", "at least 1.4", "The claim is false", 'id="attacks"'):
         assert words in text
     assert report.compare([record]).lines[0].epsilon == 0.98
@@ -291,9 +291,9 @@ def test_the_commands_speak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr("partita.experiment.audit.audit", lambda folder, canaries, shadows: found)
     assert app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False) == 0
     out = capsys.readouterr().out
-    assert "yes  noise multiplier: 1.99, charged 2 (9 seen)" in out
-    assert "canaries: AUC 0.900, 50.0% found" in out
-    assert "at least 1.4, by 9 right of 10" in out
+    assert "yes  noise multiplier: measured 1.99, charged 2 (9 samples)" in out
+    assert "canaries: AUC 0.900, 50.0% true positives" in out
+    assert "at least 1.4: 9 of 10 guesses were right" in out
     assert "claimed to be at most 2" in out
     found["claim"] = {"planned": 1.0}
     assert app(["audit", "runs/x", "--json"], standalone_mode=False) == 1

@@ -317,4 +317,4 @@ def test_the_command_ends_with_an_error_if_the_claim_does_not_hold(
         monkeypatch.setattr(module, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
     lying = CliRunner().invoke(app, ["audit", str(folder)])
     assert lying.exit_code == 1
-    assert re.search(r"the claim of privacy does not hold: noise multiplier is (0\.9\d*|1(\.\d+)?),", lying.output)
+    assert re.search(r"the privacy claim does not hold: noise multiplier is (0\.9\d*|1(\.\d+)?),", lying.output)

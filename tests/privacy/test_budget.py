@@ -111,7 +111,7 @@ def test_a_choice_is_charged_and_leaves_less_for_training() -> None:
     account.charge("a", [replace(CHOICE, noise=20.0)])
     assert find_noise(account, 0.5) > 1.05 * alone
     account.charge("a", [CHOICE])
-    with pytest.raises(PrivacyError, match="beside their training costs epsilon"):
+    with pytest.raises(PrivacyError, match="besides their training costs epsilon"):
         find_noise(account, 0.5)
     with pytest.raises(PrivacyError, match="no noise up to"):
         find_noise(account_of(a=(1.0, 10**7)), 1e-3)
@@ -193,7 +193,7 @@ def plan_of(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
         ({"noise": 1.0, "unit": "client", "sampling": "shuffle"}, r"privacy\.sampling is about"),
         ({"noise": 1.0, "unit": "client", "microbatch": 2}, r"privacy\.microbatch is about"),
         ({"noise": 1.0, "delta": 0.1}, r"must be well below 0\.025"),
-        ({"noise": 0.1, "epsilon": 1.0}, "leave the noise out to have it found"),
+        ({"noise": 0.1, "epsilon": 1.0}, "remove privacy.noise to have it computed"),
     ],
 )
 def test_terms_that_promise_nothing_are_refused(privacy_config: dict[str, object], said: str) -> None:
@@ -278,7 +278,7 @@ def test_a_run_records_what_it_spent_and_goes_on_from_there(tmp_path: Path) -> N
         == (json.loads((tmp_path / "whole" / "result.json").read_text())["digest"])
     )
     other = {**CONFIG, "privacy": {"noise": 3.0, "accountant": "rdp", "repeatable": True}}
-    with pytest.raises(PrivacyError, match=r"begun with the noise 2, .* privacy\.noise = 2"):
+    with pytest.raises(PrivacyError, match=r"started with noise 2, .* privacy\.noise = 2"):
         list(resume(parse(other), tmp_path / "part"))
 
 

@@ -131,8 +131,8 @@ class Looking(ClientRule):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        *((build(name), "takes a mean of its own") for name in ("scaffold", "fednova", "feddyn", "fedtp", "flora")),
-        (build("fedfrozen", {"warmup": "auto"}), "AutoWarmup takes a mean of its own"),
+        *((build(name), "computes its own mean") for name in ("scaffold", "fednova", "feddyn", "fedtp", "flora")),
+        (build("fedfrozen", {"warmup": "auto"}), "AutoWarmup computes its own mean"),
         (build("centralized"), "has one client"),
         (Method("looking", client_rules=(Looking(),)), "with Looking each client chooses"),
         (Method("doubling", transforms=(Doubling(),)), "Doubling changes the sum"),

@@ -79,7 +79,7 @@ def test_losses_and_drift_of_raw_updates_are_not_written(tmp_path: Path) -> None
         told = json.loads((tmp_path / unit / "privacy.json").read_text())
         assert {key: told[key] for key in ("not_covered", "withheld")} == disclosed(unit)  # type: ignore[arg-type]
         page = report.page([report.load_run(tmp_path / unit)], tmp_path / f"{unit}.html").read_text()
-        assert "Not covered by the promise" in page
+        assert "Not covered by the guarantee" in page
     assert "Not covered" not in report.page([report.load_run(tmp_path / "plain")], tmp_path / "plain.html").read_text()
 
 

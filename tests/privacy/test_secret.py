@@ -171,11 +171,11 @@ def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -
     assert not (tmp_path / "a" / "private").exists()
     assert json.loads((tmp_path / "a" / "privacy.json").read_text())["repeatable"] is True
     page = report.page([report.load_run(tmp_path / "a")], tmp_path / "a.html").read_text()
-    assert "its epsilon is a simulation" in page
+    assert "its epsilon is only simulated" in page
     played(CONFIG, tmp_path / "c")
     assert json.loads((tmp_path / "c" / "privacy.json").read_text())["repeatable"] is False
     assert (
-        "its epsilon is a simulation"
+        "its epsilon is only simulated"
         not in report.page([report.load_run(tmp_path / "c")], tmp_path / "c.html").read_text()
     )
 
@@ -198,7 +198,7 @@ def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> No
     other = {**config, "rounds": 3}
     assert build(parse(other)).run.secret != build(parse(config)).run.secret, "no two experiments share noise"
     both = {**REPEATABLE, "engine": {"secret_file": str(path)}}
-    with pytest.raises(RunError, match=r"privacy\.repeatable draws by the seed, and engine\.secret_file by a file"):
+    with pytest.raises(RunError, match=r"privacy\.repeatable draws noise from the seed, but engine\.secret_file"):
         build(parse(both))
 
 
@@ -232,5 +232,5 @@ def test_another_secret_file_does_not_go_on_with_the_run(tmp_path: Path) -> None
     next(rows)
     rows.close()
     (tmp_path / "mine").write_bytes((tmp_path / "other").read_bytes())
-    with pytest.raises(PrivacyError, match=r"begun with another secret; name that file as engine\.secret"):
+    with pytest.raises(PrivacyError, match=r"started with another secret; set engine\.secret_file to that file"):
         list(resume(settings, tmp_path / "run"))

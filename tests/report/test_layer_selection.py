@@ -51,7 +51,7 @@ def test_a_method_whose_clients_choose_nothing_records_nothing_of_it(tmp_path: P
 @pytest.mark.parametrize("option", ["capacity", "depth"])
 def test_a_client_that_is_not_there_is_named(option: str, tmp_path: Path) -> None:
     config = parse({**CONFIG, "method": {"name": "safl", option: {"c1": 1, "c9": 1}}})
-    with pytest.raises(RunError, match="method names the client 'c9', who is not there"):
+    with pytest.raises(RunError, match="method names client 'c9', which does not exist"):
         next(start(config, tmp_path))
 
 
@@ -81,5 +81,5 @@ def test_alarms_are_recorded_and_survive_a_stop(tmp_path: Path) -> None:
     stopped.close()
     assert [row["alarms"] for row in resume(config, tmp_path / "stopped")] == told[3:]
     [line] = alarms_raised([load_run(tmp_path / "whole")])
-    assert line.startswith("safl, seed 0, attention collapse in round 3 to 5: no client's scores")
+    assert line.startswith("safl, seed 0, attention collapse in round 3 to 5: no client's layer scores")
     assert "method.tokens" in line

@@ -196,7 +196,7 @@ def test_two_labels_are_one_test_and_the_table_says_so(records: list[RunRecord])
     assert each is not None
     assert each.p is not None
     assert each.p_holm is None
-    assert "p: not corrected for many comparisons." in comparison.comments
+    assert "p: not corrected for multiple comparisons." in comparison.comments
     assert cells(comparison, "p")[0] == "–"
 
 
@@ -367,7 +367,7 @@ def test_what_a_client_gains_over_learning_alone_is_told_client_by_client(tmp_pa
     assert with_others.gain.better == pytest.approx(3 / 5)
     assert cells(comparison, "gain") == ("+8.0", "–")
     assert cells(comparison, "better off") == ("60%", "–")
-    assert any("than under alone, where it learns alone" in comment for comment in comparison.comments)
+    assert any("under alone, where it trains alone" in comment for comment in comparison.comments)
     figure = gain_by_client([*shared, *alone])
     assert figure is not None
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["shared"]
@@ -453,7 +453,7 @@ def test_runs_that_are_judged_differently_are_not_compared(tmp_path: Path) -> No
     runs = [run_of(tmp_path, "old", 0, [0.5]), perplexities(tmp_path, "new", 0, [40.0])]
     assert runs[0].metric == ACCURACY  # its folder does not say
     for make in (compare, metric_by_round, lambda records: page(records, tmp_path / "page.html")):
-        with pytest.raises(ReportError, match="'old' by accuracy, 'new' by perplexity; report them apart"):
+        with pytest.raises(ReportError, match="'old' by accuracy, 'new' by perplexity; report them separately"):
             make(runs)
 
 
@@ -689,7 +689,7 @@ def test_one_run_of_one_round_makes_a_page(tmp_path: Path) -> None:
     assert "unfinished (1 of 16 rounds)" in text
     assert "there is one seed, so no spread" in text
     assert "Lost clients" not in text
-    assert "1, of them 0 finished" in text
+    assert "1 (0 finished)" in text
 
 
 def test_a_failed_page_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

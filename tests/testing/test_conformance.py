@@ -324,25 +324,25 @@ WRONG: dict[str, tuple[Method, str]] = {
     "a plan with a counter": (Method("m", plan=Restless()), "its plan for .* differs from one call to the next"),
     "hands on copies": (
         Method("m", fedfrozen(1).plan, server_rule=Copies()),
-        r"'layers\.0\.key\.bias' did not move in round 1, but a copy will be sent",
+        r"'layers\.0\.key\.bias' did not change in round 1, but was copied",
     ),
     "moves a frozen name": (
         Method("m", fedfrozen(2).plan, server_rule=MovesFrozen()),
-        r"'layers\.0\.key\.bias' moved in round 2, in which nobody trained it",
+        r"'layers\.0\.key\.bias' changed in round 2, but no client trained it",
     ),
     "moves in place": (Method("m", server_rule=InPlace()), "."),
     "leaks a personal name": (
         Method("m", keep_the_head, transforms=(Leaks(),)),
-        "'head.weight' is kept by the client and yet in its update",
+        "'head.weight' is kept by the client, but is in its update",
     ),
     "sends a frozen name": (
         Method("m", fedfrozen(0).plan, transforms=(Adds(),)),
-        r"'layers\.0\.key\.weight' is in an update that does not send it up",
+        r"'layers\.0\.key\.weight' is in an update, but the plan does not send it up",
     ),
     "follows other clients": (Method("m", client_rules=(FollowsOthers(),)), "differs|depends"),
     "sees the block": (Method("m", client_rules=(SeesTheBlock(),)), "in blocks of"),
-    "changes what it was sent": (Method("m", client_rules=(Writes(),)), "it changes what it was sent"),
-    "sends other names than planned": (Method("m", transforms=(SendsLess(),)), "the plan foretells other bytes"),
+    "changes what it was sent": (Method("m", client_rules=(Writes(),)), "it modifies the tensors it was sent"),
+    "sends other names than planned": (Method("m", transforms=(SendsLess(),)), "the dry run predicts other bytes"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`partita flower`: write a run as a Flower app, and try it out on this machine."""
+"""`partita flower`: write a run as a Flower app and try it out on this machine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Run on many machines with Flower.", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(help="Run across several machines with Flower.", no_args_is_help=True, pretty_exceptions_enable=False)
 
-App = Annotated[Path, typer.Argument(help="The app's folder.")]
+App = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
 LOAD = ["partita.experiment.flower_app", "partita.models.vit", "partita.models.pretrained"]
-Clients = Annotated[int | None, typer.Option(help="How many clients to wait for; all of the split's unless said.")]
+Clients = Annotated[int | None, typer.Option(help="Number of clients to wait for. Default: all clients of the split.")]
 
 
 @app.command()
 def init(
     folder: App,
-    config: Annotated[Path, typer.Option("--config", "-c", help="The experiment, in TOML.")],
-    changes: Annotated[list[str] | None, typer.Option("--set", help="Change a key: --set method.mu=0.1.")] = None,
+    config: Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
+    ] = None,
     clients: Clients = None,
 ) -> None:
-    """Write an app that 'flwr run' takes."""
+    """Write a Flower app for 'flwr run'."""
     _need_flower()
     from partita.experiment.flower_app import init as write
 
@@ -37,14 +39,12 @@ def init(
 def up(
     folder: App,
     clients: Clients = None,
-    logs: Annotated[Path, typer.Option(help="Where the processes log, and where clients keep their state.")] = Path(
-        "runs/flower"
+    logs: Annotated[Path, typer.Option(help="Folder for process logs and client state.")] = Path("runs/flower"),
+    run: Annotated[bool, typer.Option("--run", help="Run the app once and exit, instead of waiting for Ctrl-C.")] = (
+        False
     ),
-    run: Annotated[
-        bool, typer.Option("--run", help="Run the app once and stop, instead of waiting for Ctrl-C.")
-    ] = False,
 ) -> None:
-    """Start a SuperLink and a SuperNode for each client on this machine."""
+    """Start a SuperLink and one SuperNode per client on this machine."""
     _need_flower()
     from partita.engines.flower.local_deployment import DeploymentError, deploy_locally
     from partita.experiment import run_folder
@@ -52,28 +52,28 @@ def up(
 
     _leave_nothing_behind()
     names = population(folder)[:clients]
-    with deploy_locally(names, logs, modules(folder)) as here:
-        print(f"SuperLink and {len(names)} SuperNodes are up; logs and clients' folders in {here.folder}")
+    with deploy_locally(names, logs, modules(folder)) as deployment:
+        print(f"SuperLink and {len(names)} SuperNodes are up; logs and client folders are in {deployment.folder}")
         settings = f"clients={len(names)}"
         if run:
-            here.run(folder, settings)
-            # Flower reports success also where a run failed.
+            deployment.run(folder, settings)
+            # Flower reports success even if the run failed.
             if run_folder.finished(recorded_folder(folder)) is None:
-                raise FlowerError(f"the run did not finish; the log above says why, and those in {here.folder}")
+                raise FlowerError(f"the run did not finish; see the log above and the logs in {deployment.folder}")
             return
-        home = here.environment["FLWR_HOME"]
+        home = deployment.environment["FLWR_HOME"]
         print(f"run the app with: FLWR_HOME={home} flwr run {folder} loopback --stream --run-config {settings}")
         print("stop with Ctrl-C")
-        here.link.wait()
-        raise DeploymentError(f"the SuperLink has ended; {here.folder / 'superlink.log'} says why")
+        deployment.link.wait()
+        raise DeploymentError(f"the SuperLink exited; see {deployment.folder / 'superlink.log'}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def warm(
     command: Annotated[list[str], typer.Argument(help="flower-supernode or flower-superlink, with its options.")],
-    load: Annotated[list[str], typer.Option(help="A module to import beforehand; give it again for more.")] = LOAD,
+    load: Annotated[list[str], typer.Option(help="Module to import in advance. Repeatable.")] = LOAD,
 ) -> None:
-    """Run a SuperNode whose messages are answered without importing everything anew."""
+    """Run a SuperNode that imports its modules once and forks for each message."""
     _need_flower()
     from partita.engines.flower.local_deployment import current_environment, find_executable, terminate
     from partita.engines.flower.prefork_server import start_prefork_server as warmed
@@ -91,7 +91,10 @@ def warm(
 
 
 def _leave_nothing_behind() -> None:
-    """Also when started in the background, where Ctrl-C is ignored, no process may be left behind."""
+    """Exit cleanly on SIGINT and SIGTERM, so that no child process survives.
+
+    A background job starts with SIGINT ignored, so the handler is set explicitly.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 

@@ -1,4 +1,4 @@
-"""The command line. Heavy imports wait until a command needs them."""
+"""The command-line interface. Commands import heavy modules only when they run."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ app = typer.Typer(
 )
 app.add_typer(flower.app, name="flower")
 
-ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The experiment, in TOML.")]
-Changes = Annotated[list[str] | None, typer.Option("--set", help="Change a key: --set method.mu=0.1. May be repeated.")]
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a config key, e.g. --set method.mu=0.1. Repeatable.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")]
-Report = Annotated[bool, typer.Option("--report", help="Write the HTML report as well.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
+Report = Annotated[bool, typer.Option("--report", help="Also write the HTML report.")]
 
 
 @app.command()
 def run(
     config: ConfigFile,
     changes: Changes = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/LABEL-seed-N unless said.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/LABEL-seed-N.")] = None,
     report: Report = False,
 ) -> None:
-    """Run one experiment and record it in a folder."""
+    """Run one experiment and record it in a run folder."""
     settings = _load(config, changes)
     from partita.experiment.runner import start
 
@@ -51,16 +53,16 @@ def run(
 
 
 @app.command()
-def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], report: Report = False) -> None:
-    """Go on with a run that was stopped, from its newest checkpoint.
+def resume(folder: Annotated[Path, typer.Argument(help="Run folder.")], report: Report = False) -> None:
+    """Resume a stopped run from its newest checkpoint.
 
-    It reads the data, the model and the other files that the run's config.toml names.
+    This reads the data, the model and all other files named in the run's config.toml.
     """
     from partita.experiment import run_folder
 
     if not (folder / run_folder.CONFIG).exists():
         raise run_folder.RunFolderError(
-            f"{folder} holds no run (it has no {run_folder.CONFIG}); 'partita ls' lists those there are"
+            f"{folder} holds no run (it has no {run_folder.CONFIG}); 'partita ls' lists the existing runs"
         )
     run_folder.verify(folder)
     if run_folder.finished(folder):
@@ -77,14 +79,14 @@ def resume(folder: Annotated[Path, typer.Argument(help="The run's folder.")], re
 def plan(
     config: ConfigFile,
     changes: Changes = None,
-    round: Annotated[int, typer.Option(help="Counted from 0.")] = 0,
+    round: Annotated[int, typer.Option(help="Round number, starting at 0.")] = 0,
     client: Annotated[
-        str | None, typer.Option(help="A client's name; the first of the round's cohort unless said.")
+        str | None, typer.Option(help="Client name. Default: the first client of the round's cohort.")
     ] = None,
-    by: Annotated[str, typer.Option(help="role, layer or name.")] = "role",
+    by: Annotated[str, typer.Option(help="Group parameters by role, layer or name.")] = "role",
     as_json: Json = False,
 ) -> None:
-    """Show which parameters train, go up, come down and stay, for one client in one round, with the bytes."""
+    """Show which parameters one client trains, uploads, downloads and keeps in one round, with byte counts."""
     settings = _load(config, changes)
     from partita.experiment.preview import preview
 
@@ -95,21 +97,24 @@ def plan(
 @app.command()
 def compare(
     config: ConfigFile,
-    methods: Annotated[str, typer.Option(help="As in 'fedavg,fedprox(mu=0.1)'; differences are taken to the first.")],
-    seeds: Annotated[int, typer.Option(help="Repeats, with seeds from the config's on.")] = 5,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated methods, e.g. 'fedavg,fedprox(mu=0.1)'. Differences are relative to the first."
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(help="Number of seeds, counting up from the config's seed.")] = 5,
     changes: Changes = None,
-    out: Annotated[Path, typer.Option(help="A folder for all runs; those already there are kept.")] = Path(
-        "runs/compare"
-    ),
-    jobs: Annotated[int | None, typer.Option(help="Runs side by side; one a processor unless said.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for all runs. Existing runs are kept.")] = Path("runs/compare"),
+    jobs: Annotated[int | None, typer.Option(help="Runs in parallel. Default: one per CPU.")] = None,
     target: Annotated[
-        float | None, typer.Option(help="For 'rounds to target': a share such as 0.9, or a perplexity.")
+        float | None, typer.Option(help="Target for 'rounds to target': a fraction such as 0.9, or a perplexity.")
     ] = None,
     report: Report = False,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
-    """Run several methods over several seeds and compare them in one table."""
+    """Run several methods with several seeds and compare them in one table."""
     from partita.experiment.compare import compare_all, expand
 
     folders = expand(config, changes or (), methods, seeds, out)
@@ -125,50 +130,63 @@ def compare(
 
 @app.command()
 def budget(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="An experiment with a privacy table.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Experiment config (TOML) with a [privacy] table.")
+    ] = None,
     changes: Changes = None,
-    epsilon: Annotated[float | None, typer.Option(help="The budget; the noise is found for it.")] = None,
-    noise: Annotated[float | None, typer.Option(help="In multiples of the clip, instead of a budget.")] = None,
-    delta: Annotated[float | None, typer.Option(help="1e-5, or a tenth of one in the examples, unless said.")] = None,
-    examples: Annotated[int | None, typer.Option(help="Training examples of one client, asked in every round.")] = None,
-    batch: Annotated[int, typer.Option(help="Examples a step, on average.")] = 32,
-    rounds: Annotated[int, typer.Option(help="Rounds in which the client is asked.")] = 20,
-    epochs: Annotated[int, typer.Option(help="Passes over the examples a round.")] = 1,
+    epsilon: Annotated[float | None, typer.Option(help="Privacy budget. The noise multiplier is computed from it.")] = (
+        None
+    ),
+    noise: Annotated[
+        float | None, typer.Option(help="Noise multiplier, relative to the clipping norm. Use instead of --epsilon.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Default: min(1e-5, 0.1 / examples).")] = None,
+    examples: Annotated[
+        int | None, typer.Option(help="Training examples of one client that takes part in every round.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Expected batch size.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds in which the client takes part.")] = 20,
+    epochs: Annotated[int, typer.Option(help="Epochs per round.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Show the noise that a privacy budget asks for, how epsilon grows, and what other choices would change."""
+    """Show the noise a privacy budget needs, how epsilon grows, and the effect of other settings."""
     from partita.core.options import OptionError
     from partita.privacy.budget import Client, forecast_client, forecast_run
 
     if config is None:
         if examples is None:
-            raise OptionError("say --config, or --examples and what else is known of one client")
+            raise OptionError("give --config, or --examples and the other settings of one client")
         shown = forecast_client(Client(examples, batch, rounds, epochs), epsilon, noise, delta)
     else:
-        asked = {"privacy.epsilon": epsilon, "privacy.noise": noise, "privacy.delta": delta}
-        said = [f"{key}={value}" for key, value in asked.items() if value is not None]
-        settings = _load(config, [*(changes or ()), *said])
+        options = {"privacy.epsilon": epsilon, "privacy.noise": noise, "privacy.delta": delta}
+        overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
+        settings = _load(config, [*(changes or ()), *overrides])
         from partita.experiment.builder import build
 
         guard = build(settings).guard
         if guard is None:
-            raise OptionError(f"{config} has no [privacy] table; add one, or say --epsilon")
+            raise OptionError(f"{config} has no [privacy] table; add one, or pass --epsilon")
         shown = forecast_run(guard)
     print(json.dumps(shown.to_json(), indent=1) if as_json else shown.to_text())
 
 
 @app.command()
 def audit(
-    folder: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     canaries: Annotated[
-        int, typer.Option(help="Train again with so many examples put in by coin flips: a lower bound on epsilon.")
+        int,
+        typer.Option(
+            help="Retrain with this many canary examples, each included by a coin flip. Gives a lower bound on epsilon."
+        ),
     ] = 0,
-    shadows: Annotated[int, typer.Option(help="With canaries: train so many more times, for likelihood ratios.")] = 0,
+    shadows: Annotated[
+        int, typer.Option(help="Train this many shadow runs for likelihood ratios (LiRA). Needs --canaries.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Check a finished run's noise, clip and sampling, and attack it. The exit code is 1 if its claim does not hold.
+    """Check a finished run's noise, clipping and sampling, and attack it. Exits with 1 if the privacy claim fails.
 
-    It reads the data, the model and the other files that the run's config.toml names.
+    This reads the data, the model and all other files named in the run's config.toml.
     """
     from partita.experiment.audit import AUDIT, failures
     from partita.experiment.audit import audit as attack
@@ -181,43 +199,44 @@ def audit(
     for check in found["mechanism"]:
         mark = "yes" if check["passed"] else "NO "
         print(
-            f"{mark}  {check['what']}: {check['found']:.4g}, charged {check['charged']:.4g} ({check['numbers']} seen)"
+            f"{mark}  {check['what']}: measured {check['found']:.4g}, charged {check['charged']:.4g} "
+            f"({check['numbers']} samples)"
         )
-    for name, each in found["attacks"].items():
-        print(f"{name}: AUC {each['auc']:.3f}, {each['true_at_1%']:.1%} found at 1% false alarms")
+    for name, result in found["attacks"].items():
+        print(f"{name}: AUC {result['auc']:.3f}, {result['true_at_1%']:.1%} true positives at 1% false positives")
     claim, bound = found["claim"], found["bound"]
     if bound:
-        print(f"epsilon is at least {bound['epsilon']:.3g}, by {bound['right']} right of {bound['guesses']} guesses")
+        print(f"epsilon is at least {bound['epsilon']:.3g}: {bound['right']} of {bound['guesses']} guesses were right")
     if claim and claim["planned"] is not None:
         print(f"epsilon is claimed to be at most {claim['planned']:.3g}")
     print(f"written to {folder / AUDIT}; 'partita report {folder}' shows it")
     for sentence in failed:
-        print(f"the claim of privacy does not hold: {sentence}")
+        print(f"the privacy claim does not hold: {sentence}")
     raise typer.Exit(int(bool(failed)))
 
 
 @app.command(name="report")
 def report_command(
-    folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
-    out: Annotated[Path | None, typer.Option(help="The page; report.html in the first folder unless said.")] = None,
+    folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that contain run folders.")],
+    out: Annotated[Path | None, typer.Option(help="Output file. Default: report.html in the first folder.")] = None,
     target: Annotated[
-        float | None, typer.Option(help="For 'rounds to target': a share such as 0.9, or a perplexity.")
+        float | None, typer.Option(help="Target for 'rounds to target': a fraction such as 0.9, or a perplexity.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="The label that differences are taken to; fedavg, or the first, unless said.")
+        str | None, typer.Option(help="Label of the baseline for differences. Default: fedavg, else the first label.")
     ] = None,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
-    """Write one self-contained HTML page on recorded runs, and print their table."""
+    """Write a self-contained HTML report on recorded runs and print their comparison table."""
     _print_comparison(folders, out or folders[0] / "report.html", target, as_json, markdown, against, "fedavg")
 
 
 @app.command(name="methods")
 def methods_command(
-    name: Annotated[str | None, typer.Argument(help="A method, to read its card.")] = None, as_json: Json = False
+    name: Annotated[str | None, typer.Argument(help="Print this method's card.")] = None, as_json: Json = False
 ) -> None:
-    """List the methods, or print the card of one."""
+    """List the methods, or print one method's card."""
     from rich.table import Table
 
     from partita.methods import COMPOSITIONS
@@ -234,16 +253,18 @@ def methods_command(
     for row in rows:
         table.add_row(row["name"], ", ".join(f"{k}={v!r}" for k, v in row["parameters"].items()) or "–", row["about"])
     Console().print(table)
-    print(f"\nSupported compositions: {', '.join(COMPOSITIONS)}\nA method's card: partita methods NAME")
+    print(f"\nSupported compositions: {', '.join(COMPOSITIONS)}\nShow a method's card: partita methods NAME")
 
 
 @app.command()
 def lab(
     what: Annotated[Literal["fig1", "fig2", "all"], typer.Argument(help="Which figures to draw.")] = "all",
-    out: Annotated[Path, typer.Option(help="A folder for the figures and, with all, a page.")] = Path("runs/lab"),
-    seeds: Annotated[int, typer.Option(help="Federations drawn for each setting.")] = 12,
+    out: Annotated[Path, typer.Option(help="Output folder for the figures and, with 'all', an HTML page.")] = Path(
+        "runs/lab"
+    ),
+    seeds: Annotated[int, typer.Option(help="Random federations per setting.")] = 12,
 ) -> None:
-    """FedFrozen's theory on linear attention, computed and drawn: bias, drift, and the choice of the warm-up."""
+    """Compute and plot FedFrozen's theory on linear attention: bias, drift and the choice of warm-up."""
     from partita.lab.commands import make
 
     for path in make(what, out, seeds):
@@ -251,8 +272,8 @@ def lab(
 
 
 @app.command()
-def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"), as_json: Json = False) -> None:
-    """List the runs below a folder."""
+def ls(folder: Annotated[Path, typer.Argument(help="Folder to search.")] = Path("runs"), as_json: Json = False) -> None:
+    """List all runs under a folder."""
     from rich.table import Table
     from rich.text import Text
 
@@ -261,18 +282,18 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
 
     rows: list[dict[str, Any]] = []
     for path in find(folder):
-        each = load_run(path)
-        values = [value for _, value in tested(each, each.metric.name)]
+        record = load_run(path)
+        values = [value for _, value in tested(record, record.metric.name)]
         rows.append(
             {
                 "folder": str(path),
-                "label": each.label,
-                "seed": each.seed,
-                "rounds": f"{len(each.rows)}/{each.config.get('rounds', '?')}",
-                "finished": each.finished,
-                "metric": each.metric.name,
+                "label": record.label,
+                "seed": record.seed,
+                "rounds": f"{len(record.rows)}/{record.config.get('rounds', '?')}",
+                "finished": record.finished,
+                "metric": record.metric.name,
                 "value": values[-1] if values else None,
-                "shown": each.metric.show(values[-1] if values else None),
+                "shown": record.metric.show(values[-1] if values else None),
             }
         )
     if as_json:
@@ -283,12 +304,12 @@ def ls(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
         result = f"{row['metric']} {row['shown']}"
         state = "finished" if row["finished"] else f"unfinished: partita resume {row['folder']}"
         cells = row["folder"], row["label"], row["seed"], row["rounds"], result, state
-        table.add_row(*(Text(printable(cell)) for cell in cells))  # Text: a label with brackets is no markup
+        table.add_row(*(Text(printable(cell)) for cell in cells))  # Text: brackets in a label are not markup
     Console().print(table)
 
 
 def _load(config: Path, changes: list[str] | None = None) -> Config:
-    """The config. With it come torch and the library of its model, which take most of a short run's time."""
+    """Load the config. This imports torch and the model's library, which takes most of the time of a short run."""
     from partita.experiment.gc_freeze import importing
 
     with importing():
@@ -306,15 +327,18 @@ def _print_comparison(
     against: str | None = None,
     usual: str | None = None,
 ) -> None:
-    """Differences are taken to `against`, which must be there, or to `usual` if it is, or to the first."""
+    """Print the comparison table and optionally write the report.
+
+    The baseline for differences is the label `against`, which must exist; else `usual` if it exists; else the first.
+    """
     from partita import report
     from partita.core.options import OptionError, closest_match
 
     records = [report.load_run(run) for folder in folders for run in report.find(folder)]
-    labels = {each.label for each in records}
+    labels = {record.label for record in records}
     if against is not None and against not in labels:
         raise OptionError(f"--against is '{against}', but no run has that label; {closest_match(against, labels)}")
-    records.sort(key=lambda each: each.label != (against or usual))
+    records.sort(key=lambda record: record.label != (against or usual))
     comparison = report.compare(records, target)
     show = report.to_json if as_json else report.to_markdown if markdown else report.to_text
     print(show(comparison))
@@ -324,8 +348,8 @@ def _print_comparison(
 
 
 def _print_err(*lines: str) -> None:
-    """Messages quote names and values of files that others wrote."""
-    print(*(printable(line) for each in lines for line in each.split("\n")), sep="\n", file=sys.stderr)
+    """Print to stderr, escaped: messages quote names and values from untrusted files."""
+    print(*(printable(line) for text in lines for line in text.split("\n")), sep="\n", file=sys.stderr)
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -333,7 +357,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _show(message: Warning | str, kind: type[Warning], file: str, *more: Any) -> None:
-    """Our own warnings in a line, as errors are; others as Python shows them."""
+    """Show partita's own warnings on one line, like errors, and all others in Python's format."""
     if Path(__file__).parents[1] in Path(file).parents:
         _print_err(f"warning: {message}")
     else:
@@ -341,7 +365,7 @@ def _show(message: Warning | str, kind: type[Warning], file: str, *more: Any) ->
 
 
 def main() -> None:
-    """Whatever a user can mend is told in a line; PARTITA_DEBUG=1 adds the traceback."""
+    """Run the CLI. Errors that the user can fix print one line; PARTITA_DEBUG=1 shows the traceback."""
     warnings.showwarning = _show  # type: ignore[assignment]
     try:
         app()

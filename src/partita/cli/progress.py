@@ -1,4 +1,4 @@
-"""What a terminal shows of a run while it goes on."""
+"""Progress display for a running experiment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
 
 def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
-    """Show the rows of a run as they come; where it stops, say what is saved and how to go on."""
+    """Consume a run's rows and show progress.
+
+    If the run stops with an exception, a note on it says how many rounds are saved and how to resume.
+
+    Args:
+        rows: The run's rows, one per round.
+        settings: The run's config.
+        folder: The run folder.
+        done: Rounds that are already finished.
+    """
     from partita.experiment.run_folder import saved_rounds
     from partita.experiment.runner import describe_compute
     from partita.report import read_metric
@@ -42,7 +51,7 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
                     metric = read_metric(folder)
                     for line in _privacy_notes(settings, folder):
                         bar.console.print(line, style="yellow", markup=False, soft_wrap=True)
-                    if bar.console.is_terminal:  # a log file wants none of it, and the run's folder has it
+                    if bar.console.is_terminal:  # not in log files: the run folder records it already
                         bar.console.print(describe_compute(settings, folder), style="dim", markup=False, soft_wrap=True)
                 tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
                 spent = (row.get("privacy") or {}).get("epsilon")
@@ -52,27 +61,27 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
                     lost = printable(f"round {row['round']}: lost {client}: {reason}")
                     bar.console.print(lost, style="yellow", markup=False)
                 raised = row.get("alarms", {})
-                for kind in sorted(raised.keys() - known):  # said once for as long as it lasts
+                for kind in sorted(raised.keys() - known):  # print an alarm once while it persists
                     bar.console.print(f"round {row['round']}: {kind}: {raised[kind]}", style="yellow", markup=False)
                 known = set(raised)
         except BaseException as error:
             if kept := saved_rounds(folder):
-                error.add_note(f"{kept} rounds are saved in {folder}; go on with: partita resume {folder}")
+                error.add_note(f"{kept} rounds are saved in {folder}; continue with: partita resume {folder}")
             raise
 
 
 def _privacy_notes(settings: Config, folder: Path) -> Iterator[str]:
-    """What the owner of a private run must know about its noise."""
+    """Yield notes on the noise of a private run for its owner."""
     from partita.privacy.secret import FILE
 
     if settings.privacy and settings.privacy.repeatable:
         yield "privacy.repeatable is set: anyone can recompute the noise from the seed, so epsilon is a simulation"
     elif (folder / FILE).exists():
-        yield f"noise is drawn by a secret of this run, {folder / FILE}: keep it private, and keep it to resume the run"
+        yield f"the noise depends on this run's secret, {folder / FILE}: keep it private; resuming the run needs it"
 
 
 def progress() -> Progress:
-    """On a terminal only: a log file wants no bars."""
+    """Create the progress bar. It is disabled when stderr is not a terminal."""
     console = Console(stderr=True)
     return Progress(
         SpinnerColumn(),
@@ -88,5 +97,7 @@ def progress() -> Progress:
 
 
 class RateColumn(ProgressColumn):
+    """Rounds per second."""
+
     def render(self, task: Task) -> Text:
         return Text(f"{task.speed:.2f}/s" if task.speed else "–/s", style="progress.data.speed")

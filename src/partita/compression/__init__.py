@@ -1,7 +1,7 @@
-"""What makes an update smaller on the wire, and whole again at the server."""
+"""Compression of updates: encoded by the client, decoded by the server."""
 
 from __future__ import annotations
 
 
 class CompressionError(ValueError):
-    """Something that came over the wire and cannot be opened."""
+    """A received update cannot be decoded."""

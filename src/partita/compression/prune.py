@@ -1,4 +1,4 @@
-"""Pruning: of an update only a part travels, the largest numbers or the heads that attend; the rest counts as zero."""
+"""Pruning: send only part of an update, the largest elements or the most attentive heads; the rest counts as zero."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
 
 SHAPE, PLACES, MARKS = "prune_shape", "prune_places", "prune_marks"
-ROWS, COLUMNS = "prune_rows", "prune_columns"  # by dimension, which heads of it travel
-MIN_ELEMENTS = 1024  # numbers up to which a tensor travels whole: the headers would cost more than is saved
+ROWS, COLUMNS = "prune_rows", "prune_columns"  # masks of the heads that are sent, along dimension 0 and 1
+MIN_ELEMENTS = 1024  # tensors up to this size are sent whole: the headers would cost more than pruning saves
 
 
 def prune(by: Literal["magnitude", "heads"] = "magnitude", keep: PositiveShare = 0.5) -> Method:
-    """`keep` is the fraction that travels: of each tensor's numbers, or of each layer's heads.
+    """Build pruning of updates.
 
-    By "heads", those of a layer go first that pay most attention to the chosen tokens, as safl has measured it.
+    Args:
+        by: "magnitude" keeps the largest elements of each tensor. "heads" keeps the heads of each layer that pay most
+            attention to the tokens chosen in safl, which measures it.
+        keep: Fraction to send: of each tensor's elements, or of each layer's heads.
     """
     if not 0 < keep <= 1:
         raise MethodError(f"method.keep is {keep}; give a fraction above 0.0 and up to 1.0")
@@ -36,7 +39,7 @@ def prune(by: Literal["magnitude", "heads"] = "magnitude", keep: PositiveShare =
 
 @dataclass(frozen=True)
 class TopKMagnitude(UpdateTransform):
-    """Of each tensor, the numbers of the largest magnitude, with their places."""
+    """Send the elements of largest magnitude of each tensor, with their indices."""
 
     keep: float
 
@@ -47,13 +50,15 @@ class TopKMagnitude(UpdateTransform):
                 parts["delta"][name] = value
                 continue
             if not value.is_floating_point():
-                raise MethodError("prune comes after what makes whole numbers of an update; compose 'prune+quantize'")
+                raise MethodError(
+                    "prune cannot follow a transform that turns updates into integers; compose 'prune+quantize'"
+                )
             flat = value.flatten()
             places = flat.abs().topk(self._count(flat.numel())).indices.sort().values
             parts["delta"][name] = flat[places]
             parts[SHAPE][name] = torch.tensor(value.shape, dtype=torch.int32)
-            slot, said = _say(places, flat.numel())
-            parts[slot][name] = said
+            slot, encoded = _say(places, flat.numel())
+            parts[slot][name] = encoded
         delta = parts.pop("delta")
         return replace(
             update, delta=delta, slots={**update.slots, **{slot: part for slot, part in parts.items() if part}}
@@ -64,14 +69,14 @@ class TopKMagnitude(UpdateTransform):
         places, marks = update.slots.get(PLACES, {}), update.slots.get(MARKS, {})
         for name, shape in shapes.items():
             if name not in delta or (name in places) == (name in marks):
-                raise CompressionError(f"'{name}' has no numbers, or their places are not told once")
+                raise CompressionError(f"'{name}' has no values, or its indices are missing or given twice")
             size, values = math.prod(shape.tolist()), delta[name]
-            # Both sides know how many there must be, so a false shape cannot ask for memory without end.
+            # Both sides know the expected count, so a forged shape cannot make the server allocate unbounded memory.
             if min(shape.tolist()) < 1 or values.shape != (self._count(size),):
-                raise CompressionError(f"'{name}' comes as {tuple(values.shape)} numbers of a shape {shape.tolist()}")
+                raise CompressionError(f"'{name}' has values of shape {tuple(values.shape)} for shape {shape.tolist()}")
             where = _read(places[name], size) if name in places else _read_marks(marks[name], size)
             if len(where) != len(values) or not bool((where >= 0).all() and (where < size).all()):
-                raise CompressionError(f"'{name}' has places that do not fit its {size} numbers")
+                raise CompressionError(f"'{name}' has indices that do not fit its {size} elements")
             delta[name] = values.new_zeros(size).index_put((where.to(values.device),), values).view(shape.tolist())
         own = {SHAPE, PLACES, MARKS}
         return replace(
@@ -83,7 +88,7 @@ class TopKMagnitude(UpdateTransform):
 
 
 def _say(places: Tensor, size: int) -> tuple[str, Tensor]:
-    """As numbers of the smallest type that holds them, or as one bit for each number of the tensor if that is less."""
+    """Encode indices in the smallest integer type that holds them, or as a bitmask over all elements if smaller."""
     low, kind = _kind(size)
     if len(places) * kind.itemsize <= -(-size // 8):
         return PLACES, (places + low).to(kind)
@@ -93,18 +98,18 @@ def _say(places: Tensor, size: int) -> tuple[str, Tensor]:
     return MARKS, (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
-def _read(said: Tensor, size: int) -> Tensor:
+def _read(encoded: Tensor, size: int) -> Tensor:
     low, _ = _kind(size)
-    return said.long() - low
+    return encoded.long() - low
 
 
-def _read_marks(said: Tensor, size: int) -> Tensor:
-    bits = said[:, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=said.device)).flatten()
-    return bits.nonzero().flatten() if len(said) == -(-size // 8) else bits[:0]
+def _read_marks(encoded: Tensor, size: int) -> Tensor:
+    bits = encoded[:, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=encoded.device)).flatten()
+    return bits.nonzero().flatten() if len(encoded) == -(-size // 8) else bits[:0]
 
 
 def _kind(size: int) -> tuple[int, torch.dtype]:
-    """The number that stands for the first place, and the type."""
+    """Return the value that encodes index 0, and the dtype."""
     if size <= 2**8:
         return 0, torch.uint8
     return (-(2**15), torch.int16) if size <= 2**16 else (0, torch.int32)
@@ -112,23 +117,23 @@ def _kind(size: int) -> tuple[int, torch.dtype]:
 
 @dataclass(frozen=True)
 class HeadSelector(ClientRule):
-    """Says, for each parameter that is made of heads, which of them travel."""
+    """Choose the heads to send, for each parameter that consists of heads."""
 
     keep: float
     slots: Names = frozenset({ROWS, COLUMNS})
-    uses_data: bool = True  # which heads travel tells of the examples
+    uses_data: bool = True  # the choice of heads depends on the examples
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
         parts, paid = ctx.model.head_dimensions(), ctx.notes.get(ATTENTION, {})
         if all(count == 1 for _, count in parts.values()):
-            raise MethodError(f"{ctx.model.name} has one head a layer and so none to leave out; set by = 'magnitude'")
+            raise MethodError(f"{ctx.model.name} has one head per layer, so none can be pruned; set by = 'magnitude'")
         send: dict[str, Tensors] = {ROWS: {}, COLUMNS: {}}
         for name in sorted(parts.keys() & ctx.plan.up):
             dim, count = parts[name]
             layer = layer_tag(ctx.model.tags[name])
             if layer not in paid:
                 raise MethodError(
-                    "method.by = 'heads' goes by the attention that safl measures; compose it as 'safl+prune' with "
+                    "method.by = 'heads' needs the attention that safl measures; compose it as 'safl+prune' with "
                     "select = 'attention' and no noise, or set by = 'magnitude'"
                 )
             if count > 1:
@@ -136,7 +141,7 @@ class HeadSelector(ClientRule):
         return {slot: part for slot, part in send.items() if part}, {}
 
     def _kept(self, paid: Tensor, count: int) -> Tensor:
-        """(head,): true for those that travel. A head that others share travels with the first of them."""
+        """Return the mask (head,) of heads to send. A key-value head is sent if any of the heads that share it is."""
         best = paid.topk(max(1, round(self.keep * len(paid)))).indices
         kept = torch.zeros(len(paid), dtype=torch.bool, device=paid.device)
         kept[best] = True
@@ -145,7 +150,7 @@ class HeadSelector(ClientRule):
 
 @dataclass(frozen=True)
 class HeadPruner(UpdateTransform):
-    """Takes the heads that do not travel out of their parameters: rows of projections, and columns of the output's."""
+    """Remove the pruned heads from their parameters: rows of the projections and columns of the output projection."""
 
     def encode(self, update: Update, key: Key) -> Update:
         delta = dict(update.delta)
@@ -161,7 +166,7 @@ class HeadPruner(UpdateTransform):
             for name, kept in update.slots.get(slot, {}).items():
                 count = int(kept.sum())
                 if name not in delta or delta[name].ndim <= dim or not count or delta[name].shape[dim] % count:
-                    raise CompressionError(f"'{name}' does not come as {count} heads")
+                    raise CompressionError(f"'{name}' does not consist of {count} heads")
                 heads = delta[name].unflatten(dim, (count, -1))
                 whole = heads.new_zeros((*heads.shape[:dim], len(kept), *heads.shape[dim + 1 :]))
                 delta[name] = whole.index_copy(dim, kept.nonzero().flatten(), heads).flatten(dim, dim + 1)

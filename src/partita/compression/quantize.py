@@ -1,4 +1,4 @@
-"""Quantization: an update travels in 8 bits a number, rounded up or down at random so that its mean is kept."""
+"""Quantization: send updates in 8 bits per element, with unbiased stochastic rounding."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from partita.core.rng import Key
 from partita.core.tensors import Tensors
 
 SCALE = "quantize_scale"
-MAX_LEVEL = 127  # the largest number in 8 bits with a sign
-MIN_ELEMENTS = (
-    64  # numbers up to which a tensor travels as it is: the header of its scale would cost more than is saved
-)
+MAX_LEVEL = 127  # largest level of a symmetric int8
+MIN_ELEMENTS = 64  # tensors up to this size are sent as they are: the header of a scale would cost more than is saved
 
 
 def quantize(rows: bool = True) -> Method:
-    """With `rows`, each row of a matrix has a scale of its own; otherwise each tensor has one."""
+    """Build int8 quantization of updates, with one scale per row of a matrix (`rows`) or one per tensor."""
     return Method("quantize", transforms=(Int8Quantizer(rows),))
 
 
 @dataclass(frozen=True)
 class Int8Quantizer(UpdateTransform):
+    """Quantize deltas to int8 with stochastic rounding; the scales are sent in a slot."""
+
     rows: bool = True
 
     def encode(self, update: Update, key: Key) -> Update:
@@ -49,14 +49,12 @@ class Int8Quantizer(UpdateTransform):
                 continue
             if scale is None or value.dtype != torch.int8 or scale.shape not in ((1,), value.shape[:1]):
                 shape = None if scale is None else tuple(scale.shape)
-                raise CompressionError(
-                    f"'{name}' comes as {value.dtype} {tuple(value.shape)} with a scale of shape {shape}"
-                )
+                raise CompressionError(f"'{name}' is {value.dtype} {tuple(value.shape)} with a scale of shape {shape}")
             delta[name] = value.to(scale.dtype) * _along(scale, value)
         return replace(update, delta=delta, slots={slot: part for slot, part in update.slots.items() if slot != SCALE})
 
     def _scale(self, value: Tensor) -> Tensor:
-        """(row,) or (1,): the size of a step."""
+        """Return the step size, (row,) or (1,)."""
         rows = value.flatten(1) if self.rows and value.ndim > 1 else value.reshape(1, -1)
         return rows.abs().amax(1) / MAX_LEVEL
 

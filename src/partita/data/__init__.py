@@ -1,4 +1,4 @@
-"""Tasks by name, and their split into a federation."""
+"""Load tasks by name and split them into federations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ __all__ = ["INDEX", "SPLITS", "DataError", "Federation", "Subset", "Table", "Tas
 
 
 def load(name: str, key: Key, **options: Any) -> Task:
-    """The named task; the key is for those that draw."""
+    """Load a task.
+
+    Args:
+        name: Name of the task, a key of `INDEX`.
+        key: Key for random draws. Passed to tasks that take one.
+        **options: Options of the task.
+    """
     make = import_from_registry(INDEX, name, "task")
     options = validate_options(make, options, "data", given=["key"])
     if "key" in inspect.signature(make).parameters:
@@ -34,5 +40,5 @@ def load(name: str, key: Key, **options: Any) -> Task:
 
 
 def takes(name: str, option: str) -> bool:
-    """Whether the named task has such an option."""
+    """Return whether the task `name` has the option `option`."""
     return option in inspect.signature(import_from_registry(INDEX, name, "task")).parameters

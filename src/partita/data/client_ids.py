@@ -1,4 +1,4 @@
-"""The names of a population's clients: counted or listed, both found without a search."""
+"""Sequences of client names, numbered or listed, with constant-time lookup by name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from partita.data.errors import DataError
 
 
 class NamedClients(Sequence[str]):
-    """The names given, with the way back from a name to its position."""
+    """A list of client names with constant-time lookup of the position of a name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
         self._positions = {name: position for position, name in enumerate(self._names)}
         if len(self._positions) < len(self._names):
             twice = next(name for position, name in enumerate(self._names) if self._positions[name] != position)
-            raise DataError(f"two clients are called {format_value(twice)}; give each a name of its own")
+            raise DataError(f"two clients are named {format_value(twice)}; give each client a unique name")
 
     def __len__(self) -> int:
         return len(self._names)
@@ -37,7 +37,7 @@ class NamedClients(Sequence[str]):
 
 
 class NumberedClients(Sequence[str]):
-    """c0, c1, c2 and so on, made when asked for, so that a million of them take no room."""
+    """Client names c0, c1, c2 and so on, created on access: a million names take no memory."""
 
     def __init__(self, count: int) -> None:
         self._numbers = range(count)

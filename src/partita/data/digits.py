@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 by 8, from scikit-learn: the smallest real image task, and it needs no download."""
+"""The 8 by 8 handwritten digits of scikit-learn: a small real image task that needs no download."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from partita.data.task import Table, Task
 
 
 def digits(key: Key) -> Task:
-    """1,797 grey images; a fifth of each class is the central test set."""
-    table = torch.tensor(np.loadtxt(_file(), np.float32, delimiter=","))  # (row, pixel), and the class at the end
+    """The handwritten digits of scikit-learn: 1,797 grayscale images. A fifth of each class is the central test set."""
+    table = torch.tensor(np.loadtxt(_file(), np.float32, delimiter=","))  # (row, pixels + class)
     pixels = table[:, :-1].reshape(-1, 1, 8, 8) / 8 - 1  # (row, channel, height, width)
     targets = table[:, -1].long()
     train, test = _stratified(targets, 5, key)
@@ -30,15 +30,15 @@ def digits(key: Key) -> Task:
 
 
 def _file() -> Path:
-    """Where scikit-learn keeps them; to import it for the one file would take longer than a small run."""
-    found = find_spec("sklearn")
-    assert found is not None, "scikit-learn is among partita's own requirements"
-    assert found.submodule_search_locations is not None
-    return Path(found.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    """Locate scikit-learn's data file without importing scikit-learn, which would take longer than a small run."""
+    spec = find_spec("sklearn")
+    assert spec is not None, "scikit-learn is a dependency of partita"
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
 
 
 def _stratified(targets: Tensor, one_in: int, key: Key) -> tuple[Tensor, Tensor]:
-    """Rows to keep, and one row in so many of each class to hold out."""
+    """Split row indices into train and test. One in `one_in` rows of each class is test."""
     kept, held = [], []
     for label in range(10):
         rows = (targets == label).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Data that cannot be had as it was asked for."""
+"""Errors for data that cannot be loaded or split."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class DataError(ValueError):
-    """A task, a split or a client that cannot be what was asked for."""
+    """A task, split or client is invalid or cannot be loaded."""
 
 
 @contextmanager
-def reading(what: str, remedy: str = "mend or replace it") -> Iterator[None]:
-    """Turn whatever a library raises over broken data into a DataError that names it.
+def reading(what: str, remedy: str = "fix or replace it") -> Iterator[None]:
+    """Re-raise any exception in the block as a DataError that names `what` and ends with `remedy`.
 
-    Readers of files raise exceptions of a great many kinds, also such as KeyError, OverflowError and MemoryError.
+    File readers raise many exception types on broken data, including KeyError, OverflowError and MemoryError.
     """
     try:
         yield
@@ -28,14 +28,18 @@ def reading(what: str, remedy: str = "mend or replace it") -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says on its first line, or its kind where it says nothing."""
+    """Return the first line of an error message, or the type name if the message is empty."""
     lines = str(error).strip().splitlines()
-    # A library may print a Python object, whose address helps nobody.
+    # Drop the repr of Python objects: a memory address does not help the user.
     return re.sub(r" <.* at 0x[0-9a-f]+>", "", lines[0]).rstrip(". ") if lines else type(error).__name__
 
 
 def need(module: str, extra: str) -> Any:
-    """A module of an optional package, imported when it is used."""
+    """Import a module of an optional package.
+
+    Raises:
+        DataError: If the package is not installed. The message names the extra that installs it.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""A bridge to the partitioners of flwr-datasets, for the splits that are not written here."""
+"""Adapter for the partitioners of flwr-datasets."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from partita.data.client_ids import NumberedClients
 from partita.data.errors import DataError, first_line, need
 from partita.data.task import Partition, Task, group_by_client
 
-ROW_COLUMN = "__row__"  # no column of a task is called this
+ROW_COLUMN = "__row__"  # no task column has this name
 
 
 def flwr(
     task: Task,
     key: Key,
-    partitioner: Annotated[str, "class of flwr-datasets"],
-    clients: Annotated[Count | None, "number of clients, where the class takes one"] = None,
-    options: Annotated[Mapping[str, Any] | None, "further arguments of the class"] = None,
+    partitioner: Annotated[str, "partitioner class of flwr-datasets"],
+    clients: Annotated[Count | None, "number of clients, if the class takes one"] = None,
+    options: Annotated[Mapping[str, Any] | None, "other arguments of the class"] = None,
 ) -> Partition:
-    """Any partitioner of rows, by the name of its class; rows that it leaves out are nobody's.
+    """Any row partitioner of flwr-datasets, by class name. Rows that it does not assign are dropped.
 
-    The number of clients and the seed are passed on where it takes them. Labels are in the column "label".
+    The number of clients and the seed are passed if the class takes them. Labels are in the column "label".
     """
     module, datasets = need("flwr_datasets.partitioner", "flwr-datasets"), need("datasets", "flwr-datasets")
     kinds = [name for name in module.__all__ if not name.startswith("Vertical") and name != "Partitioner"]
     if partitioner not in kinds:
-        raise DataError(
-            f"flwr-datasets has no partitioner '{partitioner}' of rows; {closest_match(partitioner, kinds)}"
-        )
+        raise DataError(f"flwr-datasets has no row partitioner '{partitioner}'; {closest_match(partitioner, kinds)}")
     kind = getattr(module, partitioner)
     columns = {**task.columns, "label": task.labels(), ROW_COLUMN: np.arange(len(task.train))}
     arguments = _arguments(kind, clients, key, columns, dict(options or {}))
@@ -41,19 +39,19 @@ def flwr(
         return _dealt(task, kind(**arguments), datasets.Dataset.from_dict(columns))
     except DataError:
         raise
-    except Exception as error:  # each partitioner refuses what it does not like in its own way
-        raise DataError(f"{partitioner} cannot deal: {first_line(error)}; change split.clients or options") from error
+    except Exception as error:  # each partitioner raises its own exception types
+        raise DataError(f"{partitioner} failed: {first_line(error)}; change split.clients or options") from error
 
 
 def _dealt(task: Task, dealer: Any, dataset: Any) -> Partition:
     dealer.dataset = dataset
     if (count := dealer.num_partitions) > len(task.train):
-        raise DataError(f"{count} clients are to share {len(task.train)} examples; use fewer")
+        raise DataError(f"{count} clients are more than the {len(task.train)} examples; use fewer clients")
     owner = np.full(len(task.train), -1, np.int64)
     for position in range(count):
         rows = np.array(dealer.load_partition(position)[ROW_COLUMN][:], np.int64)
         if (owner[rows] >= 0).any():
-            raise DataError(f"{type(dealer).__name__} gives a row to two clients; use one that deals each row once")
+            raise DataError(f"{type(dealer).__name__} assigns a row to two clients; use one that assigns each row once")
         owner[rows] = position
     return group_by_client(owner, NumberedClients(count))
 
@@ -63,7 +61,7 @@ def _arguments(
 ) -> dict[str, Any]:
     takes = inspect.signature(kind).parameters
     if clients is not None and "num_partitions" not in takes:
-        raise DataError(f"{kind.__name__} finds the number of clients itself; leave clients = {clients} out")
+        raise DataError(f"{kind.__name__} chooses the number of clients itself; remove clients = {clients}")
     offered = {"num_partitions": clients, "partition_by": "label", "seed": key.seed() % 2**32}
     passed = {name: value for name, value in offered.items() if name in takes and value is not None} | options
     for name in passed:

@@ -1,4 +1,4 @@
-"""Images of one class each."""
+"""Image classification tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class Normalise:
-    """From bytes to numbers: ((x / 255) - mean) / std for each channel; one value serves all channels."""
+    """Converts uint8 pixels to ((x / 255) - mean) / std per channel. A single value applies to all channels."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -39,23 +39,24 @@ class Normalise:
 
 
 def images(
-    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
+    path: Annotated[str | Path, "file, folder, or Hugging Face Hub id"],
     key: Key,
-    image: Annotated[str, "column of the images"] = "image",
-    label: Annotated[str, "column of the classes"] = "label",
-    size: Annotated[Side | None, "pixels of a side to resize to"] = None,
-    channels: Annotated[Literal[1, 3], "1: grey, 3: colour"] = 3,
+    image: Annotated[str, "image column"] = "image",
+    label: Annotated[str, "label column"] = "label",
+    size: Annotated[Side | None, "resize images to this side length in pixels"] = None,
+    channels: Annotated[Literal[1, 3], "1: grayscale, 3: RGB"] = 3,
     mean: Annotated[
-        tuple[Annotated[float, Range(low=-MAX_NUMBER, high=MAX_NUMBER)], ...], "subtracted, for each channel"
+        tuple[Annotated[float, Range(low=-MAX_NUMBER, high=MAX_NUMBER)], ...], "mean to subtract, per channel"
     ] = (0.5,),
-    std: Annotated[tuple[Positive, ...], "divided by, for each channel"] = (0.5,),
-    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
-    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
+    std: Annotated[tuple[Positive, ...], "standard deviation to divide by, per channel"] = (0.5,),
+    config: Annotated[str | None, "configuration of a Hub dataset"] = None,
+    test: Annotated[TestPart, "name of the test part, or share of the rows to hold out if there is no test part"] = 0.2,
 ) -> Task:
-    """Image classification. A client cuts its own validation part, so no other part than train and test is read.
+    """Image classification. Only the parts train and test are read: each client splits off its own validation part.
 
-    Images are squeezed to `size` by `size`; without it they must be square and alike. Mean and std of 0.5 put pixels
-    in [-1, 1]; a pretrained model wants its own. Columns of text, whole numbers or classes become the task's columns.
+    Images are resized to `size` by `size` without keeping the aspect ratio. Without `size` they must be square and of
+    equal size. A mean and std of 0.5 put pixels in [-1, 1]; for a pretrained model, set the values it was trained with.
+    Columns of type text, integer or class become the task's columns.
     """
     for name, values in ("mean", mean), ("std", std):
         if len(values) not in (1, channels):
@@ -66,7 +67,7 @@ def images(
     classes, *targets = one_label(source, label)
     pixels, held_out = (_pixels(part, image, size, channels) for part in (source.train, source.test))
     if held_out.shape[1:] != pixels.shape[1:]:
-        raise DataError(f"images of '{path}' differ in size between train and test; set size to make them alike")
+        raise DataError(f"images of '{path}' differ in size between train and test; set size to resize them")
     normalise = Normalise(mean, std)
     return Task(
         source.name,
@@ -83,7 +84,7 @@ def _check(part: DatasetPart, image: str, label: str) -> None:
     datasets = need("datasets", "data")
     part.need(image, label)
     if not isinstance(part.data.features[image], datasets.Image):
-        raise DataError(f"column '{image}' of {part.where} holds no images; name the one that does with image = '...'")
+        raise DataError(f"column '{image}' of {part.where} holds no images; set image = '...' to a column that does")
     if not isinstance(part.data.features[label], datasets.ClassLabel):
         raise DataError(
             f"column '{label}' of {part.where} has no class names; cast it with datasets' class_encode_column"
@@ -91,7 +92,7 @@ def _check(part: DatasetPart, image: str, label: str) -> None:
 
 
 def _pixels(part: DatasetPart, column: str, size: int | None, channels: int) -> Tensor:
-    """Bytes, (row, channel, height, width)."""
+    """Decode the images to uint8, (row, channel, height, width)."""
     filled: NDArray[np.uint8] | None = None
     for place, (named, picture) in enumerate(_decoded(part, column)):
         with reading(named, "replace or remove it"):
@@ -100,14 +101,14 @@ def _pixels(part: DatasetPart, column: str, size: int | None, channels: int) -> 
                 picture = picture.resize((size, size))
         if filled is None:
             if picture.width != picture.height:
-                raise DataError(f"{named} is {picture.width} by {picture.height}; set size to make images square")
+                raise DataError(f"{named} is {picture.width} by {picture.height}; set size to make the images square")
             shape = (len(part.data), channels, picture.height, picture.width)
             memory.require(math.prod(shape), f"the images of {part.where}", "set data.size to make them smaller")
             filled = np.empty(shape, np.uint8)
         if picture.size != filled.shape[:1:-1]:
             raise DataError(
                 f"{named} is {picture.width} by {picture.height}, the first is "
-                f"{filled.shape[3]} by {filled.shape[2]}; set size to make them alike"
+                f"{filled.shape[3]} by {filled.shape[2]}; set size to resize them"
             )
         filled[place] = np.asarray(picture).reshape(*filled.shape[2:], channels).transpose(2, 0, 1)
     assert filled is not None, "no part is empty"
@@ -115,7 +116,7 @@ def _pixels(part: DatasetPart, column: str, size: int | None, channels: int) -> 
 
 
 def _decoded(part: DatasetPart, column: str) -> Iterator[tuple[str, Any]]:
-    """What to call each image in an error, and the image."""
+    """Yield each image with its name for error messages."""
     feature = part.data.features[column]
     for place, kept in enumerate(part.data.cast_column(column, need("datasets", "data").Image(decode=False))[column]):
         file = Path(kept["path"]) if kept and kept["path"] else None

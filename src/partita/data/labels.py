@@ -1,4 +1,4 @@
-"""Classes and targets from a column of labels, whichever way they are written."""
+"""Classes and targets from a label column: class labels, texts, integers, or lists of them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from partita.data.loading import Dataset, DatasetPart
 
 
 def is_list(part: DatasetPart, column: str) -> bool:
+    """Return whether the column holds lists."""
     return hasattr(part.data.features[column], "feature")
 
 
 def one_label(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
-    """Classes, and the class (row,) of each train and test row."""
+    """Return the class names, and the class index of each train row and each test row, (row,)."""
     classes, train, test = label_lists(source, column)
     return classes, torch.tensor([code for [code] in train]), torch.tensor([code for [code] in test])
 
 
 def many_labels(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
-    """Classes, and zeros and ones (row, class) for train and test."""
+    """Return the class names, and multi-hot targets for train and for test, (row, class)."""
     classes, train, test = label_lists(source, column)
     return classes, _multi_hot(train, len(classes)), _multi_hot(test, len(classes))
 
@@ -36,12 +37,20 @@ def _multi_hot(rows: list[list[int]], classes: int) -> Tensor:
 
 
 def label_lists(source: Dataset, column: str) -> tuple[tuple[str, ...], list[list[int]], list[list[int]]]:
-    """Classes as the column names them or, where it does not, as they are met; and those of each row."""
+    """Read a label column.
+
+    Returns:
+        The class names, and the class indices of each train row and of each test row. If the column does not name its
+        classes, they are the sorted distinct labels of the train rows (of all rows if the test part was split off).
+
+    Raises:
+        DataError: If a label is missing, train and test name different classes, or a test label is not in train.
+    """
     for part in (source.train, source.test):
         part.need(column)
     named = _names(source.train, column)
     if named != _names(source.test, column):
-        raise DataError(f"train and test of '{source.name}' name other classes in '{column}'; write them alike")
+        raise DataError(f"train and test of '{source.name}' name different classes in '{column}'; use the same names")
     train, test = (_rows(part, column) for part in (source.train, source.test))
     if named is not None:
         return tuple(named), train, test
@@ -66,8 +75,8 @@ def _names(part: DatasetPart, column: str) -> list[str] | None:
     kind = getattr(feature, "dtype", "lists")
     if not kind.startswith(("string", "large_string", "int", "uint", "bool")):
         raise DataError(
-            f"column '{column}' of {part.where} holds {kind}, but labels are classes, texts or whole numbers; "
-            "name the column that has them"
+            f"column '{column}' of {part.where} holds {kind}, but labels are classes, texts or integers; "
+            "name the label column"
         )
     return None
 
@@ -78,7 +87,7 @@ def _rows(part: DatasetPart, column: str) -> list[list[Any]]:
         rows = [[value] for value in rows]
     named = _names(part, column) is not None
     for place, row in enumerate(rows):
-        # Where classes have names, a negative number stands for none.
+        # In a ClassLabel column, a negative number means no label.
         if row is None or any(value is None or value == "" or (named and value < 0) for value in row):
-            raise DataError(f"{part.row(place)} has no label in '{column}'; leave unlabelled rows out")
+            raise DataError(f"{part.row(place)} has no label in '{column}'; remove unlabeled rows")
     return rows

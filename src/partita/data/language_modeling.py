@@ -1,4 +1,4 @@
-"""Running text, of which each next token is to be told."""
+"""Causal language modeling tasks: predict the next token of running text."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from partita.data.tokenization import TextEncoder, text_encoder
 
 
 def lm(
-    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
+    path: Annotated[str | Path, "file, folder, or Hugging Face Hub id"],
     key: Key,
-    text: Annotated[str, "column of the texts"] = "text",
-    tokenizer: Annotated[str | None, "folder or id of the Hub; the model's own if left out"] = None,
-    block_size: Annotated[Count, "tokens in an example"] = 128,
-    group: Annotated[str | None, "column by whose values texts are joined, such as an author"] = None,
-    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
-    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
+    text: Annotated[str, "text column"] = "text",
+    tokenizer: Annotated[str | None, "folder or Hub id; default: the model's tokenizer"] = None,
+    block_size: Annotated[Count, "tokens per example"] = 128,
+    group: Annotated[str | None, "column, such as an author; texts with the same value are concatenated"] = None,
+    config: Annotated[str | None, "configuration of a Hub dataset"] = None,
+    test: Annotated[TestPart, "name of the test part, or share of the rows to hold out if there is no test part"] = 0.2,
 ) -> Task:
-    """Causal language modelling. The rows that share a value of the column `group` (without it: all rows) are joined in
-    their order, with the tokenizer's end token after each, and cut into blocks of so many tokens.
+    """Causal language modeling on blocks of tokens, cut from the concatenated rows of each value of `group`.
 
-    For a client of its own for each value, split by_column on the same column.
+    Rows with the same value of column `group` (all rows if `group` is not set) are concatenated in order, with the
+    tokenizer's end token after each row, and divided into blocks of `block_size` tokens. For one client per value, use
+    the split `by_column` on the same column.
     """
     source = load_dataset(path, key, config, test)
     encode = text_encoder(tokenizer, block_size)
@@ -42,7 +43,7 @@ def lm(
 
 
 def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:
-    """The blocks, and the group of each."""
+    """Return the blocks and the group of each block."""
     texts = part.texts(text)
     groups = [""] * len(texts)
     if group is not None:
@@ -50,7 +51,7 @@ def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None
         known = part.columns(text)
         if group not in known:
             raise DataError(
-                f"column '{group}' of {part.where} holds no texts, whole numbers or classes; choose another"
+                f"column '{group}' of {part.where} holds no texts, integers or classes; choose another column"
             )
         groups = known[group].tolist()
     streams: dict[str, list[list[int]]] = {}
@@ -61,10 +62,11 @@ def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None
         stream = list(chain.from_iterable(pieces))
         if len(stream) < 2:
             raise DataError(
-                f"{format_value(name)} of column '{group}' in {part.where} has no two tokens to tell one from the other"
+                f"group {format_value(name)} in column '{group}' of {part.where} has fewer than two tokens; language "
+                "modeling needs at least two"
             )
         for start in range(0, len(stream) - 1, encode.limit):
-            # The target of the last token in a block is the first of the next block, so that each is told once.
+            # The target of the last token in a block is the first token of the next block: each token is a target once.
             ahead = stream[start + 1 : start + 1 + encode.limit]
             rows.append(stream[start : start + len(ahead)])
             nexts.append(ahead)

@@ -1,4 +1,4 @@
-"""Data sets wherever they are: files, image folders, folders that `save_to_disk` has written, and the Hub."""
+"""Load datasets from files, image folders, folders written by `save_to_disk`, and the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ TABLES = ("parquet", "csv", "json", "jsonl")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 REMEDY = (
-    "give a file (parquet, csv, json, jsonl), a folder with train and test of one of these, a folder of images in "
-    "train/CLASS/, a folder that save_to_disk has written, or an id of the Hub, 'owner/name'"
+    "give a file (parquet, csv, json, jsonl), a folder with train and test files of these types, a folder of images in "
+    "train/CLASS/, a folder written by save_to_disk, or a Hub id, 'owner/name'"
 )
 
-Opener = Callable[[], Any]  # gives a datasets.Dataset
+Opener = Callable[[], Any]  # returns a datasets.Dataset
 TestPart = Annotated[float, Range(above=0, below=1)] | str
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetPart:
-    """The train or the test part, with the words and numbers that its faults are told by."""
+    """The train or test part of a dataset, with its name and row numbers for error messages."""
 
     data: Any  # datasets.Dataset
-    where: str
-    rows: NDArray[np.int64] = field(repr=False)  # as the source counts them, from 0
+    where: str  # name of the part in error messages
+    rows: NDArray[np.int64] = field(repr=False)  # row numbers in the source, from 0
 
     def row(self, place: int) -> str:
+        """Name row `place` in an error message."""
         return f"row {self.rows[place]} of {self.where}"
 
     def need(self, *columns: str) -> None:
+        """Raise a DataError if a column is missing."""
         for column in columns:
             if column not in self.data.column_names:
                 raise DataError(
@@ -49,23 +51,24 @@ class DatasetPart:
                 )
 
     def values(self, column: str) -> list[Any]:
+        """Return the values of a column."""
         with reading(f"column '{column}' of {self.where}"):
             values: list[Any] = self.data[column][:]
         return values
 
     def texts(self, column: str) -> list[str]:
-        """A column of text, of which none is missing or blank."""
+        """Return a text column. Raise a DataError if it is not text or if a value is missing or blank."""
         self.need(column)
         if "string" not in getattr(self.data.features[column], "dtype", ""):
-            raise DataError(f"column '{column}' of {self.where} holds no text; name the one that does")
+            raise DataError(f"column '{column}' of {self.where} holds no text; name a column that does")
         texts = self.values(column)
         for place, text in enumerate(texts):
             if text is None or not text.strip():
-                raise DataError(f"{self.row(place)} has no text in '{column}'; fill it in, or leave the row out")
+                raise DataError(f"{self.row(place)} has no text in '{column}'; fill it in or remove the row")
         return texts
 
     def columns(self, *others: str) -> dict[str, NDArray[Any]]:
-        """Columns of text, whole numbers or classes but for these, which splits may follow."""
+        """Return the columns that splits can use: all of type text, integer or class, except `others`."""
         return {name: self._column(name) for name in self.data.column_names if name not in others and self._plain(name)}
 
     def _plain(self, name: str) -> bool:
@@ -82,23 +85,32 @@ class DatasetPart:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
+    """A dataset with a train and a test part."""
+
     name: str
     train: DatasetPart
     test: DatasetPart
-    cut: bool  # whether the test part was cut from the train part
+    cut: bool  # whether the test part was split off the train part
 
 
 def load_dataset(path: str | Path, key: Key, config: str | None = None, test: float | str = 0.2) -> Dataset:
-    """The train and the test part.
+    """Load the train and test parts of a dataset.
 
-    `test` is the name of another part to test on; or, where there is no part "test", the share of the rows to cut off.
+    Args:
+        path: File, folder, or Hub id.
+        key: Key for the random train/test split.
+        config: Configuration of a Hub dataset.
+        test: Name of the part to test on. A number is the share of the rows to hold out if there is no part "test".
+
+    Raises:
+        DataError: If the dataset cannot be read or a part is missing.
     """
     need("datasets", "data")
     parts = _parts(path, config)
     place = Path(path).resolve()
     name = str(path) if not place.exists() else place.stem if place.is_file() else place.name
     if "train" not in parts:
-        raise DataError(f"'{path}' has no part 'train', but: {', '.join(parts)}; rename one")
+        raise DataError(f"'{path}' has no part 'train', only: {', '.join(parts)}; rename one of them")
     train = _whole(parts, "train", path)
     if isinstance(test, str) and test not in parts:
         raise DataError(f"'{path}' has no part '{test}' to test on; {closest_match(test, parts)}")
@@ -112,7 +124,7 @@ def _whole(parts: Mapping[str, Opener], name: str, path: str | Path) -> DatasetP
     with reading(where):
         data = parts[name]()
     if not len(data):
-        raise DataError(f"{where} is empty; give it some rows")
+        raise DataError(f"{where} is empty; add rows")
     return DatasetPart(data, where, np.arange(len(data)))
 
 
@@ -120,8 +132,8 @@ def _cut(part: DatasetPart, share: float, key: Key) -> tuple[DatasetPart, Datase
     count = floor(len(part.rows) * Fraction(str(share)))
     if not 0 < count < len(part.rows):
         raise DataError(
-            f"{part.where} has no test part beside it, and of {len(part.rows)} rows test = {share} cuts off {count}; "
-            "give a test part, or a share between 0 and 1 that leaves rows on both sides"
+            f"there is no test part, and test = {share} would hold out {count} of the {len(part.rows)} rows of "
+            f"{part.where}; add a test part, or set a share between 0 and 1 that leaves rows in both parts"
         )
     order = (key / "test").permutation(len(part.rows)).numpy()
     held, kept = np.sort(order[:count]), np.sort(order[count:])
@@ -133,18 +145,18 @@ def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:
     if not place.exists():
         return _from_hub(str(path), config)
     if config is not None:
-        raise DataError(f"config = '{config}' is for data sets of the Hub, but '{path}' is here; leave it out")
+        raise DataError(f"config = '{config}' is for Hub datasets, but '{path}' is local; remove config")
     if place.is_file():
         return {"train": lambda: _table(place)}
     datasets = need("datasets", "data")
     if (place / "dataset_dict.json").is_file():
-        with reading(f"the data set in '{path}'"):
+        with reading(f"the dataset in '{path}'"):
             return _openers(datasets.load_from_disk(place))
     if (place / "state.json").is_file():
         return {"train": lambda: datasets.load_from_disk(place)}
     found = _tables_in(place) or _tables_in(place / "data") or _images_in(place)
     if not found:
-        raise DataError(f"the folder '{path}' holds no data set that partita can read; {REMEDY}")
+        raise DataError(f"the folder '{path}' holds no dataset that partita can read; {REMEDY}")
     return found
 
 
@@ -160,21 +172,21 @@ def _from_hub(name: str, config: str | None) -> dict[str, Opener]:
     except ConnectionError as error:
         raise DataError(f"there is no folder '{name}', and the Hub cannot be reached; give a local folder") from error
     except (OSError, ValueError) as error:
-        said = first_line(error)
-        raise DataError(f"there is no folder '{name}', and the Hub says: {said}; {REMEDY}") from error
+        reason = first_line(error)
+        raise DataError(f"there is no folder '{name}', and the Hub failed with: {reason}; {REMEDY}") from error
     return _openers(found)
 
 
 def _tables_in(folder: Path) -> dict[str, Opener]:
-    """Parts by name: train.csv, or its shards as the Hub names them, train-00000-of-00002.csv."""
+    """Map part names to table files: train.csv, or shards with Hub names such as train-00000-of-00002.csv."""
     files: dict[str, list[Path]] = {}
     for file in sorted(folder.glob("*")):
         if file.suffix.lstrip(".") in TABLES and file.is_file():
             files.setdefault(re.sub(r"-\d+-of-\d+$", "", file.stem), []).append(file)
-    for name, found in files.items():
-        if len(kinds := {file.suffix for file in found}) > 1:
+    for name, shards in files.items():
+        if len(kinds := {file.suffix for file in shards}) > 1:
             raise DataError(f"'{folder}' has the part '{name}' as {' and '.join(sorted(kinds))}; keep one of them")
-    return {name: lambda found=found: _joined(found) for name, found in files.items()}  # type: ignore[misc]
+    return {name: lambda shards=shards: _joined(shards) for name, shards in files.items()}  # type: ignore[misc]
 
 
 def _joined(files: list[Path]) -> Any:
@@ -183,10 +195,10 @@ def _joined(files: list[Path]) -> Any:
 
 
 def _table(file: Path) -> Any:
-    """Straight from the file: the library's own readers would leave a copy of every data set in the user's cache."""
+    """Read a table directly from its file: the readers of `datasets` would copy every dataset to the user's cache."""
     datasets, kind = need("datasets", "data"), file.suffix.lstrip(".")
     if kind not in TABLES:
-        raise DataError(f"{str(file)!r} is none of {', '.join(TABLES)}; {REMEDY}")
+        raise DataError(f"{str(file)!r} is not one of {', '.join(TABLES)}; {REMEDY}")
     with reading(f"the {kind} file {str(file)!r}"):
         if kind == "parquet":
             return datasets.Dataset(need("pyarrow.parquet", "data").read_table(file))
@@ -197,7 +209,7 @@ def _table(file: Path) -> Any:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """A list of objects, or one object a line."""
+    """Read a JSON list of objects, or JSON lines."""
     text = file.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         rows = json.loads(text)
@@ -207,41 +219,41 @@ def _records(file: Path) -> list[dict[str, Any]]:
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except json.JSONDecodeError as error:
-                raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}; mend or remove it") from error
+                raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}; fix or remove it") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"row {number} of {str(file)!r} is no object with named columns; write it as {{...}}")
+            raise DataError(f"row {number} of {str(file)!r} is not an object with named columns; write it as {{...}}")
     return rows
 
 
 def _images_in(folder: Path) -> dict[str, Opener]:
-    """Parts of class folders below train/, test/ and so on; or class folders alone, which are then all of train."""
-    parts = {each.name: each for each in _folders(folder)} if (folder / "train").is_dir() else {"train": folder}
-    classes = [each.name for each in _folders(parts["train"])]
-    if not any(_is_picture(file) for each in _folders(parts["train"]) for file in each.iterdir()):
+    """Find class folders below train/, test/ and so on. Class folders without a part folder are all train."""
+    parts = {part.name: part for part in _folders(folder)} if (folder / "train").is_dir() else {"train": folder}
+    classes = [child.name for child in _folders(parts["train"])]
+    if not any(_is_picture(file) for child in _folders(parts["train"]) for file in child.iterdir()):
         return {}
-    return {name: lambda each=each: _album(each, classes) for name, each in parts.items()}  # type: ignore[misc]
+    return {name: lambda part=part: _album(part, classes) for name, part in parts.items()}  # type: ignore[misc]
 
 
 def _album(folder: Path, classes: list[str]) -> Any:
     datasets = need("datasets", "data")
     pairs: list[tuple[str, str]] = []
-    for each in _folders(folder):
-        if each.name not in classes:
-            raise DataError(f"{str(each)!r} holds a class that train has not; {closest_match(each.name, classes)}")
-        for file in sorted(file for file in each.iterdir() if not file.name.startswith(".")):
+    for child in _folders(folder):
+        if child.name not in classes:
+            raise DataError(f"{str(child)!r} is a class that train lacks; {closest_match(child.name, classes)}")
+        for file in sorted(file for file in child.iterdir() if not file.name.startswith(".")):
             if not _is_picture(file):
-                raise DataError(f"{str(file)!r} is no image ({', '.join(PICTURES)}); keep other files elsewhere")
-            pairs.append((str(file), each.name))
+                raise DataError(f"{str(file)!r} is not an image ({', '.join(PICTURES)}); move other files elsewhere")
+            pairs.append((str(file), child.name))
     if loose := sorted(file for file in folder.iterdir() if _is_picture(file)):
-        raise DataError(f"{str(loose[0])!r} is in no folder of a class; move it into one")
+        raise DataError(f"{str(loose[0])!r} is not in a class folder; move it into one")
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=classes))
     columns = {"image": [file for file, _ in pairs], "label": [label for _, label in pairs]}
     return datasets.Dataset.from_dict(columns, features=features)
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    return sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
 
 def _is_picture(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of tokens, each as long as it is."""
+"""Token rows of different lengths, stored without padding."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from torch import Tensor
 from partita.core.data import IGNORE_INDEX, Batch
 from partita.data.errors import DataError
 
-PAD_TO_MULTIPLE_OF = 8  # few different widths, which kernels like
+PAD_TO_MULTIPLE_OF = 8  # few distinct widths, and widths that kernels run fast on
 
 
 @dataclass(frozen=True, eq=False)
 class RaggedExamples:
-    """Rows of tokens held end to end. A batch is padded with zeros, which attention does not see, to its longest row
-    rounded up to a multiple of eight.
+    """Token rows packed into one tensor.
+
+    A batch is padded with zeros to the length of its longest row, rounded up to a multiple of eight. The attention mask
+    excludes the padding.
     """
 
-    ids: Tensor  # (token,) of all rows
-    offsets: Tensor  # (row + 1,): row i has ids[offsets[i]:offsets[i + 1]]
-    targets: Tensor  # (row, ...), or (token,) where each token has one
-    limit: int  # no row is longer, and no batch is padded beyond
-    each_token: bool = False
+    ids: Tensor  # (token,), all rows concatenated
+    offsets: Tensor  # (row + 1,): row i is ids[offsets[i]:offsets[i + 1]]
+    targets: Tensor  # (row, ...), or (token,) with `each_token`
+    limit: int  # maximum length of a row and of a padded batch
+    each_token: bool = False  # whether each token has a target
 
     def __post_init__(self) -> None:
         lengths = self.offsets.diff()
         if len(lengths) and (int(lengths.min()) < 1 or int(lengths.max()) > self.limit):
             raise DataError(f"rows have {int(lengths.min())} to {int(lengths.max())} tokens, not 1 to {self.limit}")
-        wanted = len(self.ids) if self.each_token else len(lengths)
-        if len(self.targets) != wanted:
+        expected = len(self.ids) if self.each_token else len(lengths)
+        if len(self.targets) != expected:
             raise DataError(
-                f"there are {len(self.targets)} targets for {wanted} {'tokens' if self.each_token else 'rows'}"
+                f"there are {len(self.targets)} targets for {expected} {'tokens' if self.each_token else 'rows'}"
             )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def words(self) -> int:
-        """The smallest vocabulary that holds every token."""
+        """Return the smallest vocabulary size that holds every token."""
         return int(self.ids.max()) + 1 if len(self.ids) else 0
 
     def take(self, indices: Tensor) -> Batch:
@@ -63,7 +65,14 @@ class RaggedExamples:
 def ragged(
     rows: Sequence[Sequence[int]], limit: int, targets: Tensor | None = None, tags: Sequence[Sequence[int]] = ()
 ) -> RaggedExamples:
-    """From lists: with one target a row, or with tags, one a token."""
+    """Build RaggedExamples from lists.
+
+    Args:
+        rows: Token ids of each row.
+        limit: Maximum length of a row.
+        targets: One target per row, (row, ...).
+        tags: One target per token. Used if `targets` is None.
+    """
     ids = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32)
     offsets = torch.tensor([0, *accumulate(map(len, rows))])
     if targets is not None:

@@ -1,4 +1,4 @@
-"""Data that lives where its client does: no machine sees more than one client's rows."""
+"""Split for deployments: the data stays at its client, and no machine sees the rows of more than one client."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def site(
     task: Task,
     key: Key,
     sites: Annotated[tuple[str, ...], "names of all sites"],
-    client: Annotated[str | None, "the site whose data is here"] = None,
+    client: Annotated[str | None, "the site whose data is on this machine"] = None,
 ) -> Partition:
-    """All rows belong to one client, and those of the other sites are elsewhere; without a client, all of them are."""
+    """Assign all local rows to `client`; the other sites hold theirs. Without `client`, no rows are local."""
     names = NamedClients(sites)
     if not sites:
-        raise DataError("split.sites names no site; list all that take part, as in sites = ['north', 'south']")
+        raise DataError("split.sites is empty; list all participating sites, for example sites = ['north', 'south']")
     if client is not None and client not in names:
         raise DataError(f"split.client is '{client}', which is not in split.sites; {closest_match(client, sites)}")
     rows = np.arange(0 if client is None else len(task.train))

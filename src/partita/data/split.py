@@ -1,4 +1,4 @@
-"""Dealing a task's rows to clients. Every split gives each row to one client and each client at least one row."""
+"""Split the rows of a task among clients. Every split gives each row to one client and each client at least one row."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from partita.data.task import ClientSplit, Federation, Ints, Partition, Task, gr
 ATTEMPTS = 50
 
 Clients = Annotated[Count, "number of clients"]
-MinExamples = Annotated[Count, "fewest examples of a client"]
-Concentration = Annotated[Positive, "concentration of the Dirichlet distribution; smaller is more skewed"]
-Column = Annotated[str, "column by whose values rows are dealt"]
+MinExamples = Annotated[Count, "minimum number of examples per client"]
+Concentration = Annotated[Positive, "concentration of the Dirichlet distribution; smaller values are more skewed"]
+Column = Annotated[str, "column whose values decide which client gets a row"]
 
 SPLITS = {
     "iid": "partita.data.split:iid",
@@ -49,21 +49,31 @@ def split(
     clients: Count | None = None,
     *,
     key: Key,
-    validation: Annotated[PartialShare, "share of a client's rows for its validation part"] = 0.1,
-    test: Annotated[PartialShare, "share of a client's rows for its test part"] = 0.2,
+    validation: Annotated[PartialShare, "share of each client's rows for its validation part"] = 0.1,
+    test: Annotated[PartialShare, "share of each client's rows for its test part"] = 0.2,
     **options: Any,
 ) -> Federation:
-    """Deal the train rows to clients, and let each cut its own validation and test part."""
+    """Split the train rows among clients, and each client's rows into train, validation and test parts.
+
+    Args:
+        task: Task whose train rows are split.
+        name: Name of the split, a key of `SPLITS`.
+        clients: Number of clients, for splits that take it.
+        key: Key for all random draws.
+        validation: Share of each client's rows for its validation part.
+        test: Share of each client's rows for its test part.
+        **options: Options of the split.
+    """
     deal = import_from_registry(SPLITS, name, "split")
-    asked = options if clients is None else {"clients": clients, **options}
-    partition = deal(task, key=key / name, **validate_options(deal, asked, "split", given=["task", "key"]))
-    # By their decimals: a share of 0.29 of 100 rows is 29 rows, which binary fractions miss.
+    given = options if clients is None else {"clients": clients, **options}
+    partition = deal(task, key=key / name, **validate_options(deal, given, "split", given=["task", "key"]))
+    # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     return Federation(task, partition.clients, cut)
 
 
 def iid(task: Task, clients: Clients, key: Key) -> Partition:
-    """Shuffled and dealt evenly: sizes differ by one at most."""
+    """Uniform split: rows are shuffled and divided evenly. Client sizes differ by at most one."""
     count = _check_counts(task, clients)
     owner = np.empty(count, np.int64)
     owner[_draws(key).permutation(count)] = np.arange(count) * clients // count
@@ -73,71 +83,69 @@ def iid(task: Task, clients: Clients, key: Key) -> Partition:
 def dirichlet(
     task: Task, clients: Clients, key: Key, alpha: Concentration, min_examples: MinExamples = 10
 ) -> Partition:
-    """Label skew: the rows of each class are shared out in proportions drawn from a symmetric Dirichlet."""
+    """Label skew: the rows of each class are divided in proportions drawn from a symmetric Dirichlet distribution."""
     _check_counts(task, clients, min_examples)
     return _proportions(task.labels(), clients, key, alpha, min_examples)
 
 
 def quantity(task: Task, clients: Clients, key: Key, alpha: Concentration, min_examples: MinExamples = 10) -> Partition:
-    """Size skew: all rows alike are shared out in proportions drawn from a symmetric Dirichlet."""
+    """Size skew: all rows are divided in proportions drawn from a symmetric Dirichlet distribution."""
     count = _check_counts(task, clients, min_examples)
     return _proportions(np.zeros(count, np.int64), clients, key, alpha, min_examples)
 
 
 def pathological(
-    task: Task, clients: Clients, key: Key, classes_per_client: Annotated[Count, "classes of each client"]
+    task: Task, clients: Clients, key: Key, classes_per_client: Annotated[Count, "number of classes per client"]
 ) -> Partition:
-    """Label skew: each client has exactly so many classes, and those who share a class share it evenly."""
+    """Label skew: each client has exactly `classes_per_client` classes. Clients of the same class divide it evenly."""
     count = _check_counts(task, clients)
-    found, codes = np.unique(task.labels(), return_inverse=True)
-    if classes_per_client > len(found):
+    classes, codes = np.unique(task.labels(), return_inverse=True)
+    if classes_per_client > len(classes):
         raise DataError(
-            f"classes_per_client = {classes_per_client}, but the train rows of {task.name} have {len(found)} classes; "
-            f"use at most {len(found)}"
+            f"classes_per_client = {classes_per_client}, but the train rows of {task.name} have "
+            f"{len(classes)} classes; use at most {len(classes)}"
         )
-    if clients * classes_per_client < len(found):
+    if clients * classes_per_client < len(classes):
         raise DataError(
-            f"{clients} clients of {classes_per_client} classes leave some of the {len(found)} classes to nobody; "
-            f"use at least {math.ceil(len(found) / classes_per_client)} clients or more classes_per_client"
+            f"{clients} clients of {classes_per_client} classes do not cover all {len(classes)} classes; "
+            f"use at least {math.ceil(len(classes) / classes_per_client)} clients or more classes_per_client"
         )
     draws = _draws(key)
     sharers = _clients_per_class(np.minimum(np.bincount(codes), clients), clients * classes_per_client, draws)
     chosen = _deal_classes(sharers, clients, classes_per_client, draws)  # (client, choice)
     owner = np.empty(count, np.int64)
-    for code in range(len(found)):
+    for code in range(len(classes)):
         members = np.flatnonzero(codes == code)
         takers = np.flatnonzero((chosen == code).any(axis=1))
-        # Shuffled, so that the row left over in an uneven share is not always the first client's.
+        # Shuffle the clients: otherwise the first client would always get the extra row of an uneven division.
         owner[draws.permutation(members)] = draws.permutation(takers)[np.arange(len(members)) % len(takers)]
     return group_by_client(owner, NumberedClients(clients))
 
 
 def by_column(
-    task: Task, key: Key, column: Column, per_value: Annotated[Count, "clients for each value"] = 1
+    task: Task, key: Key, column: Column, per_value: Annotated[Count, "number of clients per value"] = 1
 ) -> Partition:
-    """A natural split: one client, or several alike, for each value of a column, called after it."""
+    """Natural split: one or more clients for each value of a column, named after the value."""
     values, codes, sizes = np.unique(_column(task, column), return_inverse=True, return_counts=True)
     if sizes.min() < per_value:
         few = int(sizes.argmin())
         raise DataError(
-            f"per_value = {per_value}, but {format_value(str(values[few]))} of column '{column}' has {sizes[few]} "
-            f"examples; use at most {sizes[few]}"
+            f"per_value = {per_value}, but the value {format_value(str(values[few]))} of column '{column}' has "
+            f"{sizes[few]} examples; use at most {sizes[few]}"
         )
     shuffled = _draws(key).permutation(len(codes))
     rows = shuffled[np.argsort(codes[shuffled], kind="stable")]
-    within = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # place among the rows of one value
+    within = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # index within the rows of one value
     owner = np.empty(len(codes), np.int64)
     owner[rows] = codes[rows] * per_value + within % per_value
     return group_by_client(owner, NamedClients(_names([str(value) for value in values], per_value)))
 
 
 def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
-    """The values of a column, such as patients, are dealt whole and evenly to so many clients."""
+    """Group split: rows with the same value of a column, such as a patient, stay together. Values are dealt evenly."""
     values, codes = np.unique(_column(task, column), return_inverse=True)
     if len(values) < clients:
-        raise DataError(
-            f"{clients} clients are to share the values of '{column}', of which there are {len(values)}; use fewer"
-        )
+        raise DataError(f"column '{column}' has {len(values)} values, too few for {clients} clients; use fewer clients")
     owner = np.empty(len(values), np.int64)
     owner[_draws(key).permutation(len(values))] = np.arange(len(values)) * clients // len(values)
     return group_by_client(owner[codes], NumberedClients(clients))
@@ -145,7 +153,7 @@ def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
 
 def _column(task: Task, column: str) -> NDArray[Any]:
     if column not in task.columns:
-        hint = closest_match(column, task.columns) if task.columns else "it has none; use another kind of split"
+        hint = closest_match(column, task.columns) if task.columns else "it has no columns; use another split"
         raise DataError(f"{task.name} has no column '{column}'; {hint}")
     return task.columns[column]
 
@@ -162,27 +170,27 @@ def _proportions(groups: Ints, clients: int, key: Key, alpha: float, min_example
             return group_by_client(owner, NumberedClients(clients))
         if sizes.min() > best:
             best, poorest = int(sizes.min()), f"c{sizes.argmin()}"
-    remedy = " or a lower smallest" if min_examples > 1 else ""
+    remedy = " or a lower min_examples" if min_examples > 1 else ""
     raise DataError(
-        f"no client may have fewer examples than {min_examples}, but at best of {ATTEMPTS} draws '{poorest}' would get "
+        f"every client needs at least {min_examples} examples, but in the best of {ATTEMPTS} draws '{poorest}' got "
         f"{best}; use fewer clients than {clients}, a larger alpha than {alpha:g}{remedy}"
     )
 
 
 def _shares(count: int, clients: int, alpha: float, draws: np.random.Generator) -> Ints:
     ends = np.cumsum(draws.dirichlet(np.full(clients, float(alpha)))) * count
-    # Cutting at a random offset rounds each share without bias. Cutting at whole numbers would favour the same
-    # clients in every class once there are fewer rows of a class than clients.
+    # A random offset rounds each share without bias. Plain rounding would favor the same clients in every class
+    # when a class has fewer rows than there are clients.
     ends = np.floor(ends + draws.random()).astype(np.int64)
     ends[-1] = count
     return np.diff(np.minimum(ends, count), prepend=0)
 
 
 def _clients_per_class(most: Ints, places: int, draws: np.random.Generator) -> Ints:
-    """How many clients share each class: as equal as the most that each class can serve allows."""
+    """Return the number of clients per class, (class,), as equal as the maximum per class allows."""
     if most.sum() < places:
         raise DataError(
-            f"{places} shares of a class are needed, but the classes have examples for {most.sum()} clients; "
+            f"the clients need {places} class shares, but the classes have enough examples for {most.sum()}; "
             "use fewer clients or fewer classes_per_client"
         )
     sharers = np.zeros_like(most)
@@ -196,24 +204,24 @@ def _clients_per_class(most: Ints, places: int, draws: np.random.Generator) -> I
 
 
 def _deal_classes(sharers: Ints, clients: int, each: int, draws: np.random.Generator) -> Ints:
-    """A random choice of `each` classes for every client, in which each class has just its number of sharers."""
+    """Choose `each` random classes for every client, such that class c is chosen by exactly sharers[c] clients."""
     left = sharers.astype(float)
     chosen = np.empty((clients, each), np.int64)
     for client in range(clients):
-        # The first to arrive at a rate of the places left are a draw without replacement in proportion to them.
+        # The smallest of exponentials with rates `left` are a draw without replacement with weights `left`.
         arrival = draws.standard_exponential(len(left)) / np.maximum(left, 1e-300)
-        # A class with as many places left as there are clients left must be taken now, or it never will be.
+        # A class with as many places left as there are clients left must be chosen by every remaining client.
         arrival[left == clients - client] = 0.0
         chosen[client] = np.argpartition(arrival, each - 1)[:each]
         left[chosen[client]] -= 1
-    return chosen[draws.permutation(clients)]  # must-takes gather at the end
+    return chosen[draws.permutation(clients)]  # forced choices accumulate at the end
 
 
 def _names(values: list[str], per_value: int) -> list[str]:
-    """Values made fit for file names and key paths; those that become alike are numbered apart."""
+    """Turn values into names that are valid in file names and key paths. Number duplicates."""
     taken: dict[str, None] = {}
     for value in values:
-        plain = re.sub(r"[^\w.-]+", "_", value).strip("_.") or "unnamed"  # not "..", nor hidden
+        plain = re.sub(r"[^\w.-]+", "_", value).strip("_.") or "unnamed"  # never ".." or a hidden file
         name, again = plain, 2
         while name in taken:
             name, again = f"{plain}_{again}", again + 1
@@ -222,11 +230,11 @@ def _names(values: list[str], per_value: int) -> list[str]:
 
 
 def _check_counts(task: Task, clients: int, min_examples: int = 1) -> int:
-    """The number of rows to deal, if there are enough of them."""
+    """Return the number of train rows. Raise a DataError if there are too few."""
     if clients * min_examples > len(task.train):
         raise DataError(
-            f"{clients} clients of at least {min_examples} examples need {clients * min_examples}, but {task.name} has "
-            f"{len(task.train)}; use at most {len(task.train) // min_examples} clients"
+            f"{clients} clients with at least {min_examples} examples need {clients * min_examples}, but "
+            f"{task.name} has {len(task.train)}; use at most {len(task.train) // min_examples} clients"
         )
     return len(task.train)
 

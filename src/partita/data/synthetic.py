@@ -1,4 +1,4 @@
-"""Gaussian clouds in the shape of images: for tests of scale and of domain splits, not for claims about learning."""
+"""Synthetic Gaussian images for tests of scale and domain splits, not for claims about learning."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from partita.data.task import Side, Table, Task
 
 def synthetic(
     key: Key,
-    examples: Annotated[Count, "training examples of all clients"] = 2_000,
-    test_examples: Annotated[Count, "examples of the central test set"] = 500,
-    classes: Annotated[Count, "classes"] = 10,
-    size: Annotated[Side, "pixels of a side"] = 8,
-    channels: Annotated[Count, "channels of an image"] = 1,
-    domains: Annotated[Count, "domains, each with a shift of its own; the column `domain` says which"] = 1,
-    noise: Annotated[NotNegative, "standard deviation of an example around its class"] = 1.0,
-    shift: Annotated[NotNegative, "standard deviation of the domains' shifts"] = 1.0,
+    examples: Annotated[Count, "number of training examples, all clients together"] = 2_000,
+    test_examples: Annotated[Count, "number of examples in the central test set"] = 500,
+    classes: Annotated[Count, "number of classes"] = 10,
+    size: Annotated[Side, "side length of an image in pixels"] = 8,
+    channels: Annotated[Count, "channels per image"] = 1,
+    domains: Annotated[Count, "number of domains, each with its own shift; column `domain` names a row's domain"] = 1,
+    noise: Annotated[NotNegative, "standard deviation of the examples of a class"] = 1.0,
+    shift: Annotated[NotNegative, "standard deviation of the domain shifts"] = 1.0,
 ) -> Task:
-    """An image is its class's prototype, plus `shift` times its domain's, plus `noise` times its own Gaussian draw."""
+    """Synthetic images: class prototype + `shift` * domain prototype + `noise` * Gaussian noise."""
     shape = (channels, size, size)
     images = (examples + test_examples + classes + domains) * math.prod(shape)
     remedy = "lower data.examples, data.test_examples, data.classes, data.domains, data.channels or data.size"
-    # Each number is 4 bytes, and is held twice while the prototypes are added; a name takes some hundred bytes.
+    # A number takes 4 bytes and exists twice while the prototypes are added. A name takes a few hundred bytes.
     memory.require(
         8 * images + 500 * (classes + domains) + 100 * (examples + test_examples), "the synthetic data", remedy
     )
     prototypes = torch.randn(classes, *shape, generator=(key / "classes").generator())
-    # One domain has nothing to differ from.
+    # A single domain needs no shift.
     styles = torch.randn(domains, *shape, generator=(key / "domains").generator()) * (shift if domains > 1 else 0.0)
 
     def table(key: Key, count: int) -> tuple[Table, Tensor]:

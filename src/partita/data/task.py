@@ -1,4 +1,4 @@
-"""A task is a table of examples with a central test set; a federation deals its rows to clients."""
+"""Tasks and federations: a task holds train and test examples, a federation assigns the train rows to clients."""
 
 from __future__ import annotations
 
@@ -22,13 +22,19 @@ from partita.data.errors import DataError
 from partita.data.ragged import RaggedExamples
 
 Ints = NDArray[np.int64]
-Side = Annotated[int, Range(low=1, high=2**16)]  # of an image, in pixels
-Parts = tuple[Tensor, Tensor, Tensor]  # the rows of a client's train, validation and test part
+Side = Annotated[int, Range(low=1, high=2**16)]  # side of an image in pixels
+Parts = tuple[Tensor, Tensor, Tensor]  # row indices of a client's train, validation and test parts
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Examples in memory. The transform is applied to what is taken, so images can be held as bytes."""
+    """Examples in memory.
+
+    Attributes:
+        inputs: Input tensors by name, each (row, ...).
+        targets: Targets, (row, ...).
+        transform: Applied to the inputs of each batch in `take`. It lets images be stored as uint8.
+    """
 
     inputs: Tensors
     targets: Tensor
@@ -50,12 +56,16 @@ class Table:
         return Batch(inputs, self.targets.index_select(0, indices))
 
     def to(self, device: torch.device) -> Table:
-        """The table there, if it takes no more than half of the memory that is free, and as it is otherwise."""
+        """Move the table to `device`.
+
+        Returns:
+            The table on `device`, or the table unchanged if it needs more than half of the free CUDA memory.
+        """
         if self.targets.device == device:
             return self
         tensors = (*self.inputs.values(), self.targets)
-        wanted = sum(value.numel() * value.element_size() for value in tensors)
-        if device.type == "cuda" and wanted > torch.cuda.mem_get_info(device)[0] // 2:
+        size = sum(value.numel() * value.element_size() for value in tensors)
+        if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] // 2:
             return self
         inputs = {name: value.to(device) for name, value in self.inputs.items()}
         return Table(inputs, self.targets.to(device), self.transform)
@@ -63,7 +73,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Some rows of a table, held as their indices alone."""
+    """A view of some rows of a table. It stores only the row indices."""
 
     table: Table | RaggedExamples
     indices: Tensor  # (row,)
@@ -77,10 +87,20 @@ class Subset:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is to be learnt. `columns` holds one value for each train row, for splits that follow them.
+    """Train and test examples of a learning task.
 
-    `kind` says what goes in and what is asked: the class of an image or a text, or with `multi_label` any number of
-    classes; the tag of each token; or the next token, where there are no classes.
+    Attributes:
+        name: Name of the task, used in error messages.
+        train: Train examples, which a split assigns to clients.
+        test: Central test examples, which no client holds.
+        classes: Class names. Empty for "lm".
+        columns: For each column, one value per train row. Splits such as `by_column` read them.
+        channels: Channels of the images; 0 for other inputs.
+        size: Side of the square images in pixels; 0 for other inputs.
+        kind: "image" and "text" predict one class per example ("multi_label": any number of classes), "tokens" predicts
+            a tag for each token, "lm" predicts the next token.
+        multi_label: Whether an example may have any number of classes.
+        words: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
     """
 
     name: str
@@ -88,11 +108,11 @@ class Task:
     test: Table | RaggedExamples
     classes: tuple[str, ...]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    channels: int = 0  # of images; 0 for other inputs
-    size: int = 0  # of square images; 0 for other inputs
+    channels: int = 0
+    size: int = 0
     kind: Literal["image", "text", "tokens", "lm"] = "image"
     multi_label: bool = False
-    words: int = 0  # a vocabulary of so many holds every token; 0 where there are none
+    words: int = 0
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():
@@ -100,30 +120,43 @@ class Task:
                 raise DataError(f"column '{name}' has {len(values)} values for {len(self.train)} train rows")
 
     def labels(self) -> Ints:
-        """The class of each train row, for tasks that have one."""
+        """Return the class of each train row, (row,).
+
+        Raises:
+            DataError: If the task does not have exactly one class per example.
+        """
         targets = self.train.targets
         if targets.ndim != 1 or targets.is_floating_point() or self.kind in ("tokens", "lm"):
             raise DataError(
                 f"{self.name} has targets of shape {tuple(targets.shape)} and type {targets.dtype}, but this split "
-                "needs one class for each example; use 'iid', 'quantity' or 'by_column'"
+                "needs exactly one class per example; use 'iid', 'quantity' or 'by_column'"
             )
         return targets.numpy().astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Which rows are whose: client i has rows[offsets[i]:offsets[i + 1]]."""
+    """Assignment of rows to clients: client i owns rows[offsets[i]:offsets[i + 1]]."""
 
     rows: Ints  # (row,)
     offsets: Ints  # (client + 1,)
     clients: Sequence[str]
 
     def sizes(self) -> Ints:
+        """Return the number of rows of each client, (client,)."""
         return np.diff(self.offsets)
 
 
 def group_by_client(owner: Ints, clients: Sequence[str]) -> Partition:
-    """From each row's owner, a position among the clients, to each owner's rows; a negative owner is nobody."""
+    """Build a partition from the owner of each row.
+
+    Args:
+        owner: Position of the owning client for each row, (row,). Rows with a negative owner are dropped.
+        clients: Client names.
+
+    Raises:
+        DataError: If a client would get no rows.
+    """
     sizes = np.bincount(owner[owner >= 0], minlength=len(clients))
     if not sizes.all():
         raise DataError(f"client '{clients[int(sizes.argmin())]}' would get no examples; use fewer clients")
@@ -132,16 +165,18 @@ def group_by_client(owner: Ints, clients: Sequence[str]) -> Partition:
 
 
 class PartsByPosition(Protocol):
-    """The parts of each client, by the client's position in the population."""
+    """Maps a client's position to the rows of its train, validation and test parts."""
 
     def __getitem__(self, position: int, /) -> Parts: ...
 
 
 @dataclass(frozen=True, eq=False)
 class ClientSplit:
-    """A client's rows in an order keyed by its name: test first, then validation, both rounded down, the rest is train.
+    """Splits each client's rows into train, validation and test parts.
 
-    So train has at least one row, and a part that a client has too few rows for is empty.
+    The rows are shuffled with a key derived from the client's name. The first rows are the test part and the next ones
+    the validation part. Both sizes are rounded down and the rest is the train part. So the train part has at least one
+    row, and a part is empty if the client has too few rows for it.
     """
 
     partition: Partition
@@ -152,10 +187,10 @@ class ClientSplit:
     def __post_init__(self) -> None:
         for name, share in ("validation", self.validation), ("test", self.test):
             if share < 0:
-                raise DataError(f"the {name} part cannot be {float(share)} of a client's rows; give a share from 0 up")
+                raise DataError(f"{name} = {float(share)} is negative; set it to a share of at least 0")
         if self.validation + self.test >= 1:
             raise DataError(
-                f"validation = {float(self.validation)} and test = {float(self.test)} leave nothing to train on; "
+                f"validation = {float(self.validation)} and test = {float(self.test)} leave no training rows; "
                 "their sum must be below 1"
             )
 
@@ -170,7 +205,7 @@ class ClientSplit:
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """A task among clients; each has its own train, validation and test part, made when asked for."""
+    """A task split among clients. Each client's train, validation and test parts are built on access."""
 
     task: Task
     clients: Sequence[str]
@@ -190,7 +225,10 @@ class Federation:
         return self.task.classes
 
     def to(self, device: torch.device) -> Federation:
-        """Images where they will be needed, once for all rounds. Tokens are few, and stay where batches are padded."""
+        """Move images to `device` once for all rounds.
+
+        Token data is small and stays on the CPU, where batches are padded.
+        """
         moved = {
             name: table.to(device)
             for name, table in (("train", self.task.train), ("test", self.task.test))
@@ -199,7 +237,7 @@ class Federation:
         return replace(self, task=replace(self.task, **moved))  # type: ignore[arg-type]
 
     def pooled(self) -> Federation:
-        """One client who holds everybody's parts, each part joined with its like."""
+        """Return a federation with a single client whose parts are the concatenated parts of all clients."""
         train, validation, test = zip(*(self.parts[position] for position in range(len(self.clients))), strict=True)
         return Federation(
             self.task, NamedClients(["pooled"]), [(torch.cat(train), torch.cat(validation), torch.cat(test))]

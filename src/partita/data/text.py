@@ -1,4 +1,4 @@
-"""Texts of one class each, or of any number of classes."""
+"""Text classification tasks, single-label and multi-label."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from partita.data.tokenization import text_encoder
 
 
 def text(
-    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
+    path: Annotated[str | Path, "file, folder, or Hugging Face Hub id"],
     key: Key,
-    text: Annotated[str, "column of the texts"] = "text",
-    label: Annotated[str, "column of the classes, or of lists of classes"] = "label",
-    tokenizer: Annotated[str | None, "folder or id of the Hub; the model's own if left out"] = None,
-    max_length: Annotated[Count, "tokens to which a text is cut"] = 256,
-    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
-    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
+    text: Annotated[str, "text column"] = "text",
+    label: Annotated[str, "label column; lists of labels make the task multi-label"] = "label",
+    tokenizer: Annotated[str | None, "folder or Hub id; default: the model's tokenizer"] = None,
+    max_length: Annotated[Count, "longer texts are truncated to this number of tokens"] = 256,
+    config: Annotated[str | None, "configuration of a Hub dataset"] = None,
+    test: Annotated[TestPart, "name of the test part, or share of the rows to hold out if there is no test part"] = 0.2,
 ) -> Task:
-    """Text classification; where the label column holds lists, a text may have any number of classes.
+    """Text classification. If the label column holds lists, the task is multi-label.
 
-    Labels are classes with names, texts or whole numbers. A longer text is cut to `max_length` tokens.
+    Labels are class labels with names, texts or integers. Longer texts are truncated to `max_length` tokens.
     """
     source = load_dataset(path, key, config, test)
     texts = [part.texts(text) for part in (source.train, source.test)]
@@ -35,7 +35,7 @@ def text(
     classes, *targets = (many_labels if multi else one_label)(source, label)
     encode = text_encoder(tokenizer, max_length)
     train, held_out = (
-        ragged(encode.texts(each), max_length, of_row) for each, of_row in zip(texts, targets, strict=True)
+        ragged(encode.texts(rows), max_length, of_rows) for rows, of_rows in zip(texts, targets, strict=True)
     )
     columns = source.train.columns(text, label)
     words = max(train.words(), held_out.words())

@@ -1,4 +1,4 @@
-"""Texts to tokens, by the tokenizer of a model."""
+"""Tokenization of texts with a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -9,37 +9,43 @@ from typing import Any
 
 from partita.data.errors import DataError, first_line
 
-REMEDY = "give a folder that holds a tokenizer's files, or an id of the Hub"
+REMEDY = "give a folder with the tokenizer's files, or a Hub id"
 
 
 @dataclass(frozen=True, eq=False)
 class TextEncoder:
-    """A tokenizer, and how many tokens a row may have."""
+    """A tokenizer with a maximum number of tokens per row, `limit`."""
 
     tokenizer: Any
     limit: int
 
     @property
     def end(self) -> list[int]:
-        """The token that parts texts, where there is one."""
+        """The end-of-text token as a list; empty if the tokenizer has none."""
         token = self.tokenizer.eos_token_id
         return [] if token is None else [token]
 
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """With the special tokens that the model knows a text by, and no longer than the limit."""
+        """Tokenize texts with special tokens, truncated to the limit."""
         return self._encode(texts, truncation=True, max_length=self.limit)
 
     def bare(self, texts: Sequence[str]) -> list[list[int]]:
-        """Without special tokens, and as long as they are."""
+        """Tokenize texts without special tokens and without truncation."""
         return self._encode(texts, add_special_tokens=False)
 
     def words(self, sentences: Sequence[Sequence[str]]) -> list[tuple[list[int], list[int]]]:
-        """For each sentence its tokens, and the place of each word's first one.
+        """Tokenize sentences that are already split into words.
 
-        A word that the tokenizer makes nothing of, such as a lone control character, is an unknown word.
+        A word without any token, such as a single control character, is replaced by the unknown token.
+
+        Returns:
+            For each sentence, its tokens and the index of each word's first token.
+
+        Raises:
+            DataError: If a word has no token and the tokenizer has no unknown token.
         """
-        found = self._first_pieces(sentences)
-        for number, (_, firsts) in enumerate(found):
+        encoded = self._first_pieces(sentences)
+        for number, (_, firsts) in enumerate(encoded):
             if None in firsts:
                 unknown = self.tokenizer.unk_token
                 words = [
@@ -48,20 +54,20 @@ class TextEncoder:
                 ]
                 if None in words:
                     word = sentences[number][firsts.index(None)]
-                    raise DataError(f"the tokenizer makes nothing of the word {word!r}; leave it out")
-                [found[number]] = self._first_pieces([words])
-        return found  # type: ignore[return-value]
+                    raise DataError(f"the tokenizer has no token for the word {word!r}; remove the word")
+                [encoded[number]] = self._first_pieces([words])
+        return encoded  # type: ignore[return-value]
 
     def _first_pieces(self, sentences: Sequence[Sequence[str]]) -> list[tuple[list[int], list[int | None]]]:
         encoded = self.tokenizer([list(words) for words in sentences], is_split_into_words=True, verbose=False)
-        found = []
+        rows = []
         for number, words in enumerate(sentences):
             firsts: list[int | None] = [None] * len(words)
             for place, word in reversed(list(enumerate(encoded.word_ids(number)))):
                 if word is not None:
                     firsts[word] = place
-            found.append((encoded["input_ids"][number], firsts))
-        return found
+            rows.append((encoded["input_ids"][number], firsts))
+        return rows
 
     def _encode(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
         encoded = self.tokenizer(
@@ -72,34 +78,39 @@ class TextEncoder:
 
 
 def text_encoder(path: str | None, limit: int, words: bool = False) -> TextEncoder:
-    """The tokenizer of a folder or of the Hub; `words` is for texts that come as words."""
-    from transformers import AutoTokenizer  # slow to import, and only tasks of text need it
+    """Load a tokenizer.
+
+    Args:
+        path: Folder or Hub id.
+        limit: Maximum number of tokens per row.
+        words: Whether the texts are already split into words.
+
+    Raises:
+        DataError: If the tokenizer cannot be loaded, does not fit word-level data, or does not support the limit.
+    """
+    from transformers import AutoTokenizer  # slow to import, and only text tasks need it
 
     if path is None:
-        raise DataError(
-            "a task of text needs a tokenizer; set data.tokenizer, or a model with a path, whose own is used"
-        )
-    # A tokenizer of bytes tells words by the space before them.
+        raise DataError("a text task needs a tokenizer; set data.tokenizer, or model.path to use the model's tokenizer")
+    # Byte-level tokenizers mark the start of a word by the space before it.
     options = {"add_prefix_space": True} if words else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as error:  # of many kinds, where one of its files is broken
+    except Exception as error:  # a broken file can raise many exception types
         raise DataError(f"cannot load the tokenizer '{path}': {first_line(error)}; {REMEDY}") from error
-    # Where a folder lacks the vocabulary, transformers makes a tokenizer that knows no word.
+    # If a folder lacks the vocabulary, transformers builds a tokenizer with special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise DataError(f"the tokenizer '{path}' has no words; {REMEDY}")
+        raise DataError(f"the tokenizer '{path}' has an empty vocabulary; {REMEDY}")
     if words and not tokenizer.is_fast:
-        raise DataError(f"the tokenizer '{path}' cannot tell which word a token is of; give one with a tokenizer.json")
+        raise DataError(f"the tokenizer '{path}' cannot map tokens to words; give one with a tokenizer.json")
     least, most = tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
     if not least <= limit <= most:
-        raise DataError(
-            f"rows of {limit} tokens do not suit '{path}', which takes {least} to {most}; set another length"
-        )
+        raise DataError(f"'{path}' takes rows of {least} to {most} tokens, not {limit}; set another length")
     return TextEncoder(tokenizer, limit)
 
 
 def _positions(path: str) -> int:
-    """How long a row the model beside the tokenizer takes; where there is none, that is left to the tokenizer."""
+    """Return the maximum row length of the model in the tokenizer's folder, or 10**9 if there is no model."""
     from transformers import AutoConfig
 
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Sentences in which entities are told by a tag for each word."""
+"""Token classification tasks: sentences with one BIO tag per word."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ TAG = re.compile(r"O|[BI]-.+")
 
 
 def tokens(
-    path: Annotated[str | Path, "file, folder, or id of the Hugging Face Hub"],
+    path: Annotated[str | Path, "file, folder, or Hugging Face Hub id"],
     key: Key,
-    tokens: Annotated[str, "column of the words"] = "tokens",
-    tags: Annotated[str, "column of their BIO tags"] = "tags",
-    tokenizer: Annotated[str | None, "folder or id of the Hub; the model's own if left out"] = None,
-    max_length: Annotated[Count, "most tokens of a sentence"] = 256,
-    truncate: Annotated[bool, "cut longer sentences instead of refusing them"] = False,
-    config: Annotated[str | None, "configuration of a data set of the Hub"] = None,
-    test: Annotated[TestPart, "part to test on, or share of the rows to hold out where there is no test part"] = 0.2,
+    tokens: Annotated[str, "column with the list of words"] = "tokens",
+    tags: Annotated[str, "column with the list of BIO tags"] = "tags",
+    tokenizer: Annotated[str | None, "folder or Hub id; default: the model's tokenizer"] = None,
+    max_length: Annotated[Count, "maximum number of tokens per sentence"] = 256,
+    truncate: Annotated[bool, "truncate longer sentences instead of raising an error"] = False,
+    config: Annotated[str | None, "configuration of a Hub dataset"] = None,
+    test: Annotated[TestPart, "name of the test part, or share of the rows to hold out if there is no test part"] = 0.2,
 ) -> Task:
-    """Token classification: columns of words and of their BIO tags (O, B-type, I-type).
+    """Token classification from a column of words and a column of BIO tags (O, B-type, I-type).
 
-    The first token of a word bears its tag. Sentences of more than `max_length` tokens are refused, unless `truncate`
-    says that they may be cut, and the words beyond go untold.
+    The first token of a word carries its tag. Sentences of more than `max_length` tokens raise an error. With
+    `truncate` they are truncated, and the words beyond are neither trained on nor scored.
     """
     source = load_dataset(path, key, config, test)
     parts = (source.train, source.test)
@@ -55,14 +55,14 @@ def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:
     for column in (tokens, tags):
         if not hasattr(part.data.features[column], "feature"):
             raise DataError(
-                f"column '{column}' of {part.where} holds no lists, one item a word; name the one that does"
+                f"column '{column}' of {part.where} holds no lists with one item per word; name a column that does"
             )
     sentences: list[list[str]] = part.values(tokens)
     for place, words in enumerate(sentences):
         if not words:
-            raise DataError(f"{part.row(place)} has no words in '{tokens}'; leave the row out")
+            raise DataError(f"{part.row(place)} has no words in '{tokens}'; remove the row")
         if not all(isinstance(word, str) for word in words):
-            raise DataError(f"{part.row(place)} has something else than words in '{tokens}'; make it texts")
+            raise DataError(f"{part.row(place)} has an item in '{tokens}' that is not text; convert it to text")
     return sentences
 
 
@@ -70,19 +70,18 @@ def _check_tags(part: DatasetPart, classes: Sequence[str], sentences: list[list[
     for name in classes:
         if not TAG.fullmatch(name):
             raise DataError(
-                f"{format_value(name)} is no tag of an entity; use O, B-type and I-type, as in B-Chemical, "
-                f"in {part.where}"
+                f"{format_value(name)} in {part.where} is not a BIO tag; use O, B-type and I-type, such as B-Chemical"
             )
     for place, (words, numbers) in enumerate(zip(sentences, tagged, strict=True)):
         if len(words) != len(numbers):
-            raise DataError(f"{part.row(place)} has {len(words)} words, but {len(numbers)} tags; give each word one")
+            raise DataError(f"{part.row(place)} has {len(words)} words, but {len(numbers)} tags; give one tag per word")
         before = "O"
         for tag in (classes[number] for number in numbers):
             if tag.startswith("I-") and before[2:] != tag[2:]:
                 begin = format_value(f"B-{tag[2:]}")
                 raise DataError(
-                    f"{part.row(place)} has {format_value(tag)} after {format_value(before)}; an entity begins "
-                    f"with {begin}"
+                    f"{part.row(place)} has {format_value(tag)} after {format_value(before)}; an entity must "
+                    f"start with {begin}"
                 )
             before = tag
 

@@ -1,1 +1,1 @@
-"""Carriage: how jobs reach clients and updates come back."""
+"""Engines: they run jobs on clients and return the updates."""

@@ -1,4 +1,4 @@
-"""How to compute, where the user leaves it open: clients side by side, recorded or not, and whose kernels."""
+"""Choices for engine settings left at "auto": block size, CUDA graphs and CPU kernels."""
 
 from __future__ import annotations
 
@@ -21,17 +21,26 @@ from partita.core.settings import Run, RunError
 from partita.training.cuda_graphs import CudaRecorder, GraphCache
 from partita.training.local_training import train_clients
 
-SMALL_STEP_FLOPS = (
-    3e8  # operations a step, below which the calls cost more than the arithmetic (measured on two cores of Arm)
-)
-MEMORY_RESERVE = 0.5  # of the free memory is left: clients' batches differ, and evaluation needs room too
+SMALL_STEP_FLOPS = 3e8  # below this many FLOPs per step, call overhead dominates (measured on two Arm cores)
+MEMORY_RESERVE = 0.5  # fraction of free memory to leave: clients' batches differ, and evaluation needs memory too
 
 
 def choose_block(
     run: Run, model: Model, population: Population, device: torch.device, graphs: bool = False, workers: int = 1
 ) -> int:
-    """On a CPU, all clients of a small model, whose cost is the calls and not the arithmetic, and one of a larger. On a
-    GPU, as many as fit its memory by a trial of one; recordings take as much once more. Of all, a worker has its share.
+    """Choose the number of clients that train together.
+
+    On a CPU: a worker's whole share of the cohort if the model is so small that call overhead dominates, else 1. On a
+    GPU: as many clients as fit its memory, estimated from one training step of one client. CUDA graphs double the
+    memory.
+
+    Args:
+        run: The run.
+        model: The model.
+        population: The clients' data.
+        device: The device.
+        graphs: Whether steps are captured as CUDA graphs.
+        workers: Number of worker processes that share the cohort.
     """
     most = -(-run.cohort_size(len(population.clients)) // workers)
     if device.type == "cpu":
@@ -45,16 +54,16 @@ def choose_block(
     train_clients(step, [begin_round(step, model, job, ClientState(), population[client].train)])
     taken = torch.cuda.max_memory_allocated(device) - before
     free, _ = torch.cuda.mem_get_info(device)
-    if workers > 1:  # each will hold, beside this process, the model and the data too
+    if workers > 1:  # like this process, each worker will hold the model and the data
         free = free // -(-workers // torch.cuda.device_count()) - before
     return max(1, min(most, int(free * (1 - MEMORY_RESERVE) / max(1, taken * (1 + graphs)))))
 
 
 def _operations(run: Run, model: Model, population: Population) -> float:
-    """Of one step, by a look at one example: a backward pass costs as much as two forward."""
-    examples = next((each for client in population.clients if len(each := population[client].train)), None)
+    """Estimate the FLOPs of one step from one example. A backward pass costs as much as two forward passes."""
+    examples = next((part for client in population.clients if len(part := population[client].train)), None)
     if examples is None:
-        raise RunError("no client has examples to train on here; with split.name = 'site', name one in split.client")
+        raise RunError("no client has training examples here; with split.name = 'site', set split.client")
     batch = examples.take(torch.zeros(1, dtype=torch.long))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(model.initial, batch.inputs)
@@ -62,25 +71,36 @@ def _operations(run: Run, model: Model, population: Population) -> float:
 
 
 def check_block(run: Run, model: Model, clients: Sequence[str], block: int) -> None:
-    """Refuse a block that does not fit into memory: each client has weights, gradients and up to two moments."""
+    """Raise an error if a block does not fit in memory. Each client needs weights, gradients and up to two moments."""
     together = min(block, run.cohort_size(len(clients)))
     trained = plan_for(run.method.plan, model, RoundInfo(0, run.rounds, clients[0])).train
     numbers = sum(model.initial[name].numel() for name in trained)
-    words = f"training {together} clients side by side" if together > 1 else "training one client"
-    memory.require(16 * numbers * together, words, "lower engine.clients_per_block, or choose a smaller model")
+    what = f"training {together} clients together" if together > 1 else "training one client"
+    memory.require(16 * numbers * together, what, "lower engine.clients_per_block, or choose a smaller model")
 
 
 def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.device) -> GraphCache | None:
-    """On a GPU unless told otherwise. Where "auto" meets what cannot be recorded, it says so and goes on without."""
+    """Create the cache of CUDA graphs or compiled steps, or return None for eager steps.
+
+    Args:
+        wanted: `engine.cuda_graphs`. "auto" uses CUDA graphs on a GPU; if a step cannot be captured, it warns and
+            runs eagerly. True raises an error instead.
+        compile: Whether to use torch.compile.
+        device: The device.
+
+    Raises:
+        RunError: CUDA graphs are requested on a CPU.
+    """
     if wanted is True and device.type == "cpu":
-        raise RunError("engine.cuda_graphs is for GPUs, and this run is on a CPU; leave it at 'auto'")
+        raise RunError("engine.cuda_graphs is for GPUs, but this run is on a CPU; leave it at 'auto'")
     recorder = CudaRecorder() if wanted and device.type == "cuda" else None
     return GraphCache(recorder, strict=wanted is True, compile=compile) if recorder or compile else None
 
 
 def bf16_slowdown() -> float:
-    """How many times as long as in float32 a product of matrices takes this CPU in bfloat16: many have no arithmetic
-    for it, and are slower by hundreds.
+    """Measure how many times slower a bfloat16 matrix product is than a float32 one on this CPU.
+
+    Many CPUs have no bfloat16 arithmetic and are hundreds of times slower.
     """
     times = []
     for kind in (torch.float32, torch.bfloat16):
@@ -96,11 +116,16 @@ def _seconds(square: torch.Tensor) -> float:
 
 
 def configure_backends(onednn: bool | Literal["auto"]) -> bool:
-    """Say for this process whose kernels torch takes, and hand back whether oneDNN's are among them.
+    """Choose the kernels that torch uses in this process.
 
-    "auto" leaves these on but where they are slow: on Arm, built without Arm's Compute Library, they run plain
-    reference code (a small linear layer takes 8 times as long). cuDNN's attention plans each new shape anew, and
-    batches of text come in many, so it is off.
+    cuDNN attention is always disabled: it builds a plan for each new shape, and text batches come in many shapes.
+
+    Args:
+        onednn: Whether to use oneDNN. "auto" disables it where it is slow: on Arm, oneDNN built without Arm's Compute
+            Library runs plain reference code (a small linear layer takes 8 times as long).
+
+    Returns:
+        Whether oneDNN is enabled.
     """
     if onednn == "auto":
         onednn = not (platform.machine() in ("aarch64", "arm64") and "ACL" not in torch.__config__.show())

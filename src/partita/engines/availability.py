@@ -1,4 +1,4 @@
-"""Simulated clients that drop out or straggle, by rate and by trace."""
+"""Simulated dropouts and stragglers, by rate or by trace."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from partita.core.rng import Key
 
 
 class TraceError(ValueError):
-    """A trace of client availability that cannot be read."""
+    """The availability trace cannot be read."""
 
 
 @dataclass(frozen=True)
 class Availability:
-    """How much of its round's work a client gets through: 1 is all, 0 is a client that never answers.
+    """Model of client availability: the fraction of its local steps that a client completes in a round.
 
-    A trace says so for single rounds and clients; elsewhere, a client drops out with probability `dropout`, and
-    otherwise straggles with probability `straggle`, getting through a uniformly drawn share of its steps.
+    The trace sets the fraction for single rounds and clients. Otherwise, a client drops out with probability
+    `client_dropout`; if it does not, it straggles with probability `straggler_rate` and completes a uniformly drawn
+    fraction of its steps.
     """
 
     client_dropout: float = 0.0
     straggler_rate: float = 0.0
-    trace: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    trace: Mapping[tuple[int, str], float] = field(default_factory=dict)  # (round, client) -> fraction
 
     def __post_init__(self) -> None:
         for rate in ("client_dropout", "straggler_rate"):
             if not 0 <= getattr(self, rate) <= 1:
-                raise ValueError(f"federation.{rate} is {getattr(self, rate)}; it is a probability, from 0 to 1")
+                raise ValueError(f"federation.{rate} is {getattr(self, rate)}; it must be a probability from 0 to 1")
 
     def completed_fraction(self, key: Key, round: int, client: str) -> float:
+        """Return the fraction of its steps that the client completes: 1 is all, 0 means that it does not answer."""
         if (round, client) in self.trace:
             return self.trace[round, client]
         if not self.client_dropout and not self.straggler_rate:
@@ -43,20 +45,29 @@ class Availability:
 
 
 def read_trace(path: Path) -> dict[tuple[int, str], float]:
-    """A CSV file with the columns round, client, work."""
+    """Read a CSV file with the columns round, client, work.
+
+    Returns:
+        (round, client) -> completed fraction.
+
+    Raises:
+        TraceError: The file cannot be read or has an invalid row.
+    """
     trace: dict[tuple[int, str], float] = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.DictReader(file)
-            if lacking := [name for name in ("round", "client", "work") if name not in (rows.fieldnames or ())]:
-                raise TraceError(f"{path} has no column '{lacking[0]}'; its first line must be 'round,client,work'")
+            if missing := [name for name in ("round", "client", "work") if name not in (rows.fieldnames or ())]:
+                raise TraceError(f"{path} has no column '{missing[0]}'; its first line must be 'round,client,work'")
             for line, row in enumerate(rows, start=2):
                 try:
                     round, client, fraction = int(row["round"]), row["client"].strip(), float(row["work"])
                 except (AttributeError, TypeError, ValueError) as error:
                     raise TraceError(f"{path}, line {line}: needs round, client, work, as in '3,c7,0.5'") from error
                 if not 0 <= fraction <= 1:
-                    raise TraceError(f"{path}, line {line}: work is {fraction}; it is a share, from 0 (drops out) to 1")
+                    raise TraceError(
+                        f"{path}, line {line}: work is {fraction}; it must be a fraction from 0 (drops out) to 1"
+                    )
                 trace[round, client] = fraction
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""A run without its arithmetic: the same rounds, plans, ledger and messages, so that bytes are known beforehand."""
+"""Dry run: the same rounds, plans, version records and messages without training, to predict the bytes sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partita.engines.availability import Availability
 
 
 class _OneExample:
-    """A single example that nobody looks at."""
+    """A single example whose contents are never used."""
 
     def __len__(self) -> int:
         return 1
@@ -29,7 +29,11 @@ class _OneExample:
 
 
 class DryRunEngine:
-    """An engine whose clients answer at once with the model unchanged."""
+    """Engine whose clients immediately return a zero update.
+
+    Raises:
+        MethodError: The method's plan depends on the clients' data.
+    """
 
     def __init__(
         self, run: Run, model: Model, clients: Sequence[str], availability: Availability | None = None
@@ -37,8 +41,8 @@ class DryRunEngine:
         for rule in run.method.client_rules:
             if rule.uses_data:
                 raise MethodError(
-                    f"{run.method.name} narrows its plan by looking at data, so it cannot be rehearsed; for as many "
-                    "bytes, choose without looking: of safl, set method.select = 'random'"
+                    f"{run.method.name} chooses layers from the clients' data, so a dry run cannot predict it; for "
+                    "the same number of bytes, use a choice without data: for safl, set method.select = 'random'"
                 )
         self.run, self.model, self.names, self.availability = run, model, clients, availability or Availability()
 
@@ -53,23 +57,23 @@ class DryRunEngine:
             yield null_update(self.run, self.model, job)
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
-        raise MethodError("a rehearsal trains nothing, so there is nothing to evaluate")
+        raise MethodError("a dry run does not train, so there is nothing to evaluate")
 
 
 def null_update(run: Run, model: Model, job: Job) -> Update:
-    """The update of a client whose training changed nothing: of the right names and shapes."""
-    each = begin_round(run, model, job, ClientState(), _OneExample())
-    still = tensors.select(each.ctx.anchor, each.plan.train)
-    delta = tensors.zeros_like(tensors.select(still, each.plan.up))
-    return finish_round(run, each, LocalResult(still, dict.fromkeys(still, 1), [0.0], {}, delta))[0]
+    """Return the update of a client whose training changed nothing. Names and shapes are those of a real update."""
+    client_round = begin_round(run, model, job, ClientState(), _OneExample())
+    unchanged = tensors.select(client_round.ctx.anchor, client_round.plan.train)
+    delta = tensors.zeros_like(tensors.select(unchanged, client_round.plan.up))
+    return finish_round(run, client_round, LocalResult(unchanged, dict.fromkeys(unchanged, 1), [0.0], {}, delta))[0]
 
 
 def dry_run(
     run: Run, model: Model, clients: Sequence[str], until: int, availability: Availability | None = None
 ) -> Server:
-    """The server as it stands, ledger and all, before round `until`."""
-    quiet = replace(run, drift=False)
-    server = initial_server(quiet, model)
-    for each in islice(rounds(quiet, model, DryRunEngine(quiet, model, clients, availability), server), until):
-        server = each.server
+    """Return the server state before round `until`, including the record of what each client holds."""
+    run = replace(run, drift=False)
+    server = initial_server(run, model)
+    for result in islice(rounds(run, model, DryRunEngine(run, model, clients, availability), server), until):
+        server = result.server
     return server

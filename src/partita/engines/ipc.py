@@ -1,4 +1,4 @@
-"""Named tensors in memory that processes share, and messages whose tensors go as they lie in memory."""
+"""Named tensors in shared memory, and messages between processes that send tensors as raw memory."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ from torch import Tensor
 
 from partita.core.tensors import Tensors
 
-ALIGNMENT = 64  # bytes, as torch lays tensors out: elsewhere some kernels would sum in another order
-MAX_VIEWS = 1024  # pieces of memory that Linux reads or writes in one call
+ALIGNMENT = 64  # bytes, like torch's allocator: with another alignment, some kernels sum in another order
+MAX_VIEWS = 1024  # buffers that Linux reads or writes in one call (IOV_MAX)
 
 
 def shared_buffer(like: Tensors) -> Tensor:
-    """Memory for tensors like these, which all processes that it is handed to can read and write."""
+    """Allocate shared memory for tensors like these. Every process that gets it can read and write it."""
     return torch.empty(_starts(like)[-1], dtype=torch.uint8).share_memory_()
 
 
 def _starts(like: Tensors) -> list[int]:
-    """Where each begins on a board, by name, and where the last ends."""
+    """Return the byte offset of each tensor, in order of name, and the end of the last."""
     sizes = (-(-like[name].nbytes // ALIGNMENT) * ALIGNMENT for name in sorted(like))
     return list(accumulate(sizes, initial=0))
 
 
 def tensor_views(flat: Tensor, like: Tensors) -> Tensors:
-    """The tensors on a board."""
+    """Return the tensors in a buffer from `shared_buffer` as views.
+
+    Args:
+        flat: The buffer, uint8.
+        like: Tensors with the names, dtypes and shapes of the contents.
+    """
     return {
         name: flat[start : start + like[name].nbytes].view(like[name].dtype).view(like[name].shape)
         for name, start in zip(sorted(like), _starts(like), strict=False)
@@ -43,7 +48,7 @@ def tensor_views(flat: Tensor, like: Tensors) -> Tensors:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends, however that happens: nobody else would ever read what it computes."""
+    """Exit this process when its parent ends for any reason, since nothing else reads its results."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         Thread(target=_outlive, args=(parent,), daemon=True).start()
@@ -55,7 +60,7 @@ def _outlive(parent: BaseProcess) -> None:
 
 
 class _TensorPickler(pickle.Pickler):
-    """A message without its tensors: in their place are numbers, the same for the same one."""
+    """Pickles a message with a number in place of each tensor. The same tensor always gets the same number."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -78,7 +83,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def send(pipe: Connection, message: object) -> None:
-    """Tensors go as they lie in memory, by way of the CPU: pickled, they take several times as long."""
+    """Send a message. Tensors are sent as raw CPU memory, because pickling them takes several times as long."""
     file = io.BytesIO()
     outline = _TensorPickler(file)
     outline.dump(message)
@@ -88,7 +93,7 @@ def send(pipe: Connection, message: object) -> None:
 
 
 def receive(pipe: Connection, device: torch.device) -> Any:
-    """The message; what did not lie on the sender's CPU is put on the device."""
+    """Receive a message. Tensors that were not on the sender's CPU are moved to `device`."""
     kinds, outline = pickle.loads(pipe.recv_bytes())
     values = [torch.empty(shape, dtype=kind) for _, kind, shape, _ in kinds]
     _carry(os.readv, pipe, values)
@@ -98,7 +103,7 @@ def receive(pipe: Connection, device: torch.device) -> Any:
 
 
 def _carry(move: Callable[[int, list[memoryview]], int], pipe: Connection, values: Sequence[Tensor]) -> None:
-    """Between the pipe and the tensors' own memory; a call moves what it can, of so many at most."""
+    """Move bytes between the pipe and the tensors' memory. Each call moves what it can of up to MAX_VIEWS buffers."""
     rest = deque(view for value in values if (view := value.flatten().view(torch.uint8).numpy().data))
     while rest:
         count = move(pipe.fileno(), list(islice(rest, MAX_VIEWS)))

@@ -1,8 +1,8 @@
-"""Clients of one machine shared out among processes.
+"""Simulation on one machine with several worker processes.
 
-On CPUs workers are forks of this process: the frozen rest of a model and all data are its memory, held once. CUDA does
-not survive a fork, so on GPUs they are new processes, and each builds the engine anew. In both cases what the server
-sends lies in memory that all can read, and updates come back through pipes.
+On CPUs, workers are forks of this process, so they share its memory for frozen parameters and data. CUDA does not
+survive a fork, so on GPUs workers are new processes, and each builds its own engine. In both cases the server's
+parameters are in shared memory, and updates return through pipes.
 """
 
 from __future__ import annotations
@@ -29,28 +29,37 @@ from partita.core.tensors import Tensors
 from partita.engines.ipc import end_with_parent, receive, send, shared_buffer, tensor_views
 from partita.engines.simulation import SimulationEngine, chunks
 
-JOBS_AHEAD = 2  # answers for each worker that may wait for an earlier one: memory stays within bounds
+JOBS_AHEAD = 2  # finished replies per worker that may wait for an earlier one; this bounds memory
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """A job whose parameters lie on the board, but for those made for this client alone."""
+    """A job whose parameters are in shared memory, except those made for this client alone."""
 
-    job: Job  # with the latter
-    shared: Mapping[str, int]  # the edition of each on the board
+    job: Job  # its `params` hold only the parameters made for this client
+    shared: Mapping[str, int]  # parameter in shared memory -> its version
     state: ClientState
 
 
 @dataclass(frozen=True)
 class WorkerReply:
+    """A worker's replies to a list of requests."""
+
     replies: list[Update | ClientFailure]
-    states: dict[str, tuple[int, ClientState]]  # of those that changed
+    states: dict[str, tuple[int, ClientState]]  # client -> (round, state), for states that changed
 
 
 class MultiprocessEngine:
-    """An embedded engine in `count` processes of one thread each; the answers are those of the engine itself.
+    """A simulation engine spread over worker processes with one thread each. The results are those of the engine.
 
-    With `build`, which makes an engine like it, workers are new processes; on GPUs they take turns at these.
+    Args:
+        engine: The engine to parallelize.
+        count: Number of workers.
+        build: Creates an equal engine in a new process. If given, workers are spawned and assigned to GPUs
+            round-robin; otherwise they are forks.
+
+    Raises:
+        RunError: The engine, the device or the platform does not support workers.
     """
 
     def __init__(
@@ -59,21 +68,21 @@ class MultiprocessEngine:
         if count < 1:
             raise RunError(f"engine.workers is {count}; it must be at least 1")
         if sys.platform != "linux":
-            raise RunError("engine.workers needs processes that share memory as on Linux; leave it at 1")
+            raise RunError("engine.workers > 1 needs Linux, for shared memory between processes; set it to 1")
         if engine.wire:
-            raise RunError("engine.workers cannot go with real messages, whose copies one process holds")
+            raise RunError("engine.workers does not support `wire`, because one process must hold the clients' copies")
         if engine.device.type == "cuda" and build is None:
-            raise RunError("workers on GPUs cannot be forks; give Workers a `build` that makes the engine in each")
+            raise RunError("workers on GPUs cannot be forks; pass MultiprocessEngine a `build` that creates the engine")
         self.engine = engine
         flat = shared_buffer(engine.model.initial)
         self.board = tensor_views(flat, engine.model.initial)
-        self.posted: Tensors = {}  # whose values the board shows
-        self.editions = Counter[str]()
+        self.posted: Tensors = {}  # the tensors whose values are on the board, i.e. in shared memory
+        self.editions = Counter[str]()  # version of each parameter on the board
         self.workers: list[Connection] = []
         self.processes: list[BaseProcess] = []
         context = multiprocessing.get_context("forkserver") if build else multiprocessing.get_context("fork")
         if build:
-            context.set_forkserver_preload([__name__])  # torch is imported once, and no GPU is touched by that
+            context.set_forkserver_preload([__name__])  # imports torch once, without touching a GPU
         for number in range(count):
             ours, theirs = context.Pipe()
             args = theirs, build or (lambda: engine), _device(engine, number), flat
@@ -83,41 +92,43 @@ class MultiprocessEngine:
             self.workers.append(ours)
 
     def close(self) -> None:
+        """Stop all workers and wait until they have exited."""
         for worker in self.workers:
-            with suppress(OSError):  # it may be gone already
+            with suppress(OSError):  # the worker may be dead already
                 send(worker, [])
             worker.close()
         for process in self.processes:
-            process.join()  # whoever comes next finds its memory free
+            process.join()  # after this, its memory is free
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
+        """Train the jobs' clients and yield one reply per job, in order."""
         orders = enumerate(chunks(self._orders(jobs), self.engine.block))
-        idle, busy, waiting, round_info = list(self.workers), dict[Connection, int](), dict[int, WorkerReply](), 0
+        idle, busy, waiting, next_place = list(self.workers), dict[Connection, int](), dict[int, WorkerReply](), 0
         try:
             while True:
-                while round_info in waiting:
-                    answer = waiting.pop(round_info)
-                    round_info += 1
+                while next_place in waiting:
+                    answer = waiting.pop(next_place)
+                    next_place += 1
                     for client, (round, state) in answer.states.items():
                         self.engine.store.save(client, round, state)
                     yield from answer.replies
                 while idle and len(waiting) < JOBS_AHEAD * len(self.workers) and (order := next(orders, None)):
                     worker = idle.pop()
                     busy[worker] = order[0]
-                    with suppress(OSError):  # of one that died, the answer tells
+                    with suppress(OSError):  # if the worker died, reading its answer raises
                         send(worker, order[1])
                 if not busy:
                     return
                 for ready in wait(list(busy)):
-                    worker = next(each for each in busy if each is ready)
+                    worker = next(pipe for pipe in busy if pipe is ready)
                     place = busy.pop(worker)
                     idle.append(worker)
                     waiting[place] = self._answer(worker)
         finally:
-            # Whoever stops listening leaves no worker reading what the next round will write.
+            # If the caller stops early, wait for busy workers: they read memory that the next round overwrites.
             for worker in busy:
                 with suppress(EOFError, OSError):
                     receive(worker, self.engine.device)
@@ -148,8 +159,8 @@ class MultiprocessEngine:
             raise RunError("a worker process died (out of memory?); lower engine.workers") from error
         if isinstance(answer, WorkerReply):
             return answer
-        kind, said = answer
-        raise kind(*said)
+        kind, args = answer
+        raise kind(*args)
 
 
 def _device(engine: SimulationEngine, number: int) -> torch.device:
@@ -160,11 +171,11 @@ def _device(engine: SimulationEngine, number: int) -> torch.device:
 
 def _serve(parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, flat: Tensor) -> None:
     end_with_parent()
-    # One thread: the parent's pool of threads does not live on in a fork, and workers would fight for cores.
+    # One thread: a fork does not inherit the parent's thread pool, and workers would compete for cores.
     torch.set_num_threads(1)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # "cuda" alone, as engines have it, now means this one
-    with suppress(EOFError, ConnectionError):  # the parent is gone, and nobody waits for an answer
+        torch.cuda.set_device(device)  # engines use plain "cuda", which now means this device
+    with suppress(EOFError, ConnectionError):  # the parent is gone
         _answer_all(parent, build, device, flat)
 
 
@@ -183,11 +194,11 @@ def _answer_all(parent: Connection, build: Callable[[], SimulationEngine], devic
 
 
 class _Worker:
-    """An engine in a process of its own, and what it has read off the board."""
+    """An engine in a worker process, with the parameters it has read from shared memory."""
 
     def __init__(self, engine: SimulationEngine, device: torch.device, flat: Tensor) -> None:
         self.engine, self.device, self.board = engine, device, tensor_views(flat, engine.model.initial)
-        self.read: dict[str, tuple[int, Tensor]] = {}  # with its edition; on a CPU, it is the board itself
+        self.read: dict[str, tuple[int, Tensor]] = {}  # name -> (version, tensor); on a CPU, a view of the board
 
     def answer(self, orders: Sequence[WorkerRequest]) -> WorkerReply:
         store = self.engine.store = MemoryStore()

@@ -1,4 +1,4 @@
-"""All clients on one machine: one by one, or in blocks lifted with vmap."""
+"""Simulation of all clients on one machine, one at a time or in blocks with vmap."""
 
 from __future__ import annotations
 
@@ -37,14 +37,24 @@ from partita.training.local_training import group_key, start_training
 from partita.training.phase_trainer import PhaseTrainer
 
 T = TypeVar("T")
-EXAMPLES_KEPT = 4096  # clients whose rows are kept for their next visit, out of a population that may be large
+EXAMPLES_KEPT = 4096  # maximum number of clients whose training rows are cached; the population may be large
 
 
 class SimulationEngine:
-    """`block` clients train side by side; with `graphs`, by programs that a GPU records once and replays.
+    """Engine that trains all clients in this process.
 
-    With `wire`, every message is really packed and unpacked and every client keeps its own copy of what it was sent,
-    as a remote one would: slower, and proof that the bytes suffice.
+    Args:
+        run: The run.
+        model: The model.
+        population: The clients' data.
+        block: Number of clients that train together.
+        device: The device. Default: the CPU.
+        store: Store of the clients' state. Default: in memory.
+        availability: Simulated dropouts and stragglers. Default: none.
+        wire: Serialize and deserialize every message, and let every client keep its own copy of what it was sent, as
+            a remote client would. This is slower, and proves that the transmitted bytes are sufficient.
+        evaluator: Metrics of the task.
+        graphs: Cache of CUDA graphs or compiled steps. Default: eager steps.
     """
 
     def __init__(
@@ -64,7 +74,7 @@ class SimulationEngine:
         self.device = device or torch.device("cpu")
         self.store, self.availability, self.wire = store or MemoryStore(), availability or Availability(), wire
         self.evaluator, self.make_trainer = evaluator, graphs or PhaseTrainer
-        self.ahead = int(self.device.type == "cuda")  # blocks; a CPU would only hold more
+        self.ahead = int(self.device.type == "cuda")  # blocks launched in advance; on a CPU they would only use memory
         self.copies: dict[str, Tensors] = {}
         self.rows: dict[str, Examples] = {}
         model.to(self.device)
@@ -73,32 +83,36 @@ class SimulationEngine:
         return self.population.clients
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
-        """A GPU is given the next block before the last one is answered for, so that it never waits for us."""
-        at_work: deque[Iterator[Update | ClientFailure]] = deque()
+        """Train the jobs' clients and yield one reply per job, in order.
+
+        On a GPU, the next block is launched before the replies of the last one are collected, so that the GPU does not
+        idle.
+        """
+        launched: deque[Iterator[Update | ClientFailure]] = deque()
         for chunk in chunks(jobs, self.block):
-            at_work.append(self._train(chunk))
-            if len(at_work) > self.ahead:
-                yield from at_work.popleft()
-        for answers in at_work:
+            launched.append(self._train(chunk))
+            if len(launched) > self.ahead:
+                yield from launched.popleft()
+        for answers in launched:
             yield from answers
 
     def _train(self, jobs: Sequence[Job]) -> Iterator[Update | ClientFailure]:
         client_rounds = [self._visit(job) for job in jobs]
-        wait = self._launch(self.run, [each for each in client_rounds if isinstance(each, ClientRound)])
+        wait = self._launch(self.run, [item for item in client_rounds if isinstance(item, ClientRound)])
 
         def answers() -> Iterator[Update | ClientFailure]:
             learned = iter(wait())
-            for each in client_rounds:
-                yield each if isinstance(each, ClientFailure) else self._reply(each, next(learned))
+            for item in client_rounds:
+                yield item if isinstance(item, ClientFailure) else self._reply(item, next(learned))
 
         return answers()
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
-        """Each client's model on the client's own test part, or on the examples given."""
+        """Score each client's model on the client's own test set, or on the examples `on`."""
         for chunk in chunks(jobs, self.block):
             full = [self._full(job) for job in chunk]
             if self.run.method.adapt:
-                # Plain training: the method's rules belong to its own rounds.
+                # Plain training: the method's client rules apply to its own rounds only.
                 plain = replace(self.run, method=replace(self.run.method, client_rules=(), carry_optimizer=False))
                 trials = [self._trial(job, self.run.method.adapt(self.model)) for job in chunk]
                 adapted = self._launch(plain, trials)()
@@ -112,7 +126,7 @@ class SimulationEngine:
         return adaptation_round(self.run, self.model, job, state, self.population[job.client].train, phases)
 
     def _full(self, job: Job) -> Tensors:
-        """The state after the job's round, not before it."""
+        """Return all parameters of the client's model, with its state after the job's round."""
         return client_params(self.run, self.model, job, self.store.load(job.client, job.round + 1))[1]
 
     def _visit(self, job: Job) -> ClientRound | ClientFailure:
@@ -126,7 +140,7 @@ class SimulationEngine:
             return self._lost(fault)
 
     def _train_part(self, client: str) -> Examples:
-        """Rows of a table are kept: they are a few numbers, and making them anew holds up a GPU."""
+        """Return the client's training examples. Table rows are cached: they are small, and rebuilding stalls a GPU."""
         if client in self.rows:
             return self.rows[client]
         examples = self.population[client].train
@@ -150,12 +164,12 @@ class SimulationEngine:
 
     def _launch(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
         groups: dict[Hashable, list[int]] = {}
-        for place, each in enumerate(client_rounds):
-            groups.setdefault(group_key(run, each), []).append(place)
+        for place, client_round in enumerate(client_rounds):
+            groups.setdefault(group_key(run, client_round), []).append(place)
         waits = [(places, self._group(run, [client_rounds[place] for place in places])) for places in groups.values()]
 
         def wait() -> list[LocalResult]:
-            learned = {place: each for places, rest in waits for place, each in zip(places, rest(), strict=True)}
+            learned = {place: result for places, rest in waits for place, result in zip(places, rest(), strict=True)}
             return [learned[place] for place in range(len(client_rounds))]
 
         return wait
@@ -166,13 +180,14 @@ class SimulationEngine:
         except torch.OutOfMemoryError as error:
             remedy = "lower engine.clients_per_block" if len(client_rounds) > 1 else "lower training.batch_size"
             remedy += ", or set engine.cuda_graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
-            raise RunError(f"{len(client_rounds)} clients side by side do not fit the memory; {remedy}") from error
+            raise RunError(f"out of memory while training {len(client_rounds)} clients together; {remedy}") from error
         except RuntimeError as error:
             if "deterministic implementation" not in str(error):
                 raise
             raise RunError(
-                f"{self.model.name} does what has no deterministic form on a GPU: {str(error).partition(',')[0]}; "
-                "set engine.deterministic = false, and last digits may differ from run to run"
+                f"{self.model.name} uses an operation without a deterministic GPU kernel: "
+                f"{str(error).partition(',')[0]}; set engine.deterministic = false, but then the last digits may "
+                "differ between runs"
             ) from error
 
     def _carry(self, job: Job) -> Job:
@@ -191,6 +206,7 @@ class SimulationEngine:
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Split items into lists of `size`; the last one may be shorter."""
     stream = iter(items)
     while chunk := list(islice(stream, size)):
         yield chunk

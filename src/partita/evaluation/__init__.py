@@ -1,4 +1,4 @@
-"""How good a model is on a set of examples."""
+"""Evaluate a model on a set of examples."""
 
 from __future__ import annotations
 
@@ -26,24 +26,28 @@ __all__ = ["ACCURACY", "EvaluationError", "Evaluator", "Metric", "evaluator_for"
 
 
 class Evaluator(Protocol):
-    """Makes scores of a model's answers, batch after batch; a score that is not defined on them is left out."""
+    """Computes scores from batches of predictions. Scores that are undefined for the examples are omitted."""
 
     @property
-    def primary(self) -> Metric: ...
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of all scores that it can make."""
+    def primary(self) -> Metric:
+        """The metric that a run is judged by."""
         ...
 
     @property
-    def batch(self) -> int: ...
+    def metrics(self) -> tuple[str, ...]:
+        """The names of all scores that it can return."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """The batch size for evaluation."""
+        ...
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]: ...
 
 
 class Task(Protocol):
-    """What decides how answers are judged."""
+    """Task properties that decide which evaluator is used."""
 
     @property
     def kind(self) -> str: ...
@@ -59,6 +63,7 @@ ACCURACY = Accuracy()
 
 
 def evaluator_for(task: Task) -> Evaluator:
+    """Return the evaluator for a task."""
     if task.kind == "tokens":
         return Entities(task.classes)
     if task.kind == "lm":
@@ -69,7 +74,7 @@ def evaluator_for(task: Task) -> Evaluator:
 
 
 def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY) -> dict[str, float]:
-    """The measure's scores by name; an empty set has none."""
+    """Return the scores of a model by name. An empty set of examples has none."""
     return evaluator(_predictions(model, params, examples, evaluator.batch)) if len(examples) else {}
 
 

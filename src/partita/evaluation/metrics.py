@@ -1,4 +1,4 @@
-"""Scores for each kind of task. scikit-learn and seqeval are imported when they are used."""
+"""Evaluators for each kind of task. scikit-learn and seqeval are imported on first use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from partita.core.data import IGNORE_INDEX
 
 
 class EvaluationError(ValueError):
-    """A score that cannot be had as it was asked for."""
+    """A score cannot be computed."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What a run is judged by. One of which more is better is a share from 0 to 1."""
+    """The metric that a run is judged by. If higher is better, its values are in [0, 1]."""
 
     name: str
     higher_is_better: bool = True
@@ -31,7 +31,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of a batch, what is right, and the loss of each example."""
+    """Logits, targets and per-example losses of a batch."""
 
     logits: Tensor
     targets: Tensor
@@ -40,25 +40,25 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy and mean loss, and no more: cheap for large test sets."""
+    """Accuracy and mean loss only: cheap for large test sets."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
-    batch: ClassVar[int] = 512  # large, since nothing is kept for a backward pass
+    batch: ClassVar[int] = 512  # large, because no activations are kept for a backward pass
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         right = loss = 0.0
         count = 0
-        for each in batches:
-            right += float((each.logits.argmax(-1) == each.targets).sum())
-            loss += float(each.losses.sum())
-            count += len(each.targets)
+        for batch in batches:
+            right += float((batch.logits.argmax(-1) == batch.targets).sum())
+            loss += float(batch.losses.sum())
+            count += len(batch.targets)
         return {"accuracy": right / count, "loss": loss / count}
 
 
 @dataclass(frozen=True)
 class SingleLabel:
-    """One class of several. The macro means are over the classes that occur; AUROC is one class against the rest."""
+    """Single-label classification. Macro averages are over the classes that occur. AUROC is one-vs-rest."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "macro_f1", "micro_f1", "auroc", "loss")
@@ -78,7 +78,7 @@ class SingleLabel:
 
 @dataclass(frozen=True)
 class MultiLabel:
-    """Any number of classes: those above one half. The macro means are over the classes that occur."""
+    """Multi-label classification with threshold 0.5. Macro averages are over the classes that occur."""
 
     primary: ClassVar[Metric] = Metric("micro_f1")
     metrics: ClassVar[tuple[str, ...]] = ("macro_f1", "micro_f1", "auroc", "loss")
@@ -92,7 +92,7 @@ class MultiLabel:
 
 @dataclass(frozen=True)
 class Entities:
-    """Entities told by BIO tags, as seqeval counts them in its strict mode: all words and the type must be right."""
+    """Entity scores from BIO tags, as in seqeval's strict mode: the type and all words of an entity must match."""
 
     tags: tuple[str, ...]
 
@@ -102,20 +102,20 @@ class Entities:
 
     def __post_init__(self) -> None:
         if find_spec("seqeval") is None:
-            raise EvaluationError("scores of entities need the package 'seqeval': pip install 'partita[text]'")
+            raise EvaluationError("entity scores need the package 'seqeval': pip install 'partita[text]'")
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         truths: list[list[str]] = []
         guesses: list[list[str]] = []
         mean = _MeanPerToken()
         right = 0
-        for each in batches:
-            mean.add(each)
-            predicted, wanted = each.logits.argmax(-1).cpu(), each.targets.cpu()  # (example, token)
-            asked = wanted != IGNORE_INDEX
-            right += int(((predicted == wanted) & asked).sum())
-            for row, real in enumerate(asked):
-                truths.append([self.tags[tag] for tag in wanted[row][real].tolist()])
+        for batch in batches:
+            mean.add(batch)
+            predicted, targets = batch.logits.argmax(-1).cpu(), batch.targets.cpu()  # (example, token)
+            valid = targets != IGNORE_INDEX
+            right += int(((predicted == targets) & valid).sum())
+            for row, real in enumerate(valid):
+                truths.append([self.tags[tag] for tag in targets[row][real].tolist()])
                 guesses.append([self.tags[tag] for tag in predicted[row][real].tolist()])
         scores = {"accuracy": right / mean.count, "loss": mean.value} if mean.count else {}
         return {**_entity_scores(truths, guesses), **scores}
@@ -123,7 +123,7 @@ class Entities:
 
 @dataclass(frozen=True)
 class NextToken:
-    """The mean loss of a token, and e to its power."""
+    """Mean loss per token, and its exponential, the perplexity."""
 
     primary: ClassVar[Metric] = Metric("perplexity", higher_is_better=False)
     metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
@@ -131,13 +131,13 @@ class NextToken:
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
         mean = _MeanPerToken()
-        for each in batches:
-            mean.add(each)
+        for batch in batches:
+            mean.add(batch)
         return {"loss": mean.value, "perplexity": math.exp(mean.value) if mean.value < 700 else math.inf}
 
 
 class _MeanPerToken:
-    """Of losses that are means over the tokens of an example, back to the mean over all tokens."""
+    """Turns per-example mean losses into the mean over all tokens."""
 
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
@@ -153,9 +153,9 @@ class _MeanPerToken:
 
 
 def _gathered(batches: Iterator[Predictions]) -> tuple[Tensor, Tensor, float]:
-    """Logits, targets and the mean loss of all examples."""
-    found = [(each.logits.cpu(), each.targets.cpu(), each.losses.cpu()) for each in batches]
-    logits, targets, losses = (torch.cat(parts) for parts in zip(*found, strict=True))
+    """Return the logits, targets and mean loss of all examples."""
+    outputs = [(batch.logits.cpu(), batch.targets.cpu(), batch.losses.cpu()) for batch in batches]
+    logits, targets, losses = (torch.cat(parts) for parts in zip(*outputs, strict=True))
     return logits, targets, float(losses.double().mean())
 
 
@@ -170,7 +170,7 @@ def _f1(truth: NDArray[Any], guesses: NDArray[Any]) -> dict[str, float]:
 
 
 def _auroc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
-    """The mean over the classes of which there are examples and counterexamples."""
+    """Return the mean AUROC over the classes with both positive and negative examples."""
     from sklearn.metrics import roc_auc_score
 
     both = np.flatnonzero(truth.any(0) & ~truth.all(0))
@@ -185,5 +185,5 @@ def _entity_scores(truths: list[list[str]], guesses: list[list[str]]) -> dict[st
 
     if not any(tag != "O" for row in (*truths, *guesses) for tag in row):
         return {}
-    found = precision_recall_fscore_support(truths, guesses, average="micro", zero_division=0, scheme=IOB2)
-    return {name: float(value) for name, value in zip(("precision", "recall", "f1"), found[:3], strict=True)}
+    values = precision_recall_fscore_support(truths, guesses, average="micro", zero_division=0, scheme=IOB2)
+    return {name: float(value) for name, value in zip(("precision", "recall", "f1"), values[:3], strict=True)}

@@ -1,6 +1,4 @@
-"""Signs of trouble, from what the server sees of each round: choices of layers that have lost their point, updates far
-beyond the others, and rounds that did not count.
-"""
+"""Alarms from what the server sees of each round: uninformative layer choices, outlying updates, skipped rounds."""
 
 from __future__ import annotations
 
@@ -14,34 +12,34 @@ from partita.core.model import Model, layer_number, layer_tag
 from partita.core.rounds import RoundResult
 from partita.core.tensors import Names
 
-SHORT_WINDOW, LONG_WINDOW = (
-    3,
-    8,
-)  # rounds in a row that a sign must last: scores and senders, and layers that nobody chose
-MIN_SPREAD = 0.05  # scores of layers that differ by less than this part of the largest tell nothing
-MIN_SHARE = 3  # clients below whom a layer with one sender is no surprise, nor an update longer than the others
-OUTLIER_RATIO = 10.0  # times the round's median norm, from which an update is absurd; honest clients differ by less
-NAMED = 5  # clients that an alarm names
+SHORT_WINDOW = 3  # consecutive rounds before an alarm on scores or on the number of senders per layer
+LONG_WINDOW = 8  # consecutive rounds before an alarm on layers that no client chose
+MIN_SPREAD = 0.05  # layer scores are uninformative if their range is below this fraction of the largest
+MIN_SHARE = 3  # with fewer clients, a layer with one sender or an update with a large norm is not suspicious
+OUTLIER_RATIO = 10.0  # an update is an outlier above this multiple of the median norm; honest clients stay below it
+NAMED = 5  # maximum number of clients named in an alarm
 
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """One round: by client, the layers that it sent, and the scores that it told of layers."""
+    """What the window checks need to know of one round."""
 
     round: int
-    sent: Mapping[str, Names]
-    scores: Mapping[str, Mapping[str, float]]
+    sent: Mapping[str, Names]  # client -> layers that it sent
+    scores: Mapping[str, Mapping[str, float]]  # client -> layer -> score that it reported
 
 
 @dataclass(frozen=True)
 class Alarm:
+    """A sign of trouble in a round, with a suggested remedy in `text`."""
+
     kind: Literal["attention collapse", "layer starvation", "aggregation mismatch", "outlying update", "skipped round"]
     round: int
     text: str
 
 
 def summarize(each: RoundResult, model: Model) -> RoundSummary:
-    """What to keep of a round: small, and without its tensors."""
+    """Summarize a round without keeping its tensors."""
     sent = {
         client: frozenset(layer for name in names if (layer := layer_tag(model.tags[name])))
         for client, names in each.sent.items()
@@ -52,26 +50,26 @@ def summarize(each: RoundResult, model: Model) -> RoundSummary:
         }
         for client, metrics in each.metrics.items()
     }
-    return RoundSummary(each.number, sent, {client: found for client, found in scores.items() if found})
+    return RoundSummary(each.number, sent, {client: by_layer for client, by_layer in scores.items() if by_layer})
 
 
 def check_round(each: RoundResult) -> list[Alarm]:
-    """Those that one round raises by itself, whatever the method."""
-    found = (_outlying(each), _skipped(each))
-    return [alarm for alarm in found if alarm]
+    """Return the alarms of a single round. They apply to every method."""
+    alarms = (_outlying(each), _skipped(each))
+    return [alarm for alarm in alarms if alarm]
 
 
 def _outlying(each: RoundResult) -> Alarm | None:
-    usual = median(each.norms.values()) if len(each.norms) >= MIN_SHARE else 0.0
-    far = {client: norm for client, norm in each.norms.items() if norm > OUTLIER_RATIO * usual > 0}
-    if not far:
+    typical = median(each.norms.values()) if len(each.norms) >= MIN_SHARE else 0.0
+    outliers = {client: norm for client, norm in each.norms.items() if norm > OUTLIER_RATIO * typical > 0}
+    if not outliers:
         return None
-    longest = sorted(far, key=lambda client: -far[client])
-    shown = ", ".join(f"{client} ({far[client]:.3g})" for client in longest[:NAMED])
-    shown += f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
+    longest = sorted(outliers, key=lambda client: -outliers[client])
+    shown = ", ".join(f"{client} ({outliers[client]:.3g})" for client in longest[:NAMED])
+    shown += f" and {len(outliers) - NAMED} more" if len(outliers) > NAMED else ""
     text = (
-        f"the update of {shown} is more than {OUTLIER_RATIO:g} times as long as the round's median of {usual:.3g}; "
-        "look at the client's data, or bound all updates with federation.max_norm"
+        f"the update norm of {shown} is more than {OUTLIER_RATIO:g} times the round's median of {typical:.3g}; "
+        "check the client's data, or clip all updates with federation.max_norm"
     )
     return Alarm("outlying update", each.number, text)
 
@@ -79,26 +77,31 @@ def _outlying(each: RoundResult) -> Alarm | None:
 def _skipped(each: RoundResult) -> Alarm | None:
     if each.skipped is None:
         return None
-    return Alarm("skipped round", each.number, f"{each.skipped}; the server stayed as it was")
+    return Alarm("skipped round", each.number, f"{each.skipped}; the server state did not change")
 
 
 def check_window(window: Sequence[RoundSummary], layers: Sequence[str]) -> list[Alarm]:
-    """Those that hold at the end of a window of rounds, oldest first, of which the last `LONG` are enough."""
-    found = (_collapse(window), _starvation(window[-LONG_WINDOW:], layers), _mismatch(window[-SHORT_WINDOW:]))
-    return [alarm for alarm in found if alarm]
+    """Return the alarms on clients' layer choices at the end of a window of rounds.
+
+    Args:
+        window: Summaries, oldest first. The last `LONG_WINDOW` rounds are enough.
+        layers: All layers of the model.
+    """
+    alarms = (_collapse(window), _starvation(window[-LONG_WINDOW:], layers), _mismatch(window[-SHORT_WINDOW:]))
+    return [alarm for alarm in alarms if alarm]
 
 
 def _collapse(window: Sequence[RoundSummary]) -> Alarm | None:
-    metrics = [each for each in window if each.scores][-SHORT_WINDOW:]
-    if len(metrics) < SHORT_WINDOW:
+    scored = [summary for summary in window if summary.scores][-SHORT_WINDOW:]
+    if len(scored) < SHORT_WINDOW:
         return None
-    apart = [_spread(scores) for each in metrics for scores in each.scores.values()]
-    if max(apart) >= MIN_SPREAD:
+    spreads = [_spread(scores) for summary in scored for scores in summary.scores.values()]
+    if max(spreads) >= MIN_SPREAD:
         return None
     text = (
-        f"no client's scores of its layers differed by more than {max(apart):.1%} in the last {SHORT_WINDOW} rounds "
-        "that told any, so the choice is near to chance; choose other method.tokens, enlarge method.probe, or set "
-        "method.select = 'gradient'"
+        f"no client's layer scores differed by more than {max(spreads):.1%} in the last {SHORT_WINDOW} rounds "
+        "with scores, so the choice of layers is nearly random; choose other method.tokens, increase method.probe, or "
+        "set method.select = 'gradient'"
     )
     return Alarm("attention collapse", window[-1].round, text)
 
@@ -109,16 +112,16 @@ def _spread(scores: Mapping[str, float]) -> float:
 
 
 def _starvation(window: Sequence[RoundSummary], layers: Sequence[str]) -> Alarm | None:
-    if len(window) < LONG_WINDOW or not any(each.scores for each in window):
-        return None  # without scores the choice is not the clients' own
-    choices = [chosen for each in window for chosen in each.sent.values()]
+    if len(window) < LONG_WINDOW or not any(summary.scores for summary in window):
+        return None  # without scores, the clients did not choose the layers themselves
+    choices = [chosen for summary in window for chosen in summary.sent.values()]
     starved = sorted(set(layers).difference(*choices), key=layer_number)
     if not starved or (2 * len(starved) < len(layers) and len(set(choices)) > 1):
         return None
     shown = ", ".join(str(layer_number(layer)) for layer in starved[:8]) + (" ..." if len(starved) > 8 else "")
     text = (
-        f"{len(starved)} of {len(layers)} layers ({shown}) were chosen by nobody in the last {LONG_WINDOW} rounds; see "
-        "whether method.select = 'random' does as well, raise method.k, or give each its turn with 'round-robin'"
+        f"{len(starved)} of {len(layers)} layers ({shown}) were chosen by no client in the last {LONG_WINDOW} rounds; "
+        "check whether method.select = 'random' does as well, increase method.k, or take turns with 'round-robin'"
     )
     return Alarm("layer starvation", window[-1].round, text)
 
@@ -127,15 +130,15 @@ def _mismatch(window: Sequence[RoundSummary]) -> Alarm | None:
     if len(window) < SHORT_WINDOW:
         return None
     alone = total = 0
-    for each in window:
-        senders = Counter(layer for chosen in each.sent.values() for layer in chosen)
+    for summary in window:
+        senders = Counter(layer for chosen in summary.sent.values() for layer in chosen)
         single = sum(count == 1 for count in senders.values())
-        if len(each.sent) < MIN_SHARE or 2 * single <= len(senders):
+        if len(summary.sent) < MIN_SHARE or 2 * single <= len(senders):
             return None
         alone, total = alone + single, total + len(senders)
     text = (
         f"of the layers sent in the last {SHORT_WINDOW} rounds, {alone} of {total} came from a single client, so "
-        "they were not averaged; ask more clients a round with federation.cohort, raise method.k, or set "
+        "they were not averaged; increase federation.cohort, increase method.k, or set "
         "method.average_over = 'cohort'"
     )
     return Alarm("aggregation mismatch", window[-1].round, text)

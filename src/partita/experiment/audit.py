@@ -1,4 +1,4 @@
-"""Attack a recorded run, and write down in its folder what the attacks found."""
+"""Audit a recorded run's privacy claim with checks and attacks, and write the findings to its folder."""
 
 from __future__ import annotations
 
@@ -36,18 +36,30 @@ from partita.privacy.mechanism_clients import check_clients
 from partita.privacy.membership import Array, best_guesses, confidence_of, likelihood_ratios, roc
 
 AUDIT = "audit.json"
-CLIENTS, EXAMPLES = 50, 500  # at most, of each kind, that the attacks on the finished run look at
-DELTA = 1e-5  # at which epsilon is bounded where the run promises none
+CLIENTS, EXAMPLES = 50, 500  # limits for the attacks on the finished run: clients, and examples per data set of each
+DELTA = 1e-5  # delta of the bound on epsilon, if the run makes no privacy claim
 
 Found = dict[str, Any]
 
 
 def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
-    """Attacks on the finished model and on an update; with canaries, on training itself, which is then run again."""
+    """Check the run's mechanism, attack its final model and an update, and optionally attack its training.
+
+    Args:
+        folder: Folder of a finished run.
+        canaries: Number of canaries. If not 0, training is repeated with them, which bounds epsilon from below.
+        shadows: Number of additional training runs for likelihood ratios (LiRA). Needs canaries.
+
+    Returns:
+        The findings, as written to `audit.json`.
+
+    Raises:
+        PrivacyError: The run is not finished, or there is nothing to attack.
+    """
     if run_folder.finished(folder) is None:
         raise PrivacyError(f"{folder} holds no finished run; finish it with 'partita resume {folder}'")
     if shadows and not canaries:
-        raise PrivacyError("--shadows are runs with and without canaries; say how many with --canaries")
+        raise PrivacyError("--shadows needs canaries; set their number with --canaries")
     identity = run_folder.verify(folder)
     experiment = build(load(folder / run_folder.CONFIG))
     guard = experiment.guard
@@ -67,25 +79,25 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
 
 
 def failures(found: Found) -> list[str]:
-    """What an audit found against the claim, one sentence each."""
-    said = [
-        f"{each['what']} is {each['found']:.4g}, and {each['charged']:.4g} was charged (p = {each['p']:.1g})"
-        for each in found["mechanism"]
-        if not each["passed"]
+    """Return the findings that contradict the privacy claim, one sentence each."""
+    sentences = [
+        f"{check['what']} is {check['found']:.4g}, and {check['charged']:.4g} was charged (p = {check['p']:.1g})"
+        for check in found["mechanism"]
+        if not check["passed"]
     ]
     planned = (found["claim"] or {}).get("planned")
     if found["bound"] and planned is not None and found["bound"]["epsilon"] > planned:
-        said.append(f"epsilon is at least {found['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
-    return said
+        sentences.append(f"epsilon is at least {found['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
+    return sentences
 
 
 def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[Check]:
-    """A few private steps or rounds again, from the final model, against the settings that were charged."""
+    """Repeat a few private steps or rounds from the final model and compare them with the charged settings."""
     run, model, federation = experiment.run, experiment.model, experiment.federation
     model.to(experiment.device)
     if _trusts_server(experiment):
         cohorts = [row["cohort"] for row in run_folder.read_rows(folder)]
-        # Other transforms are between the clients and the clip, and may send what cannot be scaled.
+        # The other transforms run between the clients and the clipping, and may send tensors that cannot be scaled.
         method = replace(run.method, transforms=run.method.transforms[:1])
         short = replace(run, method=method, training=replace(run.training, steps=1))
         engine = SimulationEngine(short, model, federation, device=experiment.device)
@@ -97,7 +109,7 @@ def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[
 
 
 def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Checkpoint) -> Found:
-    """Members are clients' training examples, outsiders those of their validation and test parts."""
+    """Membership inference: members are clients' training examples, non-members their validation and test examples."""
     run, model, federation = experiment.run, experiment.model, experiment.federation
     done, server = saved.done, saved.server
     store = MemoryStore(DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states))
@@ -125,10 +137,12 @@ def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Checkpoin
                     for part in (data.train, *outside)
                 ]
                 by_update.append(
-                    (score[0].double().numpy(), np.concatenate([each.double().numpy() for each in score[1:]]))
+                    (score[0].double().numpy(), np.concatenate([part.double().numpy() for part in score[1:]]))
                 )
     if not by_loss:
-        raise PrivacyError("no client here has both training and test examples, so there is nobody to tell apart")
+        raise PrivacyError(
+            "no client has both training and held-out examples, so a membership attack has nothing to compare"
+        )
     attacks = {"loss of the final model": _roc_over(by_loss)}
     if by_update and not _trusts_server(experiment):
         attacks["one more update"] = _roc_over(by_update)
@@ -141,7 +155,7 @@ def _roc_over(parts: list[tuple[Array, Array]]) -> Found:
 
 
 def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Found) -> Found:
-    """The same rounds and cohorts as the run's own, so that what was promised for it is promised here."""
+    """Retrain with canaries in the same rounds and cohorts as the run, so that its guarantee applies here too."""
     key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
     single = task.kind in ("image", "text") and not task.multi_label
     canaries = choose_canaries(experiment.federation, count, key, len(task.classes) if single else 0)
@@ -154,10 +168,10 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
     if shadows:
         runs = []
         for number in range(shadows):
-            tossed = canaries.redraw(key / "shadow" / number)
-            other = replace(experiment, run=replace(experiment.run, key=key / "shadow" / number))
-            _, ended = _play(other, CanaryPopulation(experiment.federation, tossed), listen=False)
-            runs.append((confidence_of(ended), tossed.included))
+            redrawn = canaries.redraw(key / "shadow" / number)
+            shadow = replace(experiment, run=replace(experiment.run, key=key / "shadow" / number))
+            _, final = _play(shadow, CanaryPopulation(experiment.federation, redrawn), listen=False)
+            runs.append((confidence_of(final), redrawn.included))
         ratios = likelihood_ratios(confidence_of(losses), *(np.stack(part) for part in zip(*runs, strict=True)))
         known = np.isfinite(ratios)
         attacks["shadow runs (LiRA)"] = roc(ratios[known & included], ratios[known & ~included]).about()
@@ -165,19 +179,19 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
 
 
 def _play(experiment: Experiment, canary_population: CanaryPopulation, listen: bool = True) -> tuple[Array, Array]:
-    """(what an eavesdropper heard of each canary, its loss at the end)"""
+    """Train with canaries. Returns the eavesdropper's scores and the final loss, both per canary."""
     run, model = experiment.run, experiment.model
     engine = SimulationEngine(
         run, model, canary_population, experiment.block, experiment.device, availability=experiment.availability
     )
     ear = Eavesdropper(run, model, engine, canary_population)
     server: Server | None = None
-    for each in rounds(replace(run, drift=False), model, ear if listen else engine):
-        server = each.server
+    for result in rounds(replace(run, drift=False), model, ear if listen else engine):
+        server = result.server
     assert server is not None
     return ear.heard(), canary_losses(model, {**model.initial, **server.params}, canary_population)
 
 
 def _trusts_server(experiment: Experiment) -> bool:
-    """Client-level privacy is promised to those who see what the server hands out, not single updates."""
+    """Return whether the guarantee trusts the server: client-level privacy covers its output, not single updates."""
     return experiment.guard is not None and experiment.guard.privacy_config.unit == "client"

@@ -1,4 +1,4 @@
-"""From a config to an experiment: its parts, built and checked before any round is played."""
+"""Build an experiment from a config. All parts are checked before the first round."""
 
 from __future__ import annotations
 
@@ -36,18 +36,21 @@ class Experiment:
     federation: Federation
     availability: Availability
     device: torch.device
-    block: int
+    block: int  # clients that train together
     evaluator: Evaluator
     guard: PrivacyGuard | None = None
     graphs: GraphCache | None = None
 
 
 def build(config: Config, secret: Key | None = None) -> Experiment:
-    """Build and check all parts.
+    """Build and check all parts of an experiment.
 
     Args:
         config: The experiment.
-        secret: What a private run without a secret file of its own draws by. A new one unless given.
+        secret: Key for the private random draws of a run without `engine.secret_file`. Default: a new random key.
+
+    Raises:
+        RunError: The parts do not fit each other, or this machine cannot run them.
     """
     key = Key(config.seed)
     device = _ready(config.engine)
@@ -55,11 +58,9 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     task = data.load(config.data["name"], key / "data", **_data_options(config))
     federation = data.split(task, **config.split, key=key / "split")
     federation = federation.pooled() if method.pool else federation
-    if strange := sorted(name for name in method.clients if name not in federation.clients):
+    if unknown := sorted(name for name in method.clients if name not in federation.clients):
         known = ", ".join(federation.clients[:3])
-        raise RunError(
-            f"method names the client '{strange[0]}', who is not there; clients are called {known} and so on"
-        )
+        raise RunError(f"the method names client '{unknown[0]}', which does not exist; clients are {known}, ...")
     model = models.build(config.model["name"], task, key / "model", **_rest(config.model, "name"))
     model = method.extend(model, key / "extend") if method.extend else model
     whole = model, federation
@@ -101,13 +102,14 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     plan_for(method.plan, model, RoundInfo(0, run.rounds, federation.clients[0]))
     plan_for(method.plan, model, RoundInfo(run.rounds - 1, run.rounds, federation.clients[0]))
     if method.adapt:
-        method.adapt(model)  # a phase that cannot be is refused now and not after hours of training
+        method.adapt(model)  # fail now on an invalid phase, not after hours of training
     return Experiment(config, run, model, federation, availability, device, block, evaluator_for(task), guard, graphs)
 
 
 class _Sizes(Mapping[str, int]):
-    """Training examples by client, counted when somebody asks: of a large population few are ever asked for. 0 where
-    the examples are elsewhere.
+    """Number of training examples per client, 0 if the examples are on another machine.
+
+    Counted on demand: in a large population, most clients are never asked.
     """
 
     def __init__(self, federation: Federation) -> None:
@@ -128,20 +130,20 @@ class _Sizes(Mapping[str, int]):
 def _warn_slow_bf16(times: float) -> None:
     if times > 2:
         warnings.warn(
-            f"bfloat16 takes this CPU about {times:.0f} times as long as float32; to try a run here, set "
+            f"bfloat16 is about {times:.0f} times slower than float32 on this CPU; to try a run here, set "
             "training.precision and model.dtype to 'float32'",
             stacklevel=3,
         )
 
 
 def _data_options(config: Config) -> dict[str, Any]:
-    """Texts are cut into the tokens of the model, unless another tokenizer is named."""
+    """Return the data options. The tokenizer defaults to the model's."""
     options, name = _rest(config.data, "name"), config.data["name"]
     return {"tokenizer": config.model.get("path"), **options} if data.takes(name, "tokenizer") else options
 
 
 def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
-    """What the frozen lowest layers make of each example is computed once."""
+    """Replace the examples by the output of the lowest frozen layers, computed once, and drop those layers."""
     from partita.models.frozen_cache import cache_frozen
 
     task = federation.task
@@ -154,7 +156,7 @@ def _rest(table: Any, key: str) -> dict[str, Any]:
 
 
 def makes_secret(config: Config) -> bool:
-    """Whether the run draws by a secret that it makes itself."""
+    """Return whether the run creates its own secret for the private random draws."""
     return config.privacy is not None and not config.privacy.repeatable and config.engine.secret_file is None
 
 
@@ -162,21 +164,21 @@ def _secret(config: Config, given: Key | None) -> Key | None:
     if config.engine.secret_file is not None:
         if config.privacy is not None and config.privacy.repeatable:
             raise RunError(
-                "privacy.repeatable draws by the seed, and engine.secret_file by a file; leave one of them out"
+                "privacy.repeatable draws noise from the seed, but engine.secret_file draws it from a file; remove one"
             )
-        # A file can serve many experiments, and two that drew the same noise would give it away.
+        # Several experiments may use one file. Two that drew the same noise would reveal it.
         return from_file(Path(config.engine.secret_file)) / shared_digest(config)
     return (given or draw()) if makes_secret(config) else None
 
 
 def _ready(engine: EngineConfig) -> torch.device:
-    """Set torch up for this process as the config says."""
+    """Configure torch for this process and return the device."""
     if engine.threads:
         torch.set_num_threads(engine.threads)
     configure_backends(engine.onednn)
     device = _device(engine.device)
     if device.type == "cuda":
-        # Without it, the fused attention's backward pass sums in whatever order its blocks finish.
+        # Otherwise the backward pass of fused attention sums in the order in which its blocks finish.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(engine.deterministic)
     return device

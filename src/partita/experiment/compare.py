@@ -1,4 +1,4 @@
-"""Several methods over several seeds: a folder a run, several runs side by side in processes."""
+"""Compare several methods over several seeds. Each run has its own folder; several run in parallel processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,22 @@ MOST_SEEDS = 10_000
 
 
 def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: Path) -> list[Planned]:
-    """The runs of a comparison, all checked before the first starts."""
+    """Expand a comparison into its runs. All are checked before the first one starts.
+
+    Args:
+        config: The base config file.
+        changes: Overrides for every run.
+        methods: Comma-separated methods with options, such as "fedavg,fedprox(mu=0.1)".
+        seeds: Number of seeds, counting up from the config's seed.
+        out: Parent folder of all runs.
+
+    Returns:
+        (run folder, config) of each run.
+
+    Raises:
+        ConfigError: An argument cannot be read, or two runs would share a folder.
+        RunFolderError: A folder already holds another experiment.
+    """
     if not 1 <= seeds <= MOST_SEEDS:
         raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MOST_SEEDS:,}")
     planned: list[Planned] = []
@@ -32,23 +47,31 @@ def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: 
         for seed in range(settings.seed, settings.seed + seeds):
             folder = out / label_folder(spec) / f"seed-{seed}"
             planned.append((folder, replace(settings, seed=seed, label=spec)))
-    if twice := [folder for folder, times in Counter(folder for folder, _ in planned).items() if times > 1]:
-        raise ConfigError(f"two of --methods '{methods}' would share the folder {twice[0]}; leave one of them out")
+    if shared := [folder for folder, times in Counter(folder for folder, _ in planned).items() if times > 1]:
+        raise ConfigError(f"two of --methods '{methods}' would share the folder {shared[0]}; remove one of them")
     for folder, settings in planned:
         _check_same(folder, settings)
     return planned
 
 
 def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
-    """Play all runs, going on with those begun before; yields the number of rounds done, now and then."""
-    left = [(folder, settings) for folder, settings in planned if not run_folder.finished(folder)]
-    if not left:
+    """Run all planned runs, resuming those already started.
+
+    Args:
+        planned: The runs.
+        jobs: Maximum number of runs in parallel.
+
+    Yields:
+        The total number of finished rounds, every half second or when a run ends.
+    """
+    unfinished = [(folder, settings) for folder, settings in planned if not run_folder.finished(folder)]
+    if not unfinished:
         return
-    jobs = min(jobs, len(left))
+    jobs = min(jobs, len(unfinished))
     threads = max(1, (os.cpu_count() or 1) // jobs)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent)
     try:
-        futures = {pool.submit(_play, folder, settings, threads): settings for folder, settings in left}
+        futures = {pool.submit(_play, folder, settings, threads): settings for folder, settings in unfinished}
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
@@ -57,7 +80,7 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
                     future.result()
                 except BrokenProcessPool as error:
                     raise OSError(
-                        "a run's process died (out of memory?); start the comparison again to go on"
+                        "the process of a run died (out of memory?); start the comparison again to continue"
                     ) from error
                 except Exception as error:
                     settings = futures[future]
@@ -72,32 +95,32 @@ def _play(folder: Path, settings: Config, threads: int) -> None:
     from partita.experiment.runner import resume, start
 
     settings = replace(settings, engine=replace(settings.engine, threads=settings.engine.threads or threads))
-    begun = (folder / run_folder.CONFIG).exists()
-    for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(settings, folder):
+    started = (folder / run_folder.CONFIG).exists()
+    for _ in resume(load(folder / run_folder.CONFIG), folder) if started else start(settings, folder):
         pass
 
 
 def _check_same(folder: Path, settings: Config) -> None:
-    """A run that is already there is kept, so it must be the same one; how it is computed may differ."""
+    """Check that an existing run has the same config. Only the engine settings may differ."""
     path = folder / run_folder.CONFIG
     if path.exists():
         run_folder.verify(folder)
-        there = load(path)
-        if replace(there, engine=settings.engine) != replace(settings, engine=settings.engine):
-            raise run_folder.RunFolderError(f"{folder} holds another experiment; delete it or give another --out")
+        recorded = load(path)
+        if replace(recorded, engine=settings.engine) != replace(settings, engine=settings.engine):
+            raise run_folder.RunFolderError(f"{folder} holds another experiment; delete it or choose another --out")
 
 
 def _specs(methods: str) -> list[str]:
-    """'fedavg, fedprox(mu=0.1, x=2)' by the commas outside brackets."""
-    found = [each.strip() for each in re.findall(r"[^,()]+(?:\([^)]*\))?", methods)]
-    if not found or "".join(found).count("(") != methods.count("("):
+    """Split 'fedavg, fedprox(mu=0.1, x=2)' at the commas outside parentheses."""
+    specs = [spec.strip() for spec in re.findall(r"[^,()]+(?:\([^)]*\))?", methods)]
+    if not specs or "".join(specs).count("(") != methods.count("("):
         raise ConfigError(f"cannot read --methods {format_value(methods)}; write it as in 'fedavg,fedprox(mu=0.1)'")
-    return found
+    return specs
 
 
 def _said(spec: str) -> list[str]:
-    """Options are the method's, unless a dot says whose they are, as in 'lora(rank=4, training.lr=0.1)'."""
+    """Turn a spec into overrides. An option without a dot is the method's, as in 'lora(rank=4, training.lr=0.1)'."""
     name, _, options = spec.partition("(")
-    given = [each.strip() for each in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", options.rstrip(")"))]
-    own = [each if "." in each.partition("=")[0] else f"method.{each}" for each in given if each]
-    return [f"method.name={name.strip()}", *own]
+    given = [option.strip() for option in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", options.rstrip(")"))]
+    overrides = [option if "." in option.partition("=")[0] else f"method.{option}" for option in given if option]
+    return [f"method.name={name.strip()}", *overrides]

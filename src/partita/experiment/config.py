@@ -1,4 +1,4 @@
-"""An experiment as strict TOML: every table is checked against the function or dataclass that will take it."""
+"""Experiment configs in strict TOML. Each table is validated against the function or dataclass that consumes it."""
 
 from __future__ import annotations
 
@@ -42,32 +42,39 @@ Processes = Annotated[int, Range(low=1, high=1024)]
 
 
 class ConfigError(ValueError):
-    """A config that cannot be read."""
+    """The config cannot be read."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
+    """The `[training]` table."""
+
     lr: Annotated[Positive, "learning rate"] = 1e-3
     optimizer: Annotated[Literal["sgd", "adamw"], "the clients' optimizer"] = "adamw"
     weight_decay: Annotated[NotNegative, "weight decay; AdamW decouples it from the gradient"] = 0.01
-    momentum: Annotated[PartialShare, "for `sgd` only"] = 0.0
-    nesterov: Annotated[bool, "Nesterov momentum, for `sgd` only"] = False
-    batch_size: Annotated[Count, "examples in a batch"] = 32
-    epochs: Annotated[Count, "passes over a client's examples in a round"] = 1
-    steps: Annotated[Count | None, "batches in a round, instead of epochs"] = None
-    clip: Annotated[Positive | None, "largest norm of a client's gradient"] = None
+    momentum: Annotated[PartialShare, "momentum; `sgd` only"] = 0.0
+    nesterov: Annotated[bool, "Nesterov momentum; `sgd` only"] = False
+    batch_size: Annotated[Count, "examples per batch"] = 32
+    epochs: Annotated[Count, "local epochs per round"] = 1
+    steps: Annotated[Count | None, "local steps per round, instead of epochs"] = None
+    clip: Annotated[Positive | None, "clipping norm for a client's gradient"] = None
     precision: Annotated[
-        Literal["float32", "bfloat16"], "`bfloat16` computes in mixed precision; the weights stay in float32"
+        Literal["float32", "bfloat16"], "`bfloat16` trains in mixed precision; the weights stay in float32"
     ] = "float32"
-    schedule: Annotated[
-        Literal["constant", "cosine", "linear", "step"], "how the learning rate changes over the rounds"
-    ] = "constant"
-    schedule_warmup: Annotated[Whole, "rounds in which the learning rate rises linearly"] = 0
+    schedule: Annotated[Literal["constant", "cosine", "linear", "step"], "learning rate schedule over the rounds"] = (
+        "constant"
+    )
+    schedule_warmup: Annotated[Whole, "rounds of linear learning rate warm-up"] = 0
     schedule_floor: Annotated[Share, "`cosine` and `linear` end at this fraction of the learning rate"] = 0.0
-    schedule_every: Annotated[Count, "`step`: rounds between drops"] = 10
-    schedule_gamma: Annotated[Share, "`step`: factor of a drop"] = 0.1
+    schedule_every: Annotated[Count, "`step`: rounds between learning rate drops"] = 10
+    schedule_gamma: Annotated[Share, "`step`: factor applied at each drop"] = 0.1
 
     def build(self) -> Training:
+        """Create the training settings.
+
+        Raises:
+            OptionError: `momentum` or `nesterov` is set, but the optimizer is AdamW.
+        """
         if self.optimizer == "adamw" and (self.momentum or self.nesterov):
             raise OptionError("training.momentum and training.nesterov are for optimizer = 'sgd'; leave them out")
         optimizer: Optimizer = AdamW(weight_decay=self.weight_decay)
@@ -83,48 +90,58 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class FederationConfig:
+    """The `[federation]` table."""
+
     cohort: Annotated[
-        Count | PositiveShare, "clients in a round: a whole number, or a fraction with a decimal point"
+        Count | PositiveShare, "clients per round: a number of clients, or a fraction with a decimal point"
     ] = 1.0
     client_dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
-    straggler_rate: Annotated[Share, "probability that a client completes only a part of its round"] = 0.0
+    straggler_rate: Annotated[Share, "probability that a client completes only part of its local steps"] = 0.0
     availability_trace: Annotated[
-        str | None, "CSV file with the columns round, client, work, in place of the two above"
+        str | None, "CSV file with columns round, client, work; overrides the two rates where it has a row"
     ] = None
-    min_updates: Annotated[Whole, "answers that a round needs; with fewer, the run stops"] = 1
-    skip_failed_clients: Annotated[bool, "record a client's fault and go on, instead of stopping the run"] = False
-    max_norm: Annotated[Positive | None, "longer updates are scaled down to this norm"] = None
-    max_examples: Annotated[Count, "training examples that a client of unknown size may claim"] = 10_000_000
-    clients_have_initial_model: Annotated[bool, "clients hold the initial model before the first round"] = False
+    min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = 1
+    skip_failed_clients: Annotated[bool, "record a client's failure and continue, instead of stopping the run"] = False
+    max_norm: Annotated[Positive | None, "updates with a larger norm are scaled down to this norm"] = None
+    max_examples: Annotated[Count, "largest number of training examples that a client of unknown size may report"] = (
+        10_000_000
+    )
+    clients_have_initial_model: Annotated[bool, "clients already hold the initial model before the first round"] = False
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    clients_per_block: Annotated[Count | Literal["auto"], "clients that train side by side"] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], "`auto` takes a GPU where there is one"] = "auto"
-    workers: Annotated[Processes, "processes that share the clients; on GPUs, one on each in turn"] = 1
-    client_state: Annotated[Literal["memory", "disk"], "where clients' own tensors are kept between rounds"] = "memory"
-    threads: Annotated[Processes | None, "threads of torch; as many as torch chooses if left out"] = None
-    onednn: Annotated[bool | Literal["auto"], "oneDNN's kernels for CPUs"] = "auto"
-    deterministic: Annotated[bool, "on a GPU: the same bits in every run, at some cost in speed"] = True
+    """The `[engine]` table."""
+
+    clients_per_block: Annotated[Count | Literal["auto"], "clients that train together in one vmapped block"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "`auto` uses a GPU if there is one"] = "auto"
+    workers: Annotated[Processes, "worker processes that share the clients; assigned to GPUs round-robin"] = 1
+    client_state: Annotated[Literal["memory", "disk"], "where client state is kept between rounds"] = "memory"
+    threads: Annotated[Processes | None, "number of torch threads; torch's own default if left out"] = None
+    onednn: Annotated[bool | Literal["auto"], "use oneDNN kernels on CPUs"] = "auto"
+    deterministic: Annotated[bool, "on a GPU: bitwise reproducible results, at some cost in speed"] = True
     cuda_graphs: Annotated[
-        bool | Literal["auto"], "on a GPU: record steps once and replay them; `true` stops the run if that fails"
+        bool | Literal["auto"], "on a GPU: capture training steps as CUDA graphs; `true` stops the run if that fails"
     ] = "auto"
-    compile: Annotated[bool, "have torch compile the model: half a minute at first, then cached on disk"] = False
-    cache_frozen: Annotated[bool, "compute the output of frozen layers once for each example"] = False
-    secret_file: Annotated[str | None, "file of 16 or more random bytes; random draws for privacy depend on it"] = None
+    compile: Annotated[bool, "use torch.compile: half a minute the first time, then cached on disk"] = False
+    cache_frozen: Annotated[bool, "compute the output of the lowest frozen layers once per example"] = False
+    secret_file: Annotated[str | None, "file with 16 or more random bytes; seeds the random draws for privacy"] = None
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    every: Annotated[Count, "rounds between tests on the central test set"] = 1
-    personal_every: Annotated[Whole, "rounds between tests on the clients' own test parts; 0 for never"] = 5
-    max_clients: Annotated[Count, "number of clients tested, drawn once; at most as many as there are"] = 100
+    """The `[evaluate]` table."""
+
+    every: Annotated[Count, "rounds between evaluations on the central test set"] = 1
+    personal_every: Annotated[Whole, "rounds between evaluations on the clients' own test sets; 0 for never"] = 5
+    max_clients: Annotated[Count, "maximum number of clients evaluated; they are drawn once per run"] = 100
     drift: Annotated[bool, "measure client drift in every round"] = True
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """The `[checkpoint]` table."""
+
     every: Annotated[Count, "rounds between checkpoints"] = 1
 
 
@@ -133,15 +150,19 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Config:
-    """Tables of a fixed shape are dataclasses; those that name a function (a method, say) hold its options."""
+    """A complete experiment.
+
+    Tables with fixed keys are dataclasses. The tables `method`, `data`, `split` and `model` name a function and hold
+    its options.
+    """
 
     method: Table
     data: Table = field(default_factory=lambda: {"name": "digits"})
     split: Table = field(default_factory=lambda: {"name": "dirichlet", "clients": 10, "alpha": 0.1})
     model: Table = field(default_factory=lambda: {"name": "vit"})
-    seed: Annotated[Seed, "every random draw depends on it"] = 0
-    rounds: Annotated[int, Range(low=1, high=10**6), "rounds of the federation"] = 20
-    label: Annotated[Text, "name of the run in tables; the method's name if empty"] = ""
+    seed: Annotated[Seed, "random seed for all draws"] = 0
+    rounds: Annotated[int, Range(low=1, high=10**6), "number of rounds"] = 20
+    label: Annotated[Text, "name of the run in tables; defaults to the method's name"] = ""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     federation: FederationConfig = field(default_factory=FederationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -153,11 +174,11 @@ class Config:
         return tomli_w.dumps(_drop_none(dataclasses.asdict(self)))
 
 
-SITES_OWN = ("data", "engine")  # tables that a site may change; the rest must be the same for all
+SITES_OWN = ("data", "engine")  # tables that a site may override; all others must match the server's
 
 
 def shared_digest(config: Config) -> str:
-    """Of what a server and its sites must agree on."""
+    """Hash the part of the config on which the server and all sites must agree."""
     raw = tomllib.loads(config.to_toml())
     shared = {table: value for table, value in raw.items() if table not in SITES_OWN}
     shared["split"] = {key: value for key, value in shared["split"].items() if key != "client"}
@@ -172,30 +193,39 @@ _TABLES = {
     "checkpoint": CheckpointConfig,
     "privacy": PrivacyConfig,
 }
-# Tables that name a function: the key with its name, the functions, and what their parameters get from elsewhere.
+# Tables that name a function: (key that holds the name, registry, parameters that do not come from the config).
 _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
     "method": ("name", methods.INDEX, ()),
     "data": ("name", data.INDEX, ("key",)),
     "split": ("name", data.SPLITS, ("task", "key")),
     "model": ("name", models.INDEX, ("task", "key")),
 }
-_OF_EVERY_SPLIT = ("task", "name", "clients", "key", "options")  # of data.split, these are no options of their own
+_OF_EVERY_SPLIT = ("task", "name", "clients", "key", "options")  # parameters of data.split that are not config options
 
 
 def schema() -> dict[str, dict[str, Option]]:
-    """Every table by its heading, as in "training" or "method fedprox", with its options; "" is the top level."""
-    found = {"": options_of(Config, given=[*_TABLES, *_NAMED])}
-    found |= {key: options_of(kind) for key, kind in _TABLES.items()}
+    """Return the options of every table, keyed by heading: "" (top level), "training", "method fedprox", ..."""
+    tables = {"": options_of(Config, given=[*_TABLES, *_NAMED])}
+    tables |= {key: options_of(kind) for key, kind in _TABLES.items()}
     common = options_of(data.split, _OF_EVERY_SPLIT)
     for table, (_, index, given) in _NAMED.items():
         for name in index:
             shared = common if table == "split" else {}
-            found[f"{table} {name}"] = {**options_of(import_from_registry(index, name, table), given), **shared}
-    return found
+            tables[f"{table} {name}"] = {**options_of(import_from_registry(index, name, table), given), **shared}
+    return tables
 
 
 def load(path: Path, changes: Iterable[str] = ()) -> Config:
-    """The config in a file, with changes such as "method.mu=0.1" laid over it."""
+    """Load and validate a config file.
+
+    Args:
+        path: The TOML file.
+        changes: Overrides such as "method.mu=0.1".
+
+    Raises:
+        ConfigError: The file or an override cannot be read.
+        OptionError: A key is unknown or a value is invalid.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -212,11 +242,10 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
 
 
 def apply_override(raw: dict[str, Any], change: str) -> None:
+    """Apply an override "key=value" to a raw config in place. Dots in the key separate tables."""
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(
-            f"cannot read the change {format_value(change)}; write it as key=value, for instance method.mu=0.1"
-        )
+        raise ConfigError(f"cannot read the override {format_value(change)}; write it as key=value, e.g. method.mu=0.1")
     *tables, last = key.strip().split(".")
     for name in tables:
         raw = raw.setdefault(name, {})
@@ -225,9 +254,9 @@ def apply_override(raw: dict[str, Any], change: str) -> None:
     try:
         raw[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        raw[last] = text  # a bare word is a text: method.name=fedprox
+        raw[last] = text  # a bare word is a string: method.name=fedprox
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read the change {format_value(change)}: {_reason(error)}") from error
+        raise ConfigError(f"cannot read the override {format_value(change)}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -235,14 +264,18 @@ def _reason(error: Exception) -> str:
 
 
 def parse(raw: Mapping[str, Any]) -> Config:
-    """Checked as a whole before any work starts."""
+    """Validate a raw config and fill in all defaults.
+
+    Raises:
+        OptionError: A key is unknown or missing, or a value is invalid.
+    """
     for key, value in raw.items():
         if key not in Config.__dataclass_fields__:
             raise OptionError(f"unknown key {format_value(key)}; {closest_match(key, Config.__dataclass_fields__)}")
         if (key in _TABLES or key in _NAMED) and not isinstance(value, Mapping):
             raise OptionError(f"{key} is {format_value(value)}; it must be a table, [{key}]")
     if "method" not in raw:
-        raise OptionError("'method' is missing; say which with [method] name = 'fedavg'")
+        raise OptionError("'method' is missing; name one with [method] name = 'fedavg'")
     shaped = {key: kind(**validate_options(kind, raw[key], key)) for key, kind in _TABLES.items() if key in raw}
     plain = {key: value for key, value in raw.items() if key not in _TABLES}
     single = {key: value for key, value in plain.items() if key not in _NAMED}
@@ -260,14 +293,16 @@ def parse(raw: Mapping[str, Any]) -> Config:
 
 
 def _filled_method(table: Table) -> Table:
-    """With all defaults, so that the recorded config says what was run."""
+    """Fill in all defaults, so that the recorded config is complete."""
     name, options = _named(table, "method")
     methods.build(name, options)
-    found = [_defaults(import_from_registry(methods.INDEX, part, "method")) for part in name.split("+")]
-    # A key that two parts share cannot be said in a config, so each keeps its own default.
-    own = {key: value for part in found for key, value in part.items() if sum(key in other for other in found) == 1}
-    said = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return {"name": name, **own, **said}
+    defaults = [_defaults(import_from_registry(methods.INDEX, part, "method")) for part in name.split("+")]
+    # A config cannot set a key that two composed methods share, so each method keeps its own default.
+    own = {
+        key: value for part in defaults for key, value in part.items() if sum(key in other for other in defaults) == 1
+    }
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    return {"name": name, **own, **given}
 
 
 def _filled(table: Table, where: str) -> Table:
@@ -278,7 +313,7 @@ def _filled(table: Table, where: str) -> Table:
 
 
 def _filled_split(table: Table) -> Table:
-    """Some keys are for this kind of split, others for every kind."""
+    """Fill in the defaults of this kind of split and of the keys that all kinds share."""
     kind, options = _named(table, "split")
     function = import_from_registry(data.SPLITS, kind, "split")
     common = _defaults(data.split)
@@ -291,17 +326,19 @@ def _filled_split(table: Table) -> Table:
 def _named(table: Table, where: str) -> tuple[str, dict[str, Any]]:
     key, _, _ = _NAMED[where]
     if not isinstance(table.get(key), str):
-        raise OptionError(f"'{where}.{key}' is missing; it says which {where} to use")
+        raise OptionError(f"'{where}.{key}' is missing; it names the {where} to use")
     return table[key], {other: value for other, value in table.items() if other != key}
 
 
 def _defaults(function: Any) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in parameters if each.default not in (inspect.Parameter.empty, None)}
+    return {
+        option.name: option.default for option in parameters if option.default not in (inspect.Parameter.empty, None)
+    }
 
 
 def _drop_none(value: Any) -> Any:
-    """TOML has no null: what is left out is None."""
+    """Remove None values: TOML has no null."""
     if isinstance(value, Mapping):
         return {key: _drop_none(each) for key, each in value.items() if each is not None}
     return [_drop_none(each) for each in value] if isinstance(value, tuple | list) else value

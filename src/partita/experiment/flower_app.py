@@ -1,4 +1,4 @@
-"""A run as a Flower app: the experiment's config travels with the app, and each site adds where its own data is."""
+"""A run as a Flower app. The experiment's config ships with the app; each site adds the location of its own data."""
 
 from __future__ import annotations
 
@@ -45,13 +45,23 @@ app = {side}(Path(__file__).with_name("experiment.toml"))
 
 
 class FlowerError(ValueError):
-    """An app, a node config or a run config that cannot work."""
+    """An invalid app, node config or run config."""
 
 
 def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int | None = None) -> Path:
-    """Write an app that `flwr run` takes: the config with all its defaults, and a few lines for each side."""
+    """Write a Flower app: the config with all defaults, and a short module for the server and for the clients.
+
+    Args:
+        folder: The app's folder.
+        config: The experiment's config file.
+        changes: Overrides such as "method.mu=0.1".
+        clients: Number of clients to wait for. Default: all clients of the split.
+
+    Raises:
+        FlowerError: The folder already holds a project.
+    """
     if (folder / "pyproject.toml").exists():
-        raise FlowerError(f"{folder} already holds a pyproject.toml; choose another folder, or delete that one")
+        raise FlowerError(f"{folder} already holds a pyproject.toml; choose another folder, or delete that file")
     settings = load(config, changes)
     population = build(settings).federation.clients
     app = {
@@ -81,30 +91,30 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
 
 
 def population(app: Path) -> Sequence[str]:
-    """The names of an app's clients."""
+    """Return the names of an app's clients."""
     return build(load(app / PACKAGE / CONFIG)).federation.clients
 
 
 def modules(app: Path) -> list[str]:
-    """What an app's processes import before they can begin."""
+    """Return the modules that an app's processes import at startup."""
     config = load(app / PACKAGE / CONFIG)
-    named = data.INDEX[config.data["name"]], models.INDEX[config.model["name"]]
-    return [__name__, *(each.partition(":")[0] for each in named)]
+    entries = data.INDEX[config.data["name"]], models.INDEX[config.model["name"]]
+    return [__name__, *(entry.partition(":")[0] for entry in entries)]
 
 
 def recorded_folder(app: Path) -> Path:
-    """The folder in which the server records the app's run, if it runs on this machine."""
+    """Return the run folder of the app's server, if the server runs on this machine."""
     project = tomllib.loads((app / "pyproject.toml").read_text())
     return Path(project["tool"]["flwr"]["app"]["config"]["folder"])
 
 
 def client(config: Path) -> ClientApp:
-    """The app of a site. Its node config says who it is and where its folder and data are."""
+    """Create a site's app. The node config holds the client's name, its folder and the location of its data."""
     return client_app(lambda context: _name(context, config), lambda context: _site(context, config))
 
 
 def server(config: Path) -> ServerApp:
-    """The app of the server. Its run config says where to record the run and for how many clients to wait."""
+    """Create the server's app. The run config holds the run folder and the number of clients to wait for."""
 
     def main(grid: Grid, context: Context) -> None:
         for row in serve(grid, _settings(config, context.run_config), context.run_config, str(context.run_id)):
@@ -114,18 +124,29 @@ def server(config: Path) -> ServerApp:
 
 
 def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str) -> Iterator[Row]:
-    """Begin the run, or go on with the one in the folder, a row at a time."""
+    """Start the run, or resume the one in the run folder, and yield one row per round.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        config: The experiment.
+        settings: Flower's run config: "folder", "deadline", "clients" and optionally "patience".
+        session: Id that is unique to this start of the server.
+
+    Raises:
+        FlowerError: A setting is missing.
+        RunFolderError: The folder holds a run with another config.
+    """
     folder = Path(str(_said(settings, "folder", "run config")))
     config = replace(config, engine=replace(config.engine, clients_per_block=1))
-    begun = (folder / run_folder.CONFIG).exists()
-    experiment = build(config, restore_secret(config, folder) if begun else None)
+    started = (folder / run_folder.CONFIG).exists()
+    experiment = build(config, restore_secret(config, folder) if started else None)
     with run_folder.lock(folder):
         done, server = 0, initial_server(experiment.run, experiment.model)
-        if begun:
+        if started:
             run_folder.verify(folder)
             _same(config, load(folder / run_folder.CONFIG), folder)
             done, server = restore(experiment, folder)
-            # Sites may have gone on from here before, so what they hold is not what the ledger says.
+            # Sites may already have run rounds after this checkpoint, so the record of what they hold is outdated.
             server = replace(server, versions=replace(server.versions, held={}))
         else:
             prepare(experiment, folder)
@@ -147,7 +168,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
 
 
 def _name(context: Context, config: Path) -> str:
-    """Flower's simulation numbers its nodes instead of naming them."""
+    """Return the client's name. Flower's simulation numbers its nodes instead of naming them."""
     if "partition-id" in context.node_config and "client" not in context.node_config:
         clients = build(_settings(config, context.run_config)).federation.clients
         return clients[int(context.node_config["partition-id"])]
@@ -158,9 +179,9 @@ def _site(context: Context, config: Path) -> Site:
     name, node = _name(context, config), context.node_config
     shared = _settings(config, context.run_config)
     changes = [f"{key}={json.dumps(value)}" for key, value in node.items() if "." in key]
-    if strange := [change for change in changes if not change.startswith(SITE_OPTIONS)]:
+    if forbidden := [change for change in changes if not change.startswith(SITE_OPTIONS)]:
         raise FlowerError(
-            f"the node config sets {strange[0]}, but a site can only change {' and '.join(SITE_OPTIONS)} keys"
+            f"the node config sets {forbidden[0]}, but a site can only change {' and '.join(SITE_OPTIONS)} keys"
         )
     if shared.split["name"] == "site":
         changes.append(f"split.client={json.dumps(name)}")
@@ -171,7 +192,7 @@ def _site(context: Context, config: Path) -> Site:
     secret = load_or_save(folder) if makes_secret(own) else None
     experiment = build(replace(own, engine=replace(own.engine, clients_per_block=1)), secret)
     if name not in experiment.federation.clients:
-        raise FlowerError(f"the node config says client = '{name}', which is not among the experiment's clients")
+        raise FlowerError(f"the node config sets client = '{name}', but the experiment has no such client")
     return Site(
         experiment.run,
         experiment.model,
@@ -192,12 +213,15 @@ def _settings(config: Path, settings: Mapping[str, Any], *more: str) -> Config:
 
 
 def _identity(config: Config) -> str:
-    """A folder for each experiment, so that two runs at one site do not mix."""
+    """Return a folder name per experiment, so that two runs at one site stay separate."""
     return f"{label_folder(config.label)}-{hashlib.blake2b(config.to_toml().encode(), digest_size=6).hexdigest()}"
 
 
 def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
-    """Beside the folders of all runs: noise follows from secret, round and client, wherever a run keeps its state."""
+    """Return the file that records the rounds for which noise was drawn.
+
+    Noise depends only on secret, round and client, so runs with the same secret share this file, outside their folders.
+    """
     if secret is None:
         return None
     return place / "answered" / f"{path_component(client)}-{(secret / 'answered').digest(8).hex()}.json"
@@ -205,13 +229,15 @@ def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
 
 def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in settings:
-        raise FlowerError(f"the {where} does not say '{key}'; it has: {', '.join(sorted(settings)) or 'nothing'}")
+        raise FlowerError(f"the {where} lacks '{key}'; it has: {', '.join(sorted(settings)) or 'nothing'}")
     return settings[key]
 
 
 def _same(config: Config, recorded: Config, folder: Path) -> None:
     if replace(recorded, engine=config.engine) != config:
-        raise run_folder.RunFolderError(f"{folder} holds a run of another config; say another folder in the run config")
+        raise run_folder.RunFolderError(
+            f"{folder} holds a run of another config; choose another folder in the run config"
+        )
 
 
 def _line(row: Row) -> str:

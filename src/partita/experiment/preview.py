@@ -1,4 +1,4 @@
-"""A plan before it is run: what trains, travels and stays for one client in one round, to the byte."""
+"""Preview of a plan: what one client trains, sends, receives and keeps in one round, with exact byte counts."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ from partita.experiment.builder import Experiment, build
 from partita.experiment.config import Config, parse
 from partita.methods import NEEDS_DUAL_ENCODER
 
-# How a method that looks at clients' data is foretold without any.
+# Options with which a data-dependent method is previewed without data.
 DATA_DEPENDENT = {"safl": {"select": "random"}}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some parameters of the model. Counts are of parameters; up and down are bytes on the wire."""
+    """A group of the model's parameters."""
 
     name: str
     tensors: int
     parameters: int
-    trains: int
-    up: int
-    down: int
-    keeps: int
+    trains: int  # parameters that train
+    up: int  # bytes on the wire
+    down: int  # bytes on the wire
+    keeps: int  # parameters that the client keeps
 
 
 @dataclass(frozen=True)
 class Preview:
+    """What one client does in one round."""
+
     method: str
     model: str
     round: int
     client: str
     asked: bool  # whether the client is in the round's cohort
     groups: tuple[Group, ...]
-    envelope: tuple[int, int]  # headers of the messages up and down
+    envelope: tuple[int, int]  # header bytes of the messages up and down
     bytes_up: int
     bytes_down: int
 
@@ -55,27 +57,26 @@ class Preview:
         return asdict(self)
 
     def to_text(self) -> str:
+        """Format the preview as a table."""
         title = f"{self.method} · {self.model} · round {self.round} · client {self.client}"
         table = Table(title=title, box=None, header_style="bold", title_style="bold", title_justify="left")
         table.add_column("")
         for heading in ("tensors", "parameters", "trains", "up, bytes", "down, bytes", "keeps"):
             table.add_column(heading, justify="right")
-        for each in self.groups:
-            table.add_row(
-                each.name, *map(_count, (each.tensors, each.parameters, each.trains, each.up, each.down, each.keeps))
-            )
+        for group in self.groups:
+            counts = group.tensors, group.parameters, group.trains, group.up, group.down, group.keeps
+            table.add_row(group.name, *map(_count, counts))
         table.add_row("headers", "", "", "", *map(_count, self.envelope), "", style="dim")
-        sums = [sum(getattr(each, of) for each in self.groups) for of in ("tensors", "parameters", "trains", "keeps")]
+        sums = [sum(getattr(group, of) for group in self.groups) for of in ("tensors", "parameters", "trains", "keeps")]
         table.add_row("all", *map(_count, (*sums[:3], self.bytes_up, self.bytes_down, sums[3])), style="bold")
         text = StringIO()
         Console(file=text, width=110).print(table)
-        note = (
-            "" if self.asked else f"{self.client} is not in this round's cohort; this is what it would do if it were.\n"
-        )
+        note = "" if self.asked else f"{self.client} is not in this round's cohort; the table shows what it would do.\n"
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n" + note
 
 
 def preview(config: Config, round: int, client: str | None, by: str = "role") -> Preview:
+    """Build the experiment and preview one round. See `preview_of` for the arguments."""
     return _preview(build(config), round, client, by)
 
 
@@ -86,8 +87,8 @@ def _preview(experiment: Experiment, round: int, client: str | None = None, by: 
 
 
 def plan_section(name: str) -> str:
-    """What a method's card says of its plan: the table of the first round and, if it differs, of the last."""
-    # Plain SGD, which every method takes; a plan does not depend on it.
+    """Return the plan section of a method's card: the table of the first round and, if it differs, of the last."""
+    # Every method supports plain SGD, and the plan does not depend on the optimizer.
     method = {"name": name, **DATA_DEPENDENT.get(name, {})}
     model, kind = {"name": "vit"}, "a ViT of two layers of width 64"
     if name in NEEDS_DUAL_ENCODER:
@@ -96,7 +97,7 @@ def plan_section(name: str) -> str:
     experiment = build(config)
     first, last = (_preview(experiment, round) for round in (0, 9))
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
-    tables = "\n".join(each.to_text() for each in ([first] if same else [first, last]))
+    tables = "\n".join(shown.to_text() for shown in ([first] if same else [first, last]))
     setting = f"Ten rounds, {kind} on 8 x 8 images, ten clients of which all take part:"
     blind = "\n\nHere layers are drawn by lot, since there are no data to look at." if name in DATA_DEPENDENT else ""
     return f"{setting}\n\n```text\n{tables}```{blind}"
@@ -111,10 +112,24 @@ def preview_of(
     by: str = "role",
     availability: Availability | None = None,
 ) -> Preview:
+    """Preview one client's round by a dry run of all rounds before it.
+
+    Args:
+        run: The run.
+        model: The model.
+        clients: All clients.
+        round: Round number, starting at 0.
+        client: Client name. Default: the first client of the round's cohort.
+        by: Group parameters by "role", "layer" or "name".
+        availability: Simulated dropouts, which change what a client is sent later.
+
+    Raises:
+        OptionError: There is no such round, client or grouping.
+    """
     if not 0 <= round < run.rounds:
         raise OptionError(f"--round is {round}; this run has rounds 0 to {run.rounds - 1}")
     if by not in ("role", "layer", "name"):
-        raise OptionError(f"--by is '{by}'; it can be role, layer or name")
+        raise OptionError(f"--by is '{by}'; it must be role, layer or name")
     cohort = run.draw_cohort(round, clients)
     client = client or cohort[0]
     if client not in clients:
@@ -138,15 +153,15 @@ def preview_of(
 
 
 def _groups(model: Model, plan: Plan, up: Mapping[str, int], down: Mapping[str, int], by: str) -> Iterator[Group]:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in model.initial:
         titles = {"name": name, "layer": layer_tag(model.tags[name]) or "–", "role": role_tag(model.tags[name]) or "–"}
-        found.setdefault(titles[by], []).append(name)
+        groups.setdefault(titles[by], []).append(name)
 
     def numbers(names: Iterable[str]) -> int:
         return sum(model.initial[name].numel() for name in names)
 
-    for title, names in found.items():
+    for title, names in groups.items():
         yield Group(
             name=title,
             tensors=len(names),

@@ -1,4 +1,4 @@
-"""What is written down of an experiment: its plan beforehand, and a row of each round."""
+"""Records of an experiment: the plan before the first round, and one row per round."""
 
 from __future__ import annotations
 
@@ -31,7 +31,19 @@ def log_round(
     signal: Mapping[str, float],
     sights: deque[RoundSummary],
 ) -> Row:
-    """A round's row. `signal` is what the server said before it, and `sights` are of the rounds before it."""
+    """Evaluate the model as configured and return the round's row.
+
+    Args:
+        experiment: The experiment.
+        engine: The engine that ran the round.
+        each: The round's result.
+        seconds: Duration of the round.
+        signal: The server's signal to the clients at the start of the round.
+        sights: Summaries of the previous rounds. The summary of this round is appended if clients choose layers.
+
+    Returns:
+        The row, without the values that the privacy guarantee forbids to disclose.
+    """
     row = {
         **_happened(experiment, each, seconds),
         **evaluate_round(experiment, engine, each),
@@ -43,7 +55,7 @@ def log_round(
 
 
 def evaluate_round(experiment: Experiment, engine: Engine, each: RoundResult) -> Row:
-    """The model on the central test set, and clients' models on their own test parts, when they are due."""
+    """Evaluate the model on the central test set and the clients' models on their own test sets, if due."""
     due, run, last = experiment.config.evaluate, experiment.run, each.number + 1 == experiment.run.rounds
     federation, model = experiment.federation, experiment.model
     present = engine.clients()
@@ -55,12 +67,12 @@ def evaluate_round(experiment: Experiment, engine: Engine, each: RoundResult) ->
     test: dict[str, float] | None = None
     if last or (each.number + 1) % due.every == 0:
         if _personal(run, *make_job(run, model, each.server, each.number, clients[0]), each.server):
-            # No single model exists: the mean over clients of how each one's own model does.
-            # There is no such mean where clients are elsewhere, since none holds the central test set.
-            found = (
+            # There is no single model: average the scores of the clients' own models on the central test set.
+            # Remote clients do not hold that set, so then there are no scores.
+            scored = (
                 [scores for _, scores in engine.evaluate(jobs(), federation.test)] if _may_report(experiment) else []
             )
-            test = _mean(found) if found else None
+            test = _mean(scored) if scored else None
         else:
             test = score(model, each.server.params, federation.test, experiment.evaluator)
     personal: dict[str, dict[str, float]] | None = None
@@ -73,19 +85,22 @@ def evaluate_round(experiment: Experiment, engine: Engine, each: RoundResult) ->
 
 
 def _may_report(experiment: Experiment) -> bool:
-    """Whether clients may tell how their own models do: not if those, or their test parts, are to stay hidden."""
+    """Return whether clients may report the scores of their own models.
+
+    They may not if the privacy guarantee covers those models or the clients' test sets.
+    """
     guard = experiment.guard
     return guard is None or (guard.privacy_config.unit == "example" and experiment.run.method.adapt is None)
 
 
 def _personal(run: Run, job: Job, plan: Plan, server: Server) -> bool:
-    """Whether a client keeps something, adapts before it is tested, or is sent what was made for it alone."""
+    """Return whether clients have models of their own: private parameters, adaptation, or a personalized download."""
     made = any(value is not server.params[name] for name, value in job.params.items())
     return bool(plan.keep) or run.method.adapt is not None or made
 
 
 def _mean(scores: list[dict[str, float]]) -> dict[str, float]:
-    """Of the metrics that all have: one may be left out where a model's answers are no numbers."""
+    """Average the metrics that all clients have. A client lacks a metric if its model's output is not finite."""
     shared = [metric for metric in scores[0] if all(metric in each for each in scores)]
     return {metric: sum(each[metric] for each in scores) / len(scores) for metric in shared}
 
@@ -107,7 +122,7 @@ def _happened(experiment: Experiment, each: RoundResult, seconds: float) -> Row:
 
 
 def _spending(experiment: Experiment, each: RoundResult, signal: Mapping[str, float]) -> Row:
-    """What the run has cost in privacy up to this round; the signal is kept since the plan depended on it."""
+    """Charge the round and report the privacy spent so far. The plan depends on `signal`, so it is recorded too."""
     guard = experiment.guard
     if guard is None:
         return {}
@@ -120,18 +135,18 @@ def _spending(experiment: Experiment, each: RoundResult, signal: Mapping[str, fl
 
 
 def _distrusted(each: RoundResult) -> Row:
-    """What the server did not take as it came; most rounds have nothing of it."""
-    found: Row = {
+    """Report refused, clipped and skipped updates and alarms. Most rounds have none."""
+    events: Row = {
         "refused": {lost.client: lost.reason for lost in each.refused},
         "bounded": {client: each.norms[client] for client in sorted(each.bounded)},
         "skipped": each.skipped is not None,
         "alarms": {alarm.kind: alarm.text for alarm in check_round(each)},
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in events.items() if value}
 
 
 def _choices(experiment: Experiment, each: RoundResult, sights: deque[RoundSummary]) -> Row:
-    """Where clients choose their layers: which, by what scores, and the signs that this has lost its point."""
+    """If clients choose their layers: report the choices, the scores behind them, and alarms."""
     if all(type(rule).narrow is ClientRule.narrow for rule in experiment.run.method.client_rules):
         return {}
     now = summarize(each, experiment.model)
@@ -147,30 +162,30 @@ def _choices(experiment: Experiment, each: RoundResult, sights: deque[RoundSumma
 
 
 def restore_summaries(folder: Path) -> deque[RoundSummary]:
-    """Those of the last rounds recorded, so that a run that was stopped raises the alarms it would have raised."""
-    found = deque[RoundSummary](maxlen=LONG_WINDOW)
+    """Rebuild the summaries of the last rounds from the rows, so that a resumed run raises the same alarms."""
+    summaries = deque[RoundSummary](maxlen=LONG_WINDOW)
     for row in run_folder.read_rows(folder):
         if "chosen" in row:
             sent = {client: frozenset(layers) for client, layers in row["chosen"].items()}
-            found.append(RoundSummary(row["round"], sent, row["scores"]))
-    return found
+            summaries.append(RoundSummary(row["round"], sent, row["scores"]))
+    return summaries
 
 
 def stages(experiment: Experiment) -> list[Row]:
-    """The first client's plan; rounds with the same plan are one stage."""
+    """Return the first client's plan over the run. Consecutive rounds with the same plan form one stage."""
     run, model, client = experiment.run, experiment.model, experiment.federation.clients[0]
-    found: list[tuple[Plan, Row]] = []
+    result: list[tuple[Plan, Row]] = []
     for number in range(run.rounds):
         plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client))
-        if found and found[-1][0] == plan:
-            found[-1][1]["last"] = number
+        if result and result[-1][0] == plan:
+            result[-1][1]["last"] = number
         else:
-            found.append((plan, {"first": number, "last": number, "client": client, "rows": plan_rows(model, plan)}))
-    return [row for _, row in found]
+            result.append((plan, {"first": number, "last": number, "client": client, "rows": plan_rows(model, plan)}))
+    return [row for _, row in result]
 
 
 def plan_rows(model: Model, plan: Plan) -> list[Row]:
-    """A plan by parameter."""
+    """Return one row per parameter: name, layer, role, size, and whether it trains, goes up or down, or is kept."""
     rows = []
     for name, value in model.initial.items():
         layer, role = layer_tag(model.tags[name]), role_tag(model.tags[name])

@@ -1,4 +1,4 @@
-"""A run's folder: the resolved config, the environment, one row a round, the plan, and at the end the result."""
+"""The run folder: resolved config, environment, plan, one row per round, and the final result."""
 
 from __future__ import annotations
 
@@ -32,30 +32,32 @@ from partita.core.atomic_files import (
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
 CHECKSUMS, CHECKPOINTS, CLIENTS = "checksums.json", "checkpoints", "clients"
-REMEDY = "restore it from a copy, or start the run anew in another folder"
+REMEDY = "restore it from a copy, or start a new run in another folder"
 
 
 class RunFolderError(ValueError):
-    """A run folder that is missing, taken, or in use."""
+    """The run folder does not exist, holds another run, or is in use."""
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically."""
     write(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def write_checksums(folder: Path, names: Iterable[str]) -> None:
-    """Written once, after these files: their digests tell a run from every other one."""
+    """Write the digests of these files. They are written once, after the files, and identify the run."""
     write_json(folder / CHECKSUMS, {name: atomic_files.digest(atomic_files.read(folder / name)) for name in names})
 
 
 def verify(folder: Path) -> str | None:
-    """The run's identity, if its files are as they were written before the first round.
+    """Check the files that were written before the first round.
 
     Returns:
-        None where the run was stopped before they were all written, so that nothing depends on them yet.
+        The run's identity, or None if the run was stopped before all these files were written. Nothing depends on
+        them then.
 
     Raises:
-        DamageError: names the file that is missing or not as it was.
+        DamageError: A file is missing or was changed.
     """
     refuse_links(folder)
     path = folder / CHECKSUMS
@@ -65,7 +67,7 @@ def verify(folder: Path) -> str | None:
         return None
     listed = read_json(path)
     if not isinstance(listed, dict) or CONFIG not in listed:
-        raise DamageError(f"{path} holds no checksums of a run; {REMEDY}")
+        raise DamageError(f"{path} does not hold the checksums of a run; {REMEDY}")
     for name, digest in listed.items():
         file = folder / name
         if ".." in file.parts or file.is_absolute() != folder.is_absolute() or folder not in file.parents:
@@ -80,7 +82,7 @@ def verify(folder: Path) -> str | None:
 
 
 class RowLog:
-    """The rows of a run as they are recorded, and their digest."""
+    """Appends rows to the run's row file and keeps their digest."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / ROWS
@@ -89,7 +91,7 @@ class RowLog:
             self._state.update(line)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """On disk before it returns, so that a checkpoint never knows of a round that has no row."""
+        """Append a row and sync it to disk, so that no checkpoint covers a round without a row."""
         line = (json.dumps(row) + "\n").encode()
         atomic_files.append(self.path, line)
         self._state.update(line)
@@ -99,7 +101,11 @@ class RowLog:
 
 
 def keep_rows(folder: Path, done: int, digest: str | None = None) -> None:
-    """Keep the rows of the first `done` rounds, which must have this digest; the others will be run again."""
+    """Keep the rows of the first `done` rounds and drop the others, which will be run again.
+
+    Raises:
+        DamageError: The kept rows do not have this digest.
+    """
     path = folder / ROWS
     kept = b"".join(islice(_lines(folder), done))
     if digest is not None and atomic_files.digest(kept) != digest:
@@ -112,42 +118,49 @@ def keep_rows(folder: Path, done: int, digest: str | None = None) -> None:
 
 
 def _lines(folder: Path) -> Iterator[bytes]:
-    """None where there is no file yet."""
+    """Read the lines of the row file. There are none if it does not exist yet."""
     return atomic_files.lines(folder / ROWS) if os.path.lexists(folder / ROWS) else iter(())
 
 
 def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows recorded so far; none where there is no file yet."""
+    """Yield the rows recorded so far. There are none if the file does not exist yet."""
     for number, line in enumerate(_lines(folder), 1):
         yield atomic_files.parse_json(line, f"{folder / ROWS}, line {number}")
 
 
 @contextmanager
 def understanding(path: Path) -> Iterator[None]:
-    """A file that is whole, but that partita did not write, lacks keys or has values of another type."""
+    """Turn errors from missing keys or wrong types into a DamageError: partita did not write the file like this."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise DamageError(f"{path} is not as partita writes it ({error!r}); {REMEDY}") from error
+        raise DamageError(f"{path} is not in the format that partita writes ({error!r}); {REMEDY}") from error
 
 
 def count_rows(folder: Path) -> int:
+    """Count the complete rows."""
     return sum(line.endswith(b"\n") for line in _lines(folder))
 
 
 def saved_rounds(folder: Path) -> int:
-    """The rounds behind the newest checkpoint."""
+    """Return the number of rounds covered by the newest checkpoint."""
     saved = list_checksummed(folder / CHECKPOINTS)
     return number_in_name(saved[-1]) if saved else 0
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
+    """Return the run's result, or None if the run has not finished."""
     path = folder / RESULT
     return read_json(path) if os.path.lexists(path) else None
 
 
 def environment(device: torch.device, **chosen: object) -> dict[str, str]:
-    """What the numbers may depend on besides the config, with what was chosen where that left it open."""
+    """Return what the results may depend on besides the config.
+
+    Args:
+        device: The device of the run.
+        **chosen: Settings that the config left to "auto", as resolved.
+    """
     packages = ("partita", "torch", "transformers", "numpy", "safetensors")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -163,11 +176,11 @@ def environment(device: torch.device, **chosen: object) -> dict[str, str]:
     }
 
 
-_held: set[BinaryIO] = set()  # the locks of this process
+_held: set[BinaryIO] = set()  # lock files held by this process
 
 
 def _let_go() -> None:
-    """A fork shares the locks of its parent, and would hold them after the parent was killed."""
+    """Close inherited locks: a fork shares its parent's locks and would hold them after the parent is killed."""
     for handle in _held:
         handle.close()
     _held.clear()
@@ -178,7 +191,12 @@ os.register_at_fork(after_in_child=_let_go)
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """One process a run folder; the lock goes with the process, however it ends."""
+    """Lock a run folder for this process. The lock is released when the process ends, even if it is killed.
+
+    Raises:
+        RunFolderError: Another process holds the lock.
+        DiskError: The folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)

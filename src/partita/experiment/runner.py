@@ -1,4 +1,4 @@
-"""Play an experiment's rounds and record them in a folder, from the beginning or from where a run was stopped."""
+"""Run an experiment's rounds and record them in a run folder, from the start or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ from partita.experiment.round_log import Row, log_round, restore_summaries, stag
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
 
-PRIVACY = "privacy.json"  # in a run's folder: the promise, and the noise that keeps it
+PRIVACY = "privacy.json"  # file in the run folder with the privacy guarantee and its noise multiplier
 
 
 def start(config: Config, folder: Path) -> Iterator[Row]:
-    """Run from the beginning in a new folder, a row at a time."""
+    """Start a run in a new folder and yield one row per round.
+
+    Raises:
+        RunFolderError: The folder already holds a run.
+    """
     if any(
         (folder / name).exists()
         for name in (run_folder.CONFIG, run_folder.ROWS, run_folder.CHECKPOINTS, run_folder.CLIENTS)
@@ -51,7 +55,10 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
 
 
 def resume(config: Config, folder: Path) -> Iterator[Row]:
-    """Go on after the newest checkpoint as if nothing had happened."""
+    """Resume a run from its newest checkpoint and yield one row per round.
+
+    The result is the same as without the interruption.
+    """
     run_folder.verify(folder)
     experiment = build(config, restore_secret(config, folder))
     with run_folder.lock(folder):
@@ -63,15 +70,15 @@ def resume(config: Config, folder: Path) -> Iterator[Row]:
 
 
 def restore_secret(config: Config, folder: Path) -> Key | None:
-    """The secret that a run made when it began."""
+    """Load the secret that the run created when it started, if it did."""
     return secret.load(folder) if makes_secret(config) else None
 
 
 def prepare(experiment: Experiment, folder: Path) -> None:
-    """Write down what is known before the first round."""
+    """Write the files that are known before the first round: config, environment, plan, privacy and checksums."""
     if makes_secret(experiment.config):
         assert experiment.run.secret is not None
-        (folder / secret.FILE).unlink(missing_ok=True)  # of a run that was stopped before it began
+        (folder / secret.FILE).unlink(missing_ok=True)  # left over from a run that was stopped before its first round
         secret.save(folder, experiment.run.secret)
     run_folder.write(folder / run_folder.CONFIG, _resolved(experiment).to_toml().encode())
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
@@ -87,27 +94,31 @@ def prepare(experiment: Experiment, folder: Path) -> None:
 
 
 def _fingerprint(experiment: Experiment) -> str | None:
-    """Tells one secret from another, and nothing of either."""
+    """Return a hash that identifies the secret without revealing it."""
     key = experiment.run.secret
     return (key / "fingerprint").digest(8).hex() if key else None
 
 
 def describe_compute(config: Config, folder: Path) -> str:
-    """How the engine computes, and what of it "auto" has chosen."""
-    told = read_json(folder / run_folder.ENVIRONMENT)
+    """Describe device, threads, block size and step mode in one line, and which of them "auto" chose."""
+    env = read_json(folder / run_folder.ENVIRONMENT)
     auto = [name for name in ("device", "clients_per_block", "cuda_graphs") if getattr(config.engine, name) == "auto"]
-    said = f"on {told['device']}, {told['threads']} threads, blocks of {told['block']}, steps {told['steps']}"
-    return said + (f" (auto: {', '.join(auto)})" if auto else "")
+    text = f"on {env['device']}, {env['threads']} threads, blocks of {env['block']}, steps {env['steps']}"
+    return text + (f" (auto: {', '.join(auto)})" if auto else "")
 
 
 def restore(experiment: Experiment, folder: Path) -> tuple[int, Server]:
-    """(rounds done, the server after them) by the newest checkpoint; rows of later rounds are dropped."""
+    """Restore the newest checkpoint and drop the rows of later rounds.
+
+    Returns:
+        The number of finished rounds, and the server state after them.
+    """
     saved = restore_all(experiment, folder)
     return saved.done, saved.server
 
 
 def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
-    """The newest checkpoint, or the beginning, with the folder brought back to it."""
+    """Reset the folder to its newest checkpoint, or to the start if there is none, and return that checkpoint."""
     identity = run_folder.verify(folder)
     if identity is None:
         prepare(experiment, folder)
@@ -121,17 +132,17 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
 
 
 def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path) -> None:
-    """What earlier rounds cost is part of the bill; under another noise they would not have been the same run."""
-    began = read_json(folder / PRIVACY)
-    if began["secret"] != _fingerprint(experiment):
+    """Charge the rounds that were already run. The secret and the noise must be the same as then."""
+    recorded = read_json(folder / PRIVACY)
+    if recorded["secret"] != _fingerprint(experiment):
         raise PrivacyError(
-            f"{folder} was begun with another secret; name that file as engine.secret_file to resume the run"
+            f"{folder} was started with another secret; set engine.secret_file to that file to resume the run"
         )
-    noise = began["noise"]
+    noise = recorded["noise"]
     if noise != guard.privacy_config.noise:
         raise PrivacyError(
-            f"{folder} was begun with the noise {noise:g}, but now it would be {guard.privacy_config.noise:g}: has "
-            "the data or dp-accounting changed? Restore what it began with, or start the run anew in another folder "
+            f"{folder} was started with noise {noise:g}, but now it would be {guard.privacy_config.noise:g}: has "
+            "the data or dp-accounting changed? Restore the original versions, or start a new run in another folder "
             f"with privacy.noise = {noise:g}"
         )
     for row in run_folder.read_rows(folder):
@@ -146,15 +157,15 @@ def _engine_and_store(experiment: Experiment, disk: DiskStore) -> Iterator[tuple
     if config.workers == 1:
         yield engine, store
         return
-    again = None
+    rebuild = None
     if experiment.device.type == "cuda":
-        again = partial(build_engine, _resolved(experiment), experiment.run.secret)
-    with closing(MultiprocessEngine(engine, config.workers, again)) as workers:
+        rebuild = partial(build_engine, _resolved(experiment), experiment.run.secret)
+    with closing(MultiprocessEngine(engine, config.workers, rebuild)) as workers:
         yield workers, store
 
 
 def build_engine(config: Config, secret: Key | None) -> SimulationEngine:
-    """For a worker that is no fork: data and model are loaded again."""
+    """Build an engine in a spawned worker, which shares no memory and must load data and model itself."""
     return _engine(build(config, secret), MemoryStore())
 
 
@@ -173,27 +184,39 @@ def _engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:
 
 
 def _resolved(experiment: Experiment) -> Config:
-    """With the block that was chosen, which a resumed run and every worker must share."""
+    """Return the config with the chosen block size, which a resumed run and every worker must share."""
     return replace(experiment.config, engine=replace(experiment.config.engine, clients_per_block=experiment.block))
 
 
 def run_rounds(
     experiment: Experiment, folder: Path, engine: Engine, store: ClientStore, server: Server, done: int
 ) -> Iterator[Row]:
-    """Rounds from `done` on, whoever carries them, each recorded as it ends."""
+    """Run the rounds from `done` on, record each one, and write the result at the end.
+
+    Args:
+        experiment: The experiment.
+        folder: The run folder, already prepared.
+        engine: Any engine.
+        store: The store of the clients' state. It is committed with every checkpoint.
+        server: The server state after `done` rounds.
+        done: Rounds that are already finished.
+
+    Yields:
+        The row of each round.
+    """
     config, run, model = experiment.config, experiment.run, experiment.model
     state = {slot: tensors.to(part, experiment.device) for slot, part in server.state.items()}
     server = replace(server, params=tensors.to(server.params, experiment.device), state=state)
     begun = clock = time.perf_counter()
     identity, written = run_folder.verify(folder) or "", run_folder.RowLog(folder)
     with run_folder.understanding(folder / run_folder.ROWS):
-        sights = restore_summaries(folder)
+        summaries = restore_summaries(folder)
     last = deque(run_folder.read_rows(folder), maxlen=1)
-    row: Row = last[0] if last else {}  # a run may have been stopped between its last round and its result
-    for each in rounds(run, model, engine, server, done):
+    row: Row = last[0] if last else {}  # the run may have been stopped after its last round, before writing its result
+    for result in rounds(run, model, engine, server, done):
         signal = run.method.server_rule.signal(server)
-        server, done = each.server, each.number + 1
-        row = log_round(experiment, engine, each, time.perf_counter() - clock, signal, sights)
+        server, done = result.server, result.number + 1
+        row = log_round(experiment, engine, result, time.perf_counter() - clock, signal, summaries)
         written.append(row)
         if done % config.checkpoint.every == 0 or done == run.rounds:
             store.commit(done)
@@ -202,18 +225,18 @@ def run_rounds(
             )
         yield row
         clock = time.perf_counter()
-    result = {
+    summary = {
         "rounds": run.rounds,
         "seconds": round(time.perf_counter() - begun, 3),
         "digest": digest(experiment, server, store),
         "test": row.get("test"),
     }
     if run_folder.finished(folder) is None:
-        run_folder.write_json(folder / run_folder.RESULT, result)
+        run_folder.write_json(folder / run_folder.RESULT, summary)
 
 
 def digest(experiment: Experiment, server: Server, store: ClientStore) -> str:
-    """Of the server's tensors and of every client's own."""
+    """Hash the server's parameters and every client's state."""
     own: tensors.Tensors = {}
     for client in store.known():
         state = store.load(client, experiment.run.rounds)

@@ -1,4 +1,4 @@
-"""The numbers behind the figures: each function returns plain tensors, with the seeds in the last dimension."""
+"""Computations behind the figures. Each function returns plain tensors with the seeds in the last dimension."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from partita.methods.fedfrozen import fedfrozen
 LEVELS = (0.0, 0.5, 1.0, 2.0)
 STEPS = (1, 2, 5, 10, 20, 40)
 ROUNDS, RATE, RIDGE = 60, 0.15, 0.01
-SEARCH = 150  # steps of Adam on the profile objective
-FIXED = 0.3  # the fixed warm-up that the automatic one is shown beside
+SEARCH = 150  # Adam steps on the profile objective
+FIXED = 0.3  # fixed warm-up shown for comparison with the automatic one
 DIFFER = Differences(rotation=0.5, value=0.3, kernel=1.0)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Federations side by side (run), and one run of each that never freezes."""
+    """A batch of federations, (run, ...), and one run of each that never freezes."""
 
     world: Federation
     setting: Setting
@@ -35,7 +35,10 @@ class Batch:
 
 
 def run(levels: Sequence[float], seeds: int, steps: int) -> Batch:
-    """(run,) goes through the levels, and within each through the seeds."""
+    """Simulate all seeds of all heterogeneity levels in one batch.
+
+    The run dimension is ordered by level, then by seed.
+    """
     features = feature_map("identity", Size().rank)
     world = stack([draw(Key(seed), level, features, differ=DIFFER) for level in levels for seed in range(seeds)])
     setting = Setting(step_size(world, RATE, features), steps, ROUNDS, RIDGE)
@@ -43,17 +46,17 @@ def run(levels: Sequence[float], seeds: int, steps: int) -> Batch:
 
 
 def profiles(batch: Batch) -> Tensor:
-    """(round + 1, run): the profile objective before the first round and after each."""
+    """Return the profile objective before the first round and after each, (round + 1, run)."""
     kernels = (batch.trace.kernel_at(round) for round in range(batch.setting.rounds + 1))
     return torch.stack([profile(moments(batch.world.data, kernel, batch.features), RIDGE) for kernel in kernels])
 
 
 def least_profile(batch: Batch) -> Tensor:
-    """(run,): the smallest profile objective found, by Adam from the run's best kernel and from a random one."""
-    found = profiles(batch)
-    start = found.argmin(0)  # (run,)
+    """Return the smallest profile objective found by Adam, from the run's best kernel and from a random one, (run,)."""
+    objective = profiles(batch)
+    start = objective.argmin(0)  # (run,)
     runs = torch.arange(len(start))
-    best = found.amin(0)
+    best = objective.amin(0)
     for attempt in range(2):
         kernel = Kernel(*(side[start, runs] for side in batch.trace.kernel))
         if attempt:
@@ -68,7 +71,7 @@ def _normal(key: Key, shape: torch.Size) -> Tensor:
 
 
 def _descend(data: Data, kernel: Kernel, features: Features) -> Tensor:
-    """(run,): the smallest value on the way; Adam is element-wise, so runs do not disturb each other."""
+    """Return the smallest value along the way, (run,). Adam is element-wise, so runs do not affect each other."""
     live = [side.clone().requires_grad_() for side in kernel]
     optimizer = torch.optim.Adam(live, lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SEARCH)
@@ -84,19 +87,19 @@ def _descend(data: Data, kernel: Kernel, features: Features) -> Tensor:
 
 
 def by_level(values: Tensor, levels: Sequence[float]) -> Tensor:
-    """(..., level, seed) from (..., run)."""
+    """Reshape (..., run) to (..., level, seed)."""
     return values.unflatten(-1, (len(levels), -1))
 
 
 def profile_descent(levels: Sequence[float], seeds: int, steps: int = 5) -> Tensor:
-    """(round + 1, level, seed): how far the kernel's objective is above the smallest found."""
+    """Return the profile objective minus the smallest value found, (round + 1, level, seed)."""
     batch = run(levels, seeds, steps)
     return by_level(profiles(batch) - least_profile(batch), levels)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Final losses of four ways to choose the warm-up, each (..., seed)."""
+    """Final losses of four choices of the warm-up, each (..., seed)."""
 
     never: Tensor
     fixed: Tensor
@@ -105,9 +108,14 @@ class Choices:
 
 
 def choices(batch: Batch) -> tuple[Choices, Tensor, Tensor]:
-    """(the losses, (warm-up, run) of every warm-up, (run,) the automatic warm-up)."""
+    """Compare choices of the warm-up.
+
+    Returns:
+        The final losses of the four choices, the final losses of every warm-up, (warm-up, run), and the automatic
+        warm-up, (run,).
+    """
     losses = losses_by_warmup(batch.world, batch.trace, batch.setting, batch.features)
-    defaults = {name: each.default for name, each in signature(fedfrozen).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in signature(fedfrozen).parameters.items()}
     auto = automatic_warmup(batch.trace, defaults["threshold"], defaults["patience"])
     rounds = batch.setting.rounds
     return (
@@ -118,7 +126,11 @@ def choices(batch: Batch) -> tuple[Choices, Tensor, Tensor]:
 
 
 def bias_and_drift(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Both (round + 1, run): F above its least, and what FedAvg's fixed point under that kernel adds."""
+    """Return bias and drift, both (round + 1, run).
+
+    Bias is the profile objective F minus its smallest value. Drift is the excess loss of FedAvg's fixed point under
+    the same kernel.
+    """
     bias = profiles(batch) - least_profile(batch)
     setting = batch.setting
     kernels = (batch.trace.kernel_at(round) for round in range(setting.rounds + 1))

@@ -1,4 +1,4 @@
-"""The laboratory's figures and page. Lines are medians over seeds, bands go from the first to the third quarter."""
+"""Figures and page of the laboratory. Lines are medians over seeds, bands the range between the quartiles."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WAYS = {"never": "never frozen", "fixed": f"warm-up {lab.FIXED}", "auto": "automatic", "best": "best, by trying all"}
-LOCAL = 40  # gradient steps of a client in a round, where they are not what is varied
+LOCAL = 40  # a client's gradient steps per round, in panels that do not vary them
 
 
 @dataclass(frozen=True)
 class CaptionedFigure:
+    """A figure with its file name and caption."""
+
     name: str
     figure: Figure
     caption: str
 
 
 def fig1(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
-    """Stage 1 as descent on the profile objective."""
+    """Draw the warm-up as descent on the profile objective. `done` reports progress."""
     figure = new_figure(7.2, 4.0)
     axes = figure.add_subplot()
     gaps = lab.profile_descent(lab.LEVELS, seeds, steps=20)  # (round + 1, level, seed)
@@ -39,18 +41,18 @@ def fig1(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
         _line(axes, range(lab.ROUNDS + 1), gaps[:, place], COLORS[place], f"level {level:g}")
     axes.set_yscale("log")
     axes.tick_params(axis="y", which="both", labelsize=8.5)
-    style_axes(axes, "rounds of warm-up", "profile objective above the least found")
+    style_axes(axes, "rounds of warm-up", "profile objective above the minimum found")
     _legend(axes, "heterogeneity")
     done()
     caption = (
-        "Warm-up descends on the profile objective, the loss that is left when the value weights are at their best for "
-        f"the kernel. Twenty local steps a round. {_setting(seeds)}"
+        "The warm-up descends on the profile objective, the loss with optimal value weights for the kernel. Twenty "
+        f"local steps per round. {_setting(seeds)}"
     )
     return CaptionedFigure("fig1", figure, caption)
 
 
 def fig2(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
-    """Local steps, warm-up, heterogeneity, and the two parts of the loss."""
+    """Draw the effect of local steps, warm-up and heterogeneity, and the two parts of the loss."""
     figure = new_figure(10.4, 7.4)
     panels = figure.subplots(2, 2).flatten()
     titles = ("Sensitivity to local steps", "Choice of the warm-up", "Robustness to heterogeneity", "Bias and drift")
@@ -59,17 +61,17 @@ def fig2(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
     _local_steps(panels[0], seeds, done)
     batch = lab.run(lab.LEVELS, seeds, LOCAL)
     done()
-    found, losses, auto = lab.choices(batch)
+    final, losses, auto = lab.choices(batch)
     _warmups(panels[1], losses, auto)
-    _levels(panels[2], found)
+    _levels(panels[2], final)
     bias, excess = lab.bias_and_drift(batch)
     _parts(panels[3], bias, excess)
     done()
     caption = (
-        "(a) Final loss by local steps at heterogeneity 1. (b) Final loss of every fixed warm-up against never "
-        "freezing; a dot is a seed for which the automatic rule froze, and what it reached. (c) Final loss by "
-        "heterogeneity. (d) What an imperfect kernel costs (bias, solid) and what FedAvg's fixed point under it adds "
-        "(drift, dashed), in closed form. "
+        "(a) Final loss by local steps at heterogeneity 1. (b) Final loss of every fixed warm-up, relative to never "
+        "freezing; a dot is a seed for which the automatic rule froze, at the loss it reached. (c) Final loss by "
+        "heterogeneity. (d) Loss due to an imperfect kernel (bias, solid) and excess loss of FedAvg's fixed point "
+        "under that kernel (drift, dashed), in closed form. "
         f"(b) to (d) with {LOCAL} local steps. {_setting(seeds)}"
     )
     return CaptionedFigure("fig2", figure, caption)
@@ -77,40 +79,40 @@ def fig2(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
 
 def _setting(seeds: int) -> str:
     return (
-        f"Identity feature map, {lab.ROUNDS} rounds, full batches, eight clients, step size {lab.RATE} of the steepest "
-        f"client's, ridge {lab.RIDGE}; median and middle half of {seeds} seeds."
+        f"Identity feature map, {lab.ROUNDS} rounds, full batches, eight clients, learning rate {lab.RATE} relative to "
+        f"the steepest client's curvature, ridge {lab.RIDGE}; median and interquartile range of {seeds} seeds."
     )
 
 
 def _local_steps(axes: Axes, seeds: int, done: Callable[[], None]) -> None:
     rows = []
     for steps in lab.STEPS:
-        found, _, _ = lab.choices(lab.run((1.0,), seeds, steps))
-        rows.append(found)
+        final, _, _ = lab.choices(lab.run((1.0,), seeds, steps))
+        rows.append(final)
         done()
     for place, (way, label) in enumerate(WAYS.items()):
         _line(axes, lab.STEPS, torch.stack([getattr(row, way) for row in rows]), COLORS[place], label, DASHES[way])
     axes.set_xscale("log")
     axes.set_xticks(lab.STEPS, [str(steps) for steps in lab.STEPS])
     axes.minorticks_off()
-    style_axes(axes, "local steps a round", "final loss")
+    style_axes(axes, "local steps per round", "final loss")
     _legend(axes)
 
 
-# What often coincides is drawn so that both can be seen.
+# Lines that often coincide get different dashes, so that both are visible.
 DASHES = {"never": "solid", "fixed": "solid", "auto": (0, (4, 2)), "best": (0, (1, 1.5))}
 
 
 def _warmups(axes: Axes, losses: Tensor, auto: Tensor) -> None:
-    against = lab.by_level(losses / losses[-1], lab.LEVELS)  # (warm-up, level, seed)
+    relative = lab.by_level(losses / losses[-1], lab.LEVELS)  # (warm-up, level, seed)
     chosen = lab.by_level(auto, lab.LEVELS)
     for place, level in enumerate(lab.LEVELS):
-        _line(axes, range(lab.ROUNDS + 1), against[:, place], COLORS[place], f"level {level:g}")
+        _line(axes, range(lab.ROUNDS + 1), relative[:, place], COLORS[place], f"level {level:g}")
         [froze] = torch.nonzero(chosen[place] < lab.ROUNDS, as_tuple=True)  # (seed,)
         when = chosen[place][froze]
         axes.plot(
             when,
-            against[when, place, froze],
+            relative[when, place, froze],
             "o",
             color=COLORS[place],
             markersize=5,
@@ -119,13 +121,13 @@ def _warmups(axes: Axes, losses: Tensor, auto: Tensor) -> None:
         )
     axes.axhline(1.0, color=MUTED, linewidth=0.8)
     axes.set_ylim(0.9, 1.6)
-    style_axes(axes, "rounds of warm-up", "final loss against never freezing")
+    style_axes(axes, "rounds of warm-up", "final loss relative to never freezing")
     _legend(axes, "heterogeneity")
 
 
-def _levels(axes: Axes, found: lab.Choices) -> None:
+def _levels(axes: Axes, final: lab.Choices) -> None:
     for place, (way, label) in enumerate(WAYS.items()):
-        values = lab.by_level(getattr(found, way), lab.LEVELS)  # (level, seed)
+        values = lab.by_level(getattr(final, way), lab.LEVELS)  # (level, seed)
         _line(axes, lab.LEVELS, values, COLORS[place], label, DASHES[way])
     style_axes(axes, "heterogeneity", "final loss")
     _legend(axes)
@@ -133,7 +135,7 @@ def _levels(axes: Axes, found: lab.Choices) -> None:
 
 def _parts(axes: Axes, bias: Tensor, excess: Tensor) -> None:
     for place, level in enumerate(lab.LEVELS):
-        if level == 0:  # nothing drifts where clients differ by sampling alone
+        if level == 0:  # no drift if clients differ only by sampling
             continue
         for part, dash, label in ((bias, "solid", f"level {level:g}"), (excess, (0, (4, 2)), None)):
             values = lab.by_level(part, lab.LEVELS)[:, place]
@@ -147,7 +149,7 @@ def _parts(axes: Axes, bias: Tensor, excess: Tensor) -> None:
 def _line(
     axes: Axes, across: Sequence[float], values: Tensor, colour: str, label: str | None, dash: Any = "solid"
 ) -> None:
-    """values: (place, seed)."""
+    """Draw a median with its quartile band. `values` has shape (x, seed)."""
     low, middle, high = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype), dim=-1)
     axes.plot(across, middle, color=colour, linewidth=1.8, linestyle=dash, label=label, zorder=3)
     axes.fill_between(across, low, high, color=colour, alpha=0.13, linewidth=0, zorder=2)
@@ -158,7 +160,7 @@ def _legend(axes: Axes, title: str | None = None) -> None:
 
 
 def save(drawn: CaptionedFigure, folder: Path) -> list[Path]:
-    """PNG and SVG."""
+    """Save a figure as PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{drawn.name}.png", folder / f"{drawn.name}.svg"]
     drawn.figure.savefig(paths[0], dpi=170, facecolor="white")
@@ -167,12 +169,12 @@ def save(drawn: CaptionedFigure, folder: Path) -> list[Path]:
 
 
 def page(drawn: Sequence[CaptionedFigure], path: Path) -> Path:
-    """One HTML file that loads nothing from elsewhere."""
+    """Write the figures to one self-contained HTML file."""
     css = (files("partita.report") / "page.css").read_text(encoding="utf-8")
     title = "Attention kernels, frozen: the linear-attention laboratory"
     figures = "".join(
-        f"<figure>{svg(each.figure, each.name)}<figcaption>{escape(each.caption)}</figcaption></figure>\n"
-        for each in drawn
+        f"<figure>{svg(item.figure, item.name)}<figcaption>{escape(item.caption)}</figcaption></figure>\n"
+        for item in drawn
     )
     path.write_text(
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -1,4 +1,4 @@
-"""The laboratory's federations on the ordinary core: linear attention as a model, its clients as a population."""
+"""Adapters that run the laboratory's federations on the core: linear attention as a model, clients as a population."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from partita.lab.theory import Data, Features, Kernel, LabError, attend
 
 
 class LinearAttention(Model):
-    """Z(H) W with half the squared error of an example's tokens as its loss; starts where the world does."""
+    """Model Z(H) W with half the squared error over an example's tokens as loss. Initial values come from `world`."""
 
     name = "linear attention"
 
     def __init__(self, world: Federation, features: Features) -> None:
         self.features = features
         self.initial = {"query.weight": world.kernel.query, "key.weight": world.kernel.key, "value.weight": world.value}
-        # The value weights are the last ones, so they are the head too.
+        # The value weights are the last layer, so they are also tagged as the head.
         self.tags = {
             "query.weight": frozenset({"query", "layer.0"}),
             "key.weight": frozenset({"key", "layer.0"}),
@@ -40,7 +40,7 @@ class LinearAttention(Model):
 
 @dataclass(frozen=True)
 class Ridge(ClientRule):
-    """Half of `strength` times the squared norm of the value weights; weight decay would reach the kernel too."""
+    """Penalty strength / 2 · |W|² on the value weights. Weight decay would also affect the kernel."""
 
     strength: float
 
@@ -49,12 +49,14 @@ class Ridge(ClientRule):
 
 
 def ridge(strength: float) -> Method:
-    """To be composed: `compose(fedfrozen(10), ridge(0.01))`."""
+    """Build a method to compose with others: `compose(fedfrozen(10), ridge(0.01))`."""
     return Method("ridge", client_rules=(Ridge(strength),))
 
 
 @dataclass(frozen=True)
 class Part:
+    """Examples of one client."""
+
     inputs: Tensor  # (example, token, width)
     targets: Tensor  # (example, token, output)
 
@@ -66,11 +68,11 @@ class Part:
 
 
 class LabPopulation:
-    """The clients of one federation; a client's weight is its number of examples, as everywhere in the core."""
+    """The clients of one federation. A client's weight is its number of examples, as in the core."""
 
     def __init__(self, data: Data) -> None:
         if data.inputs.dim() != 4:
-            raise LabError(f"a population is one federation, not {len(data.inputs)} side by side; give one of them")
+            raise LabError(f"a population is one federation, not {len(data.inputs)} in a batch; give one of them")
         self.data = data
         self.clients = tuple(f"c{number}" for number in range(len(data.weight)))
 

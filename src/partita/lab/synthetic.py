@@ -1,4 +1,4 @@
-"""Federations to experiment on: clients that share a task and differ by a level, drawn by key."""
+"""Synthetic federations: clients that share a task and differ by a heterogeneity level, drawn from a key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from partita.lab.theory import Data, Features, Kernel, LabError, attend
 
 @dataclass(frozen=True)
 class Size:
+    """Size of a federation."""
+
     clients: int = 8
-    examples: int = 12  # of a client of middle size
+    examples: int = 12  # of a median client
     tokens: int = 6
     width: int = 4
     rank: int = 2
@@ -26,18 +28,18 @@ class Size:
 
 @dataclass(frozen=True)
 class Differences:
-    """How clients differ at level 1; each is multiplied by the level."""
+    """Scales of the differences between clients at level 1. Each is multiplied by the level."""
 
-    rotation: float = 1.0  # angle of the client's inputs
-    value: float = 0.5  # of the value map that made its targets
-    kernel: float = 0.5  # of the kernel that made them
-    noise: float = 0.5  # of its label noise, as a factor on the common one
-    sizes: float = 0.5  # of the logarithm of its number of examples
+    rotation: float = 1.0  # rotation of the client's inputs
+    value: float = 0.5  # value weights that generate its targets
+    kernel: float = 0.5  # kernel that generates its targets
+    noise: float = 0.5  # log of the factor on its label noise
+    sizes: float = 0.5  # log of its number of examples
 
 
 @dataclass(frozen=True)
 class Federation:
-    """The clients' data, and where the server starts."""
+    """The clients' data and the server's initial weights."""
 
     data: Data
     kernel: Kernel
@@ -52,9 +54,21 @@ def draw(
     differ: Differences = Differences(),  # noqa: B008
     noise: float = 0.1,
 ) -> Federation:
-    """Level 0 gives clients that differ by sampling alone; targets come from linear attention, plus noise."""
+    """Draw a federation. Targets come from linear attention plus noise.
+
+    Args:
+        key: Key of all draws.
+        level: Heterogeneity. At 0, clients differ only by sampling.
+        features: Feature map of the attention.
+        size: Size of the federation.
+        differ: Differences between clients at level 1.
+        noise: Label noise.
+    """
     if level < 0 or size.clients < 1 or size.examples < 1:
-        raise LabError(f"level {level} with {size.clients} clients of {size.examples} examples; give 0 or more, and 1")
+        raise LabError(
+            f"level {level} with {size.clients} clients of {size.examples} examples; give a level of 0 or more, and at "
+            "least 1 client and 1 example"
+        )
 
     def normal(name: str, *shape: int) -> Tensor:
         return torch.randn(shape, generator=(key / name).generator(), dtype=torch.float64)
@@ -66,7 +80,8 @@ def draw(
 
     twist = normal("rotation", clients, width, width) / math.sqrt(width)
     rotation = torch.linalg.matrix_exp(level * differ.rotation * (twist - twist.transpose(-1, -2)))
-    # Directions of unequal size, or a rotation would change nothing; tokens of one length, as after a norm layer.
+    # Anisotropic inputs, because a rotation would not change isotropic ones. Tokens have equal norm, as after a norm
+    # layer.
     tokens = normal("inputs", clients, most, size.tokens, width) * torch.linspace(1.5, 0.5, width, dtype=torch.float64)
     tokens = functional.normalize(tokens, dim=-1) * math.sqrt(width / size.tokens)  # so that tr HᵀH = width
     inputs = tokens @ rotation.unsqueeze(1)
@@ -75,10 +90,10 @@ def draw(
     teacher = Kernel(*(_matrix(normal, side, width, size.rank, clients, own) for side in Kernel._fields))
     value = _matrix(normal, "value", width, size.outputs, clients, level * differ.value)
     targets = attend(inputs, teacher, features) @ value.unsqueeze(-3)
-    # Scaled over all clients together, so that losses at different levels can be compared.
+    # Normalize over all clients together, so that losses at different levels are comparable.
     targets = targets / (targets.square() * present[..., None, None]).sum().div(present.sum()).sqrt()
-    louder = torch.exp(level * differ.noise * normal("noise.client", clients))[:, None, None, None]
-    targets = targets + noise * louder * normal("noise", *targets.shape) / math.sqrt(size.tokens * size.outputs)
+    noise_factor = torch.exp(level * differ.noise * normal("noise.client", clients))[:, None, None, None]
+    targets = targets + noise * noise_factor * normal("noise", *targets.shape) / math.sqrt(size.tokens * size.outputs)
 
     data = Data(inputs, targets, present / counts[:, None], counts / counts.sum())
     start = Kernel(*(normal(f"start.{side}", width, size.rank) / math.sqrt(width) for side in Kernel._fields))
@@ -86,18 +101,18 @@ def draw(
 
 
 def _sizes(logarithms: Tensor, middle: int) -> Tensor:
-    """From half to twice the middle one, since all clients are filled up to the largest."""
+    """Limit sizes to between half and twice the median, because all clients are padded to the largest."""
     return (middle * torch.exp(logarithms).clamp(0.5, 2.0)).round().clamp(min=1)
 
 
 def _matrix(normal: Callable[..., Tensor], name: str, rows: int, columns: int, clients: int, own: float) -> Tensor:
-    """(client, rows, columns): common to all, plus each client's own."""
+    """Return a common matrix plus each client's own difference, (client, rows, columns)."""
     common, private = normal(name, rows, columns), normal(f"{name}.client", clients, rows, columns)
     return (common + own * private) / math.sqrt(rows)
 
 
 def stack(worlds: Sequence[Federation]) -> Federation:
-    """Many side by side: (run, ...). Clients with fewer examples than the most are filled up with absent ones."""
+    """Stack federations to (run, ...). Clients with fewer examples are padded with examples of share zero."""
     most = max(world.data.share.shape[-1] for world in worlds)
 
     def pad(value: Tensor, axis: int) -> Tensor:
@@ -108,10 +123,10 @@ def stack(worlds: Sequence[Federation]) -> Federation:
     data = [world.data for world in worlds]
     return Federation(
         Data(
-            torch.stack([pad(each.inputs, 1) for each in data]),
-            torch.stack([pad(each.targets, 1) for each in data]),
-            torch.stack([pad(each.share, 1) for each in data]),
-            torch.stack([each.weight for each in data]),
+            torch.stack([pad(part.inputs, 1) for part in data]),
+            torch.stack([pad(part.targets, 1) for part in data]),
+            torch.stack([pad(part.share, 1) for part in data]),
+            torch.stack([part.weight for part in data]),
         ),
         Kernel(*(torch.stack(sides) for sides in zip(*(world.kernel for world in worlds), strict=True))),
         torch.stack([world.value for world in worlds]),

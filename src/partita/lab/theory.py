@@ -3,7 +3,7 @@
 For clients with weights p_i and the means G_i = E ZᵀZ, b_i = E ZᵀY over their examples:
 
     L(Q, K, W) = ½ Σ p_i E|Y - Z W|² + ½ ridge |W|²      W* = (G + ridge I)⁻¹ b  with  G = Σ p_i G_i, b = Σ p_i b_i
-    F(Q, K) = min over W of L = ½ Σ p_i E|Y|² - ½ tr bᵀ W*     the profile objective, of the kernel alone
+    F(Q, K) = min over W of L = ½ Σ p_i E|Y|² - ½ tr bᵀ W*     the profile objective, which depends only on the kernel
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ Features = Callable[[Tensor], Tensor]  # the map φ over the last dimension
 
 
 class LabError(ValueError):
-    """A laboratory setting that cannot work."""
+    """Invalid laboratory setting."""
 
 
 class Kernel(NamedTuple):
-    """What decides where attention looks."""
+    """Query and key weights, which define the attention kernel."""
 
     query: Tensor  # (..., width, rank)
     key: Tensor  # (..., width, rank)
 
     def spread(self) -> Kernel:
-        """The same kernel for every client: (..., 1, width, rank)."""
+        """Add a client dimension that broadcasts, (..., 1, width, rank)."""
         return Kernel(self.query.unsqueeze(-3), self.key.unsqueeze(-3))
 
 
 @dataclass(frozen=True)
 class Data:
-    """The clients of one federation, or of many side by side. Absent examples have a share of zero."""
+    """The clients of one federation or of a batch. Padding examples have a share of zero."""
 
     inputs: Tensor  # (..., client, example, token, width)
     targets: Tensor  # (..., client, example, token, output)
-    share: Tensor  # (..., client, example), which sums to one over a client's examples
-    weight: Tensor  # (..., client), which sums to one
+    share: Tensor  # (..., client, example), sums to one over a client's examples
+    weight: Tensor  # (..., client), sums to one
 
 
 @dataclass(frozen=True)
 class Moments:
-    """All that the value weights can feel of the data under a fixed kernel."""
+    """Sufficient statistics of the data for the value weights, given a fixed kernel."""
 
     gram: Tensor  # (..., client, width, width), E ZᵀZ
     cross: Tensor  # (..., client, width, output), E ZᵀY
@@ -57,7 +57,7 @@ class Moments:
     weight: Tensor  # (..., client)
 
     def pooled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """G, b and E|Y|² over all clients."""
+        """Return G, b and E|Y|² over all clients."""
         weight = self.weight
         return (
             (weight[..., None, None] * self.gram).sum(-3),
@@ -67,7 +67,15 @@ class Moments:
 
 
 def feature_map(name: str, rank: int, key: Key = Key(0), count: int = 8) -> Features:  # noqa: B008
-    """identity, relu, elu (elu(x) + 1), or random: `count` positive features whose mean product is exp(q·k)."""
+    """Return a feature map by name.
+
+    Args:
+        name: "identity", "relu", "elu" (elu(x) + 1), or "random": positive random features whose inner product has the
+            mean exp(q·k).
+        rank: Input size of the random features.
+        key: Key of the random features.
+        count: Number of random features.
+    """
     if name == "random":
         directions = torch.randn(rank, count, generator=(key / "features").generator(), dtype=torch.float64)
         return lambda x: torch.exp(x @ directions - x.square().sum(-1, keepdim=True) / 2) / math.sqrt(count)
@@ -78,14 +86,14 @@ def feature_map(name: str, rank: int, key: Key = Key(0), count: int = 8) -> Feat
 
 FEATURES: dict[str, Features] = {
     "identity": lambda x: x,
-    "elu": lambda x: (functional.elu(x) + 1) / math.sqrt(x.shape[-1]),  # a product of two is then about one
+    "elu": lambda x: (functional.elu(x) + 1) / math.sqrt(x.shape[-1]),  # so that an inner product is about one
     "relu": functional.relu,
 }
 
 
 def attend(inputs: Tensor, kernel: Kernel, features: Features) -> Tensor:
-    """Z: (..., example, token, width); the kernel has the dimensions that stand before the examples."""
-    flat = inputs.flatten(-3, -2)  # one product for all examples of a client
+    """Compute Z, (..., example, token, width). The kernel has the leading dimensions of the inputs before `example`."""
+    flat = inputs.flatten(-3, -2)  # one matrix product for all examples of a client
     queries, keys = (
         features(flat @ side).unflatten(-2, inputs.shape[-3:-1])  # (..., example, token, feature)
         for side in kernel
@@ -94,7 +102,7 @@ def attend(inputs: Tensor, kernel: Kernel, features: Features) -> Tensor:
 
 
 def moments(data: Data, kernel: Kernel, features: Features) -> Moments:
-    """Under a kernel that all clients share."""
+    """Compute the moments under a kernel that all clients share."""
     mixed = attend(data.inputs, kernel.spread(), features)
     rows = (mixed * data.share[..., None, None]).flatten(-3, -2).transpose(-1, -2)  # (..., client, width, row)
     return Moments(
@@ -106,25 +114,25 @@ def moments(data: Data, kernel: Kernel, features: Features) -> Moments:
 
 
 def loss(means: Moments, value: Tensor, ridge: float) -> Tensor:
-    """L of value weights (..., width, output)."""
+    """Return the loss L of value weights, (..., width, output)."""
     gram, cross, power = means.pooled()
     return power / 2 - (cross * value).sum((-1, -2)) + (value * (ridged(gram, ridge) @ value)).sum((-1, -2)) / 2
 
 
 def best_value(means: Moments, ridge: float) -> Tensor:
-    """W*, the best value weights for the kernel."""
+    """Return W*, the optimal value weights for the kernel."""
     gram, cross, _ = means.pooled()
     return torch.linalg.solve(ridged(gram, ridge), cross)
 
 
 def profile(means: Moments, ridge: float) -> Tensor:
-    """F, the loss that is left when the value weights are at their best."""
+    """Return F, the loss with optimal value weights."""
     _, cross, power = means.pooled()
     return power / 2 - (cross * best_value(means, ridge)).sum((-1, -2)) / 2
 
 
 def profile_gradient(data: Data, kernel: Kernel, ridge: float, features: Features) -> Kernel:
-    """By the envelope theorem: the slope of L in the kernel with the value weights held at W*."""
+    """Return the gradient of F: by the envelope theorem, that of L in the kernel with the value weights fixed at W*."""
     live = Kernel(*(side.detach().requires_grad_() for side in kernel))
     means = moments(data, live, features)
     held = best_value(means, ridge).detach()
@@ -132,7 +140,7 @@ def profile_gradient(data: Data, kernel: Kernel, ridge: float, features: Feature
 
 
 def round_map(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """(M, c) of a frozen round W -> M W + c: FedAvg over `steps` gradient steps on each client.
+    """Return (M, c) of a frozen round W -> M W + c: FedAvg with `steps` gradient steps on each client.
 
     A client ends at (I - B_i C_i) W + B_i b_i, with C_i = G_i + ridge I and B_i = lr Σ (I - lr C_i)ᵏ over k < steps.
     """
@@ -141,24 +149,25 @@ def round_map(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> t
         lr = lr[..., None, None, None]
     eye = torch.eye(curvature.shape[-1], dtype=curvature.dtype)
     gain = torch.zeros_like(curvature)
-    for _ in range(steps):  # Horner's scheme for B_i, sound also where C_i is singular
+    for _ in range(steps):  # Horner's scheme for B_i; also valid if C_i is singular
         gain = lr * eye + gain - lr * curvature @ gain
     weight = means.weight[..., None, None]
     return eye - (weight * (gain @ curvature)).sum(-3), (weight * (gain @ means.cross)).sum(-3)
 
 
 def fixed_point(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> Tensor:
-    """Where frozen rounds end: W = M W + c, a mean of the clients' own optima that favours the steepest."""
+    """Return the limit W = M W + c of frozen rounds, a mean of the clients' optima that favors the steepest client."""
     matrix, constant = round_map(means, ridge, lr, steps)
     return torch.linalg.solve(torch.eye(matrix.shape[-1], dtype=matrix.dtype) - matrix, constant)
 
 
 def drift(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """(distance to W*, excess loss) of the fixed point."""
+    """Return (distance to W*, excess loss) of the fixed point."""
     gram, _, _ = means.pooled()
     gap = fixed_point(means, ridge, lr, steps) - best_value(means, ridge)
     return torch.linalg.matrix_norm(gap), (gap * (ridged(gram, ridge) @ gap)).sum((-1, -2)) / 2
 
 
 def ridged(gram: Tensor, ridge: float) -> Tensor:
+    """Return G + ridge I."""
     return gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype)

@@ -1,4 +1,7 @@
-"""Federated methods, one file and one card each. To add one: file, card, reduction, and a line here."""
+"""Registry of federated methods.
+
+Each method has one file and one card. To add a method, write both, add a reduction test and an entry in `INDEX`.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,10 @@ INDEX = {
     "centralized": "partita.methods.centralized:centralized",
 }
 
-# These learn beside a frozen pair of towers, the model "clip", and take no other.
+# These methods train next to a frozen dual encoder and accept only the model "clip".
 NEEDS_DUAL_ENCODER = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip")
 
-# Compositions that are called supported: conformance runs over each. Others may work, and none is refused by name.
+# Supported compositions: the conformance tests run each of them. Other compositions may work and are not rejected.
 COMPOSITIONS = (
     "fedfrozen+fedprox",
     "fedfrozen+scaffold",
@@ -77,7 +80,15 @@ COMPOSITIONS = (
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """A method by name; "a+b" composes two, and each option goes to the part that takes it."""
+    """Build a method by name.
+
+    Args:
+        name: A name from `INDEX`, or several joined by "+" to compose them.
+        options: Keyword arguments. In a composition, each option goes to the one part that accepts it.
+
+    Raises:
+        OptionError: If a name is unknown or repeated, or if no part or several parts accept an option.
+    """
     options = options or {}
     parts = {part: import_from_registry(INDEX, part, "method") for part in name.split("+")}
     if len(parts) < name.count("+") + 1:
@@ -87,7 +98,7 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
     for key in options:
         takers = [part for part, function in parts.items() if key in signature(function).parameters]
         if len(takers) != 1:
-            problem = f"is taken by both {' and '.join(takers)}" if takers else "is taken by none of its parts"
+            problem = f"is accepted by both {' and '.join(takers)}" if takers else "is accepted by none of the parts"
             raise OptionError(
                 f"{format_name(f'method.{key}')} {problem} in '{name}'; compose them in Python with partita.compose"
             )

@@ -1,4 +1,4 @@
-"""The server's part of FedFrozen's automatic warm-up: it sees when clients disagree more than the kernel gets ahead."""
+"""Server rule for FedFrozen's automatic warm-up: it detects when client disagreement exceeds the kernel's progress."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from partita.core.method import Aggregate, Server, ServerRule, Update, average
 from partita.core.model import Model
 from partita.core.tensors import Names, Slots, upcast
 
-SMOOTHING = 0.7  # what a round leaves of the past in the running means
+SMOOTHING = 0.7  # decay of the running means per round
 
 
 @dataclass(frozen=True)
 class AutoWarmup(ServerRule):
-    """FedAvg's mean, and a signal "frozen" once clients disagree on the watched names more than these get ahead.
+    """FedAvg with a signal "frozen", set once clients disagree on the watched parameters more than these progress.
 
-    The state holds running means over rounds: of the mean update, by name, and of the clients' spread around it.
+    The server state holds running means over rounds: the mean update per parameter, and the clients' spread around it.
+
+    Attributes:
+        watched: Returns the names of the parameters to watch.
+        threshold: Freeze when the spread exceeds the progress by this factor.
+        patience: Number of consecutive rounds above the threshold before the signal is set.
     """
 
     watched: Callable[[Model], Names]
@@ -47,21 +52,22 @@ class AutoWarmup(ServerRule):
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         spread = aggregate.slots["warmup_spread"]
         server = super().apply(server, aggregate)
-        if not spread:  # nobody trained the watched names
+        if not spread:  # no client trained the watched parameters
             return server
         old, past = server.state["warmup"], server.state["progress"]
         progress = {
             name: SMOOTHING * value + (1 - SMOOTHING) * aggregate.delta[name] if name in spread else value
             for name, value in past.items()
         }
-        apart = SMOOTHING * float(old["spread"]) + (1 - SMOOTHING) * sum(float(each) for each in spread.values())
+        variance = SMOOTHING * float(old["spread"]) + (1 - SMOOTHING) * sum(float(value) for value in spread.values())
         rounds = float(old["rounds"]) + 1
-        # Both means start at zero; divided by this they are means of the rounds so far. The progress enters squared.
-        started = 1 - SMOOTHING**rounds
-        ahead = sum(squared_norm(progress, name) for name in progress)
-        streak = float(old["streak"]) + 1 if apart * started > self.threshold**2 * ahead else 0.0
+        # Bias correction: both running means start at zero. Dividing by it gives the mean over the rounds so far.
+        # The progress enters squared, so one factor of the correction remains on the side of the variance.
+        correction = 1 - SMOOTHING**rounds
+        squared_progress = sum(squared_norm(progress, name) for name in progress)
+        streak = float(old["streak"]) + 1 if variance * correction > self.threshold**2 * squared_progress else 0.0
         warmup = {
-            "spread": _scalar(apart),
+            "spread": _scalar(variance),
             "rounds": _scalar(rounds),
             "streak": _scalar(streak),
             "frozen": _scalar(float(streak >= self.patience)),
@@ -70,7 +76,7 @@ class AutoWarmup(ServerRule):
 
 
 class _MeanSquare:
-    """The weighted mean of clients' squared norms by name: a few numbers, however large the cohort."""
+    """Weighted mean of the clients' squared norms per parameter. Memory does not grow with the cohort."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -89,6 +95,7 @@ class _MeanSquare:
 
 
 def squared_norm(tensors: Mapping[str, Tensor], name: str) -> float:
+    """Return the squared L2 norm of one tensor, summed in float64."""
     return float(tensors[name].pow(2).sum(dtype=torch.float64))
 
 

@@ -1,4 +1,4 @@
-"""Method cards: what each method is, in words beside its code, with the parts that code can prove kept true."""
+"""Method cards: a Markdown description next to each method's code. Tests check the parts that follow from the code."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ HEADINGS = (
 
 
 def card(name: str) -> str:
+    """Return the Markdown text of a method's card."""
     if name not in INDEX:
         raise OptionError(f"unknown method '{name}'; {closest_match(name, INDEX)}")
     return files("partita.methods").joinpath(path_of(name)).read_text()
 
 
 def path_of(name: str) -> str:
-    """A card lies beside the method's file and is called like its function."""
+    """Return the file name of a card: the name of the method's function, next to its module."""
     return INDEX[name].partition(":")[2] + ".md"
 
 
 def listing() -> list[dict[str, Any]]:
-    """Every method with its parameters, the first line of its file, and the compositions it is known to work in."""
+    """List every method with its parameters, the first line of its module docstring and its supported compositions."""
     rows = []
     for name in INDEX:
         function = import_from_registry(INDEX, name, "method")
-        parameters = {each.name: each.default for each in inspect.signature(function).parameters.values()}
+        parameters = {
+            parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()
+        }
         about = (inspect.getdoc(inspect.getmodule(function)) or "").partition("\n")[0]
-        composes = [each for each in COMPOSITIONS if name in each.split("+")]
+        composes = [composition for composition in COMPOSITIONS if name in composition.split("+")]
         rows.append({"name": name, "parameters": parameters, "about": about, "compositions": composes})
     return rows

@@ -1,4 +1,4 @@
-"""CoOp at each client: everyone learns a context of their own for the names of classes, and nothing travels."""
+"""CoOp at each client: every client learns its own context for the class names, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from partita.methods.promptfl import share_global
 
 
 def coop(text_tokens: Count = 16, init_text: Text = "") -> Method:
-    """`text_tokens` is the length of the context; `init_text`, such as "a photo of a", is its initial value."""
+    """Build local CoOp.
+
+    Args:
+        text_tokens: Number of learned context tokens.
+        init_text: Initial text of the last context tokens, such as "a photo of a"; the other tokens are random.
+    """
     return Method(
         "coop",
         plan=share_global,

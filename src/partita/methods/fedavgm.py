@@ -1,4 +1,4 @@
-"""FedAvgM: the server moves with momentum along the mean of the updates."""
+"""FedAvgM: the server applies the mean update with momentum."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from partita.core.tensors import Slots, scale, zeros_like
 
 @dataclass(frozen=True)
 class FedAvgMServer(ServerRule):
+    """Server step w + lr · velocity, where velocity = beta · velocity + mean update."""
+
     lr: float
     beta: float
 
@@ -26,6 +28,7 @@ class FedAvgMServer(ServerRule):
 
 
 def fedavgm(lr: NotNegative = 1.0, beta: PartialShare = 0.9) -> Method:
+    """Build FedAvgM with the server learning rate `lr` and the momentum `beta`."""
     if not 0 <= beta < 1:
-        raise MethodError(f"method.beta is {beta}; momentum is from 0 up to, not including, 1")
+        raise MethodError(f"method.beta is {beta}; momentum must be at least 0 and below 1")
     return Method("fedavgm", server_rule=FedAvgMServer(lr, beta))

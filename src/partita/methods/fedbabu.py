@@ -1,4 +1,4 @@
-"""FedBABU: only the body is learned together; the head stays as it was drawn, and is fitted when a client is tested."""
+"""FedBABU: train only the shared body; the head keeps its initial values until a client fine-tunes before its test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from partita.core.plan import Phase, Plan, RoundInfo, share
 def fedbabu(
     fixed: tuple[str, ...] = ("head",), finetune: Whole = 5, tune: Literal["all", "head", "body"] = "all"
 ) -> Method:
-    """`finetune` are the epochs in which a client fits `tune` to its own data before it is tested."""
+    """Build FedBABU.
+
+    Args:
+        fixed: Tags of the head, which is not trained during federation.
+        finetune: Epochs of fine-tuning on a client's own data before it is tested. 0: none.
+        tune: What this fine-tuning trains.
+    """
     if tune == "head" and not fixed:
         raise MethodError("method.tune is 'head', but method.fixed is empty; name the tags of the head there")
 

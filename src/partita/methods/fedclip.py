@@ -1,4 +1,4 @@
-"""FedCLIP: clients learn an attention adapter on an image's feature together; the towers stay as they are."""
+"""FedCLIP: clients jointly learn an attention adapter on the image features; the encoders stay frozen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from partita.methods.promptfl import share_global
 
 
 def fedclip() -> Method:
+    """Build FedCLIP."""
     return Method(
         "fedclip",
         plan=share_global,

@@ -1,4 +1,4 @@
-"""FedDyn: each client's loss is tilted and tied so that, where all agree, they agree on the common optimum."""
+"""FedDyn: linear and proximal terms in each client's loss, so that clients can only agree at the global optimum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from partita.methods.fedprox import FedProxClient
 
 @dataclass(frozen=True)
 class FedDynClient(ClientRule):
-    """-<tilt, w>, where the tilt gathers what the tie to the anchor pulled: at rest, the client's own gradient."""
+    """Linear term -<tilt, w>.
+
+    The tilt accumulates the pull of the proximal term. At a fixed point it equals the client's own gradient.
+    """
 
     alpha: float
     slots = frozenset({"tilt"})
@@ -39,7 +42,7 @@ class FedDynClient(ClientRule):
 
 @dataclass(frozen=True)
 class FedDynServer(ServerRule):
-    """The mean of those who answered, less the mean tilt of all clients over alpha; clients count alike."""
+    """Unweighted mean over the clients that answered, minus the mean tilt of all clients divided by alpha."""
 
     alpha: float
 
@@ -60,6 +63,7 @@ class FedDynServer(ServerRule):
 
 
 def feddyn(alpha: Positive = 0.01) -> Method:
+    """Build FedDyn with the regularization weight `alpha`."""
     if alpha <= 0:
-        raise MethodError(f"method.alpha is {alpha}; it must be above 0, since the server divides by it")
+        raise MethodError(f"method.alpha is {alpha}; it must be above 0 because the server divides by it")
     return Method("feddyn", client_rules=(FedProxClient(alpha), FedDynClient(alpha)), server_rule=FedDynServer(alpha))

@@ -1,4 +1,4 @@
-"""FedFrozen: full warm-up, then the query and key weights, which set the attention kernel, are frozen."""
+"""FedFrozen: full training as a warm-up, then freeze the query and key weights, which define the attention kernel."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ def fedfrozen(
     patience: Count = 3,
     max_warmup: Share = 1.0,
 ) -> Method:
-    """Warm-up in rounds (an integer), as a fraction of the rounds (a float; 1.0 never freezes), or "auto".
+    """Build FedFrozen.
 
-    After it, scope "rest" trains all but the frozen set, scope "value" only the value projections and the head.
-    `freeze` other than "kernel" is for ablations; "random" draws, by `draw`, as many parameters of the same shapes.
-    "auto" freezes after `patience` rounds in a row in which clients' disagreement on the set is more than `threshold`
-    times its progress, and at the latest after the fraction `latest` of the rounds.
+    Args:
+        warmup: Length of the warm-up: rounds (int), a fraction of the rounds (float; 1.0 never freezes), or "auto".
+        scope: What trains afterwards: "rest" is everything except the frozen set; "value" is only the value
+            projections and the head.
+        freeze: The frozen set. Values other than "kernel" are for ablations; "random" draws as many parameters of
+            the same shapes.
+        seed: Seed of the draw for freeze "random".
+        threshold: For "auto": freeze when the clients' disagreement on the set exceeds its progress by this factor.
+        patience: For "auto": number of consecutive rounds above the threshold before freezing.
+        max_warmup: For "auto": freeze at the latest after this fraction of the rounds.
     """
     if isinstance(warmup, str):
         if warmup != "auto":
@@ -40,7 +46,7 @@ def fedfrozen(
         raise MethodError(f"method.scope 'value' already says what trains; it cannot go with freeze '{freeze}'")
     if not threshold > 0 or patience < 1 or not 0 <= max_warmup <= 1:
         raise MethodError(
-            f"method.threshold, patience and latest are {threshold}, {patience} and {max_warmup}; "
+            f"method.threshold, patience and max_warmup are {threshold}, {patience} and {max_warmup}; "
             "give a number above 0, at least one round, and a fraction from 0.0 to 1.0"
         )
 
@@ -63,16 +69,17 @@ def fedfrozen(
 
 
 def frozen_names(model: Model, freeze: Frozen, seed: int) -> Names:
+    """Return the names of the parameters that `freeze` stands for; `seed` is for "random"."""
     kernel = model.names("query", "key")
     if freeze == "kernel":
         return kernel
     if freeze != "random":
         return model.names(freeze)
-    # Shape by shape, so that the ablation freezes exactly as many numbers as the kernel has.
+    # Draw shape by shape, so that the ablation freezes exactly as many elements as the kernel has.
     chosen: set[str] = set()
     shapes = {model.initial[name].shape for name in kernel}
     for shape in sorted(shapes, key=tuple):
-        alike = sorted(name for name, value in model.initial.items() if value.shape == shape)
+        candidates = sorted(name for name, value in model.initial.items() if value.shape == shape)
         count = sum(model.initial[name].shape == shape for name in kernel)
-        chosen.update((Key(seed) / "freeze" / str(tuple(shape))).sample(alike, count))
+        chosen.update((Key(seed) / "freeze" / str(tuple(shape))).sample(candidates, count))
     return frozenset(chosen)

@@ -1,4 +1,4 @@
-"""FedNova: updates are divided by their number of steps before the mean, so that it does not lean to fast clients."""
+"""FedNova: divide each update by its number of steps before averaging, so that fast clients do not dominate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from partita.methods.scaffold import PLAIN_SGD
 
 @dataclass(frozen=True)
 class FedNovaServer(ServerRule):
-    """(sum p_i steps_i) · sum p_i (delta_i / steps_i), name by name."""
+    """Aggregate (sum p_i steps_i) · sum p_i (delta_i / steps_i), separately for each parameter."""
 
     optimizers = PLAIN_SGD
 
@@ -29,4 +29,5 @@ class FedNovaServer(ServerRule):
 
 
 def fednova() -> Method:
+    """Build FedNova."""
     return Method("fednova", server_rule=FedNovaServer())

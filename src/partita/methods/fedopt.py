@@ -1,4 +1,4 @@
-"""FedOpt: Adam, Yogi or Adagrad at the server, with the mean update in place of a gradient."""
+"""FedOpt: Adam, Yogi or Adagrad at the server, with the mean update as pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ Square = Callable[[Tensor, Tensor], Tensor]  # (second moment, squared delta) ->
 
 @dataclass(frozen=True)
 class FedOptServer(ServerRule):
-    """w + lr · first / (sqrt(second) + tau); a name ages only in rounds in which it was sent."""
+    """Server step w + lr · first / (sqrt(second) + tau).
+
+    The age of a parameter counts only the rounds in which it was sent.
+    """
 
     lr: float
     beta1: float
     tau: float
     square: Square
-    debias: float | None = None  # beta2 where both moments are freed from their start at zero, as torch's Adam does
+    debias: float | None = None  # beta2, if both moments are bias-corrected as in torch.optim.Adam
 
     def init(self, model: Model) -> Slots:
         start = {name: torch.full_like(value, self.tau**2) for name, value in model.initial.items()}
@@ -51,23 +54,35 @@ def fedadam(
     tau: Positive = 0.001,
     debias: bool = True,
 ) -> Method:
+    """Build FedAdam.
+
+    Args:
+        lr: Server learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: Added to the square root of the second moment.
+        debias: Correct both moments for their start at zero, as in torch.optim.Adam.
+    """
     _check(tau, beta1, beta2)
     rule = FedOptServer(lr, beta1, tau, lambda old, new: beta2 * old + (1 - beta2) * new, beta2 if debias else None)
     return Method("fedadam", server_rule=rule)
 
 
 def fedyogi(lr: NotNegative = 0.01, beta1: PartialShare = 0.9, beta2: Share = 0.99, tau: Positive = 0.001) -> Method:
-    """Adam whose second moment shrinks no faster than it grows."""
+    """Build FedYogi: Adam with a second moment that shrinks no faster than it grows."""
     _check(tau, beta1, beta2)
     rule = FedOptServer(lr, beta1, tau, lambda old, new: old - (1 - beta2) * new * torch.sign(old - new))
     return Method("fedyogi", server_rule=rule)
 
 
 def fedadagrad(lr: NotNegative = 0.01, beta1: PartialShare = 0.0, tau: Positive = 0.001) -> Method:
+    """Build FedAdagrad: the second moment is the sum of all squared mean updates."""
     _check(tau, beta1)
     return Method("fedadagrad", server_rule=FedOptServer(lr, beta1, tau, torch.add))
 
 
 def _check(tau: float, beta1: float, beta2: float = 0.0) -> None:
     if not (0 <= beta1 < 1 and 0 <= beta2 <= 1 and tau > 0):
-        raise MethodError(f"method.beta1 is {beta1}, beta2 {beta2}, tau {tau}; betas lie in 0 to 1, tau above 0")
+        raise MethodError(
+            f"method.beta1 is {beta1}, beta2 {beta2}, tau {tau}; betas must be between 0 and 1, tau above 0"
+        )

@@ -1,4 +1,4 @@
-"""FedOTP: a shared and an own context share out an image's patches by unbalanced optimal transport."""
+"""FedOTP: assign an image's patches to a shared and a local context by unbalanced optimal transport."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ def fedotp(
     iterations: Count = 100,
     init_text: Text = "",
 ) -> Method:
-    """`mass` is how much of an image the texts of a class take in all; `smoothing` the weight of the entropy."""
+    """Build FedOTP.
+
+    Args:
+        text_tokens: Number of context tokens of each owner.
+        mass: Fraction of an image's mass that the texts of a class take in total.
+        smoothing: Weight of the entropy.
+        iterations: Number of Sinkhorn iterations; always all of them.
+        init_text: Initial text of the last tokens of each context; the other tokens are random.
+    """
     if not 0 < mass <= 1 or smoothing <= 0 or iterations < 1:
         raise MethodError(
             f"method.mass is {mass}, method.smoothing {smoothing} and method.iterations {iterations}; "

@@ -1,4 +1,4 @@
-"""FedPart: some rounds of the whole model, then one layer at a time from the input to the head, over and over."""
+"""FedPart: cycles of some rounds on the whole model, then one layer at a time from the input to the head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from partita.core.tensors import Names
 
 
 def fedpart(full_rounds: Whole = 5, rounds_per_layer: Count = 2) -> Method:
-    """A cycle is `full` rounds of everything, then `each` rounds for every group of parameters."""
+    """Build FedPart.
+
+    Args:
+        full_rounds: Rounds at the start of a cycle that train the whole model.
+        rounds_per_layer: Rounds for each group of parameters after that.
+    """
     if full_rounds < 0 or rounds_per_layer < 1:
         raise MethodError(
             f"method.full_rounds is {full_rounds} and method.rounds_per_layer {rounds_per_layer}; the first must be at "
@@ -28,8 +33,8 @@ def fedpart(full_rounds: Whole = 5, rounds_per_layer: Count = 2) -> Method:
 
 
 def groups(model: Model) -> list[Names]:
-    """What comes before the layers, each layer, and what comes after them."""
+    """Split the parameters into those before the layers, each layer, and those after them. Drop empty groups."""
     before = input_side_names(model)
     inner = [model.names(layer) for layer in layer_tags(model)]
-    found = [before.difference(*inner), *inner, model.all_names().difference(before, *inner)]
-    return [names for names in found if names]
+    candidates = [before.difference(*inner), *inner, model.all_names().difference(before, *inner)]
+    return [names for names in candidates if names]

@@ -1,4 +1,4 @@
-"""FedPer: the body is shared, the head stays with the client; both train together."""
+"""FedPer: the body is shared, the head stays on the client; both train together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from partita.core.plan import Phase, Plan, RoundInfo, share
 
 
 def fedper(personal: tuple[str, ...] = ("head",), finetune: Whole = 1) -> Method:
-    """`personal` are the tags that stay; `finetune` the epochs a client trains its copy before it is tested."""
+    """Build FedPer.
+
+    Args:
+        personal: Tags of the parameters that stay on the client.
+        finetune: Epochs for which a client trains its copy before it is tested. 0: none.
+    """
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         kept = model.names(*personal)

@@ -1,4 +1,4 @@
-"""FedPGP: a shared context plus an own one of low rank; the shared one is drawn to what people would write."""
+"""FedPGP: a shared context plus a local low-rank one; a contrastive loss pulls the shared one to handwritten texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from partita.methods.promptfl import share_global
 
 @dataclass(frozen=True)
 class TextContrast(ClientRule):
-    """By class, -log of the share of exp(sim(shared, written) / T) beside exp(sim(shared, own) / T)."""
+    """Contrastive loss per class: -log(p / (p + n)).
+
+    Here p = exp(sim(shared, written) / T) and n = exp(sim(shared, own) / T).
+    """
 
     mu: float
     temperature: float
@@ -26,7 +29,7 @@ class TextContrast(ClientRule):
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         texts = getattr(out, "texts", None)
         if texts is None:
-            raise MethodError(f"fedpgp compares texts, and {ctx.model.name} gives none; let it extend a model 'clip'")
+            raise MethodError(f"fedpgp compares texts, and {ctx.model.name} gives none; use a model 'clip'")
         own, shared, written = texts()  # (class, feature)
         near, far = (functional.cosine_similarity(shared, other) for other in (written, own))  # (class,)
         return self.mu * functional.softplus((far - near) / self.temperature).mean()
@@ -35,7 +38,15 @@ class TextContrast(ClientRule):
 def fedpgp(
     text_tokens: Count = 16, rank: Count = 4, mu: NotNegative = 1.0, temperature: Positive = 0.5, init_text: Text = ""
 ) -> Method:
-    """`mu` is the weight of the contrastive loss; with 0, the texts it would need are not read."""
+    """Build FedPGP.
+
+    Args:
+        text_tokens: Number of context tokens.
+        rank: Rank of the local context.
+        mu: Weight of the contrastive loss. 0: the texts it needs are not read.
+        temperature: Temperature T of the contrastive loss.
+        init_text: Initial text of the last tokens of the shared context; the other tokens are random.
+    """
     if mu < 0 or temperature <= 0:
         raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")
     return Method(

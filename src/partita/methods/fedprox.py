@@ -1,4 +1,4 @@
-"""FedProx: a proximal term holds each client near the model it was sent."""
+"""FedProx: a proximal term keeps each client near the model it received."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from partita.core.tensors import Tensors
 
 @dataclass(frozen=True)
 class FedProxClient(ClientRule):
-    """(mu / 2) |w - anchor|^2 over what trains and came from the server; what a client keeps has no global anchor."""
+    """Proximal term (mu / 2) |w - anchor|^2 over the trained parameters that came from the server.
+
+    Parameters that stay on the client have no global anchor.
+    """
 
     mu: float
 
@@ -27,6 +30,7 @@ class FedProxClient(ClientRule):
 
 
 def fedprox(mu: NotNegative = 0.01) -> Method:
+    """Build FedProx with the proximal weight `mu`."""
     if mu < 0:
         raise MethodError(f"method.mu is {mu}; the proximal weight cannot be negative")
     return Method("fedprox", client_rules=(FedProxClient(mu),))

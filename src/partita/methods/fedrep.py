@@ -1,4 +1,4 @@
-"""FedRep: each round a client first fits its own head to the shared body, then takes the body a step further."""
+"""FedRep: in each round a client first fits its own head to the shared body, then trains the body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from partita.core.plan import Phase, Plan, RoundInfo
 def fedrep(
     personal: tuple[str, ...] = ("head",), head_epochs: Count = 10, body_epochs: Count | None = 1, finetune: Whole = 10
 ) -> Method:
-    """`finetune` are the epochs in which a client refits its head before it is tested; None: as the run says."""
+    """Build FedRep.
+
+    Args:
+        personal: Tags of the head, which stays on the client.
+        head_epochs: Epochs on the head per round.
+        body_epochs: Epochs on the body per round. None: as set by the run.
+        finetune: Epochs for which a client refits its head before it is tested. 0: none.
+    """
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         head = model.names(*personal)

@@ -1,4 +1,4 @@
-"""FedTP: the server learns a hypernetwork that makes each client's query, key and value weights; the rest is shared."""
+"""FedTP: a hypernetwork on the server generates each client's query, key and value weights; the rest is shared."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale
 
 @dataclass(frozen=True)
 class HypernetworkServer(ServerRule):
-    """w_i = w_start + H f(z_i) + b for each of the weights it makes: z_i is the client's embedding, f a small network.
+    """Generate each weight as w_i = w_start + H f(z_i) + b, with z_i the client's embedding and f a small network.
 
-    A client's delta is the direction in which its weights should go, so H, b, f and z_i follow it by the chain rule.
+    A client's delta serves as the negative gradient of its generated weights. The chain rule carries it to H, b, f and
+    z_i.
     """
 
     lr: float
-    embedding: int
-    hidden: int
+    embedding: int  # size of z_i
+    hidden: int  # width of f
     seed: int
 
     def init(self, model: Model) -> Slots:
@@ -40,7 +41,7 @@ class HypernetworkServer(ServerRule):
             trunk[f"{part}.weight"] = drawn / size[1] ** 0.5
         return {
             "trunk": trunk,
-            # Zero, so that every client starts from the model as it was loaded, pretrained or not.
+            # Zero, so that every client starts from the loaded model, pretrained or not.
             "maps": {name: model.initial[name].new_zeros(model.initial[name].numel(), self.hidden) for name in made},
             "shift": {name: torch.zeros_like(model.initial[name]) for name in made},
         }
@@ -96,6 +97,14 @@ def _features(trunk: Tensors, embedding: Tensor) -> Tensor:
 
 
 def fedtp(lr: NotNegative = 0.05, embedding: Count = 8, hidden: Whole = 32, seed: Seed = 0) -> Method:
+    """Build FedTP.
+
+    Args:
+        lr: Learning rate of the hypernetwork.
+        embedding: Size of a client's embedding.
+        hidden: Width of the hypernetwork.
+        seed: Seed of the initial hypernetwork and embeddings.
+    """
     if embedding < 1 or hidden < 0:
         raise MethodError(f"method.embedding is {embedding} and method.hidden {hidden}; give 1 or more, and 0 or more")
     return Method("fedtp", server_rule=HypernetworkServer(lr, embedding, hidden, seed))

@@ -1,4 +1,4 @@
-"""FLoRA: clients train low-rank factors, and the server adds the mean of their products to the base weights."""
+"""FLoRA: clients train low-rank factors; the server adds the mean of their products to the base weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ def flora(
     head: bool = True,
     seed: Seed = 0,
 ) -> Method:
-    """As lora, but each round starts with new factors: B is zero, and A is drawn by `draw`."""
+    """Build FLoRA: like lora, but each round starts with new factors. B is zero and A is drawn at random.
+
+    Args:
+        rank: Rank of the factors.
+        alpha: Scale of the product, which is multiplied by alpha / rank.
+        roles: Tags of the linear layers that get factors.
+        head: Also train and send the task's head.
+        seed: Seed of the draws of A.
+    """
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         train = factors(model, head)
@@ -38,13 +46,17 @@ def flora(
     )
 
 
-def layers(names: Iterable[str]) -> list[str]:  # of which a factor is among the names
+def layers(names: Iterable[str]) -> list[str]:
+    """Return the layers that have a factor among the names."""
     return sorted({name.removesuffix(A).removesuffix(B) for name in names if name.endswith((A, B))})
 
 
 @dataclass(frozen=True)
 class FloraServer(ServerRule):
-    """The server's B is zero for good, so what a client's factors add to a weight is their whole product."""
+    """Fold the clients' factors into the base weights.
+
+    The server's B is always zero, so a client's factors add exactly their product to a weight.
+    """
 
     alpha: float
     seed: int

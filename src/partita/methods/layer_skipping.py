@@ -1,4 +1,4 @@
-"""Layer-skipping: a fixed choice of layers trains and travels with the head; the others stay as they were loaded."""
+"""Layer-skipping: train and send a fixed choice of layers and the head; the other layers stay as loaded."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from partita.core.plan import NO_NAMES, Plan, RoundInfo, share
 
 
 def layer_skipping(layers: PositiveShare | tuple[Whole, ...] = 0.3, embeddings: bool = False) -> Method:
-    """`layers` are the numbers of those that train, or a fraction: so many of the topmost ones, at least one."""
+    """Build layer-skipping.
+
+    Args:
+        layers: Indices of the layers to train, or the fraction of topmost layers to train (at least one).
+        embeddings: Also train the parameters before the first layer.
+    """
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         known = layer_tags(model)
-        wanted = [f"layer.{number}" for number in chosen(layers, len(known))]
+        selected = [f"layer.{number}" for number in chosen(layers, len(known))]
         outside = model.all_names() - model.names(*known) - (NO_NAMES if embeddings else input_side_names(model))
-        return share(model.names(*wanted) | outside, down=model.all_names())
+        return share(model.names(*selected) | outside, down=model.all_names())
 
     return Method("layer-skipping", plan=plan)
 
 
 def chosen(layers: float | tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """Return the indices of the layers to train in a model of `depth` layers."""
     if isinstance(layers, tuple):
         if wrong := [number for number in layers if not 0 <= number < depth]:
             raise MethodError(f"method.layers names layer {wrong[0]}, but the model has {depth}, from 0 to {depth - 1}")

@@ -1,4 +1,4 @@
-"""LoRA under FedAvg: clients train and send low-rank factors and the head, and the base weights never travel."""
+"""LoRA with FedAvg: clients train and send low-rank factors and the head; the base weights are never sent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from partita.core.tensors import Names
 def lora(
     rank: Count = 8, alpha: Positive = 16.0, roles: tuple[str, ...] = ("query", "value"), head: bool = True
 ) -> Method:
-    """Factors beside the linear layers of the roles, scaled by alpha / rank; A and B are averaged each by itself.
+    """Build LoRA. The server averages A and B separately.
 
-    `head` has the task's head train whole beside them; one that is tied to the embeddings never does.
+    Args:
+        rank: Rank of the factors.
+        alpha: Scale of the product, which is multiplied by alpha / rank.
+        roles: Tags of the linear layers that get factors.
+        head: Also train and send the task's head. A head that is tied to the embeddings never trains.
     """
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
@@ -25,5 +29,6 @@ def lora(
 
 
 def factors(model: Model, head: bool) -> Names:
+    """Return the names of the low-rank factors and, with `head`, of the head unless it is tied to the embeddings."""
     own = model.names("lora")
     return own | {name for name, tags in model.tags.items() if head and "head" in tags and "embedding" not in tags}

@@ -1,4 +1,4 @@
-"""MOON: a client's features are drawn to those of the model it was sent and away from those it had last time."""
+"""MOON: pull a client's features to those of the received model, away from those of its own previous model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from partita.core.tensors import Slots, Tensors, select
 
 @dataclass(frozen=True)
 class MoonClient(ClientRule):
-    """-log of the share of exp(sim(z, z_sent) / T) beside exp(sim(z, z_last) / T), a softplus of a difference."""
+    """Contrastive loss -log(p / (p + n)), computed as a softplus of the difference of similarities.
+
+    Here p = exp(sim(z, z_sent) / T) and n = exp(sim(z, z_last) / T).
+    """
 
     mu: float
     temperature: float
@@ -45,6 +48,7 @@ def _features(ctx: Context, out: Output) -> Tensor:
 
 
 def moon(mu: NotNegative = 1.0, temperature: Positive = 0.5) -> Method:
+    """Build MOON with a contrastive loss of weight `mu` and the given temperature."""
     if mu < 0 or temperature <= 0:
         raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")
     return Method("moon", client_rules=(MoonClient(mu, temperature),))

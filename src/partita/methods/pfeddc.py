@@ -1,4 +1,4 @@
-"""pFedDC: shared and own prompts in both towers, fused by cross-attention; only the shared prompts travel."""
+"""pFedDC: shared and local prompts in both encoders, fused by cross-attention; only the shared prompts are sent."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ def pfeddc(
     init_text: Text = "",
     vision_init: Literal["nothing", "grey"] = "nothing",
 ) -> Method:
-    """So many prompts of text and of vision, of either owner; with 0, that tower has none.
+    """Build pFedDC.
 
-    `fusion` says who asks whom in the cross-attention, and `output` how much it adds at first; without `local`, only
-    shared prompts are left. `init_text` and `vision_init` are the initial values of text and vision prompts.
+    Args:
+        text_tokens: Number of text prompts of each owner. 0: the text encoder has none.
+        vision_tokens: Number of vision prompts of each owner. 0: the image encoder has none.
+        depth: Number of image encoder layers that get vision prompts.
+        fusion: Which prompts are the queries of the cross-attention.
+        output: Initial scale of the cross-attention's output.
+        local: Use local prompts. False: only shared prompts.
+        init_text: Initial text of the last tokens of each context; the other tokens are random.
+        vision_init: Initial value of the vision prompts.
     """
     if not text_tokens and not vision_tokens:
         raise MethodError("pfeddc has no prompts with text_tokens = 0 and vision_tokens = 0; use zero-shot")

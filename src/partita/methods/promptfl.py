@@ -1,4 +1,4 @@
-"""PromptFL: clients learn one context for the names of classes together; the frozen pair of towers never travels."""
+"""PromptFL: clients jointly learn one context for the class names; the frozen dual encoder is never sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from partita.core.tensors import Names
 
 
 def promptfl(text_tokens: Count = 16, init_text: Text = "") -> Method:
-    """`text_tokens` is the length of the context; `init_text`, such as "a photo of a", is its initial value."""
+    """Build PromptFL.
+
+    Args:
+        text_tokens: Number of learned context tokens.
+        init_text: Initial text of the last context tokens, such as "a photo of a"; the other tokens are random.
+    """
     return Method(
         "promptfl",
         plan=share_global,
@@ -20,11 +25,11 @@ def promptfl(text_tokens: Count = 16, init_text: Text = "") -> Method:
 
 
 def share_global(model: Model, round_info: RoundInfo) -> Plan:
-    """What is tagged "global" travels; what is tagged "local" or "fusion" trains with it and stays."""
+    """Plan that sends the parameters tagged "global" and keeps those tagged "local" or "fusion". All of them train."""
     shared, own = global_names(model, "global"), global_names(model, "local", "fusion")
     return share(shared | own, down=shared, keep=own)
 
 
 def global_names(model: Model, *tags: str) -> Names:
-    """Unlike model.names, takes a tag that nothing carries."""
+    """Return the names with any of the tags. Unlike `model.names`, accept a tag that no parameter has."""
     return frozenset(name for name, carried in model.tags.items() if not carried.isdisjoint(tags))

@@ -1,4 +1,4 @@
-"""SAFL: each client trains and sends only the layers that pay most attention to the tokens its task turns on."""
+"""SAFL: each client trains and sends only the layers that pay most attention to the tokens relevant to its task."""
 
 from __future__ import annotations
 
@@ -41,12 +41,23 @@ def safl(
     noise: NotNegative = 0.0,
     clip: Positive = 1.0,
 ) -> Method:
-    """`k` layers a client, as a number or a fraction; `capacity` says otherwise for single clients.
+    """Build SAFL.
 
-    Clients named in `depth` have so many of the model's layers, spread evenly over it from first to last, and run it
-    without the others. Layers are ranked anew `every` so many rounds, by attention to `tokens` on a `probe` of so many
-    examples or of such a fraction. With `noise`, the ranking is differentially private, its deviation in multiples of
-    `clip`; the probe is then a fraction, with which each example takes part.
+    Args:
+        k: Layers per client, as a number or a fraction.
+        select: How layers are ranked.
+        tokens: The tokens whose attention is measured.
+        probe: Examples used for the ranking, as a number or a fraction. With `noise` it must be a fraction: the
+            probability with which each example is sampled.
+        every: Rounds between two rankings.
+        capacity: Replaces `k` for single clients.
+        depth: Number of layers of single clients. They hold that many layers, spread evenly from first to last, and
+            run the model without the others.
+        embeddings: Also train and send the parameters before the first layer.
+        average_over: Average a layer over the clients that sent it, or over the whole cohort.
+        noise: Standard deviation of the noise on the scores, in multiples of `clip`. Makes the ranking differentially
+            private.
+        clip: L2 norm to which each example's scores are clipped.
     """
     for count in (k, *(capacity or {}).values()):
         resolve_count(count, 1)
@@ -58,10 +69,10 @@ def safl(
     if noise < 0 or not clip > 0:
         raise MethodError(f"method.noise and clip are {noise} and {clip}; give 0 or more, and a number above 0")
     if noise and select != "attention":
-        raise MethodError(f"method.noise is for select = 'attention', whose scores are bounded, not for '{select}'")
+        raise MethodError(f"method.noise needs bounded scores, and only select = 'attention' has them, not '{select}'")
     if noise and not isinstance(probe, float):
         raise MethodError(
-            f"method.probe is {probe} examples, but with noise each takes part by a lot of its own; give a fraction "
+            f"method.probe is {probe} examples, but with noise each example is sampled independently; give a fraction "
             "such as 0.1"
         )
     selectors: dict[Select, Selector] = {
@@ -90,15 +101,15 @@ def safl(
     )
     if not depth:
         return method
-    some = DepthPlan(tuple(sorted(depth.items())))
-    return replace(method, plan=some.plan, shape=some.shape)
+    depth_plan = DepthPlan(tuple(sorted(depth.items())))
+    return replace(method, plan=depth_plan.plan, shape=depth_plan.shape)
 
 
 @dataclass(frozen=True)
 class DepthPlan:
-    """Clients with fewer layers than the model: what they lack never comes down to them."""
+    """Plan for clients with fewer layers than the model. The server never sends them the missing layers."""
 
-    depth: tuple[tuple[str, int], ...]  # by client
+    depth: tuple[tuple[str, int], ...]  # (client, number of layers)
 
     def plan(self, model: Model, round_info: RoundInfo) -> Plan:
         held = model.all_names() - (
@@ -111,6 +122,7 @@ class DepthPlan:
         return _without(model, lacking) if lacking else model
 
     def lacking(self, model: Model, client: str) -> Names:
+        """Return the tags of the layers that the client does not have."""
         layers = layer_tags(model)
         count = dict(self.depth).get(client, len(layers))
         if not 1 <= count <= len(layers):
@@ -122,13 +134,13 @@ class DepthPlan:
 
 @lru_cache(maxsize=32)
 def _without(model: Model, layers: Names) -> Model:
-    """One object for all clients of a depth, who can then train side by side."""
+    """Cached, so that all clients of one depth share a model object and can train in one block."""
     return model.skip_layers(layers)
 
 
 @dataclass(frozen=True)
 class CohortMean(ServerRule):
-    """A layer moves less the fewer clients sent it: the others count as if they had left it where it was."""
+    """Average over the whole cohort. Clients that did not send a layer count as a zero update of it."""
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
         return average(updates, over="cohort")

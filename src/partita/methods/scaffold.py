@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates take each client's own direction out of its steps and put the common one in."""
+"""SCAFFOLD: control variates replace each client's own drift in its steps by the common direction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ PLAIN_SGD = frozenset({"sgd"})
 
 @dataclass(frozen=True)
 class ScaffoldClient(ClientRule):
-    """A variate is a client's mean gradient of its last visit, read off from how far it went (option II)."""
+    """Correct gradients by control variates.
+
+    A client's variate is its mean gradient in its last round, computed from the distance it moved (option II).
+    """
 
     slots = frozenset({"control"})
     optimizers = PLAIN_SGD
@@ -24,7 +27,7 @@ class ScaffoldClient(ClientRule):
         return {"control": zeros_like(anchor)}
 
     def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
-        # What a client keeps has no common direction to be corrected to.
+        # Parameters that stay on the client have no common direction.
         own, common, shared = ctx.memory["control"], ctx.sent["control"], grads.keys() & ctx.plan.up
         return {**grads, **{name: grads[name] - own[name] + common[name] for name in sorted(shared)}}
 
@@ -37,7 +40,7 @@ class ScaffoldClient(ClientRule):
 
 @dataclass(frozen=True)
 class ScaffoldServer(ServerRule):
-    """Clients count alike, so that the common variate stays the mean of all clients' own, asked or not."""
+    """Average without weights, so that the common variate stays the mean over all clients, sampled or not."""
 
     lr: float
 
@@ -61,4 +64,5 @@ class ScaffoldServer(ServerRule):
 
 
 def scaffold(lr: NotNegative = 1.0) -> Method:
+    """Build SCAFFOLD with the server learning rate `lr`."""
     return Method("scaffold", client_rules=(ScaffoldClient(),), server_rule=ScaffoldServer(lr))

@@ -1,4 +1,4 @@
-"""Which layers a client trains: ranked by attention, by gradients, at random, in turn, or always the topmost."""
+"""Choose the layers that a client trains: by attention, by gradients, at random, in turn, or always the topmost."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from partita.core.plan import NO_NAMES, Plan
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
 
-PROBE_BATCH = 64  # examples looked at together
-ROUND, HEADS = "layers_round", "layers_heads"  # what a client remembers of a choice that is to last
+PROBE_BATCH = 64  # examples per forward pass
+ROUND, HEADS = "layers_round", "layers_heads"  # slots in which a client stores a choice for later rounds
 
-Count = int | float  # of layers, or as a fraction of them
+Count = int | float  # a number, or a fraction of the total
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Layers with a higher score go first. Those that looked at data tell them, and may know of heads (head,)."""
+    """Scores of layers.
+
+    Attributes:
+        scores: Score by layer. Higher scores rank first.
+        reported: Whether the scores are reported as metrics. True if they depend on data.
+        heads: Scores of the heads by layer, (head,). May be empty.
+    """
 
     scores: Mapping[str, float]
     reported: bool = False
@@ -34,7 +40,7 @@ class Ranking:
 
 
 class Selector(Protocol):
-    """Ranks layers for one client in one round, of whom `count` will be taken."""
+    """Ranks the layers for one client in one round. The caller takes the first `count`."""
 
     @property
     def name(self) -> str: ...
@@ -44,10 +50,10 @@ class Selector(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """By the share of their attention that goes to the chosen tokens, mean over a probe of the client's examples.
+    """Rank by the fraction of attention that goes to the chosen tokens, averaged over a probe of the client's examples.
 
-    With noise, the probe is a Poisson sample; each example's scores are cut to an L2 norm of `clip`, and of their noisy
-    sum only the direction is used, so that the size of the sample stays unknown.
+    With noise, the probe is a Poisson sample and each example's scores are clipped to an L2 norm of `clip`. Only the
+    direction of their noisy sum is used, because its length would reveal the size of the sample.
     """
 
     tokens: str = "auto"
@@ -58,17 +64,17 @@ class Attention:
 
     def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
         paid = self._paid(layers, examples, ctx, key)  # by layer, (example, head)
-        each = torch.stack([paid[layer].mean(1) for layer in layers], 1)  # (example, layer)
+        scores = torch.stack([paid[layer].mean(1) for layer in layers], 1)  # (example, layer)
         if self.noise:
-            total, std = clip_rows(each.double(), self.clip).sum(0).cpu(), self.noise * self.clip
-            found = add_noise(total, gaussian_noise({"scores": total}, key / "noise", std)["scores"], std)
-            return Ranking(_named(layers, found / found.norm().clamp(min=1e-12)), reported=True)
-        mean = each.mean(0)
-        for telling, fault in ((mean > 0, "has a token of those"), (mean < 1 - 1e-6, "has a token beside those")):
-            if not bool(telling.any()):
+            total, std = clip_rows(scores.double(), self.clip).sum(0).cpu(), self.noise * self.clip
+            noisy = add_noise(total, gaussian_noise({"scores": total}, key / "noise", std)["scores"], std)
+            return Ranking(_named(layers, noisy / noisy.norm().clamp(min=1e-12)), reported=True)
+        mean = scores.mean(0)
+        for informative, fault in ((mean > 0, "has a token of"), (mean < 1 - 1e-6, "has a token outside")):
+            if not bool(informative.any()):
                 raise MethodError(
-                    f"none of the {len(each)} examples that a client looked at {fault} that method.tokens = "
-                    f"'{self.tokens}' means, so all layers score alike; enlarge method.probe or choose other tokens"
+                    f"none of the {len(scores)} examples in a client's probe {fault} method.tokens = '{self.tokens}', "
+                    "so all layers have the same score; increase method.probe or choose other tokens"
                 )
         heads = {layer: paid[layer].mean(0) for layer in layers}
         return Ranking(_named(layers, mean), reported=True, heads=heads)
@@ -82,13 +88,13 @@ class Attention:
         if not parts:  # a Poisson sample may be empty
             return {layer: torch.zeros(0, 1) for layer in layers}
         if missing := set(layers) - parts[0].keys():
-            raise MethodError(f"{ctx.model.name} tells no attention of {min(missing)}; choose another method.select")
+            raise MethodError(f"{ctx.model.name} returns no attention for {min(missing)}; choose another method.select")
         return {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """By the norm of the gradient of the mean loss on a probe of the client's examples."""
+    """Rank by the gradient norm of the mean loss on a probe of the client's examples."""
 
     probe: Count = 32
     name: str = "gradient"
@@ -108,7 +114,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Random:
-    """By lot, anew for each client in each round."""
+    """Rank at random, with a new draw for each client and round."""
 
     name: str = "random"
 
@@ -118,7 +124,7 @@ class Random:
 
 @dataclass(frozen=True)
 class Static:
-    """The topmost, in every round."""
+    """Rank the topmost layers first, in every round."""
 
     name: str = "static"
 
@@ -128,7 +134,7 @@ class Static:
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """So many further on in every round, from the lowest layer up and round again."""
+    """Advance by `count` layers per round, from the lowest layer up, and wrap around."""
 
     name: str = "round-robin"
 
@@ -139,16 +145,16 @@ class RoundRobin:
 
 @dataclass(frozen=True)
 class TopLayers(ClientRule):
-    """Trains and sends the layers that rank highest with this client, and always what comes after all layers.
+    """Train and send the layers that rank highest on this client, and always the parameters after the last layer.
 
-    `every` above 1 keeps a choice for so many rounds. What an earlier plan leaves out is not chosen from.
+    Only layers that the incoming plan trains are candidates.
     """
 
     select: Selector
     k: Count
-    capacity: tuple[tuple[str, Count], ...] = ()  # in the place of k, by client
-    embeddings: bool = False
-    every: int = 1
+    capacity: tuple[tuple[str, Count], ...] = ()  # (client, count): replaces k
+    embeddings: bool = False  # also train the parameters before the first layer
+    every: int = 1  # rounds for which a choice is kept
     slots: Names = NO_NAMES
     uses_data: bool = False
     release: PrivacyRelease | None = None
@@ -165,10 +171,10 @@ class TopLayers(ClientRule):
         layers = sorted(inside, key=layer_number)
         chosen, made, metrics, heads = self._remembered(layers, round, ctx)
         if not chosen:
-            wanted = resolve_count(dict(self.capacity).get(client, self.k), len(layer_tags(ctx.model)))
-            ranking = self.select.rank(layers, wanted, probe, ctx, key)
+            count = resolve_count(dict(self.capacity).get(client, self.k), len(layer_tags(ctx.model)))
+            ranking = self.select.rank(layers, count, probe, ctx, key)
             chosen, made, heads = (
-                sorted(layers, key=lambda layer: -ranking.scores[layer])[:wanted],
+                sorted(layers, key=lambda layer: -ranking.scores[layer])[:count],
                 round,
                 ranking.heads,
             )
@@ -189,7 +195,7 @@ class TopLayers(ClientRule):
     def _remembered(
         self, layers: Sequence[str], round: int, ctx: Context
     ) -> tuple[list[str], int, dict[str, float], Tensors]:
-        """The layers of the last choice while it lasts, when it was made, and its heads."""
+        """Return the stored choice while it is valid: layers, round of the choice, metrics (none), head scores."""
         tags = ctx.model.tags
         made = {
             name: int(value) for name, value in ctx.memory.get(ROUND, {}).items() if layer_tag(tags[name]) in layers
@@ -204,6 +210,7 @@ class TopLayers(ClientRule):
 
 
 def resolve_count(count: Count, layers: int) -> int:
+    """Convert a number or fraction of layers to a number from 1 to `layers`."""
     if not count > 0 or (isinstance(count, float) and count > 1):
         raise MethodError(
             f"method.k is {count}; give a number of layers from 1 up, or a fraction above 0.0 and up to 1.0"
@@ -212,21 +219,21 @@ def resolve_count(count: Count, layers: int) -> int:
 
 
 def sample(examples: int, probe: Count, key: Key) -> Tensor:
-    """Places of so many examples, or of such a fraction of them, at least one."""
+    """Draw the indices of a probe: a number of examples, or a fraction of them, at least one."""
     size = max(1, round(probe * examples)) if isinstance(probe, float) else probe
     return (key / "probe").permutation(examples)[:size]
 
 
 def clip_rows(rows: Tensor, norm: float) -> Tensor:
-    """(example, layer): no row longer than the norm."""
+    """Scale rows down to at most the given L2 norm. Shape (example, layer)."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows * (norm / lengths.clamp(min=norm))
 
 
 def _batches(examples: Examples, places: Tensor, anchor: Tensors) -> Iterator[Batch]:
     device = next(iter(anchor.values())).device
-    for some in torch.split(places, PROBE_BATCH) if len(places) else ():
-        batch = examples.take(some)
+    for chunk in torch.split(places, PROBE_BATCH) if len(places) else ():
+        batch = examples.take(chunk)
         yield Batch(tensors.to(batch.inputs, device), batch.targets.to(device))
 
 

@@ -1,4 +1,4 @@
-"""Vision-prompt FL: clients learn prompts for the tower of images together; the texts of classes stay as written."""
+"""Vision-prompt FL: clients jointly learn prompts for the image encoder; the class texts stay fixed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from partita.methods.promptfl import share_global
 
 
 def vpfl(vision_tokens: Count = 8, depth: Count = 1, vision_init: Literal["nothing", "grey"] = "nothing") -> Method:
-    """`vision_tokens` prompts enter the first layer, and new ones each of the first `depth` layers.
+    """Build vision-prompt FL.
 
-    With `vision_init` "grey" they start near the patches of a grey image.
+    Args:
+        vision_tokens: Number of prompts per layer.
+        depth: Number of layers, from the first, that get their own prompts.
+        vision_init: Initial value of the prompts. "grey": near the patches of a gray image.
     """
     return Method(
         "vpfl",

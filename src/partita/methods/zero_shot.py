@@ -1,4 +1,4 @@
-"""Zero-shot: the model as it was loaded. Nothing trains and nothing travels; what prompts must beat."""
+"""Zero-shot: the model as loaded. Nothing trains and nothing is sent. The baseline that prompts must beat."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from partita.core.plan import NO_NAMES, Plan, RoundInfo
 
 
 def leave_everything(model: Model, round_info: RoundInfo) -> Plan:
+    """Plan that trains and sends nothing."""
     return Plan((), up=NO_NAMES, down=NO_NAMES)
 
 
 def zero_shot() -> Method:
+    """Build the zero-shot baseline."""
     return Method("zero-shot", plan=leave_everything)

@@ -1,4 +1,4 @@
-"""Models by name. transformers is imported when one is built, and not before."""
+"""Build models by name. transformers is imported only when a model is built."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ INDEX = {
     "clip": "partita.models.prompts.clip:clip",
 }
 
-CACHED_STATES = "hidden"  # the input that stands for what frozen layers made of another
+CACHED_STATES = "hidden"  # input name of cached frozen-layer outputs, which replace the original input
 
 Kind = Literal["image", "text", "tokens", "lm"]
 
 
 class ModelError(ValueError):
-    """A model that cannot be built, called or saved as asked."""
+    """A model cannot be built, called or saved."""
 
 
 class ImageTask(Protocol):
-    """What a vision model needs to know: square images under "pixel_values" (example, channel, size, size)."""
+    """Task properties that a vision model needs.
+
+    The input "pixel_values" holds square images, (example, channel, size, size).
+    """
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -37,16 +40,16 @@ class ImageTask(Protocol):
 
 
 class Task(ImageTask, Protocol):
-    """What a pretrained model needs to know. Channels and size are zero where there are no images.
+    """Task properties that a pretrained model needs. `channels` and `size` are 0 for tasks without images.
 
     | kind | inputs | targets |
     |---|---|---|
     | "image" | "pixel_values" (example, channel, size, size) | class (example,) |
     | "text" | "input_ids", "attention_mask" (example, token) | class (example,) |
-    | "tokens" | as for "text" | class of each token (example, token), -100 where none is asked |
-    | "lm" | as for "text" | the next token (example, token), -100 where none is asked; `classes` is empty |
+    | "tokens" | as for "text" | class of each token (example, token), -100 for tokens without a target |
+    | "lm" | as for "text" | next token (example, token), -100 for tokens without a target; `classes` is empty |
 
-    With `multi_label`, the targets of images and texts are zeros and ones (example, class).
+    With `multi_label`, the targets of "image" and "text" are multi-hot (example, class).
     """
 
     @property
@@ -57,12 +60,19 @@ class Task(ImageTask, Protocol):
 
     @property
     def words(self) -> int:
-        """Token ids are below this."""
+        """Upper bound of token ids, exclusive."""
         ...
 
 
 def build(name: str, task: ImageTask, key: Key, /, **options: Any) -> Model:
-    """The named model for a task; every random draw comes from the key."""
+    """Build a model for a task.
+
+    Args:
+        name: Name of the model, a key of `INDEX`.
+        task: Task that the model is built for.
+        key: Key for all random draws.
+        **options: Options of the model.
+    """
     make = import_from_registry(INDEX, name, "model")
     model: Model = make(task, key, **validate_options(make, options, "model", given=["task", "key"]))
     return model

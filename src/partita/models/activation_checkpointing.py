@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers forget what they computed and compute it again on the way back."""
+"""Activation checkpointing: drop the activations of a layer and recompute them in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from partita.models import ModelError
 
 @dataclass(frozen=True, eq=False)
 class _Recompute:
-    """On the way back the parameters that were lent for the call are gone, so they are lent to the layer once more."""
+    """Checkpoints a layer. The backward pass runs after the parameters were removed, so it reinstalls them."""
 
     layer: nn.Module
 
     def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
-        if any(isinstance(each, Tensor) and (is_batchedtensor(each) or is_gradtrackingtensor(each)) for each in inputs):
+        if any(isinstance(item, Tensor) and (is_batchedtensor(item) or is_gradtrackingtensor(item)) for item in inputs):
             raise ModelError(
-                "checkpointing cannot be lifted by vmap, over clients or over examples; "
-                "set engine.clients_per_block = 1 and no example-level privacy, or model.checkpointing = false"
+                "checkpointing does not work under vmap over clients or examples; set engine.clients_per_block = 1 "
+                "and turn off example-level privacy, or set model.checkpointing = false"
             )
         lent = [(part._parameters, dict(part._parameters)) for part in self.layer.modules()]
 
@@ -38,13 +38,14 @@ class _Recompute:
                 for (own, _), values in zip(lent, before, strict=True):
                     own.update(values)
 
-        # Nothing is drawn in a layer, since dropout is off.
+        # A layer draws no random numbers, because dropout is off.
         return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def checkpoint_layers(module: nn.Module) -> None:
+    """Turn on activation checkpointing in all layers of a module that support it."""
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = True
             object.__setattr__(layer, "_gradient_checkpointing_func", _Recompute(layer))
-            layer.training = True  # transformers asks for it; of the layer's parts, which hold dropout, none is
+            layer.training = True  # transformers requires it; the submodules, which hold dropout, stay in eval mode

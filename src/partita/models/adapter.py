@@ -1,4 +1,4 @@
-"""A transformers module as a pure function of its parameters."""
+"""Wraps a transformers module as a pure function of its parameters."""
 
 from __future__ import annotations
 
@@ -25,15 +25,26 @@ from partita.models.architectures import architecture, forward_of, tags_of
 from partita.models.losses import KINDS, Objective, losses_for
 from partita.models.vmap_layers import use_vmap_layers
 
-ParameterSlot = tuple[dict[str, Any], str]  # a submodule's own parameters, and the name among them
+ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
 
 @dataclass(frozen=True, eq=False)
 class FunctionalModel(Model):
-    """Parameters are lent to the module for one call; between calls it holds only what is frozen for good.
+    """A transformers module as a function of its trainable parameters and inputs.
 
-    So two threads must not call it at once. `fixed` are inputs that are the same for every example. With a `dtype`,
-    everything is computed in it, but what trains is held in float32 and cast for each call.
+    Each call installs the parameters in the module and removes them afterwards. Between calls the module holds only
+    permanently frozen parameters. The model is therefore not thread-safe.
+
+    Attributes:
+        name: Name of the model, used in error messages.
+        module: The module, without its trainable parameters.
+        forward: Runs the module on a batch of inputs.
+        initial: Initial values of the trainable parameters.
+        tags: Tags of each trainable parameter.
+        places: Slots of each trainable parameter in the module. Tied parameters have several.
+        objective: Selects the loss.
+        fixed: Inputs that are the same for every example.
+        dtype: If set, the dtype of the forward pass. Trainable parameters stay in float32 and are cast in each call.
     """
 
     name: str
@@ -84,16 +95,16 @@ class FunctionalModel(Model):
         return head_dimensions(self)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
-        """A plain transformers folder, which needs no partita to load."""
+        """Write a plain transformers folder, which loads without partita."""
         with self._lent(params), without_logs():
             self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, self.module.state_dict()))
-        if self.dtype is not None:  # transformers notes the type of the first parameter; ours are of two types
+        if self.dtype is not None:  # transformers records the first parameter's dtype, but there are two dtypes
             self.module.config.dtype = self.dtype
             self.module.config.save_pretrained(folder)
 
     @contextmanager
     def _lent(self, params: Tensors) -> Iterator[None]:
-        # torch.func.functional_call looks every name up again in each call and leaves a missing one as it was.
+        # Not torch.func.functional_call: it looks up every name in each call and silently keeps missing parameters.
         if params.keys() != self.places.keys():
             raise ModelError(_wrong_names(self.name, params.keys(), self.places.keys()))
         for name, value in params.items():
@@ -115,12 +126,27 @@ def from_module(
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
 ) -> FunctionalModel:
-    """Takes the module over. `frozen` gives parameter names or tags of what never trains nor travels."""
+    """Convert a transformers module to a FunctionalModel.
+
+    The module is modified in place and belongs to the model afterwards.
+
+    Args:
+        name: Name of the model.
+        module: Module to convert.
+        frozen: Names or tags of parameters that are never trained or sent.
+        objective: Selects the loss.
+        fixed: Inputs that are the same for every example.
+        dtype: If set, the dtype of the forward pass and of frozen parameters.
+        checkpointing: Whether to recompute activations in the backward pass.
+
+    Raises:
+        ModelError: If the architecture is unknown, or `frozen` matches no parameter or all parameters.
+    """
     model_type = str(module.config.model_type)
     forward = forward_of(model_type, *KINDS[objective])
     if split := architecture(model_type).split:
         split(module)
-    # Every random draw has a key path, and dropout draws from global state: it stays off (decision 0003).
+    # Every random draw must come from a key, but dropout draws from global state. So it stays off (decision 0003).
     module.train(False).requires_grad_(False)
     with without_logs():
         module.set_attn_implementation(attention.NAME)
@@ -131,11 +157,11 @@ def from_module(
     own = dict(module.named_parameters())
     tags = _tags(model_type, module)
     stays = _frozen(name, tags, frozen)
-    wide = None if dtype is None else torch.float32  # a step in half precision would be lost to rounding
-    initial = {each: value.detach().to(wide, copy=True) for each, value in own.items() if each not in stays}
+    wide = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
+    initial = {path: value.detach().to(wide, copy=True) for path, value in own.items() if path not in stays}
     if dtype is not None:
-        for each in stays:
-            own[each].data = own[each].data.to(dtype)
+        for path in stays:
+            own[path].data = own[path].data.to(dtype)
     places = _parameter_slots(module, initial.keys())
     _empty(places)
     return FunctionalModel(
@@ -143,7 +169,7 @@ def from_module(
         module=module,
         forward=forward,
         initial=initial,
-        tags={each: tags[each] for each in initial},
+        tags={path: tags[path] for path in initial},
         places=places,
         objective=objective,
         fixed=dict(fixed or {}),
@@ -152,9 +178,9 @@ def from_module(
 
 
 def _treat_padding_as_any_token(module: nn.Module) -> None:
-    """vmap would leave out the gradient of the padding's embedding for a block's first client alone.
+    """Unset `padding_idx`: vmap would zero the gradient of the padding embedding for a block's first client only.
 
-    Nothing is lost, since what attention does not see has no gradient.
+    This changes no result, because masked tokens have no gradient.
     """
     for part in module.modules():
         if isinstance(part, nn.Embedding):
@@ -162,7 +188,7 @@ def _treat_padding_as_any_token(module: nn.Module) -> None:
 
 
 def _tags(model_type: str, module: nn.Module) -> dict[str, Names]:
-    """A tied parameter has the tags of all its names: GPT-2's embedding is also its head."""
+    """Return the tags of each parameter. A tied parameter, such as GPT-2's embedding and head, has the tags of both."""
     paths = dict(module.named_parameters(remove_duplicate=False))
     by_path, first = tags_of(model_type, paths), _first_names(module)
     tags = dict.fromkeys(first.values(), frozenset[str]())
@@ -176,7 +202,7 @@ def _first_names(module: nn.Module) -> dict[int, str]:
 
 
 def _parameter_slots(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[ParameterSlot, ...]]:
-    """Where each parameter sits: more than one place where weights are tied."""
+    """Return the slots of each parameter. Tied parameters have several."""
     first = _first_names(module)
     places: dict[str, tuple[ParameterSlot, ...]] = dict.fromkeys(names, ())
     for path, value in module.named_parameters(remove_duplicate=False):
@@ -187,23 +213,23 @@ def _parameter_slots(module: nn.Module, names: Iterable[str]) -> dict[str, tuple
 
 
 def _empty(places: Mapping[str, tuple[ParameterSlot, ...]]) -> None:
-    for found in places.values():
-        for owner, leaf in found:
+    for slots in places.values():
+        for owner, leaf in slots:
             owner[leaf] = None
 
 
 def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str]) -> Names:
     stays: set[str] = set()
     for word in wanted:
-        found = {name for name, carried in tags.items() if word == name or word in carried}
-        if not found:
+        matched = {name for name, carried in tags.items() if word == name or word in carried}
+        if not matched:
             known = frozenset[str]().union(*tags.values())
             raise ModelError(
                 f"frozen: no parameter of {model} is named or tagged '{word}'; {closest_match(word, known)}"
             )
-        stays |= found
+        stays |= matched
     if stays >= tags.keys():
-        raise ModelError(f"frozen: nothing of {model} is left to train; freeze fewer tags")
+        raise ModelError(f"frozen: no parameter of {model} is left to train; freeze fewer tags")
     return frozenset(stays)
 
 
@@ -214,12 +240,12 @@ def _cast(values: Tensors, dtype: torch.dtype) -> Tensors:
 def _wrong_names(model: str, given: Iterable[str], wanted: Iterable[str]) -> str:
     wrong = {"missing": set(wanted) - set(given), "unknown": set(given) - set(wanted)}
     shown = "; ".join(f"{what}: {', '.join(sorted(names)[:3])}" for what, names in wrong.items() if names)
-    return f"{model} is called with all parameters of model.initial and no others ({shown})"
+    return f"{model} must be called with exactly the parameters of model.initial ({shown})"
 
 
 @contextmanager
 def without_logs() -> Iterator[None]:
-    """No reports and progress bars of transformers; what they would say is checked where it matters."""
+    """Silence the logs and progress bars of transformers. The loading report is checked in `load_module`."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Attention that torch.vmap can lift over clients at the speed of the fused kernel."""
+"""Attention that runs at the speed of the fused kernel under torch.vmap over clients."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from transformers.masking_utils import sdpa_mask
 from partita.models import ModelError
 
 NAME = "partita"
-ALIGNMENT = {"cuda": 8}  # products in half precision are slow there where a row's length is no multiple of it
-SHORT = 256  # tokens, up to which a CPU's fused backward pass in bfloat16 takes longer than products of matrices
-REFUSED = ("softcap", "position_bias", "s_aux")  # changes to the scores that other architectures ask for
+ALIGNMENT = {"cuda": 8}  # half-precision matmuls are slow on CUDA unless the row length is a multiple of 8
+SHORT = 256  # up to this many tokens, the CPU's fused backward in bfloat16 is slower than matmuls
+REFUSED = ("softcap", "position_bias", "s_aux")  # score modifications of other architectures, not supported here
 
-# What computes a layer's attention in the place of `attend`, given the layer's module as well.
+# Replaces `scaled_dot_product` in a layer. The first argument is the layer's attention module.
 AttentionHook = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, float | None, bool], Tensor]
 _watch: ContextVar[AttentionHook | None] = ContextVar("watch", default=None)
 
 
 @contextmanager
 def attention_hook(watch: AttentionHook) -> Iterator[None]:
+    """Compute attention with `watch` inside the block."""
     before = _watch.set(watch)
     try:
         yield
@@ -38,20 +39,29 @@ def attention_hook(watch: AttentionHook) -> Iterator[None]:
 def scaled_dot_product(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
 ) -> Tensor:
-    """softmax(query keyᵀ · scale) value, each (example, head, token, width); a Boolean mask is true where to look.
+    """Compute softmax(query keyᵀ · scale) value.
 
-    Several heads of the query may share one of key and value. Causal: a token looks at none after it; without a mask.
+    Args:
+        query: (example, head, token, width).
+        key: (example, head, token, width). May have fewer heads than the query (grouped-query attention).
+        value: Like `key`.
+        mask: Boolean, true where a token attends; or a float mask that is added to the scores.
+        scale: Factor of the scores. Default: 1 / sqrt(width).
+        causal: Whether a token attends only to itself and earlier tokens. Requires `mask` to be None.
+
+    Returns:
+        (example, head, token, width).
     """
-    if torch.compiler.is_compiling():  # the compiler fuses it, and cannot see which transforms are at work
+    if torch.compiler.is_compiling():  # the compiler fuses it, and cannot trace the checks for transforms below
         return _unfused(query, key, value, mask, scale, causal)
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(map(is_batchedtensor, tensors)):
         return _FoldClients.apply(query, key, value, mask, scale, causal)
-    if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward pass has no batching rule
+    if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward has no batching rule
         return _unfused(query, key, value, mask, scale, causal)
     if query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16 and key.shape[2] <= SHORT:
         return _unfused(query, key, value, mask, scale, causal)
-    if mask is not None:  # no fused kernel of CUDA takes both a mask and shared heads
+    if mask is not None:  # no fused CUDA kernel supports both a mask and grouped-query attention
         key, value = _for_each_head(query, key, value)
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -59,7 +69,7 @@ def scaled_dot_product(
 
 
 class _FoldClients(torch.autograd.Function):
-    """Under vmap, clients become more examples of one fused call; by itself vmap would call it for each client."""
+    """Under vmap, folds clients into the example dimension of one fused call. Plain vmap would loop over clients."""
 
     @staticmethod
     def forward(
@@ -69,7 +79,7 @@ class _FoldClients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to save: autograd sees the fused call itself."""
+        """Save nothing: autograd sees the fused call itself."""
 
     @staticmethod
     def vmap(
@@ -90,14 +100,14 @@ class _FoldClients(torch.autograd.Function):
         query, key, value = (front(tensor, dims[i]).flatten(0, 1) for i, tensor in enumerate((query, key, value)))
         examples = len(query) // clients
         if mask is not None:
-            mask = front(mask, dims[3])  # one row may serve all examples
+            mask = front(mask, dims[3])  # the example dimension may be 1
             mask = mask.expand(clients, examples, *mask.shape[2:]).flatten(0, 1)
         output = scaled_dot_product(query, key, value, mask, scale, causal)
         return output.reshape(clients, examples, *output.shape[1:]), 0
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value repeated where several heads of the query share one."""
+    """Repeat key and value heads so that each query head has its own."""
     sharing = query.shape[1] // key.shape[1]
     if sharing == 1:
         return key, value
@@ -117,7 +127,7 @@ def _unfused(
         key, value = (functional.pad(part, (0, 0, 0, spare)) for part in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None and mask.dtype == torch.bool:
-        # Not -inf: an example that is all padding must not turn into NaN.
+        # Not -inf: an example with only padding would become NaN.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
@@ -135,17 +145,17 @@ def _attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer."""
+    """The attention function that transformers calls in each layer."""
     if dropout:
         raise ModelError(
-            f"{type(module).__name__} asks for attention dropout {dropout}, which draws from global random state; "
+            f"{type(module).__name__} uses attention dropout {dropout}, which draws from the global random state; "
             "put the module in eval mode"
         )
-    if asked := [name for name in REFUSED if others.get(name) is not None]:
-        raise ModelError(f"{type(module).__name__} asks for {asked[0]}, which {NAME} attention does not compute")
+    if unsupported := [name for name in REFUSED if others.get(name) is not None]:
+        raise ModelError(f"{type(module).__name__} uses {unsupported[0]}, which {NAME} attention does not support")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    causal = causal and attention_mask is None and query.shape[2] > 1  # a mask has it in it
-    watch = None if torch.compiler.is_compiling() else _watch.get()  # nobody watches what is compiled
+    causal = causal and attention_mask is None and query.shape[2] > 1  # a mask already includes causality
+    watch = None if torch.compiler.is_compiling() else _watch.get()  # hooks are never used in compiled code
     if watch is None:
         out = scaled_dot_product(query, key, value, attention_mask, scaling, causal)
     else:
@@ -163,14 +173,14 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     **facts: Any,
 ) -> Tensor | None:
-    """A Boolean mask (example, 1, query, key), or None where all see all, or all that came before.
+    """Return a Boolean mask (example, 1, query, key), or None for full attention or plain causal attention.
 
-    Without padding to mark, lengths decide which: here, since some versions of transformers make a mask all the same
-    while a step is recorded or compiled, and fused kernels are slower with one, or cannot take it. Its values are never
-    looked at, for vmap's sake.
+    Without padding, the lengths decide whether a mask is needed. They are checked here because some versions of
+    transformers build a mask anyway during CUDA graph capture and compilation, and fused kernels are slower with a mask
+    or do not support it. The values of the mask are never read, because vmap cannot branch on them.
     """
-    told_by_lengths = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length in (1, kv_length))
-    if told_by_lengths and attention_mask is None and (local_size is None or kv_length < local_size):
+    skip_by_lengths = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length in (1, kv_length))
+    if skip_by_lengths and attention_mask is None and (local_size is None or kv_length < local_size):
         return None
     return sdpa_mask(
         q_length=q_length,

@@ -1,10 +1,10 @@
-"""Where attention goes: what each layer and head pays to chosen tokens, without ever holding a map of attention.
+"""Attention scores: how much each layer and head attends to chosen tokens, without materializing attention maps.
 
     score of layer l, head h = mean over tokens i of  sum over tokens j in T of  attention[l, h, i, j]
 
-With the indicator of T as one more column of the values, the fused kernel returns the inner sum for every token i, in
-memory that grows with the tokens and not with their square. The mean over an example's heads and seen tokens is the
-published sum over both, divided by heads x tokens: padding and length do not score.
+The indicator of T is appended to the values as one more column. The fused kernel then returns the inner sum for every
+token i, in memory linear in the number of tokens. The mean over an example's heads and unmasked tokens is the published
+sum over both, divided by heads x tokens: padding and sequence length do not change the score.
 """
 
 from __future__ import annotations
@@ -27,24 +27,34 @@ from partita.models.architectures import architecture
 from partita.models.attention import attention_hook, scaled_dot_product
 
 SEEN = "attention_mask"
-EIGHT = 8  # fused kernels take widths that are a multiple of it
+EIGHT = 8  # fused kernels need widths that are a multiple of 8
 TOKENS = ("auto", "cls", "entities", "content")
 DEGENERATE = {
-    "all": "attention to all tokens is 1 in every layer, by softmax",
-    "last": "of a decoder's tokens only the last one sees the last, and of an encoder's it is one like any other",
-    "first": "in a decoder it is where attention goes that has nowhere to go; in an encoder it is called 'cls'",
-    "bos": "in a decoder it is where attention goes that has nowhere to go; in an encoder it is called 'cls'",
+    "all": "softmax makes attention to all tokens 1 in every layer",
+    "last": "in a decoder only the last token attends to the last token; in an encoder it is a token like any other",
+    "first": "in a decoder it is an attention sink; in an encoder it is called 'cls'",
+    "bos": "in a decoder it is an attention sink; in an encoder it is called 'cls'",
 }
 
 
 @torch.no_grad()
 def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
-    """By layer, (example, head), in one forward pass.
+    """Compute attention scores in one forward pass.
 
-    Layers that are cached for good are not run, and not scored. Of a CLIP with two towers, the image's is scored.
+    Layers replaced by the frozen cache are not run and have no score. In a CLIP with two towers, the image tower is
+    scored.
+
+    Args:
+        model: Model to score.
+        params: Parameters of the model.
+        batch: Examples.
+        tokens: Tokens whose received attention is measured; see `resolve_tokens`.
+
+    Returns:
+        For each layer tag, the scores (example, head).
     """
     seen, inputs = batch.inputs.get(SEEN), batch.inputs
-    if seen is not None and bool(seen.all()):  # without a mask the fused kernels need no square of the tokens
+    if seen is not None and bool(seen.all()):  # without a mask, fused kernels need only linear memory
         seen, inputs = None, {name: value for name, value in inputs.items() if name != SEEN}
     watch = _Scores(model, batch, resolve_tokens(model, tokens), seen, _layers(model))
     with attention_hook(watch):
@@ -53,16 +63,20 @@ def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: 
 
 
 def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
-    """Which tokens are meant; those that would tell nothing of a layer are refused."""
+    """Resolve "auto" to a choice of tokens that fits the model.
+
+    Raises:
+        ModelError: If the choice is unknown, does not fit the model, or gives the same score in every layer.
+    """
     decodes = _decodes(model)
     if tokens in DEGENERATE:
-        raise ModelError(f"tokens = '{tokens}' tells no layer from another: {DEGENERATE[tokens]}; {_remedy(model)}")
+        raise ModelError(f"tokens = '{tokens}' does not distinguish layers: {DEGENERATE[tokens]}; {_remedy(model)}")
     if tokens not in TOKENS:
         raise ModelError(f"tokens is '{tokens}'; {closest_match(tokens, TOKENS)}")
     if tokens == "cls" and decodes:
-        raise ModelError(f"tokens = 'cls' is for encoders, and {model.name} decodes; {_remedy(model)}")
+        raise ModelError(f"tokens = 'cls' is for encoders, but {model.name} is a decoder; {_remedy(model)}")
     if tokens == "entities" and model.objective != "tokens":
-        raise ModelError(f"tokens = 'entities' is for tasks that tag tokens; {_remedy(model)}")
+        raise ModelError(f"tokens = 'entities' is for token classification tasks; {_remedy(model)}")
     if tokens != "auto":
         return tokens
     return "entities" if model.objective == "tokens" else "content" if decodes else "cls"
@@ -70,7 +84,7 @@ def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Computes attention as ever, and beside it each layer's score."""
+    """An attention hook that computes the usual output and stores each layer's score."""
 
     model: FunctionalModel
     batch: Batch
@@ -96,7 +110,7 @@ class _Scores:
         marked = _marked(self.model, self.batch, self.tokens, self.seen, key.shape[2]).to(value)
         value = functional.pad(value, room)
         value[..., width] = marked[:, None]  # (example, head, token)
-        # Query and key are as wide as the value, or no fused kernel takes them; zeros add nothing to their product.
+        # Fused kernels need query and key as wide as the value. Zero padding does not change their product.
         query, key = functional.pad(query, room), functional.pad(key, room)
         out = scaled_dot_product(query, key, value, mask, width**-0.5 if scale is None else scale, causal)
         paid = out[..., width].float()  # (example, head, token)
@@ -109,29 +123,29 @@ class _Scores:
 
 
 def _layers(model: FunctionalModel) -> dict[nn.Module, str]:
-    """Modules within layers, by which a call of attention is known; each layer has one such call."""
-    found = {}
+    """Map the modules inside layers to layer tags. Each layer makes one attention call, from one of these modules."""
+    layers = {}
     for path, part in model.module.named_modules():
         if not path.startswith("text_model.") and (number := re.search(r"\.(\d+)\.", path)):
-            found[part] = f"layer.{number[1]}"
-    return found
+            layers[part] = f"layer.{number[1]}"
+    return layers
 
 
 def _marked(model: FunctionalModel, batch: Batch, tokens: str, seen: Tensor | None, count: int) -> Tensor:
-    """(example, token), true for the tokens meant; one row may stand for all."""
+    """Return a mask of the chosen tokens, (example, token); one row may stand for all examples."""
     device = batch.targets.device
     if tokens == "entities":
         return (batch.targets != IGNORE_INDEX) & (batch.targets != _outside(model))
     valid = torch.ones(1, count, device=device).bool() if seen is None else seen.bool()
-    rank = valid.cumsum(1)  # 1 at the first token that is no padding
+    rank = valid.cumsum(1)  # 1 at the first token that is not padding
     if tokens == "cls":
         return valid & (rank == 1)
     if "pixel_values" in batch.inputs:
         return rank > count - _patches(model, batch.inputs["pixel_values"])
-    if not _decodes(model):  # a tokenizer of an encoder puts one special token first and one last
+    if not _decodes(model):  # encoder tokenizers add one special token at each end
         return valid & (rank > 1) & (rank < rank[:, -1:])
     if "input_ids" not in batch.inputs:
-        raise ModelError("tokens = 'content' needs the tokens, which are not there; set engine.cache_frozen = false")
+        raise ModelError("tokens = 'content' needs token ids, which are not cached; set engine.cache_frozen = false")
     config, special = model.module.config, []
     for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         special += token if isinstance(token, list) else [] if token is None else [token]
@@ -140,11 +154,11 @@ def _marked(model: FunctionalModel, batch: Batch, tokens: str, seen: Tensor | No
 
 
 def _outside(model: FunctionalModel) -> int:
-    """The class of tokens that are of no entity."""
+    """Return the index of class "O", the class of tokens outside entities."""
     labels: Any = model.module.config.label2id
     if "O" not in labels:
         raise ModelError(
-            f"tokens = 'entities' means those of another class than 'O', and {model.name} has no such class, only: "
+            f"tokens = 'entities' needs a class 'O' for tokens outside entities, but {model.name} has only: "
             f"{', '.join(labels)}; use BIO tags, or set tokens = 'content'"
         )
     return int(labels["O"])
@@ -161,13 +175,20 @@ def _decodes(model: FunctionalModel) -> bool:
 
 
 def _remedy(model: FunctionalModel) -> str:
-    able = [word for word in TOKENS[1:] if word != ("cls" if _decodes(model) else "")]
-    fit = [word for word in able if word != "entities" or model.objective == "tokens"]
+    supported = [word for word in TOKENS[1:] if word != ("cls" if _decodes(model) else "")]
+    fit = [word for word in supported if word != "entities" or model.objective == "tokens"]
     return f"set it to 'auto', {' or '.join(repr(word) for word in fit)}"
 
 
 def head_dimensions(model: FunctionalModel) -> dict[str, tuple[int, int]]:
-    """The projections and their biases. Low-rank factors are left out: of two, one is whole for every head."""
+    """Find the parameters that are divided into attention heads.
+
+    These are the attention projections and their biases. Low-rank factors are excluded, because one factor of each pair
+    is shared by all heads.
+
+    Returns:
+        For each parameter name, the dimension that is divided and the number of heads.
+    """
     config: Any = model.module.config
     config = getattr(config, "vision_config", config)
     heads = int(config.num_attention_heads)

@@ -1,7 +1,7 @@
-"""What frozen layers make of an example is the same in every round: it is computed once and remembered.
+"""Cache the outputs of frozen layers, which are the same in every round.
 
-That equals computing it again up to rounding, since a sum may be grouped otherwise where the batch has another shape.
-With `training.precision = "bfloat16"` the frozen layers are computed in the model's own type all the same.
+Cached outputs equal recomputed ones up to rounding, because the batch shape can change the order of summation. With
+`training.precision = "bfloat16"`, frozen layers are still computed in the model's own dtype.
 """
 
 from __future__ import annotations
@@ -25,31 +25,45 @@ from partita.models.prompts.prompts import PromptModel
 from partita.models.skip_layers import patched_forward
 
 SEEN = "attention_mask"
-CHUNK = 32  # rows computed together, and always the same ones: a resumed run then remembers the same bits
+CHUNK = 32  # rows computed together; fixed groups make the cache of a resumed run bit-identical
 
 
 def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[CachedExamples, ...]]:
-    """The model from the first layer that trains on, and the examples as that takes them."""
+    """Split a model at its first trainable layer.
+
+    Returns:
+        The model from that layer on, and for each table the examples with the cached inputs of that layer.
+
+    Raises:
+        ModelError: If the model has no frozen lower layers.
+    """
     above, lower, takes = _cut_point(model)
     cached = tuple(_cached(table, lower, takes) for table in tables)
-    wanted = sum(each.states.nbytes for each in cached)
-    memory.require(wanted, "engine.cache_frozen", "set it to false, or use fewer or shorter examples")
+    size = sum(examples.states.nbytes for examples in cached)
+    memory.require(size, "engine.cache_frozen", "set it to false, or use fewer or shorter examples")
     return above, cached
 
 
 def _cut_point(model: Model) -> tuple[Model, Callable[[Tensors], Tensor], str]:
-    """What is above, what makes its states, and of which input. Prompts of text leave a tower of images as it is."""
+    """Return the upper model, the function that computes its cached inputs, and the input name that this one reads.
+
+    Text prompts do not change the image tower, so all of it can be cached.
+    """
     if isinstance(model, DualEncoder | PromptModel):
         return model, model.remember, "pixel_values"
     if not isinstance(model, FunctionalModel):
-        raise ModelError(f"engine.cache_frozen is for Hugging Face models, which {model.name} is not; set it to false")
+        raise ModelError(f"engine.cache_frozen needs a Hugging Face model, not {model.name}; set it to false")
     body, depth = _body(model), frozen_depth(model)
     above = _UpperForward(model.forward, body.takes, (*body.embeds, *body.layers[:depth]))
     return replace(model, forward=above), FrozenForward(model, body.layers[depth - 1]), body.takes
 
 
 def frozen_depth(model: FunctionalModel) -> int:
-    """How many of the lowest layers are frozen for good, together with all that comes before them."""
+    """Return the number of lowest layers that are permanently frozen.
+
+    Raises:
+        ModelError: If layer 0 or a parameter before it is trainable.
+    """
     body = _body(model)
     before = _trained(model, body.embeds)
     first = next((depth for depth, layer in enumerate(body.layers) if _trained(model, [layer])), len(body.layers))
@@ -61,7 +75,7 @@ def frozen_depth(model: FunctionalModel) -> int:
 
 @dataclass(frozen=True, eq=False)
 class FrozenForward:
-    """Makes of inputs what leaves the last of the frozen layers: (example, token, width)."""
+    """Computes the output of the last frozen layer, (example, token, width)."""
 
     model: FunctionalModel
     last: nn.Module
@@ -70,8 +84,8 @@ class FrozenForward:
         hook = self.last.register_forward_hook(_stop_after)
         try:
             self.model(self.model.initial, tensors.to(inputs, next(self.last.parameters()).device))
-        except _StopForward as left:
-            return left.states.cpu()
+        except _StopForward as stopped:
+            return stopped.states.cpu()
         finally:
             hook.remove()
         raise AssertionError("the last frozen layer is always run")
@@ -79,17 +93,25 @@ class FrozenForward:
 
 @dataclass(frozen=True, eq=False)
 class CachedExamples:
-    """Examples with states in the place of the input they are made of, computed when they are first asked for.
+    """Examples whose input is replaced by cached states, computed on first access.
 
-    Padding, which attention does not see, is not held; its states are zeros.
+    Padding is not stored. Its states are zeros, which the attention mask excludes.
+
+    Attributes:
+        examples: The original examples.
+        lower: Computes the states from the inputs.
+        takes: Name of the input that the states replace.
+        offsets: Row boundaries in `states`, (row + 1,).
+        states: States of all rows, (token, width): row i is states[offsets[i]:offsets[i + 1]].
+        known: Chunks that are already computed.
     """
 
     examples: Examples
     lower: Callable[[Tensors], Tensor]
     takes: str
-    offsets: Tensor  # (row + 1,)
-    states: Tensor  # (token, width) of all rows: row i has states[offsets[i]:offsets[i + 1]]
-    known: set[int] = field(default_factory=set)  # chunks
+    offsets: Tensor
+    states: Tensor
+    known: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -111,7 +133,7 @@ class CachedExamples:
         self.known.add(chunk)
 
     def _seen(self, inputs: Tensors, rows: Tensor) -> Tensor:
-        """(row, token)"""
+        """Return a mask of the tokens that are not padding, (row, token)."""
         if SEEN in inputs:
             return inputs[SEEN].bool()
         return torch.ones(len(rows), int(self.offsets[1]), dtype=torch.bool)
@@ -126,13 +148,13 @@ def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], takes: str) 
     else:
         lengths = torch.full((len(examples),), example.shape[1])
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    # Memory that nothing was written to is not taken yet.
+    # new_empty reserves address space only. Memory is used when states are written.
     return CachedExamples(examples, lower, takes, offsets, example.new_empty(int(offsets[-1]), example.shape[-1]))
 
 
 @dataclass(frozen=True, eq=False)
 class _UpperForward:
-    """Runs a module without its lowest parts: whatever they are asked, they answer with the states."""
+    """Runs a module with its lowest parts replaced by the cached states."""
 
     forward: Forward
     takes: str
@@ -146,7 +168,7 @@ class _UpperForward:
 
 
 class _StopForward(Exception):
-    """Ends a forward pass at the layer above which nothing is needed."""
+    """Stops a forward pass after the last frozen layer."""
 
     def __init__(self, states: Tensor) -> None:
         self.states = states
@@ -167,21 +189,21 @@ def _body(model: FunctionalModel) -> _Body:
     model_type = str(model.module.config.model_type)
     start, body = architecture(model_type).start, model.module.base_model
     if start is None:
-        raise ModelError(f"engine.cache_frozen cannot tell the lower layers of a '{model_type}'; set it to false")
+        raise ModelError(f"engine.cache_frozen does not support the architecture '{model_type}'; set it to false")
     embeds = [getattr(body, name) for name in start.embeds if hasattr(body, name)]
     return _Body(start.takes, embeds, list(body.get_submodule(start.layers)))  # type: ignore[call-overload]
 
 
 def _trained(model: FunctionalModel, parts: Sequence[nn.Module]) -> list[str]:
-    """The names of what is not frozen for good in these parts."""
-    owners = {id(each._parameters) for part in parts for each in part.modules()}
+    """Return the names of trainable parameters in these modules."""
+    owners = {id(child._parameters) for part in parts for child in part.modules()}
     return [name for name, places in model.places.items() if any(id(owner) in owners for owner, _ in places)]
 
 
 def _nothing_to_cache(model: FunctionalModel, names: Sequence[str], where: str) -> str:
     if any("lora" in model.tags[name] for name in names):
-        remedy = "low-rank factors are in every layer and leave nothing to cache, so set it to false"
+        remedy = "low-rank factors are in every layer, so nothing can be cached; set it to false"
     else:
-        remedy = "name what is there in model.frozen, for instance ['embedding', 'layer.0'], or set it to false"
+        remedy = "add these to model.frozen, for example ['embedding', 'layer.0'], or set it to false"
     shown = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"engine.cache_frozen: {shown} of {model.name} may train {where}; {remedy}"
+    return f"engine.cache_frozen: {shown} of {model.name} can train {where}; {remedy}"

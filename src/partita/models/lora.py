@@ -1,4 +1,4 @@
-"""Low-rank factors beside the linear layers of a transformers module, by PEFT."""
+"""Low-rank adaptation (LoRA) of the linear layers of a transformers module, with PEFT."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ from partita.models.adapter import FunctionalModel, ParameterSlot
 from partita.models.architectures import tags_of
 
 FACTORS = ("lora_A", "lora_B")  # (rank, in) and (out, rank)
-ADAPTER = "default"  # as PEFT calls an only one
+ADAPTER = "default"  # PEFT's name for a single adapter
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankModel(FunctionalModel):
-    """Beside the weight W of each site, factors A and B that turn it into W + (alpha / rank) B A."""
+    """A model whose adapted weights are W + (alpha / rank) B A.
+
+    Attributes:
+        base: The model without factors.
+        rank: Rank of the factors.
+        alpha: Scale of the factors.
+        sites: Paths of the adapted linear layers.
+    """
 
     base: FunctionalModel
     rank: int
     alpha: float
-    sites: tuple[str, ...]  # the adapted layers
+    sites: tuple[str, ...]
 
     def to(self, device: torch.device) -> None:
         super().to(device)
@@ -39,36 +46,47 @@ class LowRankModel(FunctionalModel):
         self.base.initial.update({name: self.initial[name] for name in self.base.initial})
 
     def merged(self, params: Tensors) -> Tensors:
-        """The parameters with which the base model computes the same."""
+        """Add the factors to the weights.
+
+        Returns:
+            Parameters with which the base model computes the same function.
+
+        Raises:
+            ModelError: If an adapted weight is permanently frozen and not part of the parameters.
+        """
         result = {name: params[name] for name in self.base.initial}
         for site in self.sites:
             name = f"{site}.weight"
             if name not in result:
-                raise ModelError(f"'{name}' is frozen for good and cannot take up its factors; use save_pretrained")
+                raise ModelError(f"'{name}' is permanently frozen and cannot be merged; use save_pretrained")
             A, B = (params[f"{site}.{factor}.weight"] for factor in FACTORS)
             result[name] = result[name] + (self.alpha / self.rank) * (B @ A)
         return result
 
     def save_merged(self, params: Tensors, folder: str | Path) -> None:
-        """A plain transformers folder, which needs neither partita nor PEFT to load."""
+        """Write a plain transformers folder, which loads without partita and PEFT."""
         self.base.save_pretrained(self.merged(params), folder)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
-        """A PEFT folder with the factors and the head, for the base model as it was loaded."""
-        # PEFT saves whole modules, and would tear a tied one apart.
+        """Write a PEFT folder with the factors and the head. It fits the base model as it was loaded.
+
+        Raises:
+            ModelError: If any other parameter has changed.
+        """
+        # PEFT saves whole modules and would break the tie of tied ones.
         head = {name for name in self._tagged("head") - self._tagged("embedding") if "." in name}
         rest = self.initial.keys() - head - self._tagged("lora")
-        if moved := [name for name in sorted(rest) if not torch.equal(params[name], self.initial[name])]:
+        if changed := [name for name in sorted(rest) if not torch.equal(params[name], self.initial[name])]:
             raise ModelError(
-                f"'{moved[0]}' has moved since {self.name} was loaded, and a PEFT folder holds only the factors and "
-                "the head; use save_merged, which writes the whole model"
+                f"'{changed[0]}' has changed since {self.name} was loaded, but a PEFT folder holds only the factors "
+                "and the head; use save_merged, which writes the whole model"
             )
         config = _config(self.rank, self.alpha, self.sites)
         config.modules_to_save = sorted({name.rpartition(".")[0] for name in head}) or None
         config.base_model_name_or_path = self.module.name_or_path or None
         config.inference_mode = True
         config.save_pretrained(str(folder))
-        named = {f"base_model.model.{name}": params[name] for name in sorted(params.keys() - rest)}  # as PEFT has it
+        named = {f"base_model.model.{name}": params[name] for name in sorted(params.keys() - rest)}  # PEFT's names
         (Path(folder) / "adapter_model.safetensors").write_bytes(serialization.save(named, {"format": "pt"}))
 
     def _tagged(self, tag: str) -> Names:
@@ -76,12 +94,25 @@ class LowRankModel(FunctionalModel):
 
 
 def low_rank(adapted: FunctionalModel, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> LowRankModel:
-    """A copy with factors beside the linear layers of the roles; at first they change nothing, since B is zero."""
+    """Return a copy of a model with low-rank factors at the linear layers of the given roles.
+
+    A is drawn as in PEFT and B is zero, so the copy initially computes the same function.
+
+    Args:
+        adapted: Model to copy.
+        rank: Rank of the factors.
+        alpha: Scale; factors are multiplied by alpha / rank.
+        roles: Tags of the linear layers to adapt.
+        key: Key for the initial values of A.
+
+    Raises:
+        ModelError: If the model already has factors, or rank, alpha or roles are invalid.
+    """
     if isinstance(adapted, LowRankModel):
-        raise ModelError(f"{adapted.name} has low-rank factors already; give the model without them")
+        raise ModelError(f"{adapted.name} already has low-rank factors; use the model without them")
     if not alpha > 0:
         raise ModelError(f"alpha is {alpha}; it must be above 0")
-    weights = {**dict(adapted.module.named_parameters()), **adapted.initial}  # the module holds what is frozen
+    weights = {**dict(adapted.module.named_parameters()), **adapted.initial}  # the module holds the frozen parameters
     every_tag = tags_of(str(adapted.module.config.model_type), weights)
     sites = _sites(adapted, every_tag, roles)
     initial, tags = dict(adapted.initial), dict(adapted.tags)
@@ -91,18 +122,18 @@ def low_rank(adapted: FunctionalModel, rank: int, alpha: float, roles: tuple[str
         if not 1 <= rank <= min(out, into):
             raise ModelError(f"rank is {rank}, but '{site}' is {out} x {into}; use a rank from 1 to {min(out, into)}")
         A, B = (f"{site}.{factor}.weight" for factor in FACTORS)
-        # In float32 whatever the frozen weight is in, as all that trains.
+        # In float32 like all trainable parameters, whatever the dtype of the frozen weight.
         initial[A] = _uniform(rank, into, key / A).to(weight.device)
         initial[B] = torch.zeros(out, rank, device=weight.device)
         tags[A] = tags[B] = every_tag[f"{site}.weight"] | {"lora"}
     module, places = _injected(adapted, _config(rank, alpha, sites), sites)
-    own = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
+    own = {item.name: getattr(adapted, item.name) for item in fields(adapted)}
     changed = {"module": module, "initial": initial, "tags": tags, "places": places}
     return LowRankModel(**{**own, **changed}, base=adapted, rank=rank, alpha=alpha, sites=sites)
 
 
 def _sites(adapted: FunctionalModel, tags: Mapping[str, Names], roles: Sequence[str]) -> tuple[str, ...]:
-    """The linear layers of the roles. The head is none of them, since it trains whole."""
+    """Return the paths of the linear layers with these roles. The head is excluded because it trains in full."""
     linear = {
         path: carried
         for path, part in adapted.module.named_modules()
@@ -110,30 +141,30 @@ def _sites(adapted: FunctionalModel, tags: Mapping[str, Names], roles: Sequence[
     }
     known = {tag for carried in linear.values() for tag in carried if not tag.startswith("layer.")}
     if not roles:
-        raise ModelError(f"roles is empty; it can have: {', '.join(sorted(known))}")
+        raise ModelError(f"roles is empty; choose from: {', '.join(sorted(known))}")
     for role in roles:
         if role not in known:
-            remedy = closest_match(role, known) if known else "outside its head it has no torch.nn.Linear at all"
+            remedy = closest_match(role, known) if known else "it has no torch.nn.Linear outside its head"
             raise ModelError(f"roles: no linear layer of {adapted.name} is tagged '{role}'; {remedy}")
     return tuple(site for site, carried in linear.items() if not carried.isdisjoint(roles))
 
 
 def _uniform(rank: int, into: int, key: Key) -> Tensor:
-    """Between ±1 / √in, as PEFT draws it."""
+    """Draw from the uniform distribution on ±1 / √in, as PEFT does."""
     return nn.init.kaiming_uniform_(torch.empty(rank, into), a=math.sqrt(5), generator=key.generator())
 
 
 def _injected(
     adapted: FunctionalModel, config: Any, sites: Sequence[str]
 ) -> tuple[Any, dict[str, tuple[ParameterSlot, ...]]]:
-    """A copy of the module with PEFT's layers in it, and where each parameter sits there.
+    """Return a copy of the module with PEFT's layers, and the parameter slots of the copy.
 
-    PEFT wraps a layer and leaves it whole, so the places of its parameters stay right.
+    PEFT wraps a layer without changing it, so the slots of its parameters stay valid.
     """
-    shared = {id(value): value for value in adapted.module.parameters()}  # what is frozen for good is not copied
+    shared = {id(value): value for value in adapted.module.parameters()}  # do not copy frozen parameters
     module, places = copy.deepcopy((adapted.module, dict(adapted.places)), shared)
-    _fill(places, adapted.initial)  # PEFT looks at the weights
-    with torch.random.fork_rng(devices=[]):  # and draws factors of its own
+    _fill(places, adapted.initial)  # PEFT reads the weights
+    with torch.random.fork_rng(devices=[]):  # PEFT draws its own factors from the global generator
         _peft().inject_adapter_in_model(config, module, ADAPTER)
     for site in sites:
         for factor in FACTORS:
@@ -144,8 +175,8 @@ def _injected(
 
 
 def _fill(places: Mapping[str, tuple[ParameterSlot, ...]], values: Mapping[str, Tensor | None]) -> None:
-    for name, found in places.items():
-        for owner, leaf in found:
+    for name, slots in places.items():
+        for owner, leaf in slots:
             owner[leaf] = values[name]
 
 

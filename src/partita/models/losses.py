@@ -1,4 +1,4 @@
-"""What a model is trained for: one loss for each example."""
+"""Per-example losses."""
 
 from __future__ import annotations
 
@@ -20,17 +20,24 @@ KINDS: dict[Objective, tuple[Kind, ...]] = {
 
 
 def losses_for(objective: Objective, logits: Tensor, targets: Tensor) -> Tensor:
-    """(example,): the cross-entropy of each, its mean over classes or over the targets that count.
+    """Compute the cross-entropy of each example.
 
-    For "single", targets are classes (example,); for "multi", zeros and ones (example, class); for "tokens" and "lm",
-    what is to be told at each token (example, token), which for "lm" is the next token: they are already shifted.
+    Args:
+        objective: "single", "multi", "tokens" or "lm".
+        logits: (example, class), or (example, token, class) for "tokens" and "lm".
+        targets: Class indices (example,) for "single"; multi-hot (example, class) for "multi"; class indices
+            (example, token) for "tokens"; the next token (example, token), already shifted, for "lm".
+
+    Returns:
+        (example,). "multi" takes the mean over classes; "tokens" and "lm" take the mean over targets that are not
+        IGNORE_INDEX.
     """
     if objective == "single":
         return functional.cross_entropy(logits, targets, reduction="none")
     if objective == "multi":
         return functional.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none").mean(-1)
-    each = functional.cross_entropy(
+    per_token = functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     ).unflatten(0, targets.shape)  # (example, token), zero where ignored
-    # An example without any target that counts has no loss, and not NaN.
-    return each.sum(1) / (targets != IGNORE_INDEX).sum(1).clamp(min=1)
+    # An example without targets has loss 0, not NaN.
+    return per_token.sum(1) / (targets != IGNORE_INDEX).sum(1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Models of transformers from a folder or the Hugging Face Hub, with the head that the task needs."""
+"""Pretrained transformers models from a folder or the Hugging Face Hub, with a head for the task."""
 
 from __future__ import annotations
 
@@ -37,43 +37,42 @@ MODULES: dict[Kind, Any] = {
     "tokens": AutoModelForTokenClassification,
     "lm": AutoModelForCausalLM,
 }
-ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they stretch their position embeddings to the image
+ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-REMEDY = "give a folder that save_pretrained has written, or the id of a model that the Hub has"
+REMEDY = "give a folder written by save_pretrained, or the id of a model on the Hub"
 
 
 def pretrained(
     task: Task,
     key: Key,
     *,
-    path: Annotated[str, "folder that save_pretrained has written, or id of the Hugging Face Hub"],
-    prompt: Annotated[str | None, "for a CLIP: text of a class, with {} for its name; there is then no head"] = None,
-    fresh_head: Annotated[bool, "draw a new head even where the checkpoint has one that fits"] = False,
-    frozen: Annotated[tuple[str, ...], "tags or names of parameters that never train nor travel"] = (),
-    dtype: Annotated[Literal["float32", "bfloat16"], "type to compute in, and to hold frozen weights in"] = "float32",
-    checkpointing: Annotated[bool, "recompute activations in the backward pass, to save memory"] = False,
+    path: Annotated[str, "folder written by save_pretrained, or Hugging Face Hub id"],
+    prompt: Annotated[str | None, "CLIP only: text of a class, with {} for its name; replaces the head"] = None,
+    fresh_head: Annotated[bool, "initialize a new head even if the checkpoint has one that fits"] = False,
+    frozen: Annotated[tuple[str, ...], "tags or names of parameters that are never trained or sent"] = (),
+    dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the forward pass and of frozen weights"] = "float32",
+    checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False,
 ) -> FunctionalModel:
-    """A model from a folder or the Hub; its head is kept if it has as many classes as the task.
+    """A pretrained model from a folder or the Hub. Its head is kept if it has as many classes as the task.
 
-    `prompt`, such as "a photo of a {}", has a CLIP compare images with the text of each class, without a head.
-    `dtype` is the type to compute in and to hold what is frozen in; what trains is held in float32.
-    `checkpointing` saves memory: layers compute again on the way back what they would have to remember.
+    With `prompt`, such as "a photo of a {}", a CLIP model has no head and compares images with the text of each class.
+    Trainable parameters are float32 whatever `dtype` is.
     """
     if task.kind == "image":
         check_has_images(task)
     config = config_for(path, task)
     objective = _objective(task)
-    forward_of(config.model_type, task.kind)  # an architecture that will not do is refused before it is loaded
+    forward_of(config.model_type, task.kind)  # reject unsupported architectures before loading weights
     if task.kind == "image":
         check_images(path, config, task)
     _check_tokens(path, config, task)
     if prompt is not None and (config.model_type != "clip" or task.kind != "image" or "{}" not in prompt):
         raise ModelError(
-            f"prompt is '{prompt}' for a '{config.model_type}' and a task of kind '{task.kind}'; it is for a 'clip' "
-            "and a task of images, and has {} where the class is to stand"
+            f"prompt is '{prompt}' for a '{config.model_type}' and a task of kind '{task.kind}'; it needs a 'clip' "
+            "model, an image task, and {} as the placeholder of the class"
         )
     if fresh_head and (prompt is not None or task.kind == "lm"):
-        raise ModelError("fresh_head: there is no head here that could be drawn anew; leave it out")
+        raise ModelError("fresh_head = true, but this model has no head to initialize; remove fresh_head")
     has_head = prompt is None and task.kind != "lm"
     module = load_module(path, config, MODULES[task.kind] if prompt is None else AutoModel, key, has_head, fresh_head)
     return from_module(
@@ -88,18 +87,23 @@ def pretrained(
 
 
 def check_has_images(task: ImageTask) -> None:
+    """Raise a ModelError if the task has no square images."""
     if not (task.channels and task.size):
-        raise ModelError("the task has no square images, which this model needs; choose a task of images")
+        raise ModelError("this model needs square images, but the task has none; choose an image task")
 
 
 def set_labels(config: PreTrainedConfig, task: ImageTask) -> None:
+    """Write the class names of the task into the config."""
     config.id2label = dict(enumerate(task.classes))
     config.label2id = {label: index for index, label in enumerate(task.classes)}
 
 
 @contextmanager
 def seeded(key: Key) -> Iterator[None]:
-    """Modules draw from torch's global CPU generator: seed it for a while. torch.manual_seed would reseed GPUs too."""
+    """Seed torch's global CPU generator inside the block, because modules draw their weights from it.
+
+    Not torch.manual_seed: it would also reseed the GPUs.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(key.generator().get_state())
         yield
@@ -112,10 +116,14 @@ def _objective(task: Task) -> Objective:
 
 
 def config_for(path: str, task: Task) -> Any:
-    """The model's config, made to fit the task."""
+    """Load the config of a model and adapt it to the task.
+
+    Raises:
+        ModelError: If there is no config, or it cannot be read.
+    """
     folder = Path(path).is_dir()
     if folder and not (Path(path) / "config.json").is_file():
-        raise ModelError(f"the folder '{path}' has no config.json; give one that save_pretrained has written")
+        raise ModelError(f"the folder '{path}' has no config.json; give a folder written by save_pretrained")
     if not folder and not HUB_ID.fullmatch(path):
         raise ModelError(f"there is no folder '{path}'; {REMEDY}")
     try:
@@ -125,40 +133,41 @@ def config_for(path: str, task: Task) -> Any:
         raise ModelError(
             f"the config.json in '{path}' cannot be read: {_first_line(error)}"
             if folder
-            else f"cannot load '{path}': it is no folder here, and from the Hub: {_first_line(error)}; {REMEDY}"
+            else f"cannot load '{path}': not a local folder, and the Hub failed with: {_first_line(error)}; {REMEDY}"
         ) from error
-    if isinstance(config, CLIPVisionConfig):  # the image tower alone
+    if isinstance(config, CLIPVisionConfig):  # a CLIP checkpoint with only the image tower
         config = CLIPConfig(vision_config=config.to_dict())
-    config.architectures = []  # of several classes for one head, the plain one
+    config.architectures = []  # if a head has several classes in transformers, use the plain one
     if task.kind != "lm":
         set_labels(config, task)
     if task.multi_label:
         config.problem_type = "multi_label_classification"
     if task.kind == "text" and config.pad_token_id is None:
-        # Here the mask tells what is padding, but transformers takes no batch from a decoder without such a token.
+        # partita marks padding by the mask, but transformers rejects batches for a decoder without a padding token.
         ends = config.eos_token_id
         config.pad_token_id = ends[0] if isinstance(ends, list) else ends
     return config
 
 
 def check_images(path: str, config: Any, task: ImageTask) -> None:
+    """Raise a ModelError if the model does not take the task's image size or channels."""
     config = getattr(config, "vision_config", config)
     if config.num_channels != task.channels:
         raise ModelError(
-            f"'{path}' takes images of {config.num_channels} channels, but the task's have {task.channels}; "
-            f"give the task's images {config.num_channels} channels"
+            f"'{path}' takes images with {config.num_channels} channels, but the task's have {task.channels}; "
+            f"load the task's images with {config.num_channels} channels"
         )
     size, patch = config.image_size, config.patch_size
     if config.model_type in ANY_SIZE:
         if task.size % patch:
             fit = -(-task.size // patch) * patch
             raise ModelError(
-                f"'{path}' cuts images into patches of {patch}, but the task's are of size {task.size}; "
+                f"'{path}' divides images into patches of {patch}, but the task's images have size {task.size}; "
                 f"resize the task's images to {fit}"
             )
     elif size not in (task.size, [task.size] * 2, (task.size,) * 2):
         raise ModelError(
-            f"'{path}' takes images of size {size}, but the task's are of size {task.size}; "
+            f"'{path}' takes images of size {size}, but the task's images have size {task.size}; "
             f"resize the task's images to {size}"
         )
 
@@ -167,12 +176,25 @@ def _check_tokens(path: str, config: Any, task: Task) -> None:
     known = getattr(config, "vocab_size", None)
     if known is not None and task.words > known:
         raise ModelError(
-            f"the task's texts hold the token {task.words - 1}, but '{path}' knows {known}, from 0 to {known - 1}; "
-            "leave data.tokenizer out to cut texts with the model's own, or name one that fits it"
+            f"the task's texts contain token {task.words - 1}, but '{path}' has {known} tokens, 0 to {known - 1}; "
+            "remove data.tokenizer to use the model's tokenizer, or set one that fits the model"
         )
 
 
 def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fresh_head: bool) -> PreTrainedModel:
+    """Load a pretrained module.
+
+    Args:
+        path: Folder or Hub id.
+        config: Config of the module, adapted to the task.
+        kind: Auto class of transformers to load it with.
+        key: Key for the weights of a new head.
+        has_head: Whether the module has a head, which may be missing in the checkpoint or have another shape.
+        fresh_head: Whether to initialize the head even if the checkpoint has one that fits.
+
+    Raises:
+        ModelError: If the weights cannot be loaded or do not match the module outside the head.
+    """
     load: Callable[..., Any] = kind.from_pretrained
     with seeded(key):
         _check_size(path, config, kind)
@@ -185,7 +207,7 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,
-                use_safetensors=True,  # other weights are pickled
+                use_safetensors=True,  # other formats are pickles
             )
         except OSError as error:
             raise ModelError(f"'{path}' has no weights that can be loaded: {_first_line(error)}; {REMEDY}") from error
@@ -194,10 +216,10 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
     mismatched = {name for name, *_ in report["mismatched_keys"]}
     missing = {*report["missing_keys"]} - mismatched
     _refuse(path, "lacks", missing - head)
-    _refuse(path, "has in another shape", mismatched - head)
-    _refuse(path, "has, but this model has not", {n for n in report["unexpected_keys"] if _in_body(module, n)})
+    _refuse(path, "has with another shape", mismatched - head)
+    _refuse(path, "has, but this model does not have", {n for n in report["unexpected_keys"] if _in_body(module, n)})
     for name in sorted(head if fresh_head else head & (missing | mismatched)):
-        # Not left to transformers, whose draw would depend on what else it fills in.
+        # Not left to transformers: its draws depend on which other parameters it initializes.
         with torch.no_grad():
             if own[name].ndim > 1:
                 width = getattr(config, "initializer_range", 0.02)
@@ -208,15 +230,15 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
 
 
 def _check_size(path: str, config: Any, kind: Any) -> None:
-    """A module on the meta device has shapes and no values, so it can be counted before memory is taken."""
+    """Check the memory before loading: a module on the meta device has shapes but no values."""
     with without_logs(), torch.device("meta"):
         module = kind.from_config(config, trust_remote_code=False)
-    wanted = sum(each.numel() * torch.float32.itemsize for each in module.parameters())
-    memory.require(wanted, f"the model of '{path}' in float32", "choose a smaller one, or a machine with more memory")
+    size = sum(parameter.numel() * torch.float32.itemsize for parameter in module.parameters())
+    memory.require(size, f"the model of '{path}' in float32", "choose a smaller model, or a machine with more memory")
 
 
 def _in_body(module: PreTrainedModel, name: str) -> bool:
-    """Whether a checkpoint's parameter belongs to the Transformer and not to the task it was pretrained on."""
+    """Return whether a checkpoint parameter belongs to the Transformer body, not to its pretraining head."""
     body, within = module.base_model, name.removeprefix(f"{module.base_model_prefix}.")
     first = within.partition(".")[0]
     return first != "pooler" and (within != name or first in dict(body.named_children()))
@@ -225,23 +247,23 @@ def _in_body(module: PreTrainedModel, name: str) -> bool:
 def _refuse(path: str, fault: str, names: set[str]) -> None:
     if names:
         shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise ModelError(f"'{path}' {fault}: {shown}; give a checkpoint that is whole, with or without a head")
+        raise ModelError(f"'{path}' {fault}: {shown}; give a complete checkpoint, with or without a head")
 
 
 def _texts(path: str, prompt: str, task: Task) -> Tensors:
-    """The prompt for each class: (class, token)."""
+    """Tokenize the prompt of each class, (class, token)."""
     try:
         with without_logs():
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"'{path}' has no tokenizer, which a prompt needs: {_first_line(error)}") from error
+        raise ModelError(f"'{path}' has no tokenizer, but a prompt needs one: {_first_line(error)}") from error
     tokens = tokenizer([prompt.format(name) for name in task.classes], padding=True, return_tensors="pt")
     rows = [tuple(row) for row in tokens["input_ids"].tolist()]
-    # Where a folder lacks the vocabulary, transformers makes a tokenizer that knows no word.
-    if alike := [name for name, row in zip(task.classes, rows, strict=True) if rows.count(row) > 1]:
+    # If a folder lacks the vocabulary, transformers builds a tokenizer with special tokens only.
+    if duplicates := [name for name, row in zip(task.classes, rows, strict=True) if rows.count(row) > 1]:
         raise ModelError(
-            f"the tokenizer of '{path}' makes the same of '{alike[0]}' and '{alike[1]}'; "
-            "give a folder with the tokenizer's files, and classes whose names differ"
+            f"the tokenizer of '{path}' gives the same tokens for '{duplicates[0]}' and '{duplicates[1]}'; "
+            "give a folder with the tokenizer's files, and classes with different names"
         )
     return {name: tokens[name] for name in ("input_ids", "attention_mask")}
 

@@ -1,4 +1,4 @@
-"""A module that runs without some of its layers."""
+"""Run a model without some of its layers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from partita.models.architectures import architecture
 
 
 def skip_layers(model: FunctionalModel, without: Names) -> FunctionalModel:
-    """The layers of these tags hand on what they are given."""
+    """Return a model in which the layers with these tags return their input unchanged.
+
+    Raises:
+        ModelError: If the architecture does not support it.
+    """
     model_type = str(model.module.config.model_type)
     start = architecture(model_type).start
     if start is None:
-        raise ModelError(f"the layers of a '{model_type}' cannot be left out; use another model, or all its layers")
+        raise ModelError(f"cannot skip layers of a '{model_type}'; use another model, or all layers")
     layers: Any = model.module.base_model.get_submodule(start.layers)
     left_out = tuple(layers[layer_number(tag)] for tag in sorted(without, key=layer_number))
     return replace(model, forward=_SkippingForward(model.forward, left_out))
@@ -43,7 +47,7 @@ def _hand_on(states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 @contextmanager
 def patched_forward(parts: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Whatever these parts are asked, it is answered in their place."""
+    """Replace the forward method of these modules by `forward` inside the block."""
     for part in parts:
         part.forward = forward
     try:

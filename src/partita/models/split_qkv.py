@@ -1,4 +1,4 @@
-"""GPT-2 projects to query, key and value with one matrix. A plan never slices, so here they are three parameters."""
+"""Split GPT-2's fused query-key-value projection into three parameters, because a plan never slices a parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Part(nn.Module):
 
 
 class SplitQKV(nn.Module):
-    """Stands for a Conv1D, whose weight is (width in, width out), and computes the same in one product."""
+    """Replaces a fused Conv1D, whose weight is (in, out). It computes the same in one matmul."""
 
     def __init__(self, whole: Conv1D) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class SplitQKV(nn.Module):
 
 
 def split(module: nn.Module) -> None:
-    """Put three named parameters in the place of each fused one."""
+    """Replace each fused projection in a module by a SplitQKV, in place."""
     for part in list(module.modules()):
         if isinstance(whole := getattr(part, "c_attn", None), Conv1D):
             part.c_attn = SplitQKV(whole)
 
 
 def join(module: nn.Module, state: Tensors) -> Tensors:
-    """A state dict with the names and shapes that transformers knows."""
+    """Return the state dict with fused projections, in the names and shapes of transformers."""
     joined = dict(state)
     for path, part in module.named_modules():
         if isinstance(part, SplitQKV):

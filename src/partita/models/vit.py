@@ -1,4 +1,4 @@
-"""A Vision Transformer of transformers, from scratch."""
+"""A randomly initialized Vision Transformer."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def vit(
     task: ImageTask,
     key: Key,
     *,
-    layers: Annotated[int, Range(low=1, high=1000), "layers"] = 2,
-    width: Annotated[int, Range(low=1, high=10**6), "size of a token's vector"] = 64,
-    heads: Annotated[Count, "attention heads of a layer; they divide the width"] = 4,
-    mlp_ratio: Annotated[int, Range(low=1, high=1000), "width of the MLP, as a multiple of the width"] = 2,
-    patch: Annotated[Count, "pixels of a patch's side; it divides the images' side"] = 2,
-    frozen: Annotated[tuple[str, ...], "tags or names of parameters that never train nor travel"] = (),
+    layers: Annotated[int, Range(low=1, high=1000), "number of layers"] = 2,
+    width: Annotated[int, Range(low=1, high=10**6), "hidden size"] = 64,
+    heads: Annotated[Count, "attention heads per layer; must divide the width"] = 4,
+    mlp_ratio: Annotated[int, Range(low=1, high=1000), "MLP width as a multiple of the width"] = 2,
+    patch: Annotated[Count, "side length of a patch in pixels; must divide the image size"] = 2,
+    frozen: Annotated[tuple[str, ...], "tags or names of parameters that are never trained or sent"] = (),
 ) -> FunctionalModel:
-    """A Vision Transformer from scratch. `frozen` gives tags or names of what never trains nor travels."""
+    """A randomly initialized Vision Transformer."""
     check_has_images(task)
     if width % heads:
         fit = -(-width // heads) * heads
         raise ModelError(f"width {width} is not divisible by {heads} heads; use a width of {fit}")
     if task.size % patch:
         fits = ", ".join(str(side) for side in range(1, task.size + 1) if task.size % side == 0)
-        raise ModelError(f"images of size {task.size} do not divide into patches of {patch}; use a patch of {fits}")
+        raise ModelError(f"image size {task.size} is not divisible by patch size {patch}; use a patch of {fits}")
     tokens = (task.size // patch) ** 2 + 1
     numbers = layers * width * (4 * width + 2 * width * mlp_ratio + mlp_ratio + 9)
     numbers += width * (tokens + task.channels * patch**2 + len(task.classes))

@@ -1,4 +1,4 @@
-"""Layers in forms that torch.vmap lifts over clients without loss of speed."""
+"""Layers that stay fast under torch.vmap over clients."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from torch.nn import functional
 
 
 class Linear(nn.Linear):
+    """nn.Linear that keeps the autocast dtype under vmap."""
+
     def forward(self, given: Tensor) -> Tensor:
         return _linear(given, self.weight, self.bias)
 
 
 class LinearPatchEmbedding(nn.Conv2d):
-    """A convolution whose windows do not overlap is a linear layer on each of them.
+    """A convolution with non-overlapping windows, computed as a linear layer on each window.
 
-    vmap makes clients' convolutions groups of one, which is many times slower than the product that it makes of this.
+    vmap turns the clients' convolutions into one grouped convolution, which is many times slower than a batched matmul.
     """
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ class LinearPatchEmbedding(nn.Conv2d):
 
 
 def use_vmap_layers(module: nn.Module) -> None:
-    """Change the layers that have such a form; their parameters stay, under the same names."""
+    """Replace the layers of a module in place. Parameters keep their names and values."""
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = Linear
@@ -39,12 +41,12 @@ def use_vmap_layers(module: nn.Module) -> None:
 
 
 def _linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """vmap adds a bias out of autocast's sight, and all that follows would be in full precision."""
+    """Linear layer that casts the bias itself: under vmap, autocast misses it and later layers would run in float32."""
     lifted = torch.compiler.is_compiling() or is_batchedtensor(given) or is_batchedtensor(weight)
     if bias is not None and lifted and torch.is_autocast_enabled(given.device.type):
         bias = bias.to(torch.get_autocast_dtype(given.device.type))
     if torch.compiler.is_compiling() and given.ndim > 2:
-        # By rows: of more dimensions vmap asks for a count that torch before 2.13 does not know while sizes are open.
+        # Flatten to rows: with more dimensions, vmap needs a count that torch before 2.13 lacks for symbolic shapes.
         return functional.linear(given.flatten(0, -2), weight, bias).unflatten(0, given.shape[:-1])
     return functional.linear(given, weight, bias)
 

@@ -1,1 +1,1 @@
-"""Differential privacy: what a run releases, what that costs, and what an attacker gets out of it."""
+"""Differential privacy: what a run releases, what it costs, and what an attacker can learn from it."""

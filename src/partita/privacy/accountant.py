@@ -1,4 +1,4 @@
-"""Epsilon of releases, by the accountants of Google's dp-accounting."""
+"""Epsilon of releases, computed by the accountants of Google's dp-accounting."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from partita.core.dp_settings import PrivacyError
 from partita.core.method import PrivacyRelease
 
 Accountant = Literal["pld", "rdp"]
-PrivacyEvents = Mapping[
-    PrivacyRelease, int
-]  # how often each was made, to one and the same unit; a release's own count comes on top
+# How often each release was made for the same unit. It multiplies the release's own count.
+PrivacyEvents = Mapping[PrivacyRelease, int]
 
-INTERVAL = 1e-3  # of the privacy loss's grid. A coarser one errs on the safe side; here by less than 0.1%
-# An epsilon beyond which nothing is promised, and whose exact value would take long: Rényi's bound will do.
+INTERVAL = 1e-3  # grid of the privacy loss. A coarser grid errs on the safe side; this one by less than 0.1%
+# Above this epsilon there is no useful guarantee and the exact value takes long, so the RDP bound is returned.
 LOOSE = 20.0
-# Lower orders are only best where epsilon is beyond use, and the series behind some of them do not converge.
+# Lower orders are only optimal where epsilon is too large to be useful, and some of their series do not converge.
 ORDERS = (
     *(half / 2 for half in range(4, 16)),
     *range(8, 16),
@@ -39,7 +38,17 @@ ORDERS = (
 
 
 def epsilon(bill: PrivacyEvents, delta: float, by: Accountant = "pld", of_clients: bool = False) -> float:
-    """What these releases together cost one example, or one client of a cohort of fixed size."""
+    """Return the epsilon of all releases together, for one example or for one client of a fixed-size cohort.
+
+    Args:
+        bill: Releases and how often each was made.
+        delta: Delta of the guarantee.
+        by: "pld" for privacy loss distributions, "rdp" for Rényi divergences.
+        of_clients: Client-level privacy: the neighboring relation replaces one client.
+
+    Raises:
+        PrivacyError: If "pld" is used for a sampled cohort of fixed size.
+    """
     if not bill:
         return 0.0
     if any(not release.noise for release in bill):
@@ -48,7 +57,7 @@ def epsilon(bill: PrivacyEvents, delta: float, by: Accountant = "pld", of_client
     if by == "rdp" or bound > LOOSE:
         return bound
     if of_clients and any(release.share < 1 for release in bill):
-        raise PrivacyError("a cohort of fixed size has no exact accountant; set privacy.accountant = 'rdp'")
+        raise PrivacyError("'pld' cannot account for a cohort of fixed size; set privacy.accountant = 'rdp'")
     accountant = _need().pld.PLDAccountant(value_discretization_interval=INTERVAL)
     for release, times in bill.items():
         accountant.compose(_event(release, of_clients), release.count * times)
@@ -62,7 +71,7 @@ def _by_rdp(bill: PrivacyEvents, delta: float, of_clients: bool) -> float:
 
 @lru_cache(maxsize=4096)
 def _curve(noise: float, share: float, of_clients: bool) -> np.ndarray[Any, Any]:
-    """Rényi divergences of one release: they add up, so one curve serves however often it is made."""
+    """Return the Rényi divergences of one release. They add up over repetitions, so one cached curve is enough."""
     library = _need()
     relation = library.NeighboringRelation
     accountant = library.rdp.RdpAccountant(ORDERS, relation.REPLACE_ONE if of_clients else relation.ADD_OR_REMOVE_ONE)
@@ -73,7 +82,7 @@ def _curve(noise: float, share: float, of_clients: bool) -> np.ndarray[Any, Any]
 def _event(release: PrivacyRelease, of_clients: bool) -> Any:
     library = _need()
     if of_clients:
-        # One client's update in the place of another's moves a sum by up to twice the clip.
+        # Replacing one client's update by another's moves the sum by up to twice the clip.
         whole = library.GaussianDpEvent(release.noise / 2)
         share = Fraction(release.share).limit_denominator(10**9)
         if share == 1:

@@ -1,4 +1,4 @@
-"""What a budget asks for before anything is run: the noise, how the cost grows, and what other choices would change."""
+"""Forecast a privacy budget before a run: the noise, how epsilon grows, and the effect of other choices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DELTA = 1e-5
 
 @dataclass(frozen=True)
 class Forecast:
-    """`after` is epsilon by rounds; `instead` the noise that the same budget would ask for under other choices."""
+    """The cost of a run before it is started."""
 
     unit: str
     noise: float
     delta: float
     epsilon: float
-    after: Mapping[int, float]
-    instead: Mapping[str, float]
+    after: Mapping[int, float]  # epsilon by number of rounds
+    instead: Mapping[str, float]  # noise for the same budget under other choices
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,7 +42,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Client:
-    """One client that is asked in every round."""
+    """A client that is sampled in every round."""
 
     examples: int
     batch: int
@@ -50,6 +50,7 @@ class Client:
     epochs: int = 1
 
     def bill(self, rounds: int, delta: float) -> PrivacySpending:
+        """Return the spending of a number of rounds, with noise 1."""
         account = PrivacySpending(delta)
         steps = self.epochs * -(-self.examples // self.batch)
         account.charge("client", [PrivacyRelease(TRAINING, 1.0, min(1.0, self.batch / self.examples), steps * rounds)])
@@ -57,6 +58,14 @@ class Client:
 
 
 def forecast_client(client: Client, epsilon: float | None, noise: float | None, delta: float | None) -> Forecast:
+    """Forecast one client. Give `epsilon` to find the noise, or `noise` to find epsilon.
+
+    Args:
+        client: The client.
+        epsilon: The budget.
+        noise: The noise in multiples of the clip.
+        delta: Default: min(1e-5, 0.1 / examples).
+    """
     for what, number in asdict(client).items():
         if number < 1:
             raise PrivacyError(f"--{what} is {number}; it must be at least 1")
@@ -66,12 +75,12 @@ def forecast_client(client: Client, epsilon: float | None, noise: float | None, 
         "half the batch": replace(client, batch=max(1, client.batch // 2)),
         "twice the examples": replace(client, examples=2 * client.examples),
     }
-    bills = {what: each.bill(each.rounds, delta) for what, each in other.items()}
+    bills = {what: variant.bill(variant.rounds, delta) for what, variant in other.items()}
     return _forecast("example", lambda rounds: client.bill(rounds, delta), client.rounds, epsilon, noise, bills)
 
 
 def forecast_run(guard: PrivacyGuard) -> Forecast:
-    """Of a whole run: the worst placed of its clients decides."""
+    """Forecast a whole run. The worst-off client decides."""
     run, privacy_config = guard.run, guard.privacy_config
     if guard.planned is None:
         raise PrivacyError("the number of examples is not known for every client here; give --examples instead")
@@ -95,7 +104,9 @@ def _forecast(
 ) -> Forecast:
     if noise is None:
         if epsilon is None:
-            raise PrivacyError("say --epsilon, for which the noise is found, or --noise, for which epsilon is")
+            raise PrivacyError(
+                "give --epsilon, for which the noise is computed, or --noise, for which epsilon is computed"
+            )
         noise = find_noise(bill(rounds), epsilon)
     quarters = sorted({max(1, -(-rounds * part // 4)) for part in (1, 2, 3, 4)})
     after = {quarter: bill(quarter).with_noise(noise).epsilon() for quarter in quarters}

@@ -1,4 +1,4 @@
-"""Attacks on a run from what travels: coins decide which canaries take part, and an eavesdropper guesses the coins."""
+"""Canary attacks on a run: coin flips decide which canaries are trained on, and an eavesdropper guesses the flips."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from partita.core.settings import Run
 from partita.core.tensors import Tensors
 from partita.privacy.membership import Array
 
-CHUNK = 32  # examples scored together
-MAX_EXAMPLES = 2**31  # numbers held at once, 8 GiB of them
-TRUST = (1.0, 1e-2, 0.0)  # parts of the claimed noise's variance that an eavesdropper reckons with: it may be a lie
-RIDGE = 1e-3  # beside squared gradients of 1: what many local steps do is not quite a sum of gradients
+CHUNK = 32  # examples per batch of scoring
+MAX_EXAMPLES = 2**31  # maximum number of gradient elements held at once: 8 GiB
+TRUST = (1.0, 1e-2, 0.0)  # fractions of the claimed noise variance that the attacker assumes: the claim may be false
+RIDGE = 1e-3  # relative to squared gradients of 1: many local steps are not exactly a sum of gradients
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """Training examples by client, each with a coin: heads it takes part, tails it counts for nothing.
+    """Training examples by client, each with a coin flip that decides whether the example is trained on.
 
-    It keeps its place in the table either way, so that the number of examples, which is public, tells nothing.
+    An excluded canary keeps its row in the table and is masked, because the number of examples is public.
     """
 
-    places: dict[str, Tensor]
-    coins: dict[str, Tensor]  # Boolean
-    mislabelled: bool  # whether a canary's target is wrong, so that nothing but the canary itself can teach it
+    places: dict[str, Tensor]  # row indices of the canaries by client
+    coins: dict[str, Tensor]  # bool by client: whether each canary is included
+    mislabelled: bool  # canaries have wrong targets, so that only the canary itself can teach them
     classes: int = 0
 
     @property
     def included(self) -> NDArray[np.bool_]:
+        """Coin flips of all canaries, in the order of the sorted clients, (canary,)."""
         return np.asarray(torch.cat([self.coins[client] for client in sorted(self.coins)]).numpy())
 
     def redraw(self, key: Key) -> Canaries:
-        """The same canaries with other coins."""
+        """Return the same canaries with new coin flips."""
         coins = {
             client: torch.rand(len(places), generator=(key / client).generator()) < 0.5
             for client, places in self.places.items()
@@ -55,7 +56,14 @@ class Canaries:
 
 
 def choose_canaries(population: Population, count: int, key: Key, classes: int = 0) -> Canaries:
-    """Drawn from all clients' training examples; with classes, their targets are moved to a wrong one."""
+    """Draw canaries from all clients' training examples.
+
+    Args:
+        population: The clients' data.
+        count: Number of canaries.
+        key: Key of the draw and of the coin flips.
+        classes: Number of classes. If above 1, the canaries get a wrong target.
+    """
     sizes = {client: len(population[client].train) for client in population.clients}
     every = [(client, place) for client, size in sizes.items() for place in range(size)]
     if not 0 < count <= len(every):
@@ -65,13 +73,13 @@ def choose_canaries(population: Population, count: int, key: Key, classes: int =
     places: dict[str, list[int]] = {}
     for client, place in (key / "canaries").sample(every, count):
         places.setdefault(client, []).append(place)
-    chosen = {client: torch.tensor(sorted(found)) for client, found in places.items()}
+    chosen = {client: torch.tensor(sorted(rows)) for client, rows in places.items()}
     return Canaries(chosen, {}, classes > 1, classes).redraw(key / "coins")
 
 
 @dataclass(frozen=True)
 class _CanaryExamples:
-    """A client's examples, in which canaries whose coin fell on tails are masked out."""
+    """A client's examples with the excluded canaries masked out."""
 
     examples: Examples
     places: Tensor
@@ -83,13 +91,13 @@ class _CanaryExamples:
 
     def take(self, indices: Tensor) -> Batch:
         batch = self.examples.take(indices)
-        here = (indices.unsqueeze(1) == self.places).nonzero()  # (found, 2): place in the batch, place among canaries
+        here = (indices.unsqueeze(1) == self.places).nonzero()  # (match, 2): index in the batch, index of the canary
         mask = torch.ones(len(indices)) if batch.mask is None else batch.mask.clone()
         mask[here[:, 0]] *= self.coins[here[:, 1]].float()
         return Batch(batch.inputs, self._targets(batch.targets, here[:, 0]), mask)
 
     def whole(self) -> Batch:
-        """All examples, whichever way their coins fell."""
+        """Return all examples, including the excluded canaries."""
         batch = self.examples.take(torch.arange(len(self)))
         return Batch(batch.inputs, self._targets(batch.targets, self.places))
 
@@ -106,7 +114,7 @@ class _CanaryExamples:
 
 
 class CanaryPopulation:
-    """A population among whose examples are canaries."""
+    """A population with canaries among its training examples."""
 
     def __init__(self, population: Population, canaries: Canaries) -> None:
         self.population, self.canaries = population, canaries
@@ -120,13 +128,14 @@ class CanaryPopulation:
         return data if client not in self.canaries.places else replace(data, train=self.table(client))
 
     def table(self, client: str) -> _CanaryExamples:
+        """Return the training examples of a client that holds canaries."""
         own = self.canaries
         return _CanaryExamples(self.population[client].train, own.places[client], own.coins[client], own)
 
 
 @dataclass
 class Eavesdropper:
-    """Stands between the rounds and an engine, and scores canaries by the updates of the client that may hold them."""
+    """Engine wrapper that scores each canary from the updates of the client that may have trained on it."""
 
     run: Run
     model: Model
@@ -154,16 +163,16 @@ class Eavesdropper:
             yield reply
 
     def _listen(self, job: Job, update: Update) -> None:
-        # What a client keeps for itself an eavesdropper does not know, and takes as it was loaded.
+        # The eavesdropper does not know the parameters that stay on a client and assumes their initial values.
         _, params = client_params(self.run, self.model, job, ClientState())
         table = self.canary_population.table(job.client)
-        found = canary_scores(
+        scores = canary_scores(
             self.model, params, update.delta, table, self._strength(len(table)), self.run.method.privacy
         )
-        self.scores[job.client] = self.scores.get(job.client, torch.zeros(found.shape)) + found
+        self.scores[job.client] = self.scores.get(job.client, torch.zeros(scores.shape)) + scores
 
     def _strength(self, examples: int) -> float:
-        """The noise in an update beside what an example that takes part adds to it, squared."""
+        """Return the squared ratio of the noise in an update to the contribution of one included example."""
         private, training = self.run.method.privacy, self.run.training
         if private is None:
             return 0.0
@@ -172,10 +181,13 @@ class Eavesdropper:
         return 4 * private.noise**2 / (share**2 * steps)
 
     def heard(self) -> Array:
-        """(trust, canary) in the order of `Canaries.included`; a client that was never asked told nothing."""
+        """Return the scores, (trust, canary), in the order of `Canaries.included`.
+
+        Canaries of clients that were never sampled score zero.
+        """
         places = self.canary_population.canaries.places
-        nothing = {client: torch.zeros(len(TRUST), len(found)) for client, found in places.items()}
-        parts = [self.scores.get(client, nothing[client]) for client in sorted(places)]
+        zeros = {client: torch.zeros(len(TRUST), len(rows)) for client, rows in places.items()}
+        parts = [self.scores.get(client, zeros[client]) for client in sorted(places)]
         return np.asarray(torch.cat(parts, 1).numpy(), float)
 
 
@@ -187,15 +199,26 @@ def canary_scores(
     noise: float,
     private: DPSGDSettings | None,
 ) -> Tensor:
-    """(trust, canary) How much of a client's step each canary accounts for, when all its examples share the step out.
+    """Score how much of a client's step each canary explains, by ridge regression on all examples' gradients.
 
-    A ridge regression of the step on the examples' gradients. Its attacker knows all the examples and lacks the coins.
+    The attacker knows all examples but not the coin flips.
+
+    Args:
+        model: The model.
+        params: Parameters that the client started from.
+        delta: The client's update.
+        table: The client's examples.
+        noise: Squared ratio of the noise to the contribution of one example.
+        private: DP-SGD settings of the run, if any.
+
+    Returns:
+        Scores, (trust, canary), one row for each value of `TRUST`.
     """
     numbers = len(table) * sum(value.numel() for value in delta.values())
     if numbers > MAX_EXAMPLES:
         raise PrivacyError(
-            f"the gradients of {len(table)} examples of {model.name} are {numbers / 2**28:.0f} GiB; audit a run of a "
-            "smaller model, or one that trains less of it, or with fewer examples a client"
+            f"the gradients of {len(table)} examples of {model.name} take {numbers / 2**28:.0f} GiB; audit a run of a "
+            "smaller model, or one that trains less of it, or with fewer examples per client"
         )
     gradients = torch.cat(list(gradients_of(model, params, sorted(delta), table.whole())))  # (example, number)
     norms = gradients.norm(dim=1, keepdim=True)
@@ -211,7 +234,7 @@ def canary_scores(
 
 
 def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[Tensor]:
-    """(example, number) Each example's own, over all the names, a chunk of examples at a time."""
+    """Yield per-example gradients over all the names, (example, element), one chunk of examples at a time."""
     live = {name: params[name] for name in names}
     rest = {name: value for name, value in params.items() if name not in live}
     device = next(iter(live.values())).device
@@ -220,15 +243,15 @@ def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Bat
         out = model({**rest, **live}, {name: value.unsqueeze(0) for name, value in inputs.items()})
         return model.losses(out, target.unsqueeze(0)).sum()
 
-    slopes_of = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0))
+    per_example_grad = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0))
     for here in torch.split(torch.arange(len(batch.targets)), CHUNK):
         inputs = {name: value[here].to(device) for name, value in batch.inputs.items()}
-        grads = slopes_of(live, inputs, batch.targets[here].to(device))
+        grads = per_example_grad(live, inputs, batch.targets[here].to(device))
         yield torch.nan_to_num(torch.cat([grads[name].flatten(1) for name in names], dim=1))
 
 
 def gradient_cosines(model: Model, params: Tensors, delta: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """(example,) The cosine between the step that an example asks for and the step that was taken."""
+    """Return the cosine between each example's gradient and the negative update, (example,)."""
     names = sorted(delta)
     step = -torch.cat([delta[name].flatten() for name in names])
     chunks = gradients_of(model, params, names, batch)
@@ -236,20 +259,22 @@ def gradient_cosines(model: Model, params: Tensors, delta: Mapping[str, Tensor],
 
 
 def losses_of(model: Model, params: Tensors, examples: Examples, most: int) -> Array:
-    """Each example's loss under a model; of a large table, the first so many."""
+    """Return the loss of each of the first `most` examples, (example,)."""
     device = next(iter(params.values())).device
-    found = []
+    losses = []
     with torch.no_grad():
         for here in torch.split(torch.arange(min(len(examples), most)), CHUNK):
-            found.append(_losses(model, params, examples.take(here), device))
-    return np.asarray(torch.cat(found).numpy(), float) if found else np.zeros(0)
+            losses.append(_losses(model, params, examples.take(here), device))
+    return np.asarray(torch.cat(losses).numpy(), float) if losses else np.zeros(0)
 
 
 def first(examples: Examples, most: int) -> Batch:
+    """Return the first `most` examples as one batch."""
     return examples.take(torch.arange(min(len(examples), most)))
 
 
 def canary_losses(model: Model, params: Tensors, canary_population: CanaryPopulation) -> Array:
+    """Return the loss of each canary, (canary,), in the order of `Canaries.included`."""
     device = next(iter(params.values())).device
     with torch.no_grad():
         batches = [

@@ -1,4 +1,4 @@
-"""Client-level privacy: whole updates are clipped, all count alike, and a trusted server adds noise to their sum."""
+"""Client-level privacy: updates are clipped and weighted equally, and a trusted server adds noise to their sum."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from partita.core.tensors import Mean, Names, Slots, Tensors
 
 @dataclass(frozen=True)
 class ClippedUpdates(UpdateTransform):
-    """An update's delta and slots together are at most `clip` long; noise is in multiples of that, on the sum."""
+    """Clip each update, delta and slots together, and add noise to the sum."""
 
     hides = True
-    clip: float
-    noise: float
+    clip: float  # maximum L2 norm of an update
+    noise: float  # standard deviation of the noise on the sum, in multiples of the clip
     cohort: int
-    secret: Key | None = None  # what the server draws by if clients know the run's key
+    secret: Key | None = None  # the server's key for the noise if clients know the run's key
 
     def __post_init__(self) -> None:
         if not self.clip > 0 or (self.noise and self.clip == float("inf")):
@@ -36,7 +36,7 @@ class ClippedUpdates(UpdateTransform):
         return self._clipped(update)
 
     def decode_update(self, update: Update) -> Update:
-        """Once more where it counts: what a client or a transform did in between is not to be relied on."""
+        """Clip again at the server: clients and the transforms in between are not trusted."""
         return self._clipped(update)
 
     def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
@@ -53,9 +53,9 @@ class ClippedUpdates(UpdateTransform):
         return replace(aggregate, delta=noisy(aggregate.delta, "delta"), slots=slots)
 
     def _clipped(self, update: Update) -> Update:
-        """The loss, the weight and the numbers told by rules tell of a client too."""
+        """Clip the update. Also drop its loss, weight and metrics, because they reveal information about the client."""
         parts = [update.delta, *(update.slots[slot] for slot in sorted(update.slots))]
-        # Sorted, since names come off the wire in another order, and a sum must not depend on it.
+        # Sorted, so that the sum does not depend on the order of names in a message.
         norm = torch.linalg.vector_norm(torch.stack([tensors.norm(tensors.select(part, part)) for part in parts]))
         factor = (self.clip / norm).clamp(max=1.0)
         slots = {slot: tensors.scale(part, factor) for slot, part in update.slots.items()}
@@ -66,7 +66,7 @@ class ClippedUpdates(UpdateTransform):
 
 @dataclass(frozen=True)
 class OverCohort(ServerRule):
-    """A rule whose mean is taken over a cohort of fixed size, whoever answers, and in which all count alike."""
+    """Average without weights over a cohort of fixed size, however many clients answer. `inner` does the rest."""
 
     inner: ServerRule
     cohort: int
@@ -90,7 +90,7 @@ class OverCohort(ServerRule):
             sent = {"delta": frozenset(update.delta), **{slot: frozenset(part) for slot, part in update.slots.items()}}
             if (names := names or sent) != sent:
                 raise MethodError(
-                    f"{update.client} sends other names than the client before it, so that the names alone tell who "
+                    f"{update.client} sends other names than the client before it, so the names alone reveal who "
                     "took part; under client-level privacy all clients of a round need the same plan"
                 )
             delta.add(update.delta, 1.0)
@@ -103,29 +103,40 @@ class OverCohort(ServerRule):
 
 
 def protect_clients(method: Method, clip: float, noise: float, cohort: int, secret: Key | None = None) -> Method:
-    """The method under client-level privacy, or the reason why it cannot be."""
+    """Return the method under client-level privacy.
+
+    Args:
+        method: The method to protect.
+        clip: Maximum L2 norm of an update.
+        noise: Standard deviation of the noise on the sum, in multiples of the clip.
+        cohort: Number of clients per round.
+        secret: The server's key for the noise if clients know the run's key.
+
+    Raises:
+        MethodError: If the method cannot be made private.
+    """
     rule = method.server_rule
     if method.pool:
         raise MethodError(f"{method.name} has one client, which client-level privacy cannot hide; use unit = 'example'")
     if type(rule).reduce is not ServerRule.reduce:
         raise MethodError(
-            f"{method.name}: {type(rule).__name__} takes a mean of its own over clients, whose weights or number may "
-            "tell of one of them; client-level privacy is for servers that start from the plain mean, such as fedavg's"
+            f"{method.name}: {type(rule).__name__} computes its own mean over clients, and its weights or counts may "
+            "reveal a client; client-level privacy needs a server that starts from the plain mean, such as fedavg's"
         )
-    if looking := [type(each).__name__ for each in method.client_rules if each.uses_data]:
+    if data_rules := [type(rule).__name__ for rule in method.client_rules if rule.uses_data]:
         raise MethodError(
-            f"{method.name}: with {looking[0]} each client chooses what it sends by its data, so that names alone "
-            "tell of it; under client-level privacy leave it out"
+            f"{method.name}: with {data_rules[0]} each client chooses by its data what it sends, so the names alone "
+            "reveal information; leave it out under client-level privacy"
         )
-    if turning := [
-        type(each).__name__
-        for each in method.transforms
-        if type(each).decode_aggregate is not UpdateTransform.decode_aggregate
+    if sum_transforms := [
+        type(transform).__name__
+        for transform in method.transforms
+        if type(transform).decode_aggregate is not UpdateTransform.decode_aggregate
     ]:
         raise MethodError(
-            f"{method.name}: {turning[0]} changes the sum of updates, so that noise in proportion to the clip may be "
-            "too little; under client-level privacy leave it out"
+            f"{method.name}: {sum_transforms[0]} changes the sum of updates, so noise in proportion to the clip may be "
+            "too small; leave it out under client-level privacy"
         )
-    # First: it is then the last to open an update and to touch their sum.
+    # It comes first, so that it is the last transform to decode an update and the last to change the sum.
     channel = (ClippedUpdates(clip, noise, cohort, secret), *method.transforms)
     return replace(method, transforms=channel, server_rule=OverCohort(rule, cohort))

@@ -1,6 +1,6 @@
-"""Everything that leaves a client or is written down in a private run, and what became of it.
+"""Everything that leaves a client or is recorded in a private run, with its privacy status.
 
-A key of a row that is not listed here fails a test, so that nobody adds one without a decision.
+A test fails for a row key that is not listed here, so that every new key gets a decision.
 """
 
 from __future__ import annotations
@@ -10,121 +10,133 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Unit = Literal["example", "client"]
-# public: depends on no one's data, or is declared public. charged: a release with noise of its own in the ledger.
-# noised: computed from what was already noised. withheld: not sent or not written. named: outside the promise.
+# public: does not depend on private data, or is declared public.
+# charged: a release with its own noise, recorded in the ledger.
+# noised: computed from values that are already noised (post-processing).
+# withheld: not sent or not recorded.
+# named: not covered by the guarantee.
 Status = Literal["public", "charged", "noised", "withheld", "named"]
-LOST = "gave no usable answer"  # in the place of a reason that may quote a client's numbers
+LOST = "gave no usable answer"  # replaces a reason that may quote a client's values
 
 
 @dataclass(frozen=True)
 class Quantity:
+    """Status of a quantity under example-level and client-level privacy, and the reason."""
+
     example: Status
     client: Status
     why: str
 
     def under(self, unit: Unit) -> Status:
+        """Return the status for a privacy unit."""
         return self.example if unit == "example" else self.client
 
 
 ROW: Mapping[str, Quantity] = {
-    "round": Quantity("public", "public", "the schedule is fixed beforehand"),
-    "lr": Quantity("public", "public", "the schedule is fixed beforehand"),
+    "round": Quantity("public", "public", "the schedule is fixed in advance"),
+    "lr": Quantity("public", "public", "the schedule is fixed in advance"),
     "seconds": Quantity(
-        "named", "named", "wall time and file times: they follow the amount of work, and are not protected"
+        "named", "named", "wall time and file times depend on the amount of work and are not protected"
     ),
     "cohort": Quantity(
         "public",
         "named",
-        "who was asked in a round: a client-level epsilon that counts on chance holds for those who do not know it, so "
-        "keep the rows private",
+        "the clients sampled in a round: a client-level epsilon with amplification by sampling holds only against "
+        "those who do not know them, so keep the rows private",
     ),
     "lost": Quantity(
         "named",
         "withheld",
-        "why a client was lost: data that no model can read shows by its fault; under client-level privacy the reason "
-        "is replaced, and who was lost is named",
+        "why a client was lost: the error can reveal unreadable data; under client-level privacy the reason is "
+        "replaced, and which clients were lost is named",
     ),
-    "refused": Quantity("named", "withheld", "replies that nobody asked for, and why they were refused"),
-    "bounded": Quantity("noised", "withheld", "whose update was longer than federation.max_norm, and how long it was"),
-    "skipped": Quantity("named", "named", "that a round did not count: it follows from the faults of clients"),
-    "population": Quantity("public", "named", "how many clients were there in a round"),
+    "refused": Quantity("named", "withheld", "unsolicited replies and why they were refused"),
+    "bounded": Quantity("noised", "withheld", "clients with an update norm above federation.max_norm, and the norm"),
+    "skipped": Quantity("named", "named", "whether a round was skipped: it depends on client failures"),
+    "population": Quantity("public", "named", "number of clients available in a round"),
     "train_loss": Quantity("withheld", "withheld", "computed from raw examples"),
     "bytes": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
     "up": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
     "down": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
-    "drift": Quantity("noised", "withheld", "measured on single updates, which are noised at the client or not at all"),
+    "drift": Quantity(
+        "noised", "withheld", "measured on individual updates, which are noised at the client or not at all"
+    ),
     "test": Quantity(
         "noised",
         "noised",
-        "scores of a noised model on the central test set; withheld where models that saw raw data would be tested: "
+        "scores of a noised model on the central test set; withheld if models trained on raw data would be tested: "
         "clients' own models under client-level privacy, and heads fitted for the test unless method.finetune is 0",
     ),
     "personal": Quantity(
         "named",
         "withheld",
-        "scores of noised models on clients' own test parts: test examples are not covered, and "
-        "evaluate.personal_every = 0 leaves them out; withheld where heads are fitted for the test, unless "
+        "scores of noised models on clients' own test sets: test examples are not covered, and "
+        "evaluate.personal_every = 0 disables these tests; withheld if heads are fitted for the test, unless "
         "method.finetune is 0",
     ),
-    "privacy": Quantity("public", "public", "epsilon follows from public numbers, and the signal from noised values"),
-    "chosen": Quantity(
-        "charged", "public", "a choice by data is a release; a choice by chance or by turns looks at none"
+    "privacy": Quantity(
+        "public", "public", "epsilon is computed from public numbers, and the signal from noised values"
     ),
-    "scores": Quantity("charged", "withheld", "noised scores of layers are a release of their own"),
-    "alarms": Quantity("noised", "withheld", "computed from layer choices, norms and reasons why clients were lost"),
+    "chosen": Quantity(
+        "charged", "public", "a data-dependent choice is a release; a random or cyclic choice does not use data"
+    ),
+    "scores": Quantity("charged", "withheld", "noised layer scores are a separate release"),
+    "alarms": Quantity(
+        "noised", "withheld", "computed from layer choices, norms and the reasons why clients were lost"
+    ),
 }
 
 BESIDE: Mapping[str, Quantity] = {
     "updates": Quantity(
-        "charged", "charged", "noised by the client, or clipped there and noised in the sum by the server"
+        "charged", "charged", "noised by the client, or clipped by the client with noise added to the sum by the server"
     ),
     "examples at a client": Quantity(
-        "public", "withheld", "the number weighs a client and sets its sampling rate; under client-level all weigh 1"
+        "public",
+        "withheld",
+        "the number sets a client's weight and sampling rate; under client-level privacy all weights are 1",
     ),
-    "steps": Quantity(
-        "public", "named", "they follow from the number of examples, and only the trusted server sees them"
-    ),
-    "single updates": Quantity("charged", "named", "under client-level privacy the server sees them and is trusted"),
-    "numbers told by rules": Quantity("charged", "withheld", "a rule that looks at data must state its release"),
+    "steps": Quantity("public", "named", "computed from the number of examples; only the trusted server sees them"),
+    "single updates": Quantity("charged", "named", "under client-level privacy the trusted server sees them"),
+    "numbers told by rules": Quantity("charged", "withheld", "a rule that uses data must declare its release"),
     "errors": Quantity(
-        "named", "named", "an error that ends the run may quote what was wrong, and that it ended is seen by all"
+        "named", "named", "an error that ends the run may quote values, and everyone can see that the run ended"
     ),
     "checkpoints": Quantity(
         "noised",
         "named",
-        "the server's values are noised; under client-level privacy its list of who holds what is not",
+        "the server's values are noised; under client-level privacy its list of which client holds what is not",
     ),
     "clients' states": Quantity(
         "noised",
         "named",
-        "what clients keep is noised under example-level privacy and raw under client-level; it stays with them, and "
-        "in a simulation it is in the folder 'clients'",
+        "the clients' own parameters are noised under example-level privacy and raw under client-level privacy; they "
+        "stay on the clients, and in a simulation they are in the folder 'clients'",
     ),
-    "digest": Quantity("noised", "named", "a checksum of the server's tensors and of the clients' own"),
-    "audit.json": Quantity("named", "named", "attacks are measured on raw examples: do not publish them with the run"),
-    "site logs": Quantity("named", "named", "what a site's own logs hold"),
+    "digest": Quantity("noised", "named", "a checksum of the server's tensors and the clients' own"),
+    "audit.json": Quantity("named", "named", "attacks are measured on raw examples: do not publish it with the run"),
+    "site logs": Quantity("named", "named", "the contents of a site's own logs"),
     "frozen features": Quantity(
-        "public", "public", "a cache of frozen layers stays with the examples that it was made of"
+        "public", "public", "a cache of frozen layers stays with the examples that it was computed from"
     ),
 }
 
 
 def disclosed(unit: Unit) -> dict[str, list[str]]:
-    """For the record: what the promise leaves out, and what was left out of the record to keep it."""
-    found: dict[str, list[str]] = {"not_covered": [], "withheld": []}
+    """List, for the run's record, what the guarantee does not cover and what is withheld."""
+    lists: dict[str, list[str]] = {"not_covered": [], "withheld": []}
     for what, quantity in {**ROW, **BESIDE}.items():
         status = quantity.under(unit)
         if status in ("named", "withheld"):
-            found["not_covered" if status == "named" else "withheld"].append(f"{what}: {quantity.why}")
-    return found
+            lists["not_covered" if status == "named" else "withheld"].append(f"{what}: {quantity.why}")
+    return lists
 
 
 def withhold(row: Mapping[str, Any], unit: Unit) -> dict[str, Any]:
-    """A row without what the promise does not allow."""
+    """Return a row without the values that are withheld."""
     kept = dict(row)
     for key in row.keys() & ROW.keys():
         if ROW[key].under(unit) == "withheld":
-            # Readers of rows expect a table where there was one.
+            # Keep the type: readers of rows expect an empty table in place of a table.
             kept[key] = (
                 ({} if isinstance(row[key], Mapping) else None) if key != "lost" else dict.fromkeys(row[key], LOST)
             )

@@ -1,4 +1,4 @@
-"""Tests of what a mechanism did against what was charged: each p-value is exact for an honest mechanism."""
+"""Statistical tests of a mechanism against what was charged. Each p-value is exact for an honest mechanism."""
 
 from __future__ import annotations
 
@@ -12,43 +12,46 @@ from scipy.stats import binom, chi2, kstest, norm
 from scipy.stats import t as student
 
 Array = NDArray[np.float64]
-ALPHA = 1e-6  # chance that an honest run fails any of its checks
-CONFIDENCE = 0.99  # of the intervals that are shown; the verdict is by the p-value alone
-ROUNDING = 0.005  # a relative error of the noise below this is arithmetic, however many numbers show it
+ALPHA = 1e-6  # probability that an honest run fails any of its checks
+CONFIDENCE = 0.99  # of the reported intervals; the verdict uses only the p-value
+ROUNDING = 0.005  # a relative error of the noise below this is attributed to rounding, whatever the sample size
 
 
 @dataclass(frozen=True)
 class Check:
-    """One property of a mechanism. `p` is corrected for the comparisons inside the check."""
+    """Test of one property of a mechanism."""
 
     what: str
-    charged: float
-    found: float
-    p: float
-    numbers: int  # that the finding rests on
+    charged: float  # expected value
+    found: float  # measured value
+    p: float  # corrected for the comparisons inside the check
+    numbers: int  # sample size
     interval: tuple[float, float] | None = None
 
 
 def judge(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """Each check for the record, with the verdict at its share of the total significance."""
+    """Convert the checks for the record, with verdicts at the Bonferroni-corrected level ALPHA / len(checks)."""
     return [
         {
-            "what": each.what,
-            "charged": each.charged,
-            "found": each.found,
-            "interval": None if each.interval is None else list(each.interval),
-            "numbers": each.numbers,
-            "p": each.p,
-            "passed": each.p >= ALPHA / len(checks),
+            "what": check.what,
+            "charged": check.charged,
+            "found": check.found,
+            "interval": None if check.interval is None else list(check.interval),
+            "numbers": check.numbers,
+            "p": check.p,
+            "passed": check.p >= ALPHA / len(checks),
         }
-        for each in checks
+        for check in checks
     ]
 
 
 def check_deviation(what: str, charged: float, parts: Mapping[str, tuple[float, int]]) -> Check:
-    """The standard deviation of Gaussian numbers, over all parts and in each: (sum of squares, count) by name.
+    """Test the standard deviation of Gaussian samples, over all parts and in each part.
 
-    The squares are in units of the charged deviation.
+    Args:
+        what: Name of the check.
+        charged: The charged standard deviation.
+        parts: (sum of squares, count) by name. The squares are in units of the charged variance.
     """
     whole = sum(square for square, _ in parts.values()), sum(count for _, count in parts.values())
     chances = [_chance_of_squares(square, count) for square, count in (whole, *parts.values())]
@@ -66,13 +69,18 @@ def _chance_of_squares(squares: float, count: int) -> float:
 
 
 def check_normality(what: str, numbers: Array) -> Check:
-    """The largest distance between the empirical distribution and the standard normal one."""
+    """Test samples against the standard normal distribution with the Kolmogorov-Smirnov distance."""
     test = kstest(numbers, "norm")
     return Check(what, 0.0, float(test.statistic), float(test.pvalue), len(numbers))
 
 
 def chance_of_cosine(cosine: Array, length: NDArray[np.int64]) -> Array:
-    """Two-sided, for independent Gaussian vectors of zero mean. A single number has no direction to compare."""
+    """Return two-sided p-values of cosines between independent, zero-mean Gaussian vectors.
+
+    Args:
+        cosine: The cosines.
+        length: Dimensions of the vectors. Dimension 1 gives p = 1, because a scalar has no direction to compare.
+    """
     freedom = np.maximum(length - 1, 1)
     inside = np.clip(np.abs(cosine), 0, 1)
     with np.errstate(divide="ignore"):
@@ -81,7 +89,12 @@ def chance_of_cosine(cosine: Array, length: NDArray[np.int64]) -> Array:
 
 
 def check_counts(what: str, groups: Mapping[float, tuple[int, int]]) -> Check:
-    """How often events happened: (count, trials) by the probability with which each trial should have."""
+    """Test event counts against binomial distributions.
+
+    Args:
+        what: Name of the check.
+        groups: (count, trials) by the charged probability of the event.
+    """
     chances = [
         chance_of_either(binom.cdf(count, trials, share), binom.sf(count - 1, trials, share))
         for share, (count, trials) in groups.items()
@@ -95,10 +108,10 @@ def check_counts(what: str, groups: Mapping[float, tuple[int, int]]) -> Check:
 
 
 def check_dispersion(sizes: NDArray[np.int64], counts: NDArray[np.int64], shares: Array) -> Check:
-    """The variance of batch sizes, beside the binomial one of Poisson sampling.
+    """Test the variance of batch sizes against the binomial variance of Poisson sampling.
 
-    Each size becomes a standard normal number by its quantile, randomised inside the size's own probability, so that
-    their squares are chi-squared exactly.
+    Each size is mapped to a standard normal score by its quantile, randomized within the probability of that size.
+    The sum of squared scores is then exactly chi-squared.
     """
     draw = np.random.default_rng(0).random(len(sizes))
     below, here = binom.cdf(sizes - 1, counts, shares), binom.pmf(sizes, counts, shares)
@@ -110,4 +123,5 @@ def check_dispersion(sizes: NDArray[np.int64], counts: NDArray[np.int64], shares
 
 
 def chance_of_either(below: float, above: float) -> float:
+    """Return the two-sided p-value of two tail probabilities."""
     return float(min(1.0, 2 * min(below, above)))

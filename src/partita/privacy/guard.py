@@ -1,4 +1,4 @@
-"""A run under a promise of privacy: the noise that the promise asks for, and a tally of what is spent."""
+"""Private runs: find the noise for a privacy budget and track the epsilon that is spent."""
 
 from __future__ import annotations
 
@@ -18,79 +18,89 @@ from partita.privacy.client_level import protect_clients
 from partita.privacy.disclosure import disclosed
 from partita.privacy.spending import TRAINING, PrivacySpending, find_noise, releases_of
 
-ANY_CLIENT = "any client"  # in whose name the bill of client-level privacy is kept: it is the same for all
+ANY_CLIENT = "any client"  # key of the client-level ledger, which is the same for all clients
 
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """What is asked for: a budget, for which the noise is found, or the noise itself; both: the noise is checked."""
+    """Privacy settings: a budget, for which the noise is computed, or the noise itself. With both, they are checked."""
 
     unit: Annotated[Literal["example", "client"], "whose presence is hidden"] = "example"
-    epsilon: Annotated[Positive | None, "budget, for which the noise is found"] = None
+    epsilon: Annotated[Positive | None, "budget; the noise is computed from it"] = None
     noise: Annotated[NotNegative | None, "standard deviation of the noise, in multiples of the clip"] = None
     delta: Annotated[
         Annotated[float, Range(above=0, below=1)] | None,
-        "delta of the guarantee; well below one in the number of examples or clients",
+        "delta of the guarantee; must be well below 1 / number of examples or clients",
     ] = None
     clip: Annotated[
-        float, Range(above=0, high=math.inf), "largest norm of one example's gradient, or of one client's update"
+        float, Range(above=0, high=math.inf), "maximum norm of an example's gradient, or of a client's update"
     ] = 1.0
-    sampling: Annotated[Literal["poisson", "shuffle"], "`poisson` draws each example on its own"] = "poisson"
-    clipping: Annotated[Literal["auto", "direct", "ghost"], "how the norms of gradients are computed"] = "auto"
-    microbatch: Annotated[Count | None, "examples whose gradients are held at once"] = None
+    sampling: Annotated[Literal["poisson", "shuffle"], "`poisson` draws each example independently"] = "poisson"
+    clipping: Annotated[Literal["auto", "direct", "ghost"], "how per-example gradient norms are computed"] = "auto"
+    microbatch: Annotated[Count | None, "number of per-example gradients held at once"] = None
     accountant: Annotated[Literal["auto", "pld", "rdp"], "how epsilon is computed"] = "auto"
     repeatable: Annotated[
-        bool, "draw noise by the seed, for research: anyone can recompute it, so epsilon is a simulation"
+        bool, "draw noise from the seed, for research only: anyone can recompute it, so epsilon is only simulated"
     ] = False
 
     def __post_init__(self) -> None:
         if self.epsilon is None and self.noise is None:
-            raise PrivacyError("privacy says neither epsilon nor noise; give a budget such as epsilon = 2.0")
+            raise PrivacyError("privacy has neither epsilon nor noise; set a budget such as epsilon = 2.0")
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
             raise PrivacyError(f"privacy.epsilon is {self.epsilon}; it must be a number above 0")
         if self.delta is not None and not 0 < self.delta < 1:
             raise PrivacyError(f"privacy.delta is {self.delta}; it is a probability, such as 1e-5")
-        own = {"sampling": "poisson", "clipping": "auto", "microbatch": None}
-        for key, usual in own.items() if self.unit == "client" else ():
-            if getattr(self, key) != usual:
+        example_level = {"sampling": "poisson", "clipping": "auto", "microbatch": None}
+        for key, default in example_level.items() if self.unit == "client" else ():
+            if getattr(self, key) != default:
                 raise PrivacyError(f"privacy.{key} is about a client's examples; leave it out with unit = 'client'")
 
 
 @dataclass(frozen=True)
 class PrivacyGuard:
-    """A run with its noise, and what it may cost. `planned` is the cost of all rounds as they will be drawn."""
+    """A run with its noise and its privacy budget."""
 
     run: Run
     model: Model
-    privacy_config: PrivacyConfig  # with noise and delta
-    sizes: Mapping[str, int]  # training examples by client; 0: not known here
-    planned: float | None  # None where a client's size is not known
+    privacy_config: PrivacyConfig  # with noise and delta filled in
+    sizes: Mapping[str, int]  # training examples by client; 0: unknown here
+    planned: float | None  # epsilon of all rounds with the cohorts as they will be drawn; None if a size is unknown
     account: PrivacySpending = field(repr=False, compare=False)
 
     def charge(
         self, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int | None = None
     ) -> None:
-        """Everyone who was asked pays for a whole round, also who was lost: an answer may have been seen.
+        """Charge every sampled client for a whole round.
 
-        `population` is the number of clients that were there to be drawn: where some were away, the others were
-        drawn with a higher probability. All of them unless given.
+        Lost clients pay too, because their answer may have been seen.
+
+        Args:
+            number: The round.
+            cohort: Clients that were sampled.
+            signal: The server's signal to the plan.
+            population: Number of clients that were available for sampling. If some were away, the others had a higher
+                probability. Default: all clients.
         """
         self._charge(self.account, number, cohort, signal, population or len(self.sizes))
 
     def spent(self) -> float | None:
-        """So far. None where a client's number of examples is not known here."""
+        """Return the epsilon spent so far, or None if a client's number of examples is unknown here.
+
+        Raises:
+            PrivacyError: If it exceeds the budget.
+        """
         if not all(self.sizes.values()) and not self.account.of_clients:
             return None
         spent = self.account.epsilon()
         if self.privacy_config.epsilon is not None and spent > self.privacy_config.epsilon:
             raise PrivacyError(
-                f"epsilon has come to {spent:.4g}, beyond the budget of {self.privacy_config.epsilon:g}: clients "
-                "were asked more often than was planned; the run ends here"
+                f"epsilon has reached {spent:.4g}, beyond the budget of {self.privacy_config.epsilon:g}: clients "
+                "were sampled more often than planned; the run stops here"
             )
         return spent
 
     def forecast(self, rounds: int) -> PrivacySpending:
-        """The bill of the first rounds. Cohorts are drawn by the run's key, so it is known who will be asked when."""
+        """Return the spending of the first rounds. The run's key fixes all cohorts, so they are known in advance."""
         account = replace(self.account, bills={})
         signal = self.run.method.server_rule.signal(initial_server(self.run, self.model))
         for number in range(rounds):
@@ -116,7 +126,7 @@ class PrivacyGuard:
             account.charge(client, releases_of(run, plan, self.sizes.get(client, 0)))
 
     def about(self) -> dict[str, Any]:
-        """For the record."""
+        """Return the privacy settings and the disclosure lists for the run's record."""
         privacy_config = self.privacy_config
         return {
             "unit": privacy_config.unit,
@@ -133,7 +143,17 @@ class PrivacyGuard:
 
 
 def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_config: PrivacyConfig) -> PrivacyGuard:
-    """Find the noise for the rounds, cohorts and steps that lie ahead, and put the method under it."""
+    """Find the noise for the planned rounds, cohorts and steps, and make the run's method private.
+
+    Args:
+        run: The run without privacy.
+        model: The model.
+        sizes: Training examples by client; 0 if unknown here.
+        privacy_config: The settings. Missing noise and delta are filled in.
+
+    Raises:
+        PrivacyError: If the noise cannot be found, or is too small for the budget.
+    """
     of_clients = privacy_config.unit == "client"
     cohort = run.cohort_size(len(sizes))
     units = len(sizes) if of_clients else max(sizes.values(), default=0)
@@ -148,14 +168,14 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     known = of_clients or all(sizes.values())
     if privacy_config.noise is None and not known:
         raise PrivacyError(
-            "privacy.epsilon needs the number of examples at every client, which is not known here; find the noise "
+            "privacy.epsilon needs the number of examples of every client, which is not known here; find the noise "
             "with 'partita budget', and set privacy.noise"
         )
 
     def under(noise: float) -> Run:
         if of_clients:
             method = protect_clients(run.method, privacy_config.clip, noise, cohort, run.secret)
-            # Drift is measured on updates before the noise.
+            # Drift is off because it is measured on updates before the noise.
             return replace(run, method=method, hidden_cohorts=True, drift=False)
         private = DPSGDSettings(
             privacy_config.clip, noise, privacy_config.sampling, privacy_config.clipping, privacy_config.microbatch
@@ -178,20 +198,20 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     planned = ahead.with_noise(noise).epsilon() if known else None
     if planned is not None and privacy_config.epsilon is not None and planned > privacy_config.epsilon:
         raise PrivacyError(
-            f"privacy.noise {noise:g} lets {run.rounds} rounds cost epsilon {planned:.4g}, and privacy.epsilon is "
-            f"{privacy_config.epsilon:g}; leave the noise out to have it found"
+            f"with privacy.noise {noise:g}, {run.rounds} rounds cost epsilon {planned:.4g}, but privacy.epsilon is "
+            f"{privacy_config.epsilon:g}; remove privacy.noise to have it computed"
         )
     resolved = replace(privacy_config, noise=noise, delta=delta)
     return PrivacyGuard(under(noise), model, resolved, sizes, planned, PrivacySpending(delta, by, of_clients))
 
 
 def _delta(privacy_config: PrivacyConfig, units: int) -> float:
-    """Well below one in the number of units: at one in it, giving one of them away whole would be allowed."""
+    """Delta must be well below 1 / units: at 1 / units, releasing one unit in full would be allowed."""
     if privacy_config.delta is None:
         return min(1e-5, 0.1 / max(1, units))
     if privacy_config.delta * units >= 1:
         raise PrivacyError(
             f"privacy.delta is {privacy_config.delta:g}, but with {units} {privacy_config.unit}s it must be well "
-            f"below {1 / units:g}, or one of them may be given away whole"
+            f"below {1 / units:g}; otherwise one of them could be released in full"
         )
     return privacy_config.delta

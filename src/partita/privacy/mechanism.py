@@ -1,7 +1,7 @@
-"""Checks of example-level privacy: a few private steps of the run's own clients, replayed by the code that trains.
+"""Checks of example-level privacy: replay a few private steps of the run's own clients with the training code.
 
-Every visit is laid out by `visit` and trained by `learn`, with two parts exchanged: the optimizer, for one that writes
-gradients down and moves nothing, and for the reference the noise, which is set to zero.
+Every client round is prepared by `begin_round` and trained by `train_clients`. Two parts are replaced: the optimizer
+records gradients without changing parameters, and the reference replay has zero noise.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from partita.training.local_training import group_key, train_clients
 from partita.training.phase_trainer import PhaseTrainer
 
 T = TypeVar("T")
-CLIENTS, STEPS = 4, 4  # that are replayed, and the steps of each phase
-VISITS = 64  # whose batches are looked at; these are not trained
-PREFIX = 4096  # numbers of a tensor that are compared with those of other steps
-LOUD = 1e6  # factor on the loss, with which every example's gradient is far beyond the clip
-OVER = 1.01  # times the clip: what one example may move a sum by, with rounding
+CLIENTS, STEPS = 4, 4  # clients to replay, and steps of each phase
+VISITS = 64  # client rounds whose batches are inspected without training
+PREFIX = 4096  # elements of a tensor that are compared with those of other steps
+LOUD = 1e6  # factor on the loss that puts every example's gradient far above the clip
+OVER = 1.01  # maximum contribution of one example to a sum, in multiples of the clip, with rounding
 
 
 @dataclass
 class GradientRecorder:
-    """An optimizer that writes gradients down and moves nothing, and the blocks that it was used in."""
+    """Optimizer that records gradients by block and does not change parameters."""
 
     name: str
     uses_step_count: bool = False
@@ -64,24 +64,25 @@ class GradientRecorder:
         raise NotImplementedError("private steps are not recorded as graphs")
 
     def block(self, run: Run, phase: Phase, contexts: Sequence[Context], *rest: Any) -> PhaseTrainer:
-        self.blocks.append(([each.round_info.client for each in contexts], []))
+        """Start a block of clients and return its trainer."""
+        self.blocks.append(([context.round_info.client for context in contexts], []))
         return PhaseTrainer(run, phase, contexts, *rest)
 
     def gradients(self) -> dict[tuple[str, int, int], Tensors]:
-        """By client, phase and step."""
-        found: dict[tuple[str, int, int], Tensors] = {}
+        """Return the gradients by (client, phase, step)."""
+        gradients: dict[tuple[str, int, int], Tensors] = {}
         for phase, (clients, steps) in enumerate(self.blocks):
             for step, grads in enumerate(steps):
                 rows = len(next(iter(grads.values()))) if len(clients) > 1 else 1
                 for row, client in enumerate(clients[:rows]):
                     own = {name: value[row] if len(clients) > 1 else value for name, value in grads.items()}
-                    found[client, phase, step] = own
-        return found
+                    gradients[client, phase, step] = own
+        return gradients
 
 
 @dataclass(frozen=True)
 class Without:
-    """The same examples, of which the first of every batch is taken away."""
+    """The same examples, with the first of every batch removed."""
 
     examples: Examples
 
@@ -96,37 +97,47 @@ class Without:
 
 @dataclass(frozen=True)
 class Stream:
-    """The noise of one step, in units of the deviation that was charged."""
+    """The noise of one step, in units of the charged standard deviation."""
 
     client: str
     round: int
     step: tuple[int, int]  # phase, step
-    noise: dict[str, Array]  # the beginning of each tensor
-    squares: dict[str, tuple[float, int]]  # (sum, count) of each whole tensor
+    noise: dict[str, Array]  # the first PREFIX elements of each tensor
+    squares: dict[str, tuple[float, int]]  # (sum of squares, count) of each whole tensor
 
 
 def check_examples(run: Run, model: Model, population: Population, server: Server, block: int = 1) -> list[Check]:
-    """Noise, clip and sampling of a run under example-level privacy, against its own settings."""
+    """Check the noise, clipping and sampling of a run with example-level privacy against its settings.
+
+    Args:
+        run: The run.
+        model: The model.
+        population: The clients' data.
+        server: The state that the replayed rounds start from.
+        block: Number of clients trained together, as in the engine.
+    """
     private = run.method.privacy
     assert private is not None
     clients = _spread(population)
     rounds = sorted({0, min(1, run.rounds - 1), run.rounds - 1})
     client_rounds = {
-        number: [_visit(run, model, population, server, number, each) for each in clients] for number in rounds
+        number: [_visit(run, model, population, server, number, client) for client in clients] for number in rounds
     }
-    few = [_grouped(run, [_shortened(each) for each in client_rounds[number]], block) for number in rounds]
-    found = _check_clip(run, private, [group for groups in few for group in groups])
+    short = [
+        _grouped(run, [_shortened(client_round) for client_round in client_rounds[number]], block) for number in rounds
+    ]
+    checks = _check_clip(run, private, [group for groups in short for group in groups])
     if private.noise:
-        streams = [stream for groups in few for group in groups for stream in _streams(run, private, group)]
-        found += check_noise(streams, private.noise) if streams else []  # a plan may train nothing
+        streams = [stream for groups in short for group in groups for stream in _streams(run, private, group)]
+        checks += check_noise(streams, private.noise) if streams else []  # a plan may train nothing
     if private.sampling == "poisson":
-        again = [_visit(run, model, population, server, *who) for who in _replicas(run, clients)]
-        found += _check_sampling(run, again, len(clients))
-    return found
+        replicas = [_visit(run, model, population, server, *replica) for replica in _replicas(run, clients)]
+        checks += _check_sampling(run, replicas, len(clients))
+    return checks
 
 
 def _spread(population: Population) -> list[str]:
-    """Clients with examples, from the one with the fewest to the one with the most."""
+    """Choose clients with examples, spread from the smallest to the largest."""
     sizes = {client: len(population[client].train) for client in population.clients}
     ranked = sorted((client for client in sizes if sizes[client]), key=lambda client: sizes[client])
     places = np.linspace(0, len(ranked) - 1, min(CLIENTS, len(ranked))).round().astype(int)
@@ -136,14 +147,14 @@ def _spread(population: Population) -> list[str]:
 def _visit(
     run: Run, model: Model, population: Population, server: Server, number: int, client: str, name: str = ""
 ) -> ClientRound:
-    """A visit to a client; with a name, to another who has the same examples and draws by that name."""
+    """Prepare a client's round. A `name` makes it a different client with the same examples and its own draws."""
     job, _ = make_job(run, model, server, number, client)
     job = replace(job, client=name or client)
     return begin_round(run, model, job, ClientState(), population[client].train)
 
 
 def _replicas(run: Run, clients: Sequence[str]) -> list[tuple[int, str, str]]:
-    """(round, client, name) of enough visits, also where a run has few rounds."""
+    """Return (round, client, name) of `VISITS` client rounds, using extra names if the run has too few rounds."""
     turns = [(number, client) for number in range(run.rounds) for client in clients]
     repeats = -(-VISITS // len(turns))
     every = [
@@ -152,56 +163,65 @@ def _replicas(run: Run, clients: Sequence[str]) -> list[tuple[int, str, str]]:
     return every[:VISITS]
 
 
-def _shortened(each: ClientRound) -> ClientRound:
-    schedules = [BatchSchedule(deal.order[: sum(deal.sizes[:STEPS])], deal.sizes[:STEPS]) for deal in each.schedules]
-    return replace(each, schedules=tuple(schedules))
+def _shortened(client_round: ClientRound) -> ClientRound:
+    schedules = [
+        BatchSchedule(schedule.order[: sum(schedule.sizes[:STEPS])], schedule.sizes[:STEPS])
+        for schedule in client_round.schedules
+    ]
+    return replace(client_round, schedules=tuple(schedules))
 
 
 def _grouped(run: Run, client_rounds: Sequence[ClientRound], block: int) -> list[list[ClientRound]]:
-    """As an engine puts them side by side."""
+    """Group client rounds into blocks as an engine does."""
     groups: dict[object, list[ClientRound]] = {}
-    for place, each in enumerate(client_rounds):
-        groups.setdefault((place // block, group_key(run, each)), []).append(each)
+    for place, client_round in enumerate(client_rounds):
+        groups.setdefault((place // block, group_key(run, client_round)), []).append(client_round)
     return list(groups.values())
 
 
 def _replay(run: Run, client_rounds: Sequence[ClientRound]) -> dict[tuple[str, int, int], Tensors]:
-    tape = GradientRecorder(run.training.optimizer.name)
-    train_clients(replace(run, training=replace(run.training, optimizer=tape)), client_rounds, tape.block)
-    return tape.gradients()
+    recorder = GradientRecorder(run.training.optimizer.name)
+    train_clients(replace(run, training=replace(run.training, optimizer=recorder)), client_rounds, recorder.block)
+    return recorder.gradients()
 
 
 def _quiet(private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[ClientRound]:
-    return [replace(each, private=replace(private, noise=0.0)) for each in client_rounds]
+    return [replace(client_round, private=replace(private, noise=0.0)) for client_round in client_rounds]
 
 
 def _sizes(run: Run, client_rounds: Sequence[ClientRound]) -> dict[str, int]:
-    """The batch size that a sum is divided by, as it was charged."""
-    return {each.job.client: min(run.training.batch_size, len(each.examples)) for each in client_rounds}
+    """Return the batch size, as charged, by which each client's sum is divided."""
+    return {
+        client_round.job.client: min(run.training.batch_size, len(client_round.examples))
+        for client_round in client_rounds
+    }
 
 
 def _streams(run: Run, private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[Stream]:
     noisy, clean = _replay(run, client_rounds), _replay(run, _quiet(private, client_rounds))
     sizes, number = _sizes(run, client_rounds), client_rounds[0].job.round
-    found = []
+    streams = []
     for (client, phase, step), grads in noisy.items():
         unit = sizes[client] / (private.noise * private.clip)
         own = clean[client, phase, step]
         drawn = {name: (value.double() - own[name].double()) * unit for name, value in grads.items()}
-        found.append(stream_of(client, number, (phase, step), drawn))
-    return found
+        streams.append(stream_of(client, number, (phase, step), drawn))
+    return streams
 
 
 def stream_of(client: str, number: int, step: tuple[int, int], noise: Tensors) -> Stream:
+    """Summarize the noise of one step in round `number`."""
     squares = {name: (float(value.square().sum()), value.numel()) for name, value in noise.items()}
     begun = {name: np.asarray(value.flatten()[:PREFIX].cpu().numpy()) for name, value in noise.items()}
     return Stream(client, number, step, begun, squares)
 
 
 def check_noise(streams: Sequence[Stream], charged: float) -> list[Check]:
-    """Deviation by tensor, shape of the distribution, and independence of steps, rounds, clients and tensors.
+    """Check the deviation per tensor, normality, and independence of steps, rounds, clients and tensors.
 
-    `charged` is the noise multiplier, which the streams are in units of.
+    Args:
+        streams: Noise in units of the charged standard deviation.
+        charged: The charged noise multiplier.
     """
     squares: dict[str, tuple[float, int]] = {}
     for stream in streams:
@@ -218,7 +238,7 @@ def check_noise(streams: Sequence[Stream], charged: float) -> list[Check]:
 
 
 def _check_streams(streams: Sequence[Stream]) -> list[Check]:
-    """Cosines between the noise of two steps, over all tensors that both have and in each of them."""
+    """Check the cosines between the noise of two steps, over all common tensors and in each of them."""
     count = len(streams)
     dots, own = np.zeros((count, count)), np.zeros((count, count))
     lengths = np.zeros((count, count), np.int64)
@@ -256,7 +276,7 @@ def _differ(one: Stream, two: Stream) -> str:
 
 
 def _check_tensors(streams: Sequence[Stream]) -> list[Check]:
-    """Cosines between tensors of one step, number by number from their beginning."""
+    """Check the cosines between tensors of one step, compared element by element from the start."""
     names = sorted({name for stream in streams for name in stream.noise})
     if len(names) < 2:
         return []
@@ -288,21 +308,23 @@ def _chances(dots: Array, own: Array, lengths: NDArray[np.int64]) -> Array:
 
 
 def altered(model: Model, **methods: Callable[..., Any]) -> Model:
-    """A copy of a model with other methods."""
+    """Return a copy of a model with some methods replaced."""
     other = copy(model)
     for name, method in methods.items():
-        object.__setattr__(other, name, method)  # also where the model is a frozen dataclass
+        object.__setattr__(other, name, method)  # works for frozen dataclasses too
     return other
 
 
 def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[ClientRound]]) -> list[Check]:
-    """How far one example moves a sum: the same batches with and without their first example, under a loud loss."""
+    """Check how far one example moves a sum: batches with and without their first example, with a scaled-up loss."""
     largest, tried = 0.0, 0
     for group in groups:
         plain = group[0].ctx.model.losses
         loud = altered(group[0].ctx.model, losses=lambda out, targets, plain=plain: LOUD * plain(out, targets))
-        whole = [replace(each, ctx=replace(each.ctx, model=loud)) for each in _quiet(private, group)]
-        rest = [replace(each, examples=Without(each.examples)) for each in whole]
+        whole = [
+            replace(client_round, ctx=replace(client_round.ctx, model=loud)) for client_round in _quiet(private, group)
+        ]
+        rest = [replace(client_round, examples=Without(client_round.examples)) for client_round in whole]
         sizes, with_it, without = _sizes(run, group), _replay(run, whole), _replay(run, rest)
         for where, grads in with_it.items():
             moved = sum(float((value.double() - without[where][name]).square().sum()) for name, value in grads.items())
@@ -312,43 +334,43 @@ def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[Clie
 
 
 def _check_sampling(run: Run, client_rounds: Sequence[ClientRound], clients: int) -> list[Check]:
-    """Whether every example takes part by itself, in each step anew, with the probability that was charged.
+    """Check that each example is sampled independently in each step with the charged probability.
 
-    The visits go through so many clients again and again. Overlaps are counted on pairs that share no batch, so that
-    their sum is binomial.
+    The client rounds cycle through `clients` clients. Overlaps are counted on disjoint pairs of batches, so that their
+    sum is binomial.
     """
-    drawn = [_drawn(run, each) for each in client_rounds]
-    every = [each for batches in drawn for each in batches]
+    drawn = [_drawn(run, client_round) for client_round in client_rounds]
+    every = [batch for batches in drawn for batch in batches]
     if not every:
         return []
     rates: dict[float, tuple[int, int]] = {}
     for places, count, share in every:
         _add(rates, share, len(places), count)
-    found = [check_counts("sampling rate", rates)]
+    checks = [check_counts("sampling rate", rates)]
     chance = [(len(places), count, share) for places, count, share in every if share < 1]
     if chance:
         sizes, counts, shares = (np.array(column) for column in zip(*chance, strict=True))
-        found.append(check_dispersion(sizes, counts, shares))
+        checks.append(check_dispersion(sizes, counts, shares))
     steps = [pair for batches in drawn for pair in _pairs(batches)]
     rounds = [two for place in range(clients) for two in _pairs(drawn[place::clients])]
-    found += _check_overlap("steps", steps)
-    found += _check_overlap("rounds", [pair for two in rounds for pair in zip(*two, strict=False)])
+    checks += _check_overlap("steps", steps)
+    checks += _check_overlap("rounds", [pair for two in rounds for pair in zip(*two, strict=False)])
     others = _pairs(drawn) if clients > 1 else []
-    return found + _check_overlap("clients", [pair for two in others for pair in zip(*two, strict=False)])
+    return checks + _check_overlap("clients", [pair for two in others for pair in zip(*two, strict=False)])
 
 
 def _pairs(items: Sequence[T]) -> list[tuple[T, T]]:
-    """Of neighbours; none is in two of them."""
+    """Return disjoint pairs of neighbors."""
     return list(zip(items[::2], items[1::2], strict=False))
 
 
-Drawn = tuple[set[int], int, float]  # the places of a batch, of so many examples, each with this probability
+Drawn = tuple[set[int], int, float]  # indices of a batch, number of examples, sampling probability
 
 
-def _drawn(run: Run, each: ClientRound) -> list[Drawn]:
-    count = len(each.examples)
+def _drawn(run: Run, client_round: ClientRound) -> list[Drawn]:
+    count = len(client_round.examples)
     share = min(1.0, run.training.batch_size / count)
-    return [(set(batch.tolist()), count, share) for deal in each.schedules for batch in deal]
+    return [(set(batch.tolist()), count, share) for schedule in client_round.schedules for batch in schedule]
 
 
 def _check_overlap(what: str, pairs: Sequence[tuple[Drawn, Drawn]]) -> list[Check]:

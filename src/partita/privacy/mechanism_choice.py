@@ -1,7 +1,7 @@
-"""Checks of a choice by noisy scores: what clients tell of their layers has the noise that its release was charged for.
+"""Checks of layer choices by noisy scores: the scores that clients report must have the noise that was charged.
 
-Only the direction of the noisy sum is told, so the audit asks on examples whose scores it knows: every one is far
-beyond the clip and points at the first layer. How far the answers then lean to the other layers tells the noise.
+Clients report only the direction of the noisy sum. The audit therefore uses examples with known scores: each is far
+above the clip and points at the first layer. The angle of the reported direction then reveals the noise.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from partita.core.settings import Run
 from partita.privacy.evidence import Array, Check, chance_of_cosine
 from partita.privacy.mechanism import LOUD, altered
 
-ASKED = 400  # noisy choices
-REFERENCE = 20_000  # honest ones that they are compared with
+ASKED = 400  # number of noisy choices
+REFERENCE = 20_000  # number of simulated honest choices for comparison
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """So many copies of one example."""
+    """`count` copies of the first example."""
 
     examples: Examples
     count: int
@@ -42,27 +42,32 @@ class Repeated:
 
 
 def releasing(run: Run) -> list[tuple[ClientRule, PrivacyRelease]]:
+    """Return the client rules that use data and declare a release."""
     return [(rule, rule.release) for rule in run.method.client_rules if rule.uses_data and rule.release is not None]
 
 
 def check_choice(run: Run, model: Model, population: Population, server: Server) -> list[Check]:
-    """The noise of scores by which clients choose; empty where nothing is released, or nothing but a single score."""
-    found: list[Check] = []
+    """Check the noise of the scores by which clients choose layers.
+
+    Returns:
+        The checks. Empty if nothing or only a single score is released.
+    """
+    checks: list[Check] = []
     for rule, release in releasing(run):
-        alone = replace(run, method=replace(run.method, client_rules=(rule,)))
-        told = _ask_often(alone, model, population, server, release)
-        if told.shape[1] > 1:
-            found += [_check_lean(told, release), *_check_repeats(told, run.rounds)]
-    return found
+        single_rule_run = replace(run, method=replace(run.method, client_rules=(rule,)))
+        scores = _ask_often(single_rule_run, model, population, server, release)
+        if scores.shape[1] > 1:
+            checks += [_check_lean(scores, release), *_check_repeats(scores, run.rounds)]
+    return checks
 
 
 def _copies(release: PrivacyRelease, layers: int) -> int:
-    """Examples whose sum is about as long as the noise: there the direction tells most."""
+    """Return a number of examples whose sum is about as long as the noise, where the direction is most informative."""
     return max(2, round(release.noise * math.sqrt(layers) / release.share))
 
 
 def _ask_often(run: Run, model: Model, population: Population, server: Server, release: PrivacyRelease) -> Array:
-    """(choice, layer) Unit vectors. A choice is asked of made-up clients, so that each draws anew."""
+    """Collect reported unit vectors, (choice, layer). Choices come from artificial clients, each with its own draws."""
     layers, loudest = layer_tags(model), ""
 
     def attention(params: object, batch: Batch, tokens: str) -> dict[str, Tensor]:
@@ -72,34 +77,34 @@ def _ask_often(run: Run, model: Model, population: Population, server: Server, r
     known, client = altered(model, attention=attention), population.clients[0]
     examples = Repeated(population[client].train, _copies(release, len(layers)))
 
-    def tell(number: int) -> dict[str, float]:
+    def reported(number: int) -> dict[str, float]:
         job, _ = make_job(run, known, server, number % run.rounds, client)
         job = replace(job, client=f"{client} {number // run.rounds}")
         return dict(begin_round(run, known, job, ClientState(), examples).metrics)
 
-    names = sorted(tell(0))
+    names = sorted(reported(0))
     if not names:
         return np.zeros((0, 0))
     loudest = names[0].partition("/")[2]
-    answers = [tell(number) for number in range(ASKED)]
+    answers = [reported(number) for number in range(ASKED)]
     return np.array([[answer[name] for name in names] for answer in answers], float)
 
 
-def _check_lean(told: Array, release: PrivacyRelease) -> Check:
-    """The cosine with the layer that all examples point at, against that of honest draws."""
+def _check_lean(scores: Array, release: PrivacyRelease) -> Check:
+    """Compare the cosine with the layer that all examples point at to its distribution under honest draws."""
     draw = np.random.default_rng(0)
-    sums = release.noise * draw.standard_normal((REFERENCE, told.shape[1]))
-    sums[:, 0] += draw.binomial(_copies(release, told.shape[1]), release.share, REFERENCE)
+    sums = release.noise * draw.standard_normal((REFERENCE, scores.shape[1]))
+    sums[:, 0] += draw.binomial(_copies(release, scores.shape[1]), release.share, REFERENCE)
     honest = sums[:, 0] / np.linalg.norm(sums, axis=1)
     what = "layer choice: cosine of noisy scores with the true ones"
-    chance = float(ks_2samp(told[:, 0], honest).pvalue)
-    return Check(what, float(honest.mean()), float(told[:, 0].mean()), chance, len(told))
+    chance = float(ks_2samp(scores[:, 0], honest).pvalue)
+    return Check(what, float(honest.mean()), float(scores[:, 0].mean()), chance, len(scores))
 
 
-def _check_repeats(told: Array, rounds: int) -> list[Check]:
-    """Whether the noise of two choices points the same way, in the layers where there is nothing else."""
-    found = []
-    for what, rows in (("rounds", told if rounds > 1 else told[:0]), ("clients", told[::rounds])):
+def _check_repeats(scores: Array, rounds: int) -> list[Check]:
+    """Check that the noise of two choices is uncorrelated in the layers that have no signal."""
+    checks = []
+    for what, rows in (("rounds", scores if rounds > 1 else scores[:0]), ("clients", scores[::rounds])):
         noise = rows[:, 1:] / np.maximum(np.linalg.norm(rows[:, 1:], axis=1, keepdims=True), 1e-300)
         pairs = len(noise) // 2
         if pairs > 1:
@@ -107,5 +112,5 @@ def _check_repeats(told: Array, rounds: int) -> list[Check]:
             cosine = np.array(one @ two / np.sqrt((one @ one) * (two @ two)))
             chance = float(chance_of_cosine(cosine, np.array(len(one))))
             name = f"layer choice: correlation of noise between {what}"
-            found.append(Check(name, 0.0, float(cosine), chance, len(one)))
-    return found
+            checks.append(Check(name, 0.0, float(cosine), chance, len(one)))
+    return checks

@@ -1,4 +1,4 @@
-"""Checks of client-level privacy: rounds of the run's own clients, through the server's code, to the noisy sum."""
+"""Checks of client-level privacy: replay rounds of the run's own clients through the server code to the noisy sum."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from partita.privacy.client_level import ClippedUpdates, OverCohort
 from partita.privacy.evidence import Check, chance_of_either
 from partita.privacy.mechanism import OVER, Stream, check_noise, stream_of
 
-ROUNDS = 3  # that are replayed
-LOUD = 10.0  # how much more than the clip clients send: more could be refused as implausible before it is measured
+ROUNDS = 3  # rounds to replay
+LOUD = 10.0  # factor on clipped updates; a larger one could be refused as implausible before it is measured
 
 
 @dataclass
 class UpdateRecorder(ServerRule):
-    """A server that writes down what it would learn from, and stays where it is."""
+    """Server rule that records the aggregates and does not change the server."""
 
     heard: list[Aggregate] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class UpdateRecorder(ServerRule):
 
 @dataclass
 class Loud:
-    """An engine whose clients send far more than the clip, after they clipped it; one of them may stay silent."""
+    """Engine wrapper that scales updates far above the clip after clipping. One client may be made to fail."""
 
     engine: Engine
     silent: str = ""
@@ -62,32 +62,36 @@ class Loud:
 def check_clients(
     run: Run, model: Model, engine: Engine, server: Server, cohorts: Sequence[Sequence[str]]
 ) -> list[Check]:
-    """Noise and clip of a run under client-level privacy, and the cohorts that it recorded.
+    """Check the noise, clipping and recorded cohorts of a run with client-level privacy.
 
     Args:
-        engine: trains the run's clients. It is given jobs of the first rounds, all from the same server.
+        run: The run.
+        model: The model.
+        engine: Trains the run's clients. It gets jobs of the first rounds, all from the same server state.
+        server: The state that the replayed rounds start from.
+        cohorts: The recorded cohorts by round.
     """
     transform = run.method.transforms[0]
     assert isinstance(transform, ClippedUpdates)
-    found = [_check_clip(run, model, engine, server, transform)]
+    checks = [_check_clip(run, model, engine, server, transform)]
     if transform.noise:
         streams = _streams(run, model, engine, server, transform)
-        found += check_noise(streams, transform.noise)
-    return found + _check_cohorts(cohorts, len(engine.clients()), transform.cohort)
+        checks += check_noise(streams, transform.noise)
+    return checks + _check_cohorts(cohorts, len(engine.clients()), transform.cohort)
 
 
 def _hear(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates, count: int) -> list[Slots]:
-    """The sums of so many rounds, times the cohort: delta and slots by name."""
-    ear, rule = UpdateRecorder(), run.method.server_rule
+    """Return the aggregates of the first `count` rounds: delta and slots by name."""
+    recorder, rule = UpdateRecorder(), run.method.server_rule
     assert isinstance(rule, OverCohort)
     method = replace(
-        run.method, transforms=(transform, *run.method.transforms[1:]), server_rule=replace(rule, inner=ear)
+        run.method, transforms=(transform, *run.method.transforms[1:]), server_rule=replace(rule, inner=recorder)
     )
     lasting = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)
     for number, _ in enumerate(rounds(lasting, model, engine, server), start=1):
         if number == count:
             break
-    return [{"delta": each.delta, **each.slots} for each in ear.heard]
+    return [{"delta": aggregate.delta, **aggregate.slots} for aggregate in recorder.heard]
 
 
 def _flat(slots: Mapping[str, Tensors], cohort: int) -> Tensors:
@@ -96,25 +100,25 @@ def _flat(slots: Mapping[str, Tensors], cohort: int) -> Tensors:
 
 def _streams(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates) -> list[Stream]:
     quiet = replace(transform, noise=0.0)
-    noisy, clean = (_hear(run, model, engine, server, each, ROUNDS) for each in (transform, quiet))
-    found = []
+    noisy, clean = (_hear(run, model, engine, server, variant, ROUNDS) for variant in (transform, quiet))
+    streams = []
     for number, pair in enumerate(zip(noisy, clean, strict=True)):
-        loud, still = (_flat(each, transform.cohort) for each in pair)
+        with_noise, without = (_flat(slots, transform.cohort) for slots in pair)
         unit = 1 / (transform.noise * transform.clip)
-        drawn = {name: (value - still[name]) * unit for name, value in loud.items()}
-        found.append(stream_of("server", number, (0, 0), drawn))
-    return found
+        drawn = {name: (value - without[name]) * unit for name, value in with_noise.items()}
+        streams.append(stream_of("server", number, (0, 0), drawn))
+    return streams
 
 
 def _check_clip(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates) -> Check:
-    """How far one client moves the sum, if it sends far too much."""
+    """Check how far one client moves the sum if it sends far more than the clip."""
     quiet = replace(transform, noise=0.0)
     [whole] = _hear(run, model, Loud(engine), server, quiet, 1)
     largest = 0.0
     tried = _first_cohort(run, engine)[:3]
     for client in tried:
         [rest] = _hear(run, model, Loud(engine, client), server, quiet, 1)
-        before, after = (_flat(each, transform.cohort) for each in (whole, rest))
+        before, after = (_flat(slots, transform.cohort) for slots in (whole, rest))
         moved = sum(
             float((value - after[name] if name in after else value).square().sum()) for name, value in before.items()
         )
@@ -127,10 +131,10 @@ def _first_cohort(run: Run, engine: Engine) -> list[str]:
 
 
 def _check_cohorts(cohorts: Sequence[Sequence[str]], population: int, charged: int) -> list[Check]:
-    """Whether the recorded cohorts have the size that was charged, and are drawn anew in each round."""
+    """Check that the recorded cohorts have the charged size and are drawn independently in each round."""
     sizes = [len(set(cohort)) for cohort in cohorts]
     wrong = [size for size in sizes if size != charged]
-    found = [Check("clients in a cohort", charged, wrong[0] if wrong else charged, float(not wrong), len(sizes))]
+    checks = [Check("clients in a cohort", charged, wrong[0] if wrong else charged, float(not wrong), len(sizes))]
     pairs = list(zip(cohorts[::2], cohorts[1::2], strict=False))
     if pairs and charged < population:
         again = sum(len(set(one) & set(two)) for one, two in pairs)
@@ -140,5 +144,5 @@ def _check_cohorts(cohorts: Sequence[Sequence[str]], population: int, charged: i
         chance = chance_of_either(float(pmf[: again + 1].sum()), float(pmf[again:].sum()))
         expected = charged / population
         share = again / len(pairs) / charged
-        found.append(Check("share of a cohort asked again in the next round", expected, share, chance, len(pairs)))
-    return found
+        checks.append(Check("share of a cohort asked again in the next round", expected, share, chance, len(pairs)))
+    return checks

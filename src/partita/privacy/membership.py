@@ -1,4 +1,4 @@
-"""What a guess about membership is worth: error rates, likelihood ratios, and what right guesses prove of epsilon."""
+"""Membership inference: error rates, likelihood ratios, and the lower bound on epsilon that correct guesses prove."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from scipy.optimize import brentq
 from scipy.stats import binom, norm
 
 Array = NDArray[np.float64]
-POINTS = 200  # of a curve that is kept for a figure
+POINTS = 200  # points of a curve kept for a figure
 
 
 @dataclass(frozen=True)
 class Roc:
-    """How members stand out by their scores: who is above a threshold is called a member."""
+    """ROC curve of an attack that calls every example above a score threshold a member."""
 
-    false: Array  # positive rates, rising, from 0 to 1
-    true: Array
+    false: Array  # false positive rates, ascending from 0 to 1
+    true: Array  # true positive rates
     members: int
     outsiders: int
 
@@ -30,7 +30,7 @@ class Roc:
         return float(np.sum(np.diff(self.false) * (self.true[1:] + self.true[:-1]) / 2))
 
     def true_at(self, false: float) -> float:
-        """The best rate of members found with at most so many false alarms."""
+        """Return the best true positive rate at a false positive rate of at most `false`."""
         return float(self.true[self.false <= false].max())
 
     def about(self) -> dict[str, Any]:
@@ -46,13 +46,13 @@ class Roc:
 
 
 def roc(members: Sequence[float] | Array, outsiders: Sequence[float] | Array) -> Roc:
-    """Scores that tie are passed together, so that a constant score is no better than chance."""
+    """Compute the ROC curve. Tied scores pass the threshold together, so a constant score equals chance."""
     inside, outside = np.asarray(members, float), np.asarray(outsiders, float)
     if not len(inside) or not len(outside):
         raise ValueError(f"an attack needs members and outsiders; there are {len(inside)} and {len(outside)}")
     steps = np.unique(np.concatenate([inside, outside]))[::-1]
 
-    def above(part: Array) -> Array:  # the share at or above each threshold
+    def above(part: Array) -> Array:  # fraction at or above each threshold
         counts = np.searchsorted(np.sort(-part), -steps, side="right")
         return np.concatenate([[0.0], counts / len(part)])
 
@@ -61,7 +61,7 @@ def roc(members: Sequence[float] | Array, outsiders: Sequence[float] | Array) ->
 
 @dataclass(frozen=True)
 class Bound:
-    """With the confidence given, no mechanism of a smaller epsilon lets so many guesses come true."""
+    """Lower bound on epsilon: with the given confidence, a smaller epsilon cannot explain this many correct guesses."""
 
     epsilon: float
     guesses: int
@@ -75,10 +75,16 @@ class Bound:
 
 
 def bound_epsilon(scores: Array, included: NDArray[np.bool_], delta: float, confidence: float = 0.95) -> Bound:
-    """From one training run whose canaries were each put in by the toss of a coin (Steinke, Nasr and Jagielski 2023).
+    """Bound epsilon from one training run with randomly included canaries (Steinke, Nasr and Jagielski 2023).
 
-    The highest scores are guessed to be in and the lowest out. How many to guess is tried in a few ways, fixed
-    beforehand, each at its share of the risk of being wrong.
+    The attack guesses that the highest scores are included and the lowest are not. A few numbers of guesses, fixed in
+    advance, are tried, and the error probability is split equally among them.
+
+    Args:
+        scores: Score of each canary, (canary,).
+        included: Whether each canary was included, (canary,).
+        delta: Delta of the guarantee.
+        confidence: Confidence of the bound.
     """
     count = len(scores)
     order = np.argsort(scores, kind="stable")
@@ -87,9 +93,9 @@ def bound_epsilon(scores: Array, included: NDArray[np.bool_], delta: float, conf
     for guesses in tries:
         out, into = order[: guesses // 2], order[count - guesses // 2 :]
         right = int((~included[out]).sum() + included[into].sum())
-        found = _least_epsilon(count, guesses, right, delta, (1 - confidence) / len(tries))
-        if best is None or found > best.epsilon:
-            best = Bound(found, guesses, right, count, delta, confidence)
+        epsilon = _least_epsilon(count, guesses, right, delta, (1 - confidence) / len(tries))
+        if best is None or epsilon > best.epsilon:
+            best = Bound(epsilon, guesses, right, count, delta, confidence)
     assert best is not None
     return best
 
@@ -97,21 +103,24 @@ def bound_epsilon(scores: Array, included: NDArray[np.bool_], delta: float, conf
 def best_guesses(
     scores: Array, included: NDArray[np.bool_], delta: float, confidence: float = 0.95
 ) -> tuple[Array, Bound]:
-    """The row of scores (attack, canary) that proves most, and its bound, each at its share of the risk."""
+    """Return the row of `scores` (attack, canary) with the largest bound, and the bound.
+
+    The error probability is split equally among the attacks.
+    """
     share = 1 - (1 - confidence) / len(scores)
     bounds = [bound_epsilon(row, included, delta, share) for row in scores]
-    # Where none proves anything, the first row is the attacker who believes the claim.
+    # If all bounds are zero, take the first row: the attacker who trusts the claimed noise.
     best = max(range(len(scores)), key=lambda row: (bounds[row].epsilon, -row))
     return scores[best], replace(bounds[best], confidence=confidence)
 
 
 def chance_of(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """At most so likely are so many right guesses under (epsilon, delta)."""
+    """Bound the probability of at least `right` correct guesses under (epsilon, delta)."""
     accuracy = 1 / (1 + math.exp(-epsilon))
     likely = float(binom.sf(right - 1, guesses, accuracy))
     if not delta or not right:
         return min(1.0, likely)
-    # Delta may buy i right guesses at the price of falling short of them otherwise: the worst i counts.
+    # Delta can add i correct guesses with a probability that shrinks with i. Take the worst i.
     steps = np.arange(1, right + 1)
     gathered = np.cumsum(binom.pmf(right - steps, guesses, accuracy))
     return min(1.0, likely + 2 * canaries * delta * float(np.max(gathered / steps)))
@@ -130,10 +139,18 @@ def _least_epsilon(canaries: int, guesses: int, right: int, delta: float, risk: 
 
 
 def likelihood_ratios(target: Array, shadows: Array, included: NDArray[np.bool_]) -> Array:
-    """LiRA: of each example's confidence in the target, by how it fell in shadow runs with and without the example.
+    """Compute LiRA's log likelihood ratios of the target's confidences, with and without each example.
 
-    target (example,), shadows and included (run, example). Both normal distributions share a spread over all examples,
-    since few shadows tell little of each one's own. An example that was always in, or never, has no ratio: NaN.
+    Both normal distributions use a standard deviation pooled over all examples, because a few shadow runs cannot
+    estimate one per example.
+
+    Args:
+        target: Confidences in the target run, (example,).
+        shadows: Confidences in the shadow runs, (run, example).
+        included: Whether each shadow run trained on the example, (run, example).
+
+    Returns:
+        Log ratios, (example,). NaN for an example that was in all shadow runs or in none.
     """
     logs = []
     known = np.asarray(included.any(0)) & ~np.asarray(included.all(0))
@@ -146,6 +163,6 @@ def likelihood_ratios(target: Array, shadows: Array, included: NDArray[np.bool_]
 
 
 def confidence_of(losses: Array) -> Array:
-    """log(p / (1 - p)) of the right answer's probability: nearly normal over runs, which the loss is not."""
+    """Convert losses to log(p / (1 - p)) of the correct answer. Unlike the loss, it is nearly normal over runs."""
     kept = np.clip(losses, 1e-6, 50.0)
     return np.asarray(-kept - np.log(-np.expm1(-kept)))

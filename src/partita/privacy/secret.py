@@ -1,7 +1,7 @@
-"""The secret behind a private run's draws: 32 bytes from the operating system, in a file that only its owner can read.
+"""The secret key of a private run's noise: 32 bytes from the operating system, in a file that only its owner can read.
 
-Whoever knows it can recompute the noise and subtract it. Resuming a run needs it, so it is kept in the run's private
-folder. It appears nowhere else: not in the config, the rows, the report or an export.
+Anyone who knows it can recompute the noise and subtract it. Resuming a run needs it, so it is stored in the run's
+private folder. It appears nowhere else: not in the config, the rows, the report or an export.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
 
 FILE = Path("private", "secret")
-KEY_BYTES = 32  # bytes
-MIN_BYTES = 16  # bytes in a file that a user provides
+KEY_BYTES = 32
+MIN_BYTES = 16  # minimum length of a file that a user provides
 
 
 def draw() -> Key:
+    """Draw a new secret."""
     return Key(int.from_bytes(secrets.token_bytes(KEY_BYTES), "big"))
 
 
 def save(folder: Path, key: Key) -> Path:
-    """Write the secret below the folder. An existing one is never replaced, since rounds may depend on it."""
+    """Write the secret below the folder. Never replace an existing one, because rounds may depend on it."""
     path = folder / FILE
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -52,9 +53,9 @@ def save(folder: Path, key: Key) -> Path:
 
 
 def load(folder: Path) -> Key:
-    """The secret that `save` wrote."""
+    """Read the secret that `save` wrote."""
     path = folder / FILE
-    words = _read(path, "restore it from a copy, or start a new run: other noise would make it another run")
+    words = _read(path, "restore it from a copy, or start a new run: with other noise it would be a different run")
     if len(words) != KEY_BYTES:
         raise PrivacyError(
             f"{path} is damaged: it holds {len(words)} bytes and not {KEY_BYTES}; restore it from a copy"
@@ -63,7 +64,7 @@ def load(folder: Path) -> Key:
 
 
 def load_or_save(folder: Path) -> Key:
-    """The folder's secret; a new one where there is none yet."""
+    """Read the folder's secret, or draw and save one if there is none."""
     if not (folder / FILE).exists():
         with suppress(PrivacyError):  # another process was faster
             save(folder, draw())
@@ -71,7 +72,7 @@ def load_or_save(folder: Path) -> Key:
 
 
 def from_file(path: Path) -> Key:
-    """The secret that a user provides as engine.secret_file: a file of random bytes."""
+    """Read the secret that a user provides as engine.secret_file, a file of random bytes."""
     words = _read(path, "engine.secret_file must name a file of 16 or more random bytes")
     if len(words) < MIN_BYTES:
         raise PrivacyError(

@@ -1,4 +1,4 @@
-"""What each client released, what that costs the worst placed of them, and how much noise a budget asks for."""
+"""Ledger of each client's releases, their cost for the worst-off client, and the noise that a budget requires."""
 
 from __future__ import annotations
 
@@ -14,48 +14,57 @@ from partita.core.plan import Plan
 from partita.core.settings import Run
 from partita.privacy.accountant import Accountant, PrivacyEvents, epsilon
 
-TRAINING = "training"  # the releases whose noise is privacy.noise
-MAX_NOISE = 1000.0  # a noise beyond which nothing is learned
-DIGITS = 3  # of a noise that was found, rounded up
+TRAINING = "training"  # kind of the releases whose noise is privacy.noise
+MAX_NOISE = 1000.0  # nothing is learned beyond this noise
+DIGITS = 3  # significant digits after the first, to which a computed noise is rounded up
 
 
 def releases_of(run: Run, plan: Plan, examples: int) -> list[PrivacyRelease]:
-    """All that one client of so many examples gives away of them in one round in which it is asked."""
+    """List everything that one client with `examples` examples releases in a round for which it is sampled."""
     private = run.method.privacy
-    found = [rule.release for rule in run.method.client_rules if rule.uses_data and rule.release is not None]
+    releases = [rule.release for rule in run.method.client_rules if rule.uses_data and rule.release is not None]
     if private is None or not examples:
-        return found
+        return releases
     for phase in plan.phases:
         steps = count_steps(examples, run.training, phase.epochs)
         if private.sampling == "poisson":
             share = min(1.0, run.training.batch_size / examples)
-            found.append(PrivacyRelease(TRAINING, private.noise, share, steps))
+            releases.append(PrivacyRelease(TRAINING, private.noise, share, steps))
         else:
-            # Every example once in an epoch, in batches that have no other in common: no gain is claimed for chance.
+            # Each epoch uses every example once, in disjoint batches. No amplification by shuffling is claimed.
             epochs = -(-steps // -(-examples // run.training.batch_size))
-            found.append(PrivacyRelease(TRAINING, private.noise, 1.0, epochs))
-    return found
+            releases.append(PrivacyRelease(TRAINING, private.noise, 1.0, epochs))
+    return releases
 
 
 @dataclass
 class PrivacySpending:
-    """Bills by client. Clients have no examples in common, so a run costs what it costs the worst placed client."""
+    """Ledger of releases by client.
+
+    Clients share no examples, so the cost of a run is its cost for the worst-off client.
+    """
 
     delta: float
     by: Accountant = "pld"
-    of_clients: bool = False
+    of_clients: bool = False  # client-level privacy
     bills: dict[str, Counter[PrivacyRelease]] = field(default_factory=dict)
 
     def charge(self, client: str, releases: Iterable[PrivacyRelease]) -> None:
+        """Add releases to a client's bill."""
         bill = self.bills.setdefault(client, Counter())
         for release in releases:
             bill[replace(release, count=1)] += release.count
 
     def epsilon(self) -> float:
+        """Return the epsilon of the worst-off client."""
         return self.worst()[1]
 
     def worst(self) -> tuple[str | None, float]:
-        """(client, epsilon). Rényi's bound is cheap and never below: where it is lower than what was found, stop."""
+        """Return (client, epsilon) of the worst-off client.
+
+        The RDP bound is cheap and never too low. Clients are tried in its descending order until it falls to the
+        largest epsilon so far.
+        """
         owners = {frozenset(bill.items()): client for client, bill in self.bills.items()}
         bounds = {key: self._cost(dict(key), "rdp") for key in owners}
         found: tuple[str | None, float] = (None, 0.0)
@@ -68,17 +77,21 @@ class PrivacySpending:
         return found
 
     def with_noise(self, noise: float) -> PrivacySpending:
-        """The same training under another noise."""
+        """Return the same spending with another noise for training."""
 
         def changed(bill: Mapping[PrivacyRelease, int]) -> Counter[PrivacyRelease]:
             return Counter(
-                {replace(each, noise=noise) if each.what == TRAINING else each: times for each, times in bill.items()}
+                {
+                    replace(release, noise=noise) if release.what == TRAINING else release: times
+                    for release, times in bill.items()
+                }
             )
 
         bills = {client: changed(bill) for client, bill in self.bills.items()}
         return PrivacySpending(self.delta, self.by, self.of_clients, bills)
 
     def only(self, client: str) -> PrivacySpending:
+        """Return the spending of one client alone."""
         return PrivacySpending(self.delta, self.by, self.of_clients, {client: self.bills[client]})
 
     def _cost(self, bill: PrivacyEvents, by: Accountant) -> float:
@@ -86,20 +99,24 @@ class PrivacySpending:
 
 
 def find_noise(account: PrivacySpending, target: float) -> float:
-    """The least noise, to three digits, with which the account costs no more than the target."""
+    """Find the smallest noise with which the spending costs at most epsilon `target`, rounded up.
+
+    Raises:
+        PrivacyError: If other releases already exceed the target, or no noise up to `MAX_NOISE` suffices.
+    """
     if not 0 < target < math.inf:
         raise PrivacyError(f"privacy.epsilon is {target}; it must be a number above 0")
-    beside = {
+    other_releases = {
         client: Counter({r: n for r, n in bill.items() if r.what != TRAINING}) for client, bill in account.bills.items()
     }
-    if (cost := replace(account, bills=beside).epsilon()) > target:
+    if (cost := replace(account, bills=other_releases).epsilon()) > target:
         raise PrivacyError(
-            f"what clients tell beside their training costs epsilon {cost:.4g} alone, and privacy.epsilon is "
+            f"what clients release besides their training costs epsilon {cost:.4g} alone, but privacy.epsilon is "
             f"{target:g}; give those releases more noise, or train fewer rounds"
         )
     noise = 0.0
     while True:
-        # Noise enough for the worst placed client is most often enough for all, and only one is searched for.
+        # Search for the worst-off client only: its noise usually suffices for all. Otherwise repeat.
         client, cost = account.with_noise(noise or 1.0).worst()
         if client is None or (noise and cost <= target):
             return noise
@@ -107,8 +124,8 @@ def find_noise(account: PrivacySpending, target: float) -> float:
 
 
 def _search(account: PrivacySpending, target: float) -> float:
-    """Epsilon falls almost as a power of the noise, so a search by logarithms takes few steps."""
-    from scipy.optimize import brentq  # slow to import, and most runs search for no noise
+    """Search on log-log scale: epsilon is almost a power law of the noise, so few steps suffice."""
+    from scipy.optimize import brentq  # slow to import, and most runs do not search
 
     def excess(log_noise: float) -> float:
         cost = account.with_noise(math.exp(log_noise)).epsilon()
@@ -130,6 +147,6 @@ def _search(account: PrivacySpending, target: float) -> float:
 
 
 def round_up(noise: float) -> float:
-    """To a few significant digits, so that it can be written in a config, and never down."""
+    """Round up to a few significant digits, short enough to write in a config."""
     scale: float = 10.0 ** (DIGITS - math.floor(math.log10(noise)))
     return math.ceil(noise * scale - 1e-9) / scale

@@ -1,4 +1,4 @@
-"""Tables, figures and a page from recorded runs. Matplotlib and scipy are imported where they are first needed."""
+"""Tables, figures and an HTML page from recorded runs. Matplotlib and scipy are imported lazily."""
 
 from partita.report.load import ReportError, RunRecord, find, load_run, read_metric
 from partita.report.page import page

@@ -1,4 +1,4 @@
-"""Which layers clients chose by looking at their data, how steady their choice was, and what was wrong with it."""
+"""Layers that clients chose, the stability of these choices, and the alarms they raised."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LAYER = "layer."
 
 
 def has_selection(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """By label, the runs whose clients chose layers."""
-    found = {label: [run for run in runs if _choices(run)] for label, runs in by_label(records).items()}
-    return {label: runs for label, runs in found.items() if runs}
+    """Return the runs whose clients chose layers, by label."""
+    selected = {label: [run for run in runs if _choices(run)] for label, runs in by_label(records).items()}
+    return {label: runs for label, runs in selected.items() if runs}
 
 
 def shares(runs: Sequence[RunRecord]) -> dict[int, dict[int, float]]:
-    """By layer and then by rounds completed: the share of clients, of all seeds, that sent the layer."""
+    """Return the fraction of clients over all seeds that sent a layer, by layer and completed rounds."""
     sent: dict[int, dict[int, list[int]]] = {}
     layers = sorted({int(layer.removeprefix(LAYER)) for run in runs for row in _choices(run) for layer in _seen(row)})
     for run in runs:
@@ -36,7 +36,7 @@ def shares(runs: Sequence[RunRecord]) -> dict[int, dict[int, float]]:
 
 
 def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """Mean overlap (shared of all layers chosen) of a client's choice with its last, and of two clients' in a round."""
+    """Return the mean Jaccard overlap of a client's choice with its previous one, and of two clients in a round."""
     over_rounds, over_clients = [], []
     for run in runs:
         rows = _choices(run)
@@ -48,7 +48,7 @@ def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:
 
 
 def alarms_raised(records: Sequence[RunRecord]) -> Iterator[str]:
-    """One line for each alarm and each stretch of rounds in which it lasted."""
+    """Yield one line for each alarm and each run of consecutive rounds in which it lasted."""
     for record in records:
         for kind in sorted({kind for row in record.rows for kind in row.get("alarms", {})}):
             for on, stretch in groupby(record.rows, lambda row, kind=kind: kind in row.get("alarms", {})):  # type: ignore[misc]
@@ -60,19 +60,19 @@ def alarms_raised(records: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def layers_by_round(records: Sequence[RunRecord]) -> Figure | None:
-    """A panel for each label: the darker, the more clients sent the layer in that round."""
-    found = {label: shares(runs) for label, runs in has_selection(records).items()}
-    found = {label: by for label, by in found.items() if by}
-    if not found:
+    """Draw a heat map per label: the darker, the more clients sent the layer in that round."""
+    by_layer = {label: shares(runs) for label, runs in has_selection(records).items()}
+    by_layer = {label: by for label, by in by_layer.items() if by}
+    if not by_layer:
         return None
-    figure = new_figure(9.2, 0.9 + sum(0.7 + 0.16 * len(by) for by in found.values()))
-    panels = figure.subplots(len(found), 1, squeeze=False, sharex=True).flat
-    for panel, (label, by) in zip(panels, found.items(), strict=True):
-        layers, rounds = list(by), sorted({done for each in by.values() for done in each})
+    figure = new_figure(9.2, 0.9 + sum(0.7 + 0.16 * len(by) for by in by_layer.values()))
+    panels = figure.subplots(len(by_layer), 1, squeeze=False, sharex=True).flat
+    for panel, (label, by) in zip(panels, by_layer.items(), strict=True):
+        layers, rounds = list(by), sorted({done for by_round in by.values() for done in by_round})
         grid = [[by[layer].get(done, float("nan")) for done in rounds] for layer in layers]
         edges = (rounds[0] - 0.5, rounds[-1] + 0.5, layers[0] - 0.5, layers[-1] + 0.5)
         image = panel.imshow(grid, aspect="auto", origin="lower", extent=edges, vmin=0, vmax=1, cmap="Blues")
-        style_axes(panel, "rounds completed" if label == list(found)[-1] else "", "layer")
+        style_axes(panel, "rounds completed" if label == list(by_layer)[-1] else "", "layer")
         panel.grid(False)
         panel.set_title(shorten(label, 60), loc="left", fontsize=9, fontweight="bold")
         whole_rounds(panel)
@@ -86,8 +86,8 @@ def _choices(run: RunRecord) -> list[Row]:
 
 
 def _seen(row: Row) -> set[str]:
-    told = {layer for scores in row.get("scores", {}).values() for layer in scores}
-    return told.union(*row["chosen"].values())
+    scored = {layer for scores in row.get("scores", {}).values() for layer in scores}
+    return scored.union(*row["chosen"].values())
 
 
 def _overlap(one: Sequence[str], two: Sequence[str]) -> float:

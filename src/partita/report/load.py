@@ -1,4 +1,4 @@
-"""Run folders, read back as values."""
+"""Load run folders."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from partita.report import schema
 from partita.report.metric import ACCURACY, LOWER, Metric
 
 Row = Mapping[str, Any]
-MAX_NUMBER = 1e100  # sums of squares of such numbers are finite
-MAX_DEPTH = 20  # tables in tables of a config
+MAX_NUMBER = 1e100  # sums of squares up to this size stay finite
+MAX_DEPTH = 20  # maximum nesting of tables in a config
 
 
 class ReportError(ValueError):
-    """Something that cannot be reported."""
+    """A run cannot be reported."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: what was asked for, and one row for each finished round."""
+    """One run: its config, and one row for each finished round."""
 
     label: str
     seed: int
@@ -36,12 +36,12 @@ class RunRecord:
     finished: bool
     folder: Path
     metric: Metric = ACCURACY
-    privacy: Mapping[str, Any] = field(default_factory=dict)  # what was promised; empty: nothing
-    audit: Mapping[str, Any] = field(default_factory=dict)  # what attacks found; empty: there were none
+    privacy: Mapping[str, Any] = field(default_factory=dict)  # the guarantee; empty if there is none
+    audit: Mapping[str, Any] = field(default_factory=dict)  # results of attacks; empty if there were none
 
 
 def find(folder: Path | str) -> list[Path]:
-    """All run folders at or below a folder, sorted by path; symbolic links are not followed."""
+    """Return all run folders at or below a folder, sorted by path. Symbolic links are not followed."""
     found = sorted(Path(parent) for parent, _, names in os.walk(folder) if {"rows.jsonl", "config.toml"} <= {*names})
     if not found:
         raise ReportError(f"no run at or below '{folder}'; a run folder holds config.toml and rows.jsonl")
@@ -49,7 +49,7 @@ def find(folder: Path | str) -> list[Path]:
 
 
 def load_run(folder: Path | str) -> RunRecord:
-    """Of the files in the folder alone: what its config names is not opened."""
+    """Load a run. Only files in the folder are read, not those that its config names."""
     folder = Path(folder)
     for needed in ("config.toml", "rows.jsonl"):
         if not os.path.lexists(folder / needed):
@@ -72,18 +72,22 @@ def load_run(folder: Path | str) -> RunRecord:
 
 
 def read_metric(folder: Path | str) -> Metric:
-    """Also of a run that has no finished round yet."""
+    """Return the metric of a run, even if it has no finished round yet."""
     return Metric(**_json(Path(folder) / "plan.json", schema.PLAN).get("metric", {}))
 
 
 def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
-    """The one that all runs are judged by, or the one named."""
+    """Return the common metric of all runs, or the named one.
+
+    Raises:
+        ReportError: If the runs have different metrics and `name` is None.
+    """
     known = {record.metric: record.label for record in records}
     if name is not None:
         return next((metric for metric in known if metric.name == name), Metric(name, name not in LOWER))
     if len(known) > 1:
-        told = ", ".join(f"'{label}' by {metric.name}" for metric, label in known.items())
-        raise ReportError(f"these runs are not judged alike: {told}; report them apart, or name one metric")
+        used = ", ".join(f"'{label}' by {metric.name}" for metric, label in known.items())
+        raise ReportError(f"these runs use different metrics: {used}; report them separately, or name one metric")
     return next(iter(known), ACCURACY)
 
 
@@ -120,7 +124,7 @@ def _rows(path: Path) -> tuple[Row, ...]:
         try:
             row = schema.ROW(json.loads(line), "the row")
         except (ValueError, RecursionError) as error:
-            # A run that was stopped while writing leaves half a line, and only ever the last one.
+            # A run that was stopped while writing leaves an incomplete last line.
             if not line.endswith(b"\n"):
                 break
             reason = f" ({error})" if isinstance(error, schema.ShapeError) else ""
@@ -135,7 +139,7 @@ def _rows(path: Path) -> tuple[Row, ...]:
 
 
 def _json(path: Path, form: schema.Shape = schema.table(schema.anything)) -> Mapping[str, Any]:  # noqa: B008
-    """Runs of an older version may lack a file, and stay reportable."""
+    """Read a JSON object. A missing file is empty, so that runs of older versions can be reported."""
     if not os.path.lexists(path):
         return {}
     content = atomic_files.read_json(path)
@@ -145,7 +149,7 @@ def _json(path: Path, form: schema.Shape = schema.table(schema.anything)) -> Map
 
 
 def by_label(records: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
-    """The repeats of each label by seed, with labels in order of first appearance."""
+    """Group runs by label in order of first appearance, each sorted by seed."""
     groups: dict[str, dict[int, RunRecord]] = {}
     for record in records:
         repeats = groups.setdefault(record.label, {})
@@ -161,33 +165,33 @@ def by_label(records: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def settings(record: RunRecord) -> dict[str, str]:
-    """Every setting by its dotted name, but for the seed and the label."""
-    found: dict[str, str] = {}
+    """Return all settings by dotted name, without the seed and the label."""
+    flat: dict[str, str] = {}
     tables: list[tuple[str, Mapping[str, Any]]] = [("", record.config)]
     for path, table in tables:
         for key, value in table.items():
             if isinstance(value, Mapping):
                 tables.append((f"{path}{key}.", value))
             elif path or key not in ("seed", "label"):
-                found[path + key] = (
+                flat[path + key] = (
                     value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
                 )
-    return found
+    return flat
 
 
 def number(value: Any) -> float | None:
-    """A number to compute with, or None for all that is missing, not a number, infinite, or near to overflowing."""
+    """Return a float, or None for a value that is missing, NaN, infinite or too large to square."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and -MAX_NUMBER < value < MAX_NUMBER
     return float(value) if usable else None
 
 
 def tested(record: RunRecord, metric: str) -> list[tuple[int, float | None]]:
-    """(round, value) for the rounds with a test; None where the value is not a finite number."""
+    """Return (round, value) for the rounds with a test. Non-finite values are None."""
     return [(row["round"], number(row["test"].get(metric))) for row in record.rows if row.get("test")]
 
 
 def personal(record: RunRecord, metric: str) -> dict[str, float | None]:
-    """By client, the value at the last personal evaluation; None where it is not a finite number."""
+    """Return the values of the last personal evaluation by client. Non-finite values are None."""
     for row in reversed(record.rows):
         if row.get("personal") and row["personal"].get(metric):
             return {client: number(value) for client, value in row["personal"][metric].items()}
@@ -195,15 +199,16 @@ def personal(record: RunRecord, metric: str) -> dict[str, float | None]:
 
 
 def clients(row: Row) -> int:
-    """How many clients were asked in a round, with those that were lost."""
+    """Count the clients that were sampled in a round, including lost ones."""
     return len(set(row.get("cohort") or ()) | set(row.get("lost") or ()))
 
 
 def sent(record: RunRecord, way: str) -> list[float] | None:
-    """Bytes in each round, or None where they were not recorded."""
+    """Return the bytes of each round for one direction, or None if they were not recorded."""
     values = [number((row.get("bytes") or {}).get(way)) for row in record.rows]
     return None if None in values else present(values)
 
 
 def present(values: Iterable[float | None]) -> list[float]:
+    """Drop None."""
     return [value for value in values if value is not None]

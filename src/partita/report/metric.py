@@ -1,18 +1,19 @@
-"""What runs are judged by, and how its values are written."""
+"""The metric by which runs are compared, and the format of its values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MISSING = "–"
-LOWER = ("loss", "perplexity")  # of all other metrics, more is better
+LOWER = ("loss", "perplexity")  # lower is better; for all other metrics higher is better
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Where more is better it is a share from 0 to 1, shown in percent; where less is better it is shown as it is.
+    """A metric of test results.
 
-    Runs that do not say are of a time when all were judged by accuracy.
+    If higher is better, it is a fraction from 0 to 1, shown in percent. Otherwise it is shown as it is. Old runs that
+    record no metric use accuracy, the only metric at that time.
     """
 
     name: str = "accuracy"
@@ -20,19 +21,22 @@ class Metric:
 
     @property
     def scale(self) -> float:
+        """Factor from recorded to shown values."""
         return 100.0 if self.higher_is_better else 1.0
 
     @property
     def titled(self) -> str:
+        """Name with the unit."""
         return f"{self.name}, %" if self.higher_is_better else self.name
 
     def text(self, value: float | None, sign: str = "") -> str:
-        """For a column whose heading has the unit."""
+        """Format a value without its unit, which the column heading shows."""
         if value is None or not self.higher_is_better:
             return short(value, sign)
         return f"{100 * value:{sign}.1f}".replace("-", "−")
 
     def show(self, value: float | None) -> str:
+        """Format a value with its unit."""
         unit = "%" if self.higher_is_better and value is not None else ""
         return self.text(value) + unit
 
@@ -41,7 +45,7 @@ ACCURACY = Metric()
 
 
 def short(value: float | None, sign: str = "") -> str:
-    """Three significant digits, and never an exponent."""
+    """Format a number with about three significant digits and no exponent."""
     if value is None:
         return MISSING
     size = abs(value)

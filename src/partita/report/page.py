@@ -1,4 +1,4 @@
-"""One HTML file that holds everything: styles and figures are inside, and nothing is loaded from elsewhere."""
+"""The report as one self-contained HTML file with inline styles and figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ def page(
     target: float | None = None,
     metric: str | None = None,
 ) -> Path:
-    """Write the report of these runs; the first label is what the others are compared with."""
+    """Write the HTML report of runs.
+
+    Args:
+        records: The runs. The other labels are compared with the first.
+        out: Path of the HTML file.
+        title: Title of the page.
+        target: Target of the column "rounds to". Default: as in `compare`.
+        metric: Metric to report. Default: the runs' own.
+    """
     out = Path(out)
     sections = (
         _head(records, title),
@@ -53,7 +61,7 @@ def page(
         f"<style>{css}</style>\n</head>\n<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its place and then moved there, so that a reader never meets half a page.
+    # Write to a temporary file and rename it, so that readers never see a partial page.
     handle, draft = tempfile.mkstemp(dir=out.parent, suffix=".html")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -67,7 +75,7 @@ def page(
 
 
 def escape(text: str) -> str:
-    """For an element or an attribute: labels and the names of clients are whatever somebody wrote."""
+    """Escape untrusted text such as labels and client names for an HTML element or attribute."""
     return html.escape(printable(text))
 
 
@@ -82,10 +90,10 @@ def _head(records: Sequence[RunRecord], title: str) -> str:
     facts = {
         "data": _name(records, "data"),
         "model": _name(records, "model"),
-        "clients a round": _range(clients(row) for record in records for row in record.rows),
+        "clients per round": _range(clients(row) for record in records for row in record.rows),
         "rounds": _range(len(record.rows) for record in records),
         "seeds": ", ".join(map(str, seeds)),
-        "runs": f"{len(records)}" if finished == len(records) else f"{len(records)}, of them {finished} finished",
+        "runs": f"{len(records)}" if finished == len(records) else f"{len(records)} ({finished} finished)",
         "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
     what = f"{', '.join(labels[:-1])} and {labels[-1]}" if len(labels) > 1 else labels[0]
@@ -99,9 +107,9 @@ def _head(records: Sequence[RunRecord], title: str) -> str:
 
 
 def _name(records: Sequence[RunRecord], table: str) -> str:
-    """What it was loaded from says more than what loaded it."""
+    """Prefer the path of the data or model to the name of its loader."""
     tables = [record.config.get(table) or {} for record in records]
-    names = (Path(str(each.get("path") or each.get("name", "unnamed " + table))).name for each in tables)
+    names = (Path(str(config.get("path") or config.get("name", "unnamed " + table))).name for config in tables)
     return ", ".join(dict.fromkeys(names))
 
 
@@ -120,7 +128,7 @@ def _comparison(records: Sequence[RunRecord], comparison: Comparison) -> str:
 
 def _one(shown: Sequence[Column], look: Mapping[str, Style]) -> str:
     name, rest = shown[0], shown[1:]
-    # A rule on the left of each group's first column keeps the groups apart all the way down.
+    # A vertical rule at the left of each group's first column separates the groups.
     edges = [
         ' class="starts"' if column.group and column.group != before.group else "" for before, column in pairwise(shown)
     ]
@@ -141,7 +149,7 @@ def _one(shown: Sequence[Column], look: Mapping[str, Style]) -> str:
 
 
 def _cell(text: str) -> str:
-    """The spread or interval after a value is set back a little."""
+    """Set the spread or interval after a value in small type."""
     value, space, rest = text.partition(" ")
     return f"{escape(value)}{space}<small>{escape(rest)}</small>" if rest[:1] in ("±", "[") else escape(text)
 
@@ -166,13 +174,15 @@ def _figures(records: Sequence[RunRecord], metric: str) -> str:
     repeated = any(len(runs) > 1 for runs in by_label(records).values())
     spread = "the band is ± one sample standard deviation" if repeated else "there is one seed, so no spread"
     if repeated and not all(run.finished for run in records):
-        spread += ", and where a run is unfinished the mean is over the seeds that got that far"
+        spread += "; if a run is unfinished, the mean is over the seeds that reached the round"
     spread += "."
     marked = any(plan_stages.changes(runs) for runs in by_label(records).values())
     marks = (
-        f" Dashed verticals: a label's plan changes (if at most {plan_stages.CHANGES_MARKED} times)." if marked else ""
+        f" Dashed vertical lines: changes of a label's plan (if there are at most {plan_stages.CHANGES_MARKED})."
+        if marked
+        else ""
     )
-    wanted: list[tuple[str, Callable[[], Figure | None], str, str]] = [
+    figures: list[tuple[str, Callable[[], Figure | None], str, str]] = [
         (
             "rounds",
             lambda: plots.metric_by_round(records, metric),
@@ -182,32 +192,33 @@ def _figures(records: Sequence[RunRecord], metric: str) -> str:
         (
             "bytes",
             lambda: plots.metric_by_bytes(records, metric),
-            f"{metric.capitalize()} against what was sent up.",
-            f"The same values over the megabytes that all clients together had sent to the server by then; {spread}",
+            f"{metric.capitalize()} by megabytes sent up.",
+            f"The same values over the megabytes that all clients together have sent to the server; {spread}",
         ),
         (
             "drift",
             lambda: plots.drift_by_role(records),
             "Drift by role.",
-            "How far the clients' updates lie from their mean, relative to its length (0: all agree), by role of the "
-            "parameters, mean over seeds (no spread shown); a line ends where the role is no longer sent up.",
+            "Distance of the clients' updates from their mean, relative to its norm (0: all agree), by role of the "
+            "parameters, mean over seeds (no spread shown). A line ends when the role is no longer sent up.",
         ),
         (
             "personal",
             lambda: plots.personal_by_client(records, metric),
-            "Clients one by one.",
-            f"Each dot is one client of one seed by the {metric} on its own test part, the lowest at the foot of its "
-            "strip; the line is the mean over clients, the diamond that of the worst tenth, both averaged over seeds.",
+            "Individual clients.",
+            f"Each dot is the {metric} of one client and seed on the client's own test set, sorted from the bottom of "
+            "its strip. The line is the mean over clients, the diamond the mean of the worst tenth, both averaged over "
+            "seeds.",
         ),
         (
             "gain",
             lambda: plots.gain_by_client(records, metric),
-            "Does a client gain by taking part?",
-            "How much better each client does than by learning alone, by the same seed and test part: to the right of "
-            "the line it gains, to the left it would do better by itself.",
+            "Do clients gain from federation?",
+            "Difference between each client's result and its result with local training, for the same seed and test "
+            "set. Clients to the right of the line gain; clients to the left would do better alone.",
         ),
     ]
-    drawn = "".join(_figure(name, make(), head, caption) for name, make, head, caption in wanted)
+    drawn = "".join(_figure(name, make(), head, caption) for name, make, head, caption in figures)
     return f"<section>\n<h2>Figures</h2>\n{drawn}</section>\n" if drawn else ""
 
 
@@ -215,15 +226,15 @@ def _choice(records: Sequence[RunRecord]) -> str:
     chose = layer_selection.has_selection(records)
     if not chose:
         return ""
-    steady = [(label, *layer_selection.overlap_between_rounds(runs)) for label, runs in chose.items()]
+    overlaps = [(label, *layer_selection.overlap_between_rounds(runs)) for label, runs in chose.items()]
     parts = [
         _figure(
             "layers",
             layer_selection.layers_by_round(records),
             "Layers that clients sent.",
-            "Share of the round's clients, over all seeds, that chose a layer.",
+            "Fraction of the round's clients, over all seeds, that chose a layer.",
         ),
-        _table(("label", "overlap with the last choice", "overlap of two clients"), steady),
+        _table(("label", "overlap with the previous choice", "overlap of two clients"), overlaps),
     ]
     return f"<section>\n<h2>Choice of layers</h2>\n{''.join(parts)}</section>\n"
 
@@ -234,32 +245,32 @@ def _alarms(records: Sequence[RunRecord]) -> str:
 
 
 def _privacy(records: Sequence[RunRecord]) -> str:
-    promised, found = privacy.promises(records), privacy.findings(records)
-    if not promised and not found:
+    guarantees, attacks = privacy.promises(records), privacy.findings(records)
+    if not guarantees and not attacks:
         return ""
     parts = ["<section>\n<h2>Privacy</h2>\n"]
-    if promised:
-        headings = ("label", "of each", "budget", "ε spent", "δ", "noise × clip", "accountant")
-        parts.append(_table(headings, promised))
+    if guarantees:
+        headings = ("label", "unit", "budget", "ε spent", "δ", "noise × clip", "accountant")
+        parts.append(_table(headings, guarantees))
         parts.append(
             _figure(
                 "epsilon",
                 privacy.epsilon_by_round(records),
                 "Epsilon by round.",
-                "What the worst placed client had spent after each round, one line a seed; smaller is more private.",
+                "Epsilon of the worst-off client after each round, one line per seed. Smaller is more private.",
             )
         )
     if left_out := privacy.not_covered(records):
-        parts.append(f"<h3>Not covered by the promise</h3>\n{_notes(left_out)}")
-    if found:
-        parts.append(_table(("run", "attack", "AUC", "found at 1% false alarms", "members / outsiders"), found))
+        parts.append(f"<h3>Not covered by the guarantee</h3>\n{_notes(left_out)}")
+    if attacks:
+        parts.append(_table(("run", "attack", "AUC", "TPR at 1% FPR", "members / non-members"), attacks))
         parts.append(
             _figure(
                 "attacks",
                 privacy.attack_curves(records),
-                "Who was in the training data?",
-                "Members found against outsiders wrongly taken for members, as a guess's threshold moves; on the "
-                "dashed line an attack is no better than chance.",
+                "Membership inference.",
+                "True positive rate over false positive rate for all thresholds of the attack's score. On the dashed "
+                "line an attack is no better than chance.",
             )
         )
         parts.append(_notes(privacy.bounds(records)))
@@ -277,17 +288,17 @@ def _figure(name: str, figure: Figure | None, head: str, caption: str) -> str:
 
 
 def _lost(records: Sequence[RunRecord]) -> str:
-    """Faults of a kind together, however many clients and rounds they struck."""
-    availability: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    """Group lost clients by label and reason."""
+    by_reason: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for record in records:
         for row in record.rows:
             for client, reason in (row.get("lost") or {}).items():
-                availability.setdefault((record.label, str(reason)), []).append((record.seed, row["round"] + 1, client))
-    if not availability:
+                by_reason.setdefault((record.label, str(reason)), []).append((record.seed, row["round"] + 1, client))
+    if not by_reason:
         return ""
-    body = [(label, reason, str(len(cases)), _places(cases)) for (label, reason), cases in availability.items()]
+    body = [(label, reason, str(len(cases)), _places(cases)) for (label, reason), cases in by_reason.items()]
     return (
-        "<section>\n<h2>Lost clients</h2>\n<p>Clients that were asked in a round and whose answer did not count.</p>\n"
+        "<section>\n<h2>Lost clients</h2>\n<p>Clients that were sampled in a round but gave no usable reply.</p>\n"
         f"{_table(('label', 'reason', 'times', 'where'), body)}</section>\n"
     )
 
@@ -305,28 +316,28 @@ def _plans(records: Sequence[RunRecord]) -> str:
         "plan",
         plan_stages.plan_grid(records),
         "The plan.",
-        "What happens to each role in each layer, stage by stage; a cell of two colours is divided by numbers of "
-        "parameters, and an empty one has no parameters. Labels with equal plans share a panel.",
+        "What happens to each role in each layer, by stage. A cell of two colors is divided by numbers of parameters, "
+        "and an empty cell has no parameters. Labels with equal plans share a panel.",
     )
     body = [
         (
-            ", ".join(each.labels),
+            ", ".join(plan.labels),
             plan_stages.rounds_of(stage),
             *(_part(stage, what) for what in ("trains", "up", "down", "keep")),
         )
-        for each in plans
-        for stage in each.stages
+        for plan in plans
+        for stage in plan.stages
     ]
     table = _table(("label", "stage", "trains", "goes up", "comes down", "stays"), body, kind="text narrow")
-    asked = dict.fromkeys(str(stage["client"]) for each in plans for stage in each.stages if stage.get("client"))
+    asked = dict.fromkeys(str(stage["client"]) for plan in plans for stage in plan.stages if stage.get("client"))
     comments = [
-        f"A stage is a stretch of rounds with one plan, here for client {', '.join(asked) or 'of the first seed'}. "
-        "Numbers are parameters; what comes down is what a client needs, and it is sent only what it lacks."
+        f"A stage is a series of rounds with the same plan, here for client {', '.join(asked) or 'of the first seed'}. "
+        'Numbers are parameters. "Comes down" is what a client needs; it is sent only what it lacks.'
     ]
     for label, runs in by_label(records).items():
         shown = runs[0].plan
         if shown and any(_spans(run.plan) != _spans(shown) for run in runs):
-            comments.append(f"{label}: stages differ from seed to seed; those of seed {runs[0].seed} are shown.")
+            comments.append(f"{label}: stages differ between seeds; those of seed {runs[0].seed} are shown.")
     return f"<section>\n<h2>Plan</h2>\n{figure}{table}{_notes(comments)}</section>\n"
 
 
@@ -350,7 +361,7 @@ def _settings(records: Sequence[RunRecord]) -> str:
     parts = ["<section>\n<h2>Settings</h2>\n"]
     if differing:
         body = [(label, *(values.get(key, "–") for key in differing)) for label, values in flat.items()]
-        parts.append("<p>What differs between the labels, by the settings of their first seeds.</p>\n")
+        parts.append("<p>Settings that differ between the labels, for the first seed of each.</p>\n")
         parts.append(_table(("label", *differing), body))
     for label, runs in groups.items():
         seeds = ", ".join(str(run.seed) for run in runs)
@@ -363,7 +374,7 @@ def _settings(records: Sequence[RunRecord]) -> str:
 
 
 def _toml(table: Mapping[str, Any], path: str = "") -> str:
-    """As the run's own config file says it, tables after plain values."""
+    """Format the config as TOML, with tables after plain values."""
     plain = [
         f"{key} = {json.dumps(value, ensure_ascii=False, default=str)}"
         for key, value in table.items()
@@ -386,13 +397,13 @@ def _origin(records: Sequence[RunRecord], beside: Path) -> str:
     commands = "\n".join(_command(record, beside) for record in records)
     table = _table(("what", "value"), body) if body else "<p>No environment was recorded.</p>\n"
     return (
-        f"<section>\n<h2>Reproduce</h2>\n<p>Each run again from its own settings, from the folder of this page:</p>\n"
+        f"<section>\n<h2>Reproduce</h2>\n<p>Repeat each run with its settings, from the folder of this page:</p>\n"
         f"{_pre(commands)}\n<h3>Environment</h3>\n{table}</section>\n"
     )
 
 
 def _command(record: RunRecord, beside: Path) -> str:
-    """A new folder, since a run is never written over another."""
+    """Return the command that repeats a run in a new folder, because a run never overwrites another."""
     config = Path(os.path.relpath(record.folder, beside), "config.toml").as_posix()
     return f"partita run --config {shlex.quote(config)} --out {shlex.quote(f'again/{record.folder.name}')}"
 

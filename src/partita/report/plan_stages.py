@@ -1,4 +1,4 @@
-"""The plan of each label, stage by stage, and its picture."""
+"""The plan of each label by stage, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ CHANGES_MARKED = 6
 
 @dataclass(frozen=True)
 class PlanStages:
-    """The labels that follow one and the same plan, and its stages."""
+    """Labels that share a plan, and its stages."""
 
     labels: list[str]
     stages: Sequence[Mapping[str, Any]]
 
 
 def plans(records: Sequence[RunRecord]) -> list[PlanStages]:
-    """The plan of each label's first seed; labels with equal plans stand together."""
-    found: dict[str, PlanStages] = {}
+    """Return the plans of each label's first seed. Labels with equal plans are grouped."""
+    grouped: dict[str, PlanStages] = {}
     for label, runs in by_label(records).items():
         if runs[0].plan:
             key = json.dumps([{**stage, "client": None} for stage in runs[0].plan], sort_keys=True)
-            found.setdefault(key, PlanStages([], runs[0].plan)).labels.append(label)
-    return list(found.values())
+            grouped.setdefault(key, PlanStages([], runs[0].plan)).labels.append(label)
+    return list(grouped.values())
 
 
 def changes(runs: Sequence[RunRecord]) -> list[int]:
-    """The first round of each later stage that any seed came to; none where marks would hide the data."""
+    """Return the first round of each later stage that any seed reached. Empty if there are too many to mark."""
     begun = {stage["first"] for run in runs for stage in run.plan[1:] if stage["first"] <= run.rows[-1]["round"]}
     return sorted(begun) if len(begun) <= CHANGES_MARKED else []
 
 
 def status(row: Row) -> str:
-    """What happens to a parameter: one of FATES."""
+    """Return the status of a parameter, a key of `STATUSES`."""
     trains, comes, stays, untouched = STATUSES
     if row.get("keep"):
         return stays
@@ -61,8 +61,8 @@ def status(row: Row) -> str:
 
 
 def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
-    """Layers × roles, a panel for each stage; a cell is divided by the number of parameters of each fate."""
-    shown = [(each, stage) for each in plans(records) for stage in each.stages[:STAGES_SHOWN]]
+    """Draw layers × roles, a panel per stage. A cell is divided by the number of parameters of each status."""
+    shown = [(plan, stage) for plan in plans(records) for stage in plan.stages[:STAGES_SHOWN]]
     if not shown:
         return None
     from matplotlib.patches import Patch
@@ -71,14 +71,14 @@ def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
     layers = sorted({row.get("layer") for row in parameters}, key=_layer_order)
     known, met = {_role(row) for row in parameters}, {status(row) for row in parameters}
     roles = [*(role for role in ROLES if role in known), *sorted(known - set(ROLES))]
-    across = 3  # also for fewer panels, so that cells keep their shape
+    across = 3  # fixed, so that cells keep their shape if there are fewer panels
     down = math.ceil(len(shown) / across)
     height = min(4.5, 0.9 + 0.2 * len(layers))
     figure = new_figure(9.2, 0.5 + (height + 0.75) * down)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for panel in panels.flat[len(shown) :]:
         panel.set_visible(False)
-    for place, ((each, stage), panel) in enumerate(zip(shown, panels.flat, strict=False)):
+    for place, ((plan, stage), panel) in enumerate(zip(shown, panels.flat, strict=False)):
         for row, layer in enumerate(layers):
             for column, role in enumerate(roles):
                 cell = [item for item in stage["rows"] if item.get("layer") == layer and _role(item) == role]
@@ -89,7 +89,7 @@ def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
         panel.set_yticks(range(len(layers)), [shorten(layer or "outside", 20) for layer in layers], fontsize=8)
         panel.tick_params(length=0, colors=INK, labelbottom=place + across >= len(shown))
         panel.spines[:].set_visible(False)
-        panel.set_title(_stage_title(each, stage), loc="left", fontsize=8.5, color=INK)
+        panel.set_title(_stage_title(plan, stage), loc="left", fontsize=8.5, color=INK)
     figure.legend(
         handles=[Patch(facecolor=STATUSES[name], label=name) for name in STATUSES if name in met],
         loc="outside upper left", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK,
@@ -114,18 +114,19 @@ def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[Row]) -> None:
 
 
 def _layer_order(layer: str | None) -> tuple[bool, int, str]:
-    """What lies outside the layers first, then layers by their number."""
+    """Sort parameters outside the layers first, then layers by number."""
     digits = re.findall(r"\d{1,9}", layer or "")
     return layer is not None, int(digits[-1]) if digits else -1, layer or ""
 
 
-def _stage_title(each: PlanStages, stage: Mapping[str, Any]) -> str:
-    labels = ", ".join(each.labels[:2]) + (f" and {len(each.labels) - 2} more" if len(each.labels) > 2 else "")
-    cut = len(each.stages) > STAGES_SHOWN and stage is each.stages[STAGES_SHOWN - 1]
-    more = f" (and {len(each.stages) - STAGES_SHOWN} more stages)" if cut else ""
+def _stage_title(plan: PlanStages, stage: Mapping[str, Any]) -> str:
+    labels = ", ".join(plan.labels[:2]) + (f" and {len(plan.labels) - 2} more" if len(plan.labels) > 2 else "")
+    cut = len(plan.stages) > STAGES_SHOWN and stage is plan.stages[STAGES_SHOWN - 1]
+    more = f" (and {len(plan.stages) - STAGES_SHOWN} more stages)" if cut else ""
     return f"{shorten(labels, 34)}\n{rounds_of(stage)}{more}"
 
 
 def rounds_of(stage: Mapping[str, Any]) -> str:
+    """Format the rounds of a stage."""
     first, last = stage["first"] + 1, stage["last"] + 1
     return f"round {first}" if first == last else f"rounds {first} to {last}"

@@ -1,4 +1,4 @@
-"""What the figures share: colours, a calm frame, a legend that covers no data, and SVG for a page."""
+"""Shared plot style: colors, axes, a legend outside the data, and inline SVG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#24292f", "#6e7781", "#d8dee4"
-# Okabe and Ito's colours, which stay apart for colour-blind readers; without yellow and black, which vanish on a page.
+# Okabe and Ito's palette, which color-blind readers can distinguish. Without yellow and black, which vanish on a page.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d46")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)))
 UNUSED_COLOR = "#e6e9ed"
@@ -26,12 +26,14 @@ ROLES = ("embedding", "query", "key", "value", "output", "mlp", "norm", "head")
 
 @dataclass(frozen=True)
 class Style:
+    """Color and dash pattern of a label."""
+
     colour: str
     dash: Any
 
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
-    """A label looks the same in every figure; beyond the colours, dashes tell labels apart."""
+    """Assign a style to each label, the same in every figure. When colors run out, dashes distinguish labels."""
     return {
         label: Style(COLORS[place % len(COLORS)], DASHES[place // len(COLORS) % len(DASHES)])
         for place, label in enumerate(labels)
@@ -39,7 +41,7 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The figure as inline SVG that scales with the page, takes its ink from the page, and whose ids are its own."""
+    """Convert a figure to inline SVG that scales with the page and uses its CSS colors. Ids are prefixed by `name`."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
@@ -58,6 +60,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def new_figure(width: float, height: float) -> Figure:
+    """Create a figure with sizes in inches, without pyplot's global state."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -66,7 +69,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def style_axes(axes: Axes, across: str, up: str) -> None:
-    """A calm frame: no box, a light grid behind the data."""
+    """Remove the box, draw a light grid behind the data, and label the axes."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=INK, labelsize=8.5, width=0.8, length=3)
@@ -77,13 +80,14 @@ def style_axes(axes: Axes, across: str, up: str) -> None:
 
 
 def whole_rounds(axes: Axes) -> None:
+    """Use integer ticks on the x axis."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
 def _legend_columns(names: Sequence[str]) -> int:
-    """As many as fit side by side; matplotlib fills one column after another."""
+    """Return the largest number of columns that fits. Matplotlib fills columns top to bottom."""
     for columns in range(len(names), 1, -1):
         rows = math.ceil(len(names) / columns)
         widths = [max(map(len, names[start : start + rows])) + 8 for start in range(0, len(names), rows)]
@@ -93,17 +97,17 @@ def _legend_columns(names: Sequence[str]) -> int:
 
 
 def legend_height(labels: Sequence[str]) -> float:
-    """Inches that a figure needs on top of those for its data."""
+    """Return the height of the legend in inches."""
     names = [shorten(label, 28) for label in labels]
     return 0.25 + 0.19 * math.ceil(len(names) / _legend_columns(names))
 
 
 def legend(figure: Figure, labels: Sequence[str], marked: bool = False) -> None:
-    """Above the data, where it covers none."""
+    """Draw the legend above the axes. `marked` adds an entry for plan changes."""
     from matplotlib.lines import Line2D
 
     handles = [
-        # A leading blank, since matplotlib before 3.10 hides the names that start with an underscore.
+        # The leading space is needed because matplotlib before 3.10 hides labels that start with an underscore.
         Line2D([], [], color=style.colour, linestyle=style.dash, linewidth=2, label=" " + shorten(label, 28))
         for label, style in styles(labels).items()
     ]
@@ -116,6 +120,6 @@ def legend(figure: Figure, labels: Sequence[str], marked: bool = False) -> None:
 
 
 def shorten(text: str, length: int) -> str:
+    """Truncate text and escape dollar signs, which start math mode in matplotlib."""
     text = printable(text)
-    # A dollar sign would start mathematics in matplotlib.
     return (text if len(text) <= length else text[: length - 1] + "…").replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Figures from recorded rows. Every function makes a Figure of its own and touches no global state of matplotlib."""
+"""Figures from recorded rows. Every function creates its own Figure and does not use matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Curve:
-    """Over the seeds that were tested after a round: mean and sample standard deviation, as shown."""
+    """Mean and sample standard deviation over the seeds tested after a round, in display units."""
 
-    rounds: list[int]  # completed, so the first is 1
+    rounds: list[int]  # completed rounds, so the first is 1
     mean: list[float]
-    sd: list[float]  # 0 where a single seed got that far
-    megabytes: list[float] | None  # sent up by all clients until then
+    sd: list[float]  # 0 if only one seed reached the round
+    megabytes: list[float] | None  # sent up by all clients so far
 
 
 def curve(runs: Sequence[RunRecord], metric: Metric) -> Curve:
+    """Compute the curve of one label."""
     by_round: dict[int, list[float]] = {}
     for run in runs:
         for round, value in tested(run, metric.name):
             if value is not None:
                 by_round.setdefault(round, []).append(metric.scale * value)
     sums = [_cumulative(run) for run in runs]
-    megabytes = [mean([each[round] for each in sums if round in each]) for round in sorted(by_round)]
+    megabytes = [mean([by_run[round] for by_run in sums if round in by_run]) for round in sorted(by_round)]
     return Curve(
         rounds=[round + 1 for round in sorted(by_round)],
         mean=[fmean(by_round[round]) for round in sorted(by_round)],
@@ -61,12 +62,13 @@ def curve(runs: Sequence[RunRecord], metric: Metric) -> Curve:
 
 
 def _cumulative(run: RunRecord) -> dict[int, float]:
-    """Megabytes sent up by the end of each round; empty where bytes were not recorded."""
+    """Return the megabytes sent up by the end of each round. Empty if bytes were not recorded."""
     sums = accumulate(size / 1e6 for size in sent(run, "up") or ())
     return dict(zip((row["round"] for row in run.rows), sums, strict=False))
 
 
 def metric_by_round(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
+    """Draw the test metric by round. None if no run was tested."""
     metric = metric_of(records, name)
     curves = _curves(records, metric)
     if not curves:
@@ -79,9 +81,10 @@ def metric_by_round(records: Sequence[RunRecord], name: str | None = None) -> Fi
 
 
 def metric_by_bytes(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
+    """Draw the test metric by megabytes sent up. None if bytes were not recorded."""
     metric = metric_of(records, name)
     curves = _curves(records, metric)
-    if not any(each.megabytes for each in curves.values()):
+    if not any(curve.megabytes for curve in curves.values()):
         return None
     figure = new_figure(9.2, 3.8 + legend_height(list(curves)))
     axes = figure.add_subplot()
@@ -91,7 +94,11 @@ def metric_by_bytes(records: Sequence[RunRecord], name: str | None = None) -> Fi
 
 
 def picture(records: Sequence[RunRecord], out: Path | str, metric: str | None = None) -> Path:
-    """One wide PNG: what was reached by round, and what it cost in bytes sent up."""
+    """Write a wide PNG with the test metric by round and by megabytes sent up.
+
+    Raises:
+        ReportError: If no run was tested for the metric.
+    """
     judge = metric_of(records, metric)
     curves = _curves(records, judge)
     if not curves:
@@ -118,7 +125,7 @@ def _curves(records: Sequence[RunRecord], metric: Metric) -> dict[str, Curve]:
 
 
 def _draw_rounds(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> bool:
-    """Returns whether a change of plan was marked."""
+    """Draw the curves. Return whether a plan change was marked."""
     look = styles(by_label(records))
     for label, each in curves.items():
         _draw_line(axes, each.rounds, each, look[label], len(curves))
@@ -136,7 +143,7 @@ def _draw_bytes(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, C
     ends = [megabytes[-1] for megabytes in spent.values()]
     starts = [megabytes[0] for megabytes in spent.values()]
     if ends and min(starts) > 0 and max(ends) > 8 * min(ends):
-        axes.set_xscale("log")  # a cheap method would be a stroke at the left edge
+        axes.set_xscale("log")  # on a linear scale a cheap method would be squeezed to the left edge
     style_axes(axes, "MB sent up so far, all clients", f"test {metric.titled}{_band(curves)}")
 
 
@@ -155,26 +162,26 @@ def _draw_line(axes: Axes, x: Sequence[float], each: Curve, style: Style, count:
 
 
 def _dot(x: Sequence[float]) -> str | None:
-    """A line of one point cannot be seen without it."""
+    """Mark points on very short lines, which would be invisible otherwise."""
     return "o" if len(x) < 3 else None
 
 
 def _mark_stages(axes: Axes, records: Sequence[RunRecord], look: Mapping[str, Style]) -> bool:
-    """A vertical line between the last round of one stage and the first of the next."""
+    """Draw a vertical line between the last round of a stage and the first of the next."""
     marks: dict[int, list[str]] = {}
     for label, runs in by_label(records).items():
         for first in changes(runs):
             marks.setdefault(first, []).append(label)
     for first, labels in marks.items():
-        for round_info, label in enumerate(labels):
-            # Labels that change at the same place take turns along the line, so that each is seen.
-            dash = (-6 * round_info, (6, 6 * (len(labels) - 1))) if len(labels) > 1 else (0, (3, 3))
+        for place, label in enumerate(labels):
+            # Labels that change at the same round alternate along the line, so that each is visible.
+            dash = (-6 * place, (6, 6 * (len(labels) - 1))) if len(labels) > 1 else (0, (3, 3))
             axes.axvline(first + 0.5, color=look[label].colour, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1)
     return bool(marks)
 
 
 def drift_by_role(records: Sequence[RunRecord], measure: str = "dispersion") -> Figure | None:
-    """A panel for each role, a line for each label: the mean over seeds."""
+    """Draw drift by round, a panel per role and a line per label: the mean over seeds."""
     groups = by_label(records)
     seen = {group for run in records for row in run.rows for group in row.get("drift") or {}}
     roles = [role for role in ROLES if role in seen]
@@ -213,7 +220,7 @@ def drift_by_role(records: Sequence[RunRecord], measure: str = "dispersion") -> 
 
 
 def _drift(runs: Sequence[RunRecord], role: str, measure: str) -> list[tuple[int, float]]:
-    """(rounds completed, mean over seeds), for the rounds in which the role was measured."""
+    """Return (rounds completed, mean over seeds) for the rounds in which the role was measured."""
     by_round: dict[int, list[float]] = {}
     for run in runs:
         for row in run.rows:
@@ -224,16 +231,17 @@ def _drift(runs: Sequence[RunRecord], role: str, measure: str) -> list[tuple[int
 
 
 def personal_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
+    """Draw each client's result on its own test set, a strip per label."""
     groups, metric = by_label(records), metric_of(records, name)
     values = {label: [present(personal(run, metric.name).values()) for run in runs] for label, runs in groups.items()}
     return _strips(records, values, metric, f"a client's personal {metric.titled}")
 
 
 def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
-    """Over learning alone, where somebody did: on the right of the line are those who are better off."""
+    """Draw each client's gain over local training. Clients on the right of the line gain. None without a baseline."""
     groups, judge = by_label(records), metric_of(records, name)
     unit = "percentage points" if judge.higher_is_better else judge.name
-    better = replace(judge, higher_is_better=True)  # a gain is, whatever the metric
+    better = replace(judge, higher_is_better=True)  # a higher gain is better for every metric
     figure = _strips(
         records, gains(groups, judge), better, f"a client's gain over {local_baseline(groups)}, {unit}", judge.scale
     )
@@ -249,7 +257,7 @@ def _strips(
     across: str,
     scale: float | None = None,
 ) -> Figure | None:
-    """A strip for each label. Clients rise by their value within it, so a strip is a cumulative distribution."""
+    """Draw a strip per label. Clients are sorted by value within it, so a strip is a cumulative distribution."""
     values = {label: seeds for label, seeds in values.items() if any(seeds)}
     if not values:
         return None

@@ -1,4 +1,4 @@
-"""What runs promised and spent in privacy, and what attacks on them found."""
+"""Privacy guarantees and spending of runs, and the results of attacks on them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 def spent(record: RunRecord) -> list[tuple[int, float]]:
-    """(rounds completed, epsilon), for the rounds in which it is known."""
+    """Return (rounds completed, epsilon) for the rounds with a known epsilon."""
     values = [(row["round"] + 1, number((row.get("privacy") or {}).get("epsilon"))) for row in record.rows]
     return [(completed, value) for completed, value in values if value is not None]
 
 
 def promises(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
-    """One line for each label under privacy; of seeds that differ, the most costly."""
+    """Return one table row for each label with privacy. If seeds differ, use the one with the largest epsilon."""
     lines: list[tuple[str, ...]] = []
     for label, runs in by_label(records).items():
-        if held := [run for run in runs if run.privacy]:
-            worst = max(held, key=lambda run: spent(run)[-1][1] if spent(run) else 0.0)
+        if private_runs := [run for run in runs if run.privacy]:
+            worst = max(private_runs, key=lambda run: spent(run)[-1][1] if spent(run) else 0.0)
             about = worst.privacy
             cost = short(spent(worst)[-1][1]) if spent(worst) else MISSING
             drawn = f"{_number(about, 'noise')} × {_number(about, 'clip')}"
@@ -53,20 +53,20 @@ def promises(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 
 
 def findings(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
-    """One line for each attack on each audited run."""
+    """Return one table row for each attack on each audited run."""
     lines: list[tuple[str, ...]] = []
     for record in records:
-        for name, each in (record.audit.get("attacks") or {}).items():
-            found = number(each.get("true_at_1%"))
-            rate = MISSING if found is None else f"{found:.1%}"
-            counts = f"{each.get('members')} / {each.get('outsiders')}"
-            lines.append((f"{record.label}, seed {record.seed}", name, _number(each, "auc"), rate, counts))
+        for name, attack in (record.audit.get("attacks") or {}).items():
+            true_rate = number(attack.get("true_at_1%"))
+            rate = MISSING if true_rate is None else f"{true_rate:.1%}"
+            counts = f"{attack.get('members')} / {attack.get('outsiders')}"
+            lines.append((f"{record.label}, seed {record.seed}", name, _number(attack, "auc"), rate, counts))
     return lines
 
 
 def bounds(records: Sequence[RunRecord]) -> list[str]:
-    """What the mechanism checks found and what canaries proved, beside what was claimed."""
-    said = _checks(records)
+    """Return the results of the mechanism checks and the canary bounds, compared with the claims."""
+    comments = _checks(records)
     for record in records:
         bound, claim = record.audit.get("bound"), record.audit.get("claim")
         if not bound:
@@ -74,33 +74,35 @@ def bounds(records: Sequence[RunRecord]) -> list[str]:
         proof = f"{bound['right']} of {bound['guesses']} guesses right, {bound['canaries']} canaries"
         text = f"epsilon is at least {_number(bound, 'epsilon')} with {bound['confidence']:.0%} confidence ({proof})"
         planned = number((claim or {}).get("planned"))
-        promise = "and no privacy was promised" if planned is None else f"and is claimed to be at most {short(planned)}"
+        promise = "and no privacy was claimed" if planned is None else f"and is claimed to be at most {short(planned)}"
         broken = planned is not None and bound["epsilon"] > planned
         alarm = ". The claim is false: look for what leaves a client without noise" if broken else ""
-        said.append(f"{record.label}, seed {record.seed}: {text}, {promise}{alarm}.")
-    return said
+        comments.append(f"{record.label}, seed {record.seed}: {text}, {promise}{alarm}.")
+    return comments
 
 
 def _checks(records: Sequence[RunRecord]) -> list[str]:
-    said = []
+    comments = []
     for record in records:
         if checks := record.audit.get("mechanism"):
-            failed = [each for each in checks if not each["passed"]]
+            failed = [check for check in checks if not check["passed"]]
             text = f"{len(checks) - len(failed)} of {len(checks)} checks of noise, clip and sampling passed"
             wrong = "".join(
-                f". {each['what'].capitalize()} is {_number(each, 'found')}, and {_number(each, 'charged')} was charged"
-                for each in failed
+                f". {check['what'].capitalize()} is {_number(check, 'found')}, "
+                f"but {_number(check, 'charged')} was charged"
+                for check in failed
             )
-            said.append(f"{record.label}, seed {record.seed}: {text}{wrong}.")
-    return said
+            comments.append(f"{record.label}, seed {record.seed}: {text}{wrong}.")
+    return comments
 
 
 def not_covered(records: Sequence[RunRecord]) -> list[str]:
-    """What the promises leave out, as the runs recorded it; each sentence once."""
+    """Return what the guarantees do not cover, as recorded by the runs, without duplicates."""
     return list(dict.fromkeys(text for record in records for text in record.privacy.get("not_covered", ())))
 
 
 def epsilon_by_round(records: Sequence[RunRecord]) -> Figure | None:
+    """Draw epsilon by round, one line per seed."""
     lines = {label: [spent(run) for run in runs if spent(run)] for label, runs in by_label(records).items()}
     shown = [label for label, runs in lines.items() if runs]
     if not shown:
@@ -121,7 +123,7 @@ def epsilon_by_round(records: Sequence[RunRecord]) -> Figure | None:
 
 
 def attack_curves(records: Sequence[RunRecord]) -> Figure | None:
-    """A panel for each attack; both scales are logarithmic, since false alarms are what an attacker cannot afford."""
+    """Draw ROC curves, a panel per attack. Both axes are logarithmic, because low false positive rates matter."""
     names = list(dict.fromkeys(name for record in records for name in record.audit.get("attacks") or {}))
     if not names:
         return None
@@ -131,9 +133,9 @@ def attack_curves(records: Sequence[RunRecord]) -> Figure | None:
     for panel, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False).flat, names, strict=True):
         panel.plot([1e-3, 1], [1e-3, 1], color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
         for record in records:
-            if each := (record.audit.get("attacks") or {}).get(name):
+            if attack := (record.audit.get("attacks") or {}).get(name):
                 style = {"color": look[record.label].colour, "linestyle": look[record.label].dash}
-                panel.plot(each["false"], each["true"], drawstyle="steps-post", linewidth=1.6, **style)
+                panel.plot(attack["false"], attack["true"], drawstyle="steps-post", linewidth=1.6, **style)
         panel.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
         first = panel.get_subplotspec().is_first_col()
         style_axes(panel, "false alarms", "members found" if first else "")

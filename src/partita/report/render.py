@@ -1,4 +1,4 @@
-"""The comparison as a terminal, a Markdown file, a program or a page wants it."""
+"""Render the comparison as text, Markdown, JSON, or columns for the HTML page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from partita.core.safe_text import printable
 from partita.report.metric import MISSING, Metric, short
 from partita.report.tables import Comparison, Difference, Line, Reach
 
-PERSONAL_GROUP, COSTS = "personal", ("a client-round", "a run")
+PERSONAL_GROUP, COSTS = "personal", ("per client-round", "per run")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column as it is shown: a heading, its group, and the cell of each line."""
+    """A column of the table: its group, its heading, and one cell per line."""
 
     group: str
     heading: str
@@ -23,7 +23,7 @@ class Column:
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """The columns that have something to say; every way of showing the table shares them."""
+    """Return the columns that have content. All output formats use them."""
     several, metric = len(comparison.lines) > 1, Metric(comparison.metric, comparison.higher_is_better)
     corrected = any(line.difference and line.difference.p_holm is not None for line in comparison.lines)
     has_personal = any(line.personal is not None for line in comparison.lines)
@@ -56,25 +56,25 @@ def columns(comparison: Comparison) -> list[Column]:
             "better off",
             lambda line: MISSING if line.gain is None else f"{line.gain.better:.0%}",
         ),
-        (True, "a client-round", "up", lambda line: size(line.up)),
-        (True, "a client-round", "down", lambda line: size(line.down)),
-        (True, "a run", "MB", lambda line: short(line.total_mb)),
-        (True, "a run", f"rounds to {metric.show(comparison.target)}", lambda line: _reached(line.reach)),
-        (private, "a run", "ε", lambda line: short(line.epsilon)),
-        (True, "a run", "s a round", lambda line: short(line.seconds)),
+        (True, "per client-round", "up", lambda line: size(line.up)),
+        (True, "per client-round", "down", lambda line: size(line.down)),
+        (True, "per run", "MB", lambda line: short(line.total_mb)),
+        (True, "per run", f"rounds to {metric.show(comparison.target)}", lambda line: _reached(line.reach)),
+        (private, "per run", "ε", lambda line: short(line.epsilon)),
+        (True, "per run", "s per round", lambda line: short(line.seconds)),
     ]
     return [
-        Column(group, heading, tuple(map(cell, comparison.lines))) for wanted, group, heading, cell in shown if wanted
+        Column(group, heading, tuple(map(cell, comparison.lines))) for visible, group, heading, cell in shown if visible
     ]
 
 
 def by_question(comparison: Comparison) -> dict[str, list[Column]]:
-    """The columns as tables by title, each narrow enough to be read without scrolling."""
+    """Split the columns into titled tables that fit without scrolling."""
     name, *rest = columns(comparison)
     tables = {
-        "What was reached": [column for column in rest if column.group not in (PERSONAL_GROUP, *COSTS)],
-        "What each client has of it": [column for column in rest if column.group == PERSONAL_GROUP],
-        "What it cost": [column for column in rest if column.group in COSTS],
+        "Results": [column for column in rest if column.group not in (PERSONAL_GROUP, *COSTS)],
+        "Results by client": [column for column in rest if column.group == PERSONAL_GROUP],
+        "Cost": [column for column in rest if column.group in COSTS],
     }
     return {title: [name, *chosen] for title, chosen in tables.items() if chosen}
 
@@ -83,22 +83,22 @@ def _spread(metric: Metric, value: float | None, sd: float | None) -> str:
     return metric.text(value) if sd is None else f"{metric.text(value)} ± {metric.text(sd)}"
 
 
-def _gap(metric: Metric, each: Difference | None) -> str:
-    if each is None or each.mean is None:
+def _gap(metric: Metric, difference: Difference | None) -> str:
+    if difference is None or difference.mean is None:
         return MISSING
-    interval = "" if each.low is None else f" [{metric.text(each.low)}, {metric.text(each.high)}]"
-    return metric.text(each.mean, "+") + interval
+    interval = "" if difference.low is None else f" [{metric.text(difference.low)}, {metric.text(difference.high)}]"
+    return metric.text(difference.mean, "+") + interval
 
 
-def _p(each: Difference | None, corrected: bool) -> str:
-    value = None if each is None else each.p_holm if corrected else each.p
+def _p(difference: Difference | None, corrected: bool) -> str:
+    value = None if difference is None else difference.p_holm if corrected else difference.p
     if value is None:
         return MISSING
     return "<0.001" if value < 0.001 else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
 
 
 def size(count: float | None) -> str:
-    """Bytes in a unit that suits them."""
+    """Format bytes in a suitable unit."""
     if count is None:
         return MISSING
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -115,10 +115,12 @@ def _reached(reach: Reach | None) -> str:
 
 
 def to_json(comparison: Comparison) -> str:
+    """Render the comparison as JSON."""
     return json.dumps(asdict(comparison), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def to_markdown(comparison: Comparison) -> str:
+    """Render the comparison as one Markdown table with comments."""
     shown = columns(comparison)
     groups = [f"{column.group}: {column.heading}" if column.group else column.heading for column in shown]
     rule = [":--" if place == 0 else "--:" for place in range(len(shown))]
@@ -128,14 +130,14 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def _plain(text: str) -> str:
-    """A label may hold what Markdown would take for itself."""
+    """Escape Markdown syntax in labels."""
     for mark in "\\|*_`<[":
         text = text.replace(mark, f"\\{mark}")
     return printable(text.replace("\n", " "))
 
 
 def to_text(comparison: Comparison, width: int = 110) -> str:
-    """For a terminal: a table below the other."""
+    """Render the comparison for a terminal, as tables below each other."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -149,7 +151,9 @@ def to_text(comparison: Comparison, width: int = 110) -> str:
                 heading = Text("\n".join(map(printable, filter(None, (column.group, column.heading)))))
                 table.add_column(heading, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
             for cells in zip(*(column.cells for column in chosen), strict=True):
-                table.add_row(*(Text(printable(cell)) for cell in cells))  # Text: a label with brackets is no markup
+                table.add_row(
+                    *(Text(printable(cell)) for cell in cells)
+                )  # Text, so that brackets in a label are not markup
             console.print(table)
         for comment in comparison.comments:
             console.print(Text(f"· {printable(comment)}"))

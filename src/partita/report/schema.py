@@ -1,4 +1,4 @@
-"""The values that a run folder may hold, whoever wrote it: each is checked once, and what nobody reads is left out."""
+"""Schema of the files in a run folder, which may be untrusted. Values are checked once; unknown keys are dropped."""
 
 from __future__ import annotations
 
@@ -6,61 +6,69 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAX_ITEMS = 2**53  # a count up to which a float is exact
-Shape = Callable[[Any, str], Any]  # gives back the value, or raises ShapeError
+MAX_ITEMS = 2**53  # floats are exact up to this count
+Shape = Callable[[Any, str], Any]  # (value, where) -> checked value; raises ShapeError
 
 
 class ShapeError(ValueError):
-    """A value that is not what its place asks for."""
+    """A value does not match the schema."""
 
 
-def _refuse(value: Any, where: str, wanted: str) -> ShapeError:
+def _refuse(value: Any, where: str, expected: str) -> ShapeError:
     shown = repr(value)
-    return ShapeError(f"{where} is {shown[:40] + '…' if len(shown) > 40 else shown}; it must be {wanted}")
+    return ShapeError(f"{where} is {shown[:40] + '…' if len(shown) > 40 else shown}; it must be {expected}")
 
 
 def count(value: Any, where: str) -> Any:
+    """Accept an integer from 0 up."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_ITEMS:
         raise _refuse(value, where, "a whole number from 0 up")
     return value
 
 
 def whole(value: Any, where: str) -> Any:
+    """Accept an integer."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise _refuse(value, where, "a whole number")
     return value
 
 
 def real(value: Any, where: str) -> Any:
-    """A number that is not finite is left to those who compute with it."""
+    """Accept a number or None. Non-finite numbers pass; the code that computes with them handles them."""
     if not isinstance(value, int | float | None):
         raise _refuse(value, where, "a number")
     return value
 
 
 def known(value: Any, where: str) -> Any:
+    """Accept a number."""
     if real(value, where) is None:
         raise _refuse(value, where, "a number")
     return value
 
 
 def text(value: Any, where: str) -> Any:
+    """Accept a string."""
     if not isinstance(value, str):
-        raise _refuse(value, where, "a text")
+        raise _refuse(value, where, "a string")
     return value
 
 
 def flag(value: Any, where: str) -> Any:
+    """Accept a bool."""
     if not isinstance(value, bool):
         raise _refuse(value, where, "true or false")
     return value
 
 
 def anything(value: Any, where: str) -> Any:
+    """Accept any value."""
     return value
 
 
 def like(pattern: str, wanted: str) -> Shape:
+    """Accept a string that matches a regular expression; `wanted` describes it in the error."""
+
     def check(value: Any, where: str) -> Any:
         if not re.fullmatch(pattern, text(value, where)):
             raise _refuse(value, where, wanted)
@@ -70,10 +78,13 @@ def like(pattern: str, wanted: str) -> Shape:
 
 
 def maybe(shape: Shape) -> Shape:
+    """Accept None or what `shape` accepts."""
     return lambda value, where: None if value is None else shape(value, where)
 
 
 def each(shape: Shape) -> Shape:
+    """Accept a list of items of a shape."""
+
     def check(value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise _refuse(value, where, "a list")
@@ -83,6 +94,8 @@ def each(shape: Shape) -> Shape:
 
 
 def table(shape: Shape, key: Shape = text) -> Shape:
+    """Accept a mapping with keys and values of given shapes."""
+
     def check(value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise _refuse(value, where, "a table")
@@ -92,6 +105,7 @@ def table(shape: Shape, key: Shape = text) -> Shape:
 
 
 def record(needed: Mapping[str, Shape], others: Mapping[str, Shape] | None = None) -> Shape:
+    """Accept a mapping with required and optional keys. Drop all other keys."""
     shapes = {**needed, **(others or {})}
 
     def check(value: Any, where: str) -> Any:
@@ -165,4 +179,4 @@ PRIVACY = record(
     },
 )
 CONFIG = record({"label": text, "seed": whole}, {"rounds": count})
-TABLES = ("method", "data", "split", "model")  # of a config, that are read by their keys
+TABLES = ("method", "data", "split", "model")  # tables of a config that the report reads

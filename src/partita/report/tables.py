@@ -1,4 +1,4 @@
-"""The comparison of methods: one row for each label, with its spread over seeds."""
+"""Comparison of methods: one row per label, with its spread over seeds."""
 
 from __future__ import annotations
 
@@ -22,45 +22,43 @@ from partita.report.load import (
 )
 from partita.report.metric import Metric
 
-LOCAL_BASELINES = ("local-only", "coop")  # methods of clients who learn and share nothing
-WORST_SHARE = {
-    True: 0.95,
-    False: 1.05,
-}  # of the first label's final mean: by higher_is_better, when it counts as reached
+LOCAL_BASELINES = ("local-only", "coop")  # methods in which clients train and share nothing
+# Default target as a fraction of the first label's final mean, by higher_is_better.
+WORST_SHARE = {True: 0.95, False: 1.05}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """This label − the first one, paired over `n` common seeds; the interval is the 95% one of Student's t."""
+    """Difference of a label to the first one, paired over `n` common seeds, with the 95% interval of Student's t."""
 
     n: int
     mean: float | None = None
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    p_holm: float | None = None  # given from three labels on
+    p_holm: float | None = None  # set if there are at least three labels
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The median counts a seed that did not reach the target as infinitely late; None: so late is the median."""
+    """Rounds until the target is reached. Seeds that did not reach it count as infinitely late."""
 
-    rounds: float | None
-    reached: int
-    of: int
+    rounds: float | None  # median over seeds; None if it is infinite
+    reached: int  # seeds that reached the target
+    of: int  # all seeds
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What clients have of not learning alone, over clients and common seeds."""
+    """Clients' gain over local training, over clients and common seeds."""
 
-    mean: float  # more is better, whatever the metric
-    better: float  # a share of the clients
+    mean: float  # higher is better for every metric
+    better: float  # fraction of clients that gain
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values of the metric are as recorded, spread is the sample standard deviation, and None means not known."""
+    """Results of one label. Values are as recorded, `_sd` is the sample standard deviation, None means unknown."""
 
     label: str
     seeds: tuple[int, ...]
@@ -70,18 +68,20 @@ class Line:
     personal: float | None
     personal_sd: float | None  # over clients
     personal_worst: float | None
-    gain: Gain | None  # None: nobody learnt alone, or it is they
+    gain: Gain | None  # None if there is no local baseline, or this is it
     difference: Difference | None  # None in the first line
-    up: float | None  # bytes a client-round
+    up: float | None  # bytes per client and round
     down: float | None
-    total_mb: float | None  # a run, both ways; 1 MB is 10^6 bytes
+    total_mb: float | None  # per run, both directions; 1 MB is 10^6 bytes
     reach: Reach | None
-    seconds: float | None  # a round
-    epsilon: float | None = None  # by the last round, of the most costly seed
+    seconds: float | None  # per round
+    epsilon: float | None = None  # after the last round, largest over seeds
 
 
 @dataclass(frozen=True)
 class Comparison:
+    """Results of all labels, with comments that explain them."""
+
     metric: str
     higher_is_better: bool
     target: float | None
@@ -90,20 +90,25 @@ class Comparison:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the known values, or None if there are none."""
     known = present(values)
     return statistics.fmean(known) if known else None
 
 
 def standard_deviation(values: Sequence[float | None]) -> float | None:
+    """Return the sample standard deviation of the known values, or None for fewer than two."""
     known = present(values)
     return statistics.stdev(known) if len(known) > 1 else None
 
 
 def compare(records: Sequence[RunRecord], target: float | None = None, metric: str | None = None) -> Comparison:
-    """One line for each label, in order of first appearance; the first is what the others are compared with.
+    """Compare labels, one line each in order of first appearance. The others are compared with the first.
 
-    The target is by default 95% of the first label's mean final value, or 105% of it where less is better. The metric
-    is that of the runs, unless another is named.
+    Args:
+        records: The runs.
+        target: Target of the column "rounds to". Default: 95% of the first label's mean final value, or 105% if lower
+            is better.
+        metric: Metric to compare. Default: the runs' own.
     """
     groups, judge = by_label(records), metric_of(records, metric)
     metric = judge.name
@@ -162,7 +167,7 @@ def _epsilon(run: RunRecord) -> float | None:
 
 
 def _each(run: RunRecord, way: str) -> float | None:
-    """Bytes a client-round."""
+    """Return the bytes per client and round."""
     sizes, asked = sent(run, way), sum(clients(row) for row in run.rows)
     return None if sizes is None or not asked else sum(sizes) / asked
 
@@ -173,7 +178,7 @@ def _total(run: RunRecord) -> float | None:
 
 
 def _final(run: RunRecord, metric: str) -> float | None:
-    """The last tested round's value, which may be unknown: an earlier one is not put in its place."""
+    """Return the value of the last tested round. If it is unknown, do not fall back to an earlier one."""
     values = tested(run, metric)
     return values[-1][1] if values else None
 
@@ -184,12 +189,12 @@ def _stability(run: RunRecord, metric: str) -> float | None:
 
 
 def worst_tenth(values: Sequence[float], judge: Metric) -> float | None:
-    """The mean over the worst tenth of the clients, and over at least one."""
+    """Return the mean over the worst tenth of the clients, at least one."""
     return mean(sorted(values, reverse=not judge.higher_is_better)[: math.ceil(len(values) / 10)])
 
 
 def local_baseline(groups: Mapping[str, list[RunRecord]]) -> str | None:
-    """The first label whose clients learn alone."""
+    """Return the first label whose clients train alone."""
     return next((label for label, runs in groups.items() if _method(runs[0]) in LOCAL_BASELINES), None)
 
 
@@ -198,21 +203,21 @@ def _method(run: RunRecord) -> str | None:
 
 
 def gains(groups: Mapping[str, list[RunRecord]], judge: Metric) -> dict[str, list[list[float]]]:
-    """By label and common seed, how much better each client does than by learning alone."""
+    """Return each client's gain over local training, by label and common seed."""
     base = local_baseline(groups)
     if base is None:
         return {}
     sign = 1 if judge.higher_is_better else -1
     before = {run.seed: personal(run, judge.name) for run in groups[base]}
-    found: dict[str, list[list[float]]] = {}
+    by_seed: dict[str, list[list[float]]] = {}
     for label, runs in groups.items():
         if label == base:
             continue
         pairs = [(personal(run, judge.name), before[run.seed]) for run in runs if run.seed in before]
-        found[label] = [
+        by_seed[label] = [
             present(_less(value, past.get(client), sign) for client, value in own.items()) for own, past in pairs
         ]
-    return {label: seeds for label, seeds in found.items() if any(seeds)}
+    return {label: seeds for label, seeds in by_seed.items() if any(seeds)}
 
 
 def _less(value: float | None, past: float | None, sign: int) -> float | None:
@@ -233,7 +238,7 @@ def _reach(runs: list[RunRecord], target: float, judge: Metric) -> Reach:
 
 
 def _pairs(first: list[RunRecord], runs: list[RunRecord], metric: str) -> list[tuple[float, float]]:
-    """The final values over common seeds, of runs that came equally far."""
+    """Return pairs of final values over common seeds, if both runs are finished or reached the same round."""
     pairs = []
     for one in first:
         for other in runs:
@@ -253,7 +258,7 @@ def _difference(first: list[RunRecord], runs: list[RunRecord], metric: str) -> D
         return Difference(len(pairs))
     gaps = [after - before for before, after in pairs]
     if max(gaps) - min(gaps) < 1e-12:
-        # Equal gaps have no spread to test against; what would remain is the rounding of floats.
+        # Equal gaps have zero variance: a t test would only measure float rounding.
         return Difference(len(pairs), statistics.fmean(gaps))
     try:
         from scipy import stats
@@ -271,7 +276,7 @@ def _corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction, in the order given."""
+    """Apply Holm's step-down correction. Keep the order."""
     corrected, highest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -280,48 +285,48 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Metric, base: str | None) -> list[str]:
-    """What the columns say, for those columns that are there."""
-    said = [
-        f"{judge.name}: of the last tested round, mean ± sample standard deviation over seeds"
+    """Explain the columns that are shown."""
+    comments = [
+        f"{judge.name}: value of the last tested round, mean ± sample standard deviation over seeds"
         f"{'' if judge.higher_is_better else '; lower is better'}.",
-        "stability: standard deviation over the last quarter of the rounds, averaged over seeds; lower is steadier.",
+        "stability: standard deviation over the last quarter of the rounds, averaged over seeds; lower is more stable.",
     ]
     compared = [line.difference for line in lines if line.difference]
     if compared:
-        counts = sorted({each.n for each in compared})
+        counts = sorted({difference.n for difference in compared})
         over = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
         points = "in percentage points, " if judge.higher_is_better else ""
-        said.append(
+        comments.append(
             f"difference: to {lines[0].label}, {points}paired over common seeds ({over}), "
             "with the 95% interval and p of a paired t test."
         )
-    tests = [each for each in compared if each.p is not None]
-    if any(each.p_holm is not None for each in tests):
-        said.append(f"p: corrected by Holm for {len(tests)} comparisons; the intervals are not corrected.")
+    tests = [difference for difference in compared if difference.p is not None]
+    if any(difference.p_holm is not None for difference in tests):
+        comments.append(f"p: corrected by Holm for {len(tests)} comparisons; the intervals are not corrected.")
     elif tests:
-        said.append("p: not corrected for many comparisons.")
+        comments.append("p: not corrected for multiple comparisons.")
     if any(line.personal is not None for line in lines):
-        said.append(
-            "personal: on each client's own test part; spread is the standard deviation over clients, worst tenth the "
+        comments.append(
+            "personal: on each client's own test set; spread is the standard deviation over clients, worst tenth the "
             "mean over the worst 10% of them."
         )
     if any(line.gain for line in lines):
-        said.append(
-            f"gain: how much better a client does than under {base}, where it learns alone, mean over clients and "
-            "common seeds; better off is the share of clients who gain."
+        comments.append(
+            f"gain: difference to the client's result under {base}, where it trains alone, mean over clients and "
+            "common seeds; better off is the fraction of clients that gain."
         )
     if any(line.epsilon is not None for line in lines):
-        said.append("ε: what training cost in privacy by the last round, of the seed in which it cost most.")
-    said.append("client-round: one client asked in one round, whether or not it answered.")
-    said.append("MB: sent both ways in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
+        comments.append("ε: privacy cost of training after the last round, largest over seeds.")
+    comments.append("client-round: one client sampled in one round, whether or not it answered.")
+    comments.append("MB: sent in both directions in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
     if target is not None:
         share = f"{WORST_SHARE[judge.higher_is_better]:.0%}"
-        origin = "as asked" if asked else f"{share} of the final mean of {lines[0].label}"
-        said.append(
-            f"rounds to {judge.show(target)}: {origin}; the first round counts as 1, and in the median over seeds "
-            "one that did not get there as infinitely late."
+        origin = "as requested" if asked else f"{share} of the final mean of {lines[0].label}"
+        comments.append(
+            f"rounds to {judge.show(target)}: {origin}; the first round counts as 1; median over seeds, where a seed "
+            "that did not reach it counts as infinitely late."
         )
-    return said
+    return comments
 
 
 def _reservations(
@@ -330,44 +335,46 @@ def _reservations(
     differences: dict[str, Difference],
     metric: str,
 ) -> list[str]:
-    """What a reader must know before trusting a line."""
-    first, said = next(iter(groups)), []
+    """List caveats for the reader."""
+    first, comments = next(iter(groups)), []
     for label, runs in groups.items():
         for run in runs:
             if not run.finished:
                 so_far = f"{len(run.rows)} of {run.config.get('rounds', '?')} rounds"
-                said.append(f"{label}, seed {run.seed}: unfinished ({so_far}); its last tested round is used.")
+                comments.append(f"{label}, seed {run.seed}: unfinished ({so_far}); its last tested round is used.")
         known = [settings(run) for run in runs]
-        if differing := [key for key in known[0] if any(each.get(key) != known[0][key] for each in known)]:
-            said.append(
-                f"{label}: its runs differ in more than the seed ({', '.join(differing)}); they are no repeats."
+        if differing := [key for key in known[0] if any(values.get(key) != known[0][key] for values in known)]:
+            comments.append(
+                f"{label}: its runs differ in more than the seed ({', '.join(differing)}); they are not repeats."
             )
         if unknown := [str(seed) for seed, value in finals[label].items() if value is None]:
-            said.append(f"{label}: no final {metric} for seed {', '.join(unknown)}; left out of the mean.")
+            comments.append(f"{label}: no final {metric} for seed {', '.join(unknown)}; left out of the mean.")
         own = [value for run in runs for value in personal(run, metric).values()]
         if None in own:
-            said.append(f"{label}: {own.count(None)} of {len(own)} personal values are missing and left out.")
+            comments.append(f"{label}: {own.count(None)} of {len(own)} personal values are missing and left out.")
         if any(run.privacy.get("repeatable") for run in runs):
-            said.append(f"{label}: anyone can recompute its noise from the seed, so its epsilon is a simulation.")
+            comments.append(f"{label}: anyone can recompute its noise from the seed, so its epsilon is only simulated.")
         if len(runs) == 1:
-            said.append(f"{label}: one seed, so no spread over seeds.")
+            comments.append(f"{label}: one seed, so no spread over seeds.")
         if label != first:
-            said += _paired_reservations(groups[first], runs, differences[label])
-    return said
+            comments += _paired_reservations(groups[first], runs, differences[label])
+    return comments
 
 
-def _paired_reservations(first: list[RunRecord], runs: list[RunRecord], each: Difference) -> list[str]:
-    label, said = runs[0].label, []
+def _paired_reservations(first: list[RunRecord], runs: list[RunRecord], difference: Difference) -> list[str]:
+    label, comments = runs[0].label, []
     common = len({run.seed for run in runs} & {run.seed for run in first})
-    if each.n < common:
-        said.append(
-            f"{label}: {common - each.n} of {common} common seeds left out of the difference, "
-            "since one run of the pair is behind or has no value."
+    if difference.n < common:
+        comments.append(
+            f"{label}: {common - difference.n} of {common} common seeds left out of the difference, "
+            "because one run of the pair is behind or has no value."
         )
-    if each.n < 2:
-        said.append(
-            f"{label}: no paired difference to {first[0].label}, which needs 2 pairs of runs; here n = {each.n}."
+    if difference.n < 2:
+        comments.append(
+            f"{label}: no paired difference to {first[0].label}, which needs 2 pairs of runs; here n = {difference.n}."
         )
-    elif each.p is None:
-        said.append(f"{label}: the same difference to {first[0].label} for every seed, so there is nothing to test.")
-    return said
+    elif difference.p is None:
+        comments.append(
+            f"{label}: the same difference to {first[0].label} for every seed, so there is nothing to test."
+        )
+    return comments

@@ -1,4 +1,4 @@
-"""`check_method`: the promises that every method must keep, tried out on a small federation in a few seconds."""
+"""`check_method`: tests a method against the requirements for every method, on a toy federation in a few seconds."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ from partita.testing.toy import Float64Model, Float64Population, PooledPopulatio
 
 
 class ConformanceError(AssertionError):
-    """A promise that a method broke."""
+    """A method violates a requirement."""
 
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """What was measured on the way."""
+    """Measurements from a successful check."""
 
-    block_difference: float  # the largest, relative to the size of what it is a part of
+    block_difference: (
+        float  # largest difference between blocks and single clients, relative to the slot's largest value
+    )
     bytes_up: int
     bytes_down: int
 
@@ -48,9 +50,20 @@ def check_method(
     optimizer: Optimizer | None = None,
     tolerance: float = 1e-5,
 ) -> ConformanceReport:
-    """Raise a ConformanceError that names the first promise broken; return what was measured.
+    """Check a method by several runs on a small federation.
 
-    Without an optimizer it is AdamW, or SGD for a method that is derived for that alone.
+    Args:
+        method: The method.
+        model: Default: `ToyTransformer`.
+        population: Default: `ToyPopulation`.
+        optimizer: Default: AdamW, or SGD if the method does not support AdamW.
+        tolerance: Largest relative difference allowed between blocks and single clients.
+
+    Returns:
+        The measurements.
+
+    Raises:
+        ConformanceError: The method violates a requirement. The text names the first one.
     """
     model, population = model or ToyTransformer(), population or ToyPopulation()
     model = method.extend(model, Key(5)) if method.extend else model
@@ -64,11 +77,11 @@ def check_method(
     _check_plan(run, model, population)
     before = torch.get_rng_state()
     whole = _play(run, model, make(), EngineProbe(run, model))
-    run = replace(run, drift=False)  # measured once; it takes a tenth of the time and changes nothing
+    run = replace(run, drift=False)  # one run with drift is enough; it takes a tenth of the time and changes no result
     _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
-    _require(_same(whole, _play(run, model, make())), "the same run gives two results: something outside it has a say")
+    _require(_same(whole, _play(run, model, make())), "the same run gives two results, so it depends on outside state")
     _check_wire(run, model, make, whole)
-    # What clients choose by their data, and a server by what it saw, no plan can foretell.
+    # A dry run cannot predict choices that depend on clients' data or on what the server has seen.
     if (
         all(type(rule).narrow is ClientRule.narrow for rule in method.client_rules)
         and type(method.server_rule).signal is ServerRule.signal
@@ -78,15 +91,17 @@ def check_method(
     _check_resume(run, model, make, whole)
     return ConformanceReport(
         _check_blocks(run, model, population, tolerance),
-        sum(sum(each.traffic.up.values()) for each in whole.rounds),
-        sum(sum(each.traffic.down.values()) for each in whole.rounds),
+        sum(sum(result.traffic.up.values()) for result in whole.rounds),
+        sum(sum(result.traffic.down.values()) for result in whole.rounds),
     )
 
 
 @dataclass(frozen=True)
 class RunTrace:
+    """The results of all rounds of a run, and the clients' states after it."""
+
     rounds: list[RoundResult]
-    states: dict[str, Tensors]  # by client, all that it keeps
+    states: dict[str, Tensors]  # client -> its state, keyed by "slot/name"
 
     @property
     def params(self) -> Tensors:
@@ -97,7 +112,7 @@ Maker = Callable[..., SimulationEngine]
 
 
 def _faults(run: Run, clients: Sequence[str]) -> Availability:
-    """Some clients drop out and some straggle, but in every round somebody answers."""
+    """Let some clients drop out and some straggle, with at least one answer in every round."""
     if run.method.pool:
         return Availability()
     availability, trace = Availability(client_dropout=0.15, straggler_rate=0.3), {}
@@ -123,16 +138,17 @@ def _play(
     server: Server | None = None,
     start: int = 0,
 ) -> RunTrace:
-    carried: Engine = watch.over(engine) if watch else engine
-    played = []
-    for each in rounds(run, model, carried, server, start):
+    watched: Engine = watch.over(engine) if watch else engine
+    results = []
+    for result in rounds(run, model, watched, server, start):
         if watch:
-            watch.after(each)
-        played.append(each)
-    return RunTrace(played, states_of(run, engine))
+            watch.after(result)
+        results.append(result)
+    return RunTrace(results, states_of(run, engine))
 
 
 def states_of(run: Run, engine: SimulationEngine) -> dict[str, Tensors]:
+    """Return every client's state after the run, keyed by "slot/name"."""
     states = {}
     for client in engine.clients():
         state = engine.store.load(client, run.rounds)
@@ -142,7 +158,7 @@ def states_of(run: Run, engine: SimulationEngine) -> dict[str, Tensors]:
 
 
 class EngineProbe:
-    """Stands between the rounds and an engine, and looks at everything that passes."""
+    """Wraps an engine and checks every job, every update and the server after every round."""
 
     def __init__(self, run: Run, model: Model) -> None:
         self.run, self.model = run, model
@@ -150,6 +166,7 @@ class EngineProbe:
         self.trained: set[str] = set()
 
     def over(self, engine: SimulationEngine) -> EngineProbe:
+        """Wrap this engine."""
         self.engine = engine
         return self
 
@@ -163,7 +180,7 @@ class EngineProbe:
         for job in jobs:
             held = {name: value.clone() for name, value in job.params.items()}
             for reply in self.engine.train([job]):
-                _require(tensors.equal(held, job.params), "it changes what it was sent")
+                _require(tensors.equal(held, job.params), "it modifies the tensors it was sent")
                 if isinstance(reply, Update):
                     self._look(job, reply)
                 yield reply
@@ -172,26 +189,28 @@ class EngineProbe:
         plan, _ = client_params(self.run, self.model, job, ClientState())
         sent = serialization.unpack(serialization.pack({"delta": update.delta, **update.slots}))
         names = {name for part in sent.values() for name in part}
-        _require(not names & plan.keep, f"'{_some(names & plan.keep)}' is kept by the client and yet in its update")
-        _require(names <= plan.up, f"'{_some(names - plan.up)}' is in an update that does not send it up")
+        _require(not names & plan.keep, f"'{_some(names & plan.keep)}' is kept by the client, but is in its update")
+        _require(names <= plan.up, f"'{_some(names - plan.up)}' is in an update, but the plan does not send it up")
         self.trained |= plan.train
 
     def after(self, each: RoundResult) -> None:
+        """Check that the round did not change or copy parameters that no client trained."""
         before = self.model.initial if self.server is None else self.server.params
-        still = each.server.params.keys() - self.run.method.server_rule.affected_names(
+        untouched = each.server.params.keys() - self.run.method.server_rule.affected_names(
             self.model, frozenset(self.trained)
         )
-        moved = {name for name in still if not torch.equal(before[name], each.server.params[name])}
-        _require(not moved, f"'{_some(moved)}' moved in round {each.number}, in which nobody trained it")
-        copied = {name for name in still if before[name] is not each.server.params[name]}
+        moved = {name for name in untouched if not torch.equal(before[name], each.server.params[name])}
+        _require(not moved, f"'{_some(moved)}' changed in round {each.number}, but no client trained it")
+        copied = {name for name in untouched if before[name] is not each.server.params[name]}
         _require(
-            not copied, f"'{_some(copied)}' did not move in round {each.number}, but a copy will be sent to everyone"
+            not copied,
+            f"'{_some(copied)}' did not change in round {each.number}, but was copied, so it is sent to all clients",
         )
         self.server, self.trained = each.server, set()
 
 
 def _check_plan(run: Run, model: Model, population: Population) -> None:
-    """A function of the model and the turn, and of nothing else."""
+    """Check that the plan is a pure function of the model and the round."""
     for round_info in (
         RoundInfo(round, run.rounds, client) for round in range(run.rounds) for client in population.clients
     ):
@@ -202,34 +221,34 @@ def _check_plan(run: Run, model: Model, population: Population) -> None:
 
 
 def _check_wire(run: Run, model: Model, make: Maker, whole: RunTrace) -> None:
-    """Messages packed for real, and clients that hold only what they were sent, change nothing."""
+    """Check that the result is the same with serialized messages and clients that hold only what they were sent."""
     packed = _play(run, model, make(wire=True))
-    _require(_same(whole, packed), "what travels does not suffice: with real messages the result differs")
+    _require(_same(whole, packed), "its messages are incomplete: with serialized messages the result differs")
     for one, two in zip(whole.rounds, packed.rounds, strict=True):
-        _require(one.traffic == two.traffic, f"bytes differ with real messages in round {one.number}")
+        _require(one.traffic == two.traffic, f"bytes differ with serialized messages in round {one.number}")
 
 
 def _check_rehearsal(run: Run, model: Model, population: Population, whole: RunTrace) -> None:
     rehearsal = DryRunEngine(run, model, population.clients, _faults(run, population.clients))
     for one, two in zip(whole.rounds, rounds(replace(run, drift=False), model, rehearsal), strict=True):
-        _require(one.traffic == two.traffic, f"the plan foretells other bytes than were sent in round {one.number}")
+        _require(one.traffic == two.traffic, f"the dry run predicts other bytes than were sent in round {one.number}")
 
 
 def _check_order(run: Run, model: Model, make: Maker) -> None:
-    """A client's answer does not depend on who was asked before it."""
+    """Check that a client's update does not depend on the clients before it."""
     server = next(iter(rounds(run, model, make()))).server
     jobs = [make_job(run, model, server, 1, client)[0] for client in make().clients()]
-    ahead = {reply.client: reply for reply in make().train(jobs)}
+    forward = {reply.client: reply for reply in make().train(jobs)}
     for reply in make().train(reversed(jobs)):
-        other = ahead[reply.client]
+        other = forward[reply.client]
         if isinstance(reply, Update) and isinstance(other, Update):
             _require(
-                tensors.equal(reply.delta, other.delta), f"the answer of {reply.client} depends on the order of clients"
+                tensors.equal(reply.delta, other.delta), f"the update of {reply.client} depends on the order of clients"
             )
 
 
 def _check_resume(run: Run, model: Model, make: Maker, whole: RunTrace) -> None:
-    """Stop early with state on disk, halfway and in blocks with state in memory, and go on from what was written."""
+    """Check resuming: after the first round with state on disk, and halfway in blocks with state in memory."""
     for stop, kind, block in ((1, "disk", 1), (run.rounds // 2, "memory", 3)):
         whole = whole if block == 1 else _play(run, model, make(block=block))
         with TemporaryDirectory() as name:
@@ -238,22 +257,25 @@ def _check_resume(run: Run, model: Model, make: Maker, whole: RunTrace) -> None:
             store = disk if kind == "disk" else MemoryStore(disk)
             stream = rounds(run, model, make(store=store, block=block))
             for _ in range(stop):
-                each = next(stream)
-            list(islice(rounds(run, model, make()), 2))  # hidden state would be another round's now
+                result = next(stream)
+            list(islice(rounds(run, model, make()), 2))  # overwrites any hidden state with that of another round
             store.commit(stop)
-            path = checkpoint.save(folder / "server", stop, each.server)
+            path = checkpoint.save(folder / "server", stop, result.server)
             done, server = checkpoint.load(path)
             again = _play(run, model, make(store=DiskStore(disk.folder), block=block), server=server, start=done)
             _require(_same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
-            late = [each.traffic for each in whole.rounds[stop:]]
-            _require(late == [each.traffic for each in again.rounds], f"resumed after round {stop - 1}, bytes differ")
+            late = [result.traffic for result in whole.rounds[stop:]]
+            _require(
+                late == [result.traffic for result in again.rounds], f"resumed after round {stop - 1}, bytes differ"
+            )
 
 
 def _check_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
-    """In float32 under SGD, and with the method's own optimizer in float64.
+    """Compare blocks with single clients: with SGD in float32, and with the method's own optimizer in float64.
 
-    AdamW divides by the size of the gradient, so where that is nothing but rounding (a key bias, which softmax cannot
-    feel), float32 noise becomes motion of full size in any two ways of computing; float64 takes the noise below eps.
+    AdamW divides by the gradient's magnitude. Where the gradient is pure rounding error (a key bias, to which softmax
+    is invariant), float32 error becomes a full-size step, so any two ways of computing differ. In float64, the error
+    falls below AdamW's eps.
     """
     plain = SGD(momentum=0.9)
     own = run.training.optimizer
@@ -266,15 +288,15 @@ def _check_blocks(run: Run, model: Model, population: Population, tolerance: flo
 def _compare_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
     make, worst = _maker(run, model, population), 0.0
     whole = _play(run, model, make())
-    for block in sorted({min(each, run.cohort_size(len(population.clients))) for each in (2, 5)}):
+    for block in sorted({min(size, run.cohort_size(len(population.clients))) for size in (2, 5)}):
         other = _play(run, model, make(block=block))
         for owner in ("the server's", *whole.states):
-            one, two = (_params(each) if owner == "the server's" else each.states[owner] for each in (whole, other))
+            one, two = (_params(trace) if owner == "the server's" else trace.states[owner] for trace in (whole, other))
             for name, value in one.items():
-                # Against the slot as a whole: the momentum of a key bias is rounding and nothing else.
-                alike = [each for key, each in one.items() if key.partition("/")[0] == name.partition("/")[0]]
-                size = max(float(each.abs().max()) for each in alike)
-                difference = float((value - two[name]).abs().max()) / (size or 1.0)
+                # Relative to the whole slot: the momentum of a key bias is pure rounding error.
+                slot = [tensor for key, tensor in one.items() if key.partition("/")[0] == name.partition("/")[0]]
+                scale = max(float(tensor.abs().max()) for tensor in slot)
+                difference = float((value - two[name]).abs().max()) / (scale or 1.0)
                 worst = max(worst, difference)
                 _require(difference <= tolerance, f"in blocks of {block}, {owner} '{name}' differs by {difference:.1e}")
     return worst

@@ -1,4 +1,4 @@
-"""A federation small enough to try anything on: two layers of attention, eight clients, milliseconds a round."""
+"""A toy federation for tests: two attention layers, eight clients, milliseconds per round."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from partita.core.tensors import Names, Tensors
 
 
 class ToyTransformer(Model):
-    """Two layers of softmax attention over four tokens, with every tag a method may ask for."""
+    """Softmax attention over four tokens, with all tags that methods use.
+
+    Args:
+        width: Size of a token's vector.
+        layers: Number of layers.
+        classes: Number of classes.
+        key: Seeds the initial parameters.
+    """
 
     name = "tiny attention"
 
     def __init__(self, width: int = 6, layers: int = 2, classes: int = 3, key: Key = Key(0)) -> None:  # noqa: B008
-        self.width, self.layers = width, tuple(range(layers))  # the numbers of those that run
+        self.width, self.layers = width, tuple(range(layers))  # indices of the layers that are not skipped
         shapes: dict[str, tuple[tuple[int, ...], Names]] = {"embed.weight": ((4, width), frozenset({"embedding"}))}
         for layer in self.layers:
             for role in ("query", "key", "value", "output", "mlp"):
@@ -45,11 +52,12 @@ class ToyTransformer(Model):
         return self._run(params, inputs)[0]
 
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
-        """To the first token, whichever are asked for."""
+        """Return the attention to the first token for each layer. `tokens` is ignored."""
         with torch.no_grad():
             maps = self._run(params, batch.inputs)[1]
         return {
-            f"layer.{layer}": each[..., 0].mean(-1, keepdim=True) for layer, each in zip(self.layers, maps, strict=True)
+            f"layer.{layer}": weights[..., 0].mean(-1, keepdim=True)
+            for layer, weights in zip(self.layers, maps, strict=True)
         }
 
     def skip_layers(self, without: Names) -> ToyTransformer:
@@ -58,11 +66,11 @@ class ToyTransformer(Model):
         return other
 
     def head_dimensions(self) -> dict[str, tuple[int, int]]:
-        """There is one head."""
+        """Return (dimension, number of heads) of each projection: one head along dimension 0."""
         return dict.fromkeys(self.names("query", "key", "value"), (0, 1))
 
     def _run(self, params: Tensors, inputs: Tensors) -> tuple[Output, list[Tensor]]:
-        """The output, and of each layer its attention (example, query, key)."""
+        """Return the output and the attention of each layer: (example, query, key)."""
         maps = []
         state = inputs["x"] @ params["embed.weight"]  # (example, token, width)
         for layer in self.layers:
@@ -85,8 +93,10 @@ class ToyTransformer(Model):
 
 @dataclass(frozen=True)
 class ToyExamples:
-    x: Tensor
-    y: Tensor
+    """Examples in memory."""
+
+    x: Tensor  # (example, token, feature)
+    y: Tensor  # (example,)
 
     def __len__(self) -> int:
         return len(self.y)
@@ -96,7 +106,7 @@ class ToyExamples:
 
 
 class ToyPopulation:
-    """Eight clients of different sizes, each with inputs shifted its own way."""
+    """Eight clients of different sizes, each with its own shift of the inputs."""
 
     clients = tuple(f"c{number}" for number in range(8))
 
@@ -110,7 +120,7 @@ class ToyPopulation:
 
 
 class Float64Model(Model):
-    """A model in float64."""
+    """Wraps a model, with its parameters in float64."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.name, self.tags = model, f"{model.name} in float64", model.tags
@@ -134,6 +144,8 @@ class Float64Model(Model):
 
 @dataclass(frozen=True)
 class Float64Examples:
+    """Wraps examples, with their inputs in float64."""
+
     examples: Examples
 
     def __len__(self) -> int:
@@ -146,6 +158,8 @@ class Float64Examples:
 
 
 class Float64Population:
+    """Wraps a population, with all inputs in float64."""
+
     def __init__(self, population: Population) -> None:
         self.population, self.clients = population, population.clients
 
@@ -155,7 +169,7 @@ class Float64Population:
 
 
 class PooledPopulation:
-    """All of a population's data as one client's."""
+    """The training data of all clients, pooled into a single client."""
 
     clients = ("pooled",)
 

@@ -264,12 +264,13 @@ def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any
     """
     from torch import _dynamo  # the import takes a second
 
-    def contiguous(trainable: Tensors, *rest: Any) -> Any:
+    def contiguous_gradients(trainable: Tensors, *rest: Any) -> Any:
         # Flattening makes each gradient contiguous, as the optimizer requires. The compiler does this at no cost; a
         # copy per name afterwards took a twelfth of a large model's step.
         return function({name: value.flatten().view(value.shape) for name, value in trainable.items()}, *rest)
 
-    program = torch.compile(contiguous, fullgraph=True, options={"combo_kernels": True} if combined else None)
+    options: dict[str, Any] | None = {"combo_kernels": True} if combined else None
+    program = torch.compile(contiguous_gradients, fullgraph=True, options=options)
 
     def call(*parts: Any) -> Any:
         try:

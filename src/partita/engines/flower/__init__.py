@@ -1,1 +1,1 @@
-"""Clients on other machines, carried by Flower."""
+"""Engine for clients on other machines, connected through Flower."""

@@ -1,4 +1,4 @@
-"""What a site remembers of what it was asked, so that no message can take it back or use its noise twice."""
+"""A site's record of the jobs it received. It rejects replayed messages and prevents the reuse of noise."""
 
 from __future__ import annotations
 
@@ -15,21 +15,28 @@ from partita.core.client import ClientError, ClientState, Job
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.messages import JobId
 
-SESSIONS_KEPT = 1000  # of one run, at most: a server starts one whenever it starts again
+SESSIONS_KEPT = 1000  # maximum number of sessions per run; each start of the server begins one
 
 
 class HistoryError(ValueError):
-    """A file of a site's past that cannot be read; going on without it would be unsafe."""
+    """A site's record cannot be read. Continuing without it would be unsafe."""
 
 
 def enter(path: Path, job_id: JobId) -> bool:
-    """Note the job, and say whether its session is a new one.
+    """Record a job and check that it is not a replay.
 
-    Rounds of a session only go up, and a session that gave way to another does not return. So an old message that
-    somebody sends again is refused, and cannot make the site drop its state.
+    Rounds never decrease within a session, and a session that was replaced by another does not return. So a replayed
+    message is refused and cannot make the site drop its state.
+
+    Args:
+        path: The site's session file.
+        job_id: The job.
+
+    Returns:
+        Whether the session is new.
 
     Raises:
-        ClientFault: the message is an old one.
+        ClientError: The message is an old one, or there were too many sessions.
     """
     seen = _read(path) or {"session": "", "round": 0, "ended": []}
     new = job_id.session != seen["session"]
@@ -42,16 +49,27 @@ def enter(path: Path, job_id: JobId) -> bool:
     if new and seen["session"]:
         seen["ended"].append(seen["session"])
     if len(seen["ended"]) >= SESSIONS_KEPT:
-        raise ClientError(job_id.client, f"has seen {SESSIONS_KEPT} sessions of this run; delete {path.name} to go on")
+        raise ClientError(
+            job_id.client, f"has seen {SESSIONS_KEPT} sessions of this run; delete {path.name} to continue"
+        )
     if new or job_id.round > seen["round"]:
         atomic_files.write(path, json.dumps({**seen, "session": job_id.session, "round": job_id.round}).encode())
     return new
 
 
 def claim(path: Path, round: int, asked: str) -> bool:
-    """Whether this round's noise may be drawn for what is asked: for the first that asks, and for the same again.
+    """Claim a round's noise for a request.
 
-    It is on disk before this returns, and so before the answer leaves.
+    The first request of a round gets the noise, and so does an identical repetition. The claim is on disk before this
+    function returns, so before the answer is sent.
+
+    Args:
+        path: The site's record of answered rounds.
+        round: The round.
+        asked: Fingerprint of the request.
+
+    Returns:
+        Whether noise may be drawn for this request.
     """
     with _locked(path):
         answered = _read(path) or {}
@@ -62,9 +80,9 @@ def claim(path: Path, round: int, asked: str) -> bool:
 
 
 def fingerprint(job: Job, state: ClientState, config: str, examples: int) -> str:
-    """Of all that a client's answer depends on beside its secret and the contents of its examples.
+    """Hash everything a client's answer depends on, except its secret and the contents of its examples.
 
-    The client's own state is part of it, since a server has a say in which of its states counts.
+    The client's own state is included, because the server influences which of its states is used.
     """
     parts = {"params": job.params, "personal": state.personal}
     parts |= {f"slot.{slot}": part for slot, part in job.slots.items()}
@@ -76,19 +94,19 @@ def fingerprint(job: Job, state: ClientState, config: str, examples: int) -> str
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise HistoryError(f"{path.name} in this site's folder is damaged; restore it from a copy") from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise HistoryError(f"{path.name} in this site's folder is damaged; restore it from a copy")
-    return found
+    return record
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Two processes that answer at the same time would both find the round free."""
+    """Lock the record: otherwise two processes that answer at the same time would both find the round unclaimed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,6 +1,6 @@
-"""A site's side: every message is answered from the site's data and from what its folder holds.
+"""The site's side: it answers each message from its data and its folder.
 
-Flower starts a fresh process for each message, so nothing is kept in memory between two of them.
+Flower starts a new process for each message, so nothing stays in memory between messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ COPY, SESSION, STATES, ANSWERED = "copy.safetensors", "session.json", "states", 
 
 @dataclass(frozen=True)
 class Site:
-    """One client, its data, and the folder where it keeps its state and its copy of what it was sent."""
+    """One client, its data, and the folder with its state and its copy of the parameters it was sent.
+
+    It is also a population that consists of this one client.
+    """
 
     run: Run
     model: Model
@@ -47,8 +50,8 @@ class Site:
     availability: Availability
     device: torch.device
     evaluator: Evaluator
-    config: str = ""  # the digest of the config that server and sites share
-    answered: Path | None = None  # the rounds for which noise was drawn by this site's secret; None: in the folder
+    config: str = ""  # digest of the config that server and sites share
+    answered: Path | None = None  # record of the rounds for which noise was drawn; None: a file in `folder`
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -59,7 +62,12 @@ class Site:
 
 
 def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) -> ClientApp:
-    """`site` is costly, so it is called for jobs alone; to say who is here, the name is enough."""
+    """Create a site's Flower app.
+
+    Args:
+        name: Returns the client's name.
+        site: Builds the site. This is expensive, so it is called only for jobs, not to report the name.
+    """
     app = ClientApp()
 
     @app.query()
@@ -78,6 +86,7 @@ def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) 
 
 
 def train(site: Site, content: RecordDict) -> RecordDict:
+    """Answer a training job with an update, or with an error reply."""
     request, plan, engine = _enter(site, content, done=0)
     held = _held(site.folder / COPY)
     job = _job(site, request, plan, held)
@@ -87,11 +96,11 @@ def train(site: Site, content: RecordDict) -> RecordDict:
         return messages.encode_error(
             ErrorReply(
                 f"round {job.round} was already answered for another model; answering again would reuse its noise, and "
-                "two answers would show what it hides"
+                "the two answers together would reveal what it hides"
             )
         )
     if request.sent:
-        # Before the answer: what a client answered to, the server takes it to hold.
+        # Save the copy before answering: the server assumes that a client holds everything it has answered to.
         atomic_files.write(site.folder / COPY, serialization.pack({"params": {**held, **request.sent}}))
     [answer] = engine.train([job])
     if isinstance(answer, ClientFailure):
@@ -101,12 +110,11 @@ def train(site: Site, content: RecordDict) -> RecordDict:
 
 
 def evaluate(site: Site, content: RecordDict) -> RecordDict:
+    """Answer an evaluation job with scores, or with an error reply."""
     request, plan, engine = _enter(site, content, done=1)
     if site.run.method.privacy and site.run.method.adapt:
         return messages.encode_error(
-            ErrorReply(
-                f"{site.run.method.name} adapts to training examples before it is scored, and adds no noise to that"
-            )
+            ErrorReply(f"{site.run.method.name} adapts to training examples before it is scored, without adding noise")
         )
     job = _job(site, request, plan, _held(site.folder / COPY))
     if isinstance(job, ErrorReply):
@@ -116,14 +124,14 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
 
 
 def _enter(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Plan, SimulationEngine]:
-    """What is asked, the plan for it, and the engine of this one client. Nothing is touched before all is checked."""
+    """Return the request, its plan, and an engine for this one client. Check everything before changing any file."""
     request = messages.decode_job(content)
     plan = check_request(site.run, site.model, site.client, site.config, request, done)
     if answered_rounds.enter(site.folder / SESSION, request.job_id):
         (site.folder / COPY).unlink(missing_ok=True)
     store = DiskStore(site.folder / STATES, site.device)
     store.rewind(request.void)
-    # A store keeps what its last two checkpoints need; behind both of the server's lies what is settled.
+    # A store keeps what its last two commits need. No server checkpoint is older than `settled`, so commit it twice.
     store.commit(request.settled)
     store.commit(request.settled)
     engine = SimulationEngine(
@@ -148,22 +156,24 @@ def _held(path: Path) -> Tensors:
     try:
         return serialization.unpack(path.read_bytes()).get("params", {})
     except (FileNotFoundError, safetensors.SafetensorError):
-        return {}  # the seal finds out what is missing
+        return {}  # the fingerprint check notices what is missing
 
 
 def _job(site: Site, request: SiteRequest, plan: Plan, held: Tensors) -> Job | ErrorReply:
-    """The job with all its parameters, if they are those that the server means."""
+    """Return the job with all its parameters, or an error if they differ from the server's."""
     initial, known = site.model.initial, {**held, **request.sent}
     params = {name: known[name] if name in known else initial[name].cpu() for name in sorted(plan.down)}
     if Fingerprints()(params) != request.fingerprint:
-        return ErrorReply("does not hold what it was sent in earlier rounds; it is sent everything anew", empty=True)
+        return ErrorReply(
+            "does not hold what it was sent in earlier rounds; the server will resend everything", empty=True
+        )
     slots = {slot: tensors.to(part, site.device) for slot, part in request.slots.items()}
     stale, round = frozenset(request.sent), request.job_id.round
     return Job(round, site.client, tensors.to(params, site.device), stale, slots, request.signal)
 
 
 def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:
-    """Only the kind of an error leaves the site where its text might quote data."""
+    """Answer a message. If an error's text might quote data, only its type leaves the site."""
     try:
         content = work()
     except Exception as error:
@@ -171,6 +181,6 @@ def _reply(message: Message, work: Callable[[], RecordDict]) -> Message:
         origin = type(error).__module__
         if origin.startswith("partita.data.") or not origin.startswith("partita."):
             logging.getLogger(__name__).exception("this message could not be answered")
-            reason = f"failed with {type(error).__name__}; the log of its SuperNode says more"
+            reason = f"failed with {type(error).__name__}; see the log of its SuperNode"
         content = messages.encode_error(ErrorReply(reason, fault=True))
     return Message(messages.with_job_id(content, message.content), reply_to=message)

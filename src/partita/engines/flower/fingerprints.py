@@ -1,4 +1,4 @@
-"""Whether both sides mean the same tensors: a fingerprint instead of trust in what each believes the other holds."""
+"""Fingerprints of tensors, to verify that server and site hold the same ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from partita.core.tensors import Tensors
 
 
 class Fingerprints:
-    """Fingerprints of parameters, each tensor read once: the server's stay the same objects until they change."""
+    """Computes fingerprints of parameters and caches the digest of each tensor.
+
+    The cache compares tensors by identity, since the server replaces a tensor object whenever its value changes.
+    """
 
     def __init__(self) -> None:
         self.known: dict[str, tuple[Tensor, str]] = {}

@@ -1,4 +1,4 @@
-"""A whole federation on this machine, for trying out: a SuperLink and a SuperNode for each client, as processes."""
+"""A whole federation on this machine, for tests: a SuperLink process and one SuperNode process per client."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pathlib import Path
 from partita.core.safe_text import path_component
 from partita.engines.flower.prefork_server import start_prefork_server
 
-WAIT = 120.0  # seconds for the SuperLink to come up
-PATIENCE = 10.0  # seconds for a process to end by itself
+WAIT = 120.0  # seconds for the SuperLink to start
+PATIENCE = 10.0  # seconds for a process to exit after SIGTERM
 
-# Nothing is sent to others, and no app installs anything.
+# No telemetry, no update checks, and no app installs packages.
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -31,18 +31,20 @@ QUIET = {
 
 
 class DeploymentError(ValueError):
-    """A federation on this machine that does not come up."""
+    """The local federation did not start."""
 
 
 @dataclass(frozen=True)
 class LocalDeployment:
-    folder: Path
-    environment: Mapping[str, str]
-    link: subprocess.Popen[bytes]
-    nodes: Mapping[str, subprocess.Popen[bytes]]
+    """A running local federation."""
+
+    folder: Path  # logs and client folders
+    environment: Mapping[str, str]  # for Flower's programs
+    link: subprocess.Popen[bytes]  # the SuperLink
+    nodes: Mapping[str, subprocess.Popen[bytes]]  # client -> its SuperNode
 
     def run(self, app: Path, settings: str) -> None:
-        """Run the app to its end, with its log on the terminal."""
+        """Run the app to completion and print its log to the terminal."""
         command = [
             find_executable("flwr", self.environment),
             "run",
@@ -63,10 +65,17 @@ def deploy_locally(
     nodes: str = "",
     gate: Callable[[int], int] = lambda port: port,
 ) -> Iterator[LocalDeployment]:
-    """All processes have ended when the block is left, however it is left.
+    """Start a SuperLink and one SuperNode per client. All processes have ended when the context exits.
 
-    With `modules`, one process imports these and Flower, and all others are its forks. `nodes` is added to every node
-    config. `gate` says on which port sites call, given the SuperLink's own.
+    Args:
+        clients: The clients' names.
+        folder: Folder for logs and client state.
+        modules: If given, one process imports these modules and Flower, and all others are its forks.
+        nodes: Text that is appended to every node config.
+        gate: Maps the SuperLink's port to the port that the SuperNodes connect to.
+
+    Raises:
+        DeploymentError: The SuperLink did not start.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +89,7 @@ def deploy_locally(
 
         def launch(name: str, *command: str) -> subprocess.Popen[bytes]:
             with (folder / f"{path_component(name)}.log").open("wb") as log:
-                # A group of its own, so that the processes it starts in turn can be ended with it.
+                # Its own process group, so that its child processes can be ended with it.
                 process = subprocess.Popen(
                     [find_executable(command[0], environment), *command[1:]],
                     env=environment,
@@ -103,33 +112,39 @@ def deploy_locally(
 
 
 def current_environment() -> dict[str, str]:
-    """The environment of this process, in which the programs installed beside its Python are found first."""
+    """Return this process's environment, with the folder of its Python executable first on PATH."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
 def _environment(folder: Path, port: int) -> dict[str, str]:
-    """Flower finds its SuperLink by the config in FLWR_HOME."""
+    """Write the config in FLWR_HOME by which Flower finds its SuperLink, and return the environment."""
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
     address = f'address = "127.0.0.1:{port}"\ninsecure = true\n'
     (home / "config.toml").write_text(f'[superlink]\ndefault = "loopback"\n\n[superlink.loopback]\n{address}')
-    # Several clients share this machine: each with all its cores would be slower for all.
+    # Several clients share this machine. If each used all cores, all would be slower.
     return {"OMP_NUM_THREADS": "1", **current_environment(), **QUIET, "FLWR_HOME": str(home)}
 
 
 def find_executable(name: str, environment: Mapping[str, str]) -> str:
+    """Find a Flower program on the environment's PATH.
+
+    Raises:
+        DeploymentError: The program is not installed.
+    """
     path = shutil.which(name, path=environment["PATH"])
     if path is None:
-        raise DeploymentError(f"{name} is not found; install Flower with: pip install 'partita[flower]'")
+        raise DeploymentError(f"{name} was not found; install Flower with: pip install 'partita[flower]'")
     return path
 
 
 def free_ports(count: int) -> list[int]:
+    """Return distinct TCP ports on the loopback interface that are free at the moment."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def _await(link: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -140,11 +155,11 @@ def _await(link: subprocess.Popen[bytes], port: int, log: Path) -> None:
                 return
         except OSError:
             time.sleep(0.2)
-    raise DeploymentError(f"the SuperLink does not come up; {log} says why")
+    raise DeploymentError(f"the SuperLink did not start; see {log}")
 
 
 def terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask them and all that they started to end, and end those that do not."""
+    """End the process groups: SIGTERM first, then SIGKILL for those still alive after `PATIENCE` seconds."""
     for step in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with suppress(ProcessLookupError):

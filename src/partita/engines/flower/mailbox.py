@@ -1,4 +1,4 @@
-"""Sending over Flower's grid, and fetching replies by a deadline."""
+"""Sends messages over Flower's grid and collects the replies until a deadline."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from flwr.serverapp import Grid
 
 from partita.engines.flower import messages
 
-CONNECTION = ("httpx", "httpcore", "flwr.supercore.error")  # their errors are of the SuperLink, not of a site
-GRACE = 30.0  # seconds past the deadline in which to fetch what had arrived by then
+CONNECTION = (
+    "httpx",
+    "httpcore",
+    "flwr.supercore.error",
+)  # errors from these modules come from the SuperLink, not a site
+GRACE = 30.0  # seconds after the deadline to download replies that had arrived in time
 
 
 @dataclass
 class Deadline:
-    """When waiting began and when it ends; the end comes nearer once enough have answered."""
+    """Start and end of waiting, in monotonic time. The end moves closer once enough clients have answered."""
 
     begun: float
     until: float
@@ -31,45 +35,58 @@ class Deadline:
 
 
 class Mailbox:
-    """`deadline` is in seconds; `poll` is how long to wait between two looks.
+    """Sends messages to nodes and collects their replies.
 
-    Once enough have answered, the others have `patience` seconds more, and never more than the deadline.
+    Args:
+        grid: Flower's connection to the nodes.
+        deadline: Seconds to wait for replies.
+        poll: Seconds between two polls.
+        patience: Seconds left for the others once enough clients have answered. The deadline still applies.
     """
 
     def __init__(self, grid: Grid, deadline: float, poll: float, patience: float = math.inf) -> None:
         self.grid, self.deadline, self.poll, self.patience = grid, deadline, poll, patience
 
     def send(self, content: RecordDict, node: int, kind: str, group: str = "") -> str | None:
-        """The message's id; None where Flower does not take it, since the node has gone."""
+        """Send a message and return its id, or None if Flower rejects it because the node has disconnected."""
         message = Message(content, node, kind, ttl=self.deadline + GRACE, group_id=group)
         return next(iter(self.grid.push_messages([message])), None) or None
 
     def fetch(self, asked: Sequence[str | None], begun: float, enough: int) -> Iterator[Message | str]:
-        """For each in the order asked its reply, or why there is none."""
+        """Collect replies in the order of the requests.
+
+        Args:
+            asked: Ids of the sent messages; None for a message that could not be sent.
+            begun: Monotonic time at which the round began.
+            enough: Number of results after which the remaining clients have `patience` seconds.
+
+        Yields:
+            Each reply, or the reason why there is none.
+        """
         limit = Deadline(begun, begun + self.deadline)
         if self.patience == math.inf:
             yield from (self._fetch(message, limit) for message in asked)
             return
-        # All at once, to see who answers: the price is that answers are held here until their turn comes.
+        # Fetch all in parallel, to see who answers. The cost: replies are held in memory until it is their turn.
         box: SimpleQueue[tuple[int, Message | str | Exception]] = SimpleQueue()
         for place, message in enumerate(asked):
             Thread(target=self._fetch_into, args=(box, place, message, limit), daemon=True).start()
-        found: dict[int, Message | str | Exception] = {}
+        received: dict[int, Message | str | Exception] = {}
         answers = 0
         for place in range(len(asked)):
-            while place not in found:
+            while place not in received:
                 where, reply = box.get()
-                found[where] = reply
+                received[where] = reply
                 answers += messages.has_result(reply)
                 if answers == enough and messages.has_result(reply):
                     limit.until = min(limit.until, time.monotonic() + self.patience)
-            taken = found.pop(place)
-            if isinstance(taken, Exception):
-                raise taken
-            yield taken
+            current = received.pop(place)
+            if isinstance(current, Exception):
+                raise current
+            yield current
 
     def peek(self, message: str) -> Message | str | None:
-        """The reply, if it is there."""
+        """Return the reply if it has arrived, else None."""
         now = time.monotonic()
         return self._pull(message, Deadline(now, now + GRACE))
 
@@ -82,7 +99,7 @@ class Mailbox:
             box.put((place, error))
 
     def _fetch(self, message: str | None, limit: Deadline) -> Message | str:
-        """What arrived by the deadline counts, though its turn may come after it."""
+        """Wait for a reply. One that arrived by the deadline counts, even if it is fetched later."""
         while message:
             late = time.monotonic() - limit.until
             reply = self._pull(message, limit, max(GRACE, late + 1.0) if late >= 0 else 0.0)
@@ -92,7 +109,7 @@ class Mailbox:
         return "is no longer connected"
 
     def _pull(self, message: str, limit: Deadline, grace: float = 0.0) -> Message | str | None:
-        """In a thread, since Flower waits for an upload that has begun, even if the sender died in the middle of it."""
+        """Pull a reply in a thread: Flower blocks on an upload in progress, even if the sender died during it."""
         box: SimpleQueue[Message | Exception | None] = SimpleQueue()
 
         def fetch() -> None:
@@ -104,17 +121,17 @@ class Mailbox:
         Thread(target=fetch, daemon=True).start()
         while True:
             try:
-                found = box.get(timeout=self.poll)
+                reply = box.get(timeout=self.poll)
                 break
             except Empty:
-                # Looked at anew each time, since the limit may have come nearer.
+                # Check the limit every time, since it may have moved closer.
                 if time.monotonic() > limit.until + grace:
                     return f"had not sent its whole answer within {limit.seconds:.3g} s"
-        if isinstance(found, Exception):
-            if isinstance(found, OSError) or type(found).__module__.startswith(CONNECTION):
-                raise found
-            # Flower unpacks what the site made up, and can fail in many ways.
-            return f"sent a message that cannot be unpacked ({type(found).__name__})"
-        if found is not None and found.metadata.reply_to_message_id != message:
+        if isinstance(reply, Exception):
+            if isinstance(reply, OSError) or type(reply).__module__.startswith(CONNECTION):
+                raise reply
+            # Flower unpacks untrusted bytes from the site here, which can fail in many ways.
+            return f"sent a message that cannot be unpacked ({type(reply).__name__})"
+        if reply is not None and reply.metadata.reply_to_message_id != message:
             return "sent an answer to another message"
-        return found
+        return reply

@@ -1,4 +1,4 @@
-"""What each side accepts of the other. Nobody here trusts that the other side runs partita."""
+"""Validation of messages on both sides. Neither side trusts that the other runs partita."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from partita.core.tensors import Names, Slots
 from partita.engines.flower.messages import JobId, MessageError, SiteRequest, first_unknown, printable_line
 from partita.evaluation import Evaluator
 
-MAX_ABS = 1e100  # of a number in a message: squares and sums of such numbers stay finite
-MAX_ENTRY_BYTES = 256  # bytes of a tensor's entry in a header, beside its name
-UNIT_INTERVAL_METRICS = frozenset(
-    {"accuracy", "macro_f1", "micro_f1", "auroc", "precision", "recall", "f1"}
-)  # from 0 to 1
+MAX_ABS = 1e100  # largest number in a message: squares and sums of such numbers stay finite
+MAX_ENTRY_BYTES = 256  # size of a tensor's header entry without its name
+UNIT_INTERVAL_METRICS = frozenset({"accuracy", "macro_f1", "micro_f1", "auroc", "precision", "recall", "f1"})
 
 
-# ---- the server's side
+# ---- server
 
 
 @dataclass(frozen=True)
 class ExpectedReply:
-    """What can be said of an answer before its tensors are read. `core/update_checks.py` checks the update itself."""
+    """What is known of a reply before its tensors are read. `core/update_checks.py` checks the update itself."""
 
     job_id: JobId
-    limit: int  # bytes of tensors
+    limit: int  # maximum bytes of tensors
 
     def check(self, job_id: JobId) -> None:
+        """Raise a MessageError if a reply belongs to another job."""
         if job_id != self.job_id:
             raise MessageError(
                 f"it answers round {job_id.round} of client '{printable_line(job_id.client)}' in session "
@@ -46,9 +45,10 @@ class ExpectedReply:
 
 
 def expected_reply(run: Run, model: Model, job: Job, session: str) -> ExpectedReply:
+    """Compute which job id a reply must have, and how many bytes of tensors an honest update has at most."""
     plan = plan_for(run.method.plan, model, RoundInfo(job.round, run.rounds, job.client, job.signal))
     own = {slot for rule in run.method.client_rules for slot in rule.slots}
-    # A transform may add slots, each smaller than what they describe, and the header has an entry for each tensor.
+    # A transform may add slots, each smaller than the tensors it describes. The header has one entry per tensor.
     copies, entries = 1 + len(own) + len(run.method.transforms), 1 + len(own) + 4 * len(run.method.transforms)
     values = sum(model.initial[name].numel() * model.initial[name].element_size() for name in plan.up)
     headers = sum(len(name.encode()) + MAX_ENTRY_BYTES for name in plan.up)
@@ -56,40 +56,53 @@ def expected_reply(run: Run, model: Model, job: Job, session: str) -> ExpectedRe
 
 
 def check_scores(scores: Mapping[str, float], evaluator: Evaluator) -> None:
+    """Raise a MessageError if a score is of an unknown metric or out of range."""
     for name, value in scores.items():
         if name not in evaluator.metrics:
             raise MessageError(
-                f"sent a score of '{printable_line(name)}'; there are only: {', '.join(evaluator.metrics)}"
+                f"sent a score for the unknown metric '{printable_line(name)}'; known metrics: "
+                f"{', '.join(evaluator.metrics)}"
             )
         if not is_valid_score(name, value):
             raise MessageError(f"sent {value} for {name}; it must be {_range(name)}")
 
 
 def is_valid_score(name: str, value: float) -> bool:
-    """Whether a score can be recorded and averaged."""
+    """Return whether a score can be recorded and averaged."""
     return 0 <= value <= 1 if name in UNIT_INTERVAL_METRICS else abs(value) <= MAX_ABS
 
 
 def _range(name: str) -> str:
-    return "a share from 0 to 1" if name in UNIT_INTERVAL_METRICS else f"a finite number up to {MAX_ABS:g}"
+    return "a number from 0 to 1" if name in UNIT_INTERVAL_METRICS else f"a finite number up to {MAX_ABS:g}"
 
 
-# ---- a site's side
+# ---- site
 
 
 def check_request(run: Run, model: Model, client: str, config: str, request: SiteRequest, done: int) -> Plan:
-    """The plan by which this site answers, made here. `done` is 1 if the job's round is over, as for an evaluation.
+    """Validate a request at the site.
+
+    Args:
+        run: The site's run.
+        model: The site's model.
+        client: The site's client.
+        config: Digest of the site's config.
+        request: The request.
+        done: 1 if the job's round is over, as for an evaluation, else 0.
+
+    Returns:
+        The plan for the job, computed at the site.
 
     Raises:
-        ClientFault: with the reason, where the order asks for what this run does not do.
+        ClientError: The request does not fit this run. The text gives the reason.
     """
     job_id = request.job_id
     if job_id.client != client:
-        raise ClientError(client, f"this site is '{client}'; look at the node config of both")
+        raise ClientError(client, f"this site is '{client}'; check the node config of both sites")
     if request.config != config:
         raise ClientError(
             client,
-            f"the config of the server has the digest '{printable_line(request.config)}' and the one here "
+            f"the server's config has the digest '{printable_line(request.config)}', but the site's has "
             f"'{config}'; run the same app with the same run config on both sides (only data. and engine. "
             "keys may differ)",
         )
@@ -97,9 +110,12 @@ def check_request(run: Run, model: Model, client: str, config: str, request: Sit
         raise ClientError(client, f"was asked for round {job_id.round}; this run has rounds 0 to {run.rounds - 1}")
     for what, number in (("void", request.void), ("settled", request.settled)):
         if not 0 <= number <= job_id.round + done:
-            raise ClientError(client, f"was told {what} = {number} in round {job_id.round}; it cannot be beyond it")
+            raise ClientError(
+                client,
+                f"was sent {what} = {number} in round {job_id.round}; it must be from 0 to {job_id.round + done}",
+            )
     if not 0 < len(job_id.session) <= 100 or job_id.session != printable_line(job_id.session):
-        raise ClientError(client, "was told a session that is no short text")
+        raise ClientError(client, "was sent an invalid session; it must be 1 to 100 printable characters")
     known = _known_slots(run, model, client, request) if request.signal or request.slots else {}
     plan = plan_for(run.method.plan, model, RoundInfo(job_id.round, run.rounds, client, request.signal))
     _check_sent(request.sent, model.initial, plan.down, client, f"the plan of round {job_id.round} does not bring down")
@@ -110,12 +126,12 @@ def check_request(run: Run, model: Model, client: str, config: str, request: Sit
 
 
 def _known_slots(run: Run, model: Model, client: str, request: SiteRequest) -> Slots:
-    """Those of an honest server before the first round; the names of signal and slots must be the same."""
+    """Return the slots that an honest server has before the first round. Signal and slots must have its names."""
     honest, _ = make_job(run, model, initial_server(run, model), request.job_id.round, client)
     for what, given, known in (("signal", request.signal, honest.signal), ("slot", request.slots, honest.slots)):
-        if (strange := first_unknown(given, known)) is not None:
+        if (unknown := first_unknown(given, known)) is not None:
             raise ClientError(
-                client, f"was sent the {what} '{printable_line(strange)}', which {run.method.name} does not know"
+                client, f"was sent the {what} '{printable_line(unknown)}', which {run.method.name} does not know"
             )
     for name, number in request.signal.items():
         if not abs(number) <= MAX_ABS:
@@ -141,7 +157,11 @@ def _check_sent(sent: Mapping[str, Tensor], initial: Mapping[str, Tensor], names
 
 
 def check_reply(update: Update, plan: Plan, client: str) -> None:
-    """The last gate before an answer leaves: nothing that the plan keeps, and nothing that it does not send."""
+    """Check at the site, before an update leaves, that it holds only parameters that the plan sends up.
+
+    Raises:
+        ClientError: The update holds another parameter, such as one that the client keeps.
+    """
     for part in (update.delta, *update.slots.values()):
-        if (strange := first_unknown(part, plan.up)) is not None:
-            raise ClientError(client, f"would send '{strange}', which the plan of the round does not send up")
+        if (unknown := first_unknown(part, plan.up)) is not None:
+            raise ClientError(client, f"would send '{unknown}', which the plan of the round does not send up")

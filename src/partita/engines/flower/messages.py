@@ -1,6 +1,6 @@
-"""What travels between server and site: tensors as one safetensors blob, the rest as typed records. Nothing is pickled.
+"""Messages between server and site: tensors as one safetensors blob, the rest as typed records. Nothing is pickled.
 
-The blob is what `core/serialization.py` packs and counts, so the bytes in a row are those of the blob.
+`core/serialization.py` packs the blob and counts its bytes, so the byte counts in a row are those of the blob.
 """
 
 from __future__ import annotations
@@ -18,52 +18,53 @@ from partita.core.safe_text import printable
 from partita.core.tensors import Slots, Tensors
 
 FORMAT = "safetensors"
-MAX_TEXT = 500  # characters of any text from the other side that is shown or recorded
+MAX_TEXT = 500  # maximum length of a text from the other side that is shown or recorded
 
 
 class MessageError(ValueError):
-    """A message that cannot be read, or that holds what it must not."""
+    """A message cannot be read or holds forbidden content."""
 
 
 def printable_line(text: object) -> str:
-    """A text from the other side, fit for a terminal, a log, a row and a report: one short line, all of it visible."""
+    """Make untrusted text safe for terminals, logs, rows and reports: one short line of printable characters."""
     line = printable(str(text)[: MAX_TEXT + 1])
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 4] + " ..."
 
 
 @dataclass(frozen=True)
 class JobId:
-    """Which job a message is about. A reply repeats the ticket of its job, so that no other reply passes for it."""
+    """Identifies the job of a message. A reply repeats it, so that a reply to another job is not accepted."""
 
     round: int
     client: str
-    session: str  # a server's life: what a site was sent in another one it no longer holds
+    session: str  # one per start of the server; a site discards its copies from other sessions
 
 
 @dataclass(frozen=True)
 class SiteRequest:
-    """A job as a site sees it: of its parameters only what travelled, and the seal of all that it should now hold."""
+    """A job as a site receives it."""
 
     job_id: JobId
-    sent: Tensors
+    sent: Tensors  # only the parameters that the site does not hold yet
     slots: Slots
     signal: Mapping[str, float]
-    fingerprint: str
-    config: str  # the digest of the config that server and sites share
-    void: int  # of this round and those after it, the site's own state is void: no answer of theirs reached the server
-    settled: int  # no checkpoint can go back behind this round
+    fingerprint: str  # of all parameters that the site should hold now
+    config: str  # digest of the config that server and sites share
+    void: int  # the site's state of this round and later is void, because no such answer reached the server
+    settled: int  # no checkpoint of the server is older than this round
 
 
 @dataclass(frozen=True)
 class ErrorReply:
-    """Why a site has no answer."""
+    """A site's reply without a result."""
 
     reason: str
-    fault: bool = False  # something went wrong, as opposed to a client that was to drop out
-    empty: bool = False  # it does not hold what the server believes
+    fault: bool = False  # an error, as opposed to a simulated dropout
+    empty: bool = False  # the site does not hold the parameters that the server assumes
 
 
 def encode_job(job: Job, fingerprint: str, session: str, config: str, void: int, settled: int) -> RecordDict:
+    """Encode a job. See `SiteRequest` for the arguments."""
     job_id = asdict(JobId(job.round, job.client, session))
     about: dict[str, Any] = {"seal": fingerprint, "config": config, "void": void, "settled": settled}
     return RecordDict(
@@ -76,6 +77,7 @@ def encode_job(job: Job, fingerprint: str, session: str, config: str, void: int,
 
 
 def decode_job(content: RecordDict) -> SiteRequest:
+    """Decode a job at the site. Raises a MessageError if it cannot be read."""
     check_records(content, ("job", "signal", "tensors"))
     job, slots = _record(content, "job", ConfigRecord), _slots(content)
     return SiteRequest(
@@ -91,7 +93,7 @@ def decode_job(content: RecordDict) -> SiteRequest:
 
 
 def with_job_id(answer: RecordDict, asked: RecordDict) -> RecordDict:
-    """The answer with the ticket of what was asked, if that can be read."""
+    """Add the job id of the request to an answer, if it can be read."""
     try:
         job_id = decode_job_id(asked, "job")
     except MessageError:
@@ -100,11 +102,13 @@ def with_job_id(answer: RecordDict, asked: RecordDict) -> RecordDict:
 
 
 def decode_job_id(content: RecordDict, name: str = "job_id") -> JobId:
+    """Read the job id from the record `name`. Raises a MessageError if it cannot be read."""
     record = _record(content, name, ConfigRecord)
     return JobId(_entry(record, "round", int), _entry(record, "client", str), _entry(record, "session", str))
 
 
 def encode_update(update: Update) -> RecordDict:
+    """Encode an update, without its job id."""
     numbers: dict[str, Any] = {"weight": update.weight} | ({} if update.loss is None else {"loss": update.loss})
     return RecordDict(
         {
@@ -117,10 +121,19 @@ def encode_update(update: Update) -> RecordDict:
 
 
 def decode_update(content: RecordDict, job_id: JobId, limit: int) -> Update:
-    """The answer to the ticket's job. `limit` is the most bytes that an honest one can have."""
+    """Decode an update at the server.
+
+    Args:
+        content: The reply.
+        job_id: The job that it answers.
+        limit: Maximum bytes of tensors in an honest update.
+
+    Raises:
+        MessageError: The reply cannot be read, or it is too large.
+    """
     check_records(content, ("job_id", "numbers", "steps", "metrics", "tensors"))
     numbers = _record(content, "numbers", MetricRecord)
-    steps: Any = dict(_record(content, "steps", MetricRecord))  # the rounds look whether they are whole numbers
+    steps: Any = dict(_record(content, "steps", MetricRecord))  # core/update_checks.py checks that they are integers
     slots = _slots(content, limit)
     loss = _entry(numbers, "loss", float) if "loss" in numbers else None
     weight, metrics = _entry(numbers, "weight", float), _numbers(content, "metrics")
@@ -128,27 +141,33 @@ def decode_update(content: RecordDict, job_id: JobId, limit: int) -> Update:
 
 
 def encode_scores(scores: Mapping[str, float]) -> RecordDict:
+    """Encode a client's scores."""
     return RecordDict({"scores": MetricRecord(dict(scores))})
 
 
 def decode_scores(content: RecordDict) -> dict[str, float]:
+    """Decode a client's scores. Raises a MessageError if they cannot be read."""
     check_records(content, ("job_id", "scores"))
     return _numbers(content, "scores")
 
 
 def encode_name(client: str) -> RecordDict:
+    """Encode a client's name."""
     return RecordDict({"site": ConfigRecord({"client": client})})
 
 
 def decode_name(content: RecordDict) -> str:
+    """Decode a client's name. Raises a MessageError if it cannot be read."""
     return _entry(_record(content, "site", ConfigRecord), "client", str)
 
 
 def encode_error(refusal: ErrorReply) -> RecordDict:
+    """Encode an error reply."""
     return RecordDict({"refusal": ConfigRecord({**asdict(refusal), "reason": printable_line(refusal.reason)})})
 
 
 def decode_error(content: RecordDict) -> ErrorReply | None:
+    """Decode an error reply, or return None if the reply holds a result."""
     if "refusal" not in content:
         return None
     record = _record(content, "refusal", ConfigRecord)
@@ -158,17 +177,18 @@ def decode_error(content: RecordDict) -> ErrorReply | None:
 
 
 def first_unknown(given: Iterable[str], known: Container[str]) -> str | None:
-    """The first name that is not among the known, which may be the empty text."""
+    """Return the first unknown name, or None if all are known. A name may be the empty string."""
     return next((name for name in given if name not in known), None)
 
 
 def check_records(content: RecordDict, names: tuple[str, ...]) -> None:
-    if (strange := first_unknown(content, names)) is not None:
-        raise MessageError(f"it has a record '{printable_line(strange)}'; is partita of one version on both sides?")
+    """Raise a MessageError if a message has a record with another name."""
+    if (unknown := first_unknown(content, names)) is not None:
+        raise MessageError(f"it has a record '{printable_line(unknown)}'; do both sides run the same partita version?")
 
 
 def has_result(reply: object) -> bool:
-    """Whether it is a reply with what was asked for, as opposed to an error, a refusal, or none."""
+    """Return whether a reply holds a result, as opposed to an error, an error reply, or nothing."""
     return isinstance(reply, Message) and reply.has_content() and "refusal" not in reply.content
 
 
@@ -184,16 +204,16 @@ def _slots(content: RecordDict, limit: int | None = None) -> dict[str, Tensors]:
     if not record:
         return {}
     if list(record) != ["blob"] or record["blob"].stype != FORMAT:
-        raise MessageError(f"its tensors are not one {FORMAT} blob; is partita of one version on both sides?")
+        raise MessageError(f"its tensors are not one {FORMAT} blob; do both sides run the same partita version?")
     data = record["blob"].data
     if limit is not None and len(data) > limit:
-        raise MessageError(f"it has {len(data):,} bytes of tensors, and all that a plan can send up fits in {limit:,}")
+        raise MessageError(f"it has {len(data):,} bytes of tensors, but the plan sends up at most {limit:,}")
     try:
         slots = serialization.unpack(data)
         serialization.byte_counts(slots)
-    except Exception as error:  # bytes made up by somebody else make safetensors and torch fail in any way they can
+    except Exception as error:  # untrusted bytes can make safetensors and torch raise any exception
         raise MessageError(
-            f"its tensors cannot be read ({printable_line(error)}); were they cut short on the way?"
+            f"its tensors cannot be read ({printable_line(error)}); was the message truncated?"
         ) from error
     return slots
 
@@ -205,11 +225,11 @@ def _numbers(content: RecordDict, name: str) -> dict[str, float]:
 
 def _record(content: RecordDict, name: str, kind: type[Any]) -> Any:
     if not isinstance(content.get(name), kind):
-        raise MessageError(f"it has no {kind.__name__} '{name}'; is partita of one version on both sides?")
+        raise MessageError(f"it has no {kind.__name__} '{name}'; do both sides run the same partita version?")
     return content[name]
 
 
 def _entry(record: Any, name: str, kind: type[Any]) -> Any:
     if type(record.get(name)) is not kind:
-        raise MessageError(f"'{printable_line(name)}' is missing from it, or is no {kind.__name__}")
+        raise MessageError(f"'{printable_line(name)}' is missing, or its type is not {kind.__name__}")
     return record[name]

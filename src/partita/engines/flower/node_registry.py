@@ -1,4 +1,4 @@
-"""Which node is which client: a node is asked for its name when it is new, and when it left a job unanswered."""
+"""Maps Flower nodes to clients. A node is asked for its name when it is new and after an unanswered job."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from partita.engines.flower.mailbox import Mailbox
 from partita.engines.flower.messages import MessageError, printable_line
 
 _log = logging.getLogger(__name__)
-SHOWN = 3  # failures of one node that are logged; it may go on failing at every look
+SHOWN = 3  # failures per node that are logged; a node may fail at every poll
 
 
 class NodeRegistry:
+    """The nodes that are online and the clients they claim to be.
+
+    Args:
+        post: The mailbox.
+        population: The names of all clients.
+    """
+
     def __init__(self, post: Mailbox, population: Sequence[str]) -> None:
         self.post, self.population = post, population
-        self.said: dict[int, str] = {}  # node -> the client it says it is, first come first
-        self.asked: dict[int, str] = {}  # node -> the message that asks it
-        self.first: dict[int, str] = {}  # node -> the first client it said it is: it cannot become another
-        self.failures: Counter[int] = Counter()  # by node
+        self.said: dict[int, str] = {}  # node -> the client it claims to be, in the order of the claims
+        self.asked: dict[int, str] = {}  # node -> id of the pending message that asks for its name
+        self.first: dict[int, str] = {}  # node -> the first client it claimed to be, which it cannot change
+        self.failures: Counter[int] = Counter()  # node -> failed answers
 
     def online(self) -> dict[str, int]:
-        """The node of each client that is connected. A newcomer is asked now, and is there once it has answered."""
+        """Return the node of each connected client. New nodes are asked now and count once they have answered."""
         online = set(self.post.grid.get_node_ids())
         for node in sorted(online - self.said.keys() - self.asked.keys()):
             if message := self.post.send(RecordDict(), node, MessageType.QUERY):
@@ -41,7 +48,7 @@ class NodeRegistry:
         return nodes
 
     def doubt(self, node: int) -> None:
-        """It left a job unanswered. Flower takes a dead node to be online for a minute; it must speak first."""
+        """Ask a node for its name again after an unanswered job: Flower reports a dead node as online for a minute."""
         self.said.pop(node, None)
 
     def _note(self, node: int, reply: Message | str) -> None:
@@ -50,22 +57,24 @@ class NodeRegistry:
         except MessageError as error:
             self.failures[node] += 1
             if self.failures[node] <= SHOWN:
-                _log.warning("node %d cannot say which client it is, and is asked again: %s", node, error)
+                _log.warning("node %d did not report its client name and is asked again: %s", node, error)
             return
         first = self.first.setdefault(node, name)
         if first != name:
             _log.warning(
-                "node %d said it is '%s' and now '%s'; it is left out",
+                "node %d said it is '%s' and now '%s'; it is ignored",
                 node,
                 printable_line(first),
                 printable_line(name),
             )
         elif name not in self.population:
             _log.warning(
-                "node %d says it is '%s', which is not among the clients; it is left out", node, printable_line(name)
+                "node %d says it is '%s', which is not a client of this run; it is ignored", node, printable_line(name)
             )
         elif name in self.said.values():
-            _log.warning("node %d says it is '%s', as another did; while that one is online, it counts", node, name)
+            _log.warning(
+                "node %d says it is '%s', like another node; the other one is used while it is online", node, name
+            )
         self.said[node] = name
 
 

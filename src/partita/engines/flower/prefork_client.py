@@ -1,6 +1,6 @@
-"""Stands in for a program of Flower's: hands all it was started with to the process that has everything imported.
+"""Replacement for a Flower program. It passes its arguments to the prefork server, which has all modules imported.
 
-It is run by its path and imports little, so that it is done in milliseconds.
+It is run by path and imports little, so it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -12,13 +12,28 @@ import sys
 
 
 def main(place: str, program: str, *words: str) -> int:
-    """The exit status of the fork that does the work; it ends when this process ends, however that is."""
+    """Run a program in a fork of the prefork server. The fork ends when this process ends for any reason.
+
+    If the server cannot be reached, this process becomes the program itself.
+
+    Args:
+        place: Path of the server's socket.
+        program: Path of the Flower program.
+        *words: Its arguments.
+
+    Returns:
+        The exit status of the fork.
+    """
     asked = {"words": [program, *words], "folder": os.getcwd(), "environment": dict(os.environ), "pid": os.getpid()}
     with socket.socket(socket.AF_UNIX) as door:
         try:
             door.connect(place)
         except OSError as error:
-            print(f"{place} does not open ({error.strerror}); {program} is started anew", file=sys.stderr, flush=True)
+            print(
+                f"cannot connect to {place} ({error.strerror}); starting {program} without the prefork server",
+                file=sys.stderr,
+                flush=True,
+            )
             os.execv(program, [program, *words])
         socket.send_fds(door, [b"\n"], [0, 1, 2])
         door.sendall(json.dumps(asked).encode() + b"\n")

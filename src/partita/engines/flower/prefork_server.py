@@ -1,7 +1,8 @@
-"""Flower starts a program anew for every message, and a short round is mostly imports. Here one process imports, once.
+"""Prefork server for Flower's programs. It imports all modules once and forks for each program that Flower starts.
 
-In front of PATH stand small programs with the names of Flower's. Each hands what it was started with to the waiting
-process, and a fork of that one does the work. So two messages share nothing that they did not share before.
+Flower starts a new program for every message, so a short round consists mostly of imports. Here, small programs with
+the names of Flower's come first on PATH. Each passes its arguments to the prefork server, and a fork of the server
+does the work. Messages are still handled in separate processes, so they share no more state than without the server.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
-# How often Flower's launcher looks for work, in seconds; its own choice is 1.
+# Poll interval of Flower's launcher in seconds. Flower's default is 1.
 QUICK = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
 
 PROGRAMS = ("flwr", "flwr-clientapp", "flwr-serverapp", "flower-superexec", "flower-superlink", "flower-supernode")
@@ -35,8 +36,17 @@ CLIENT_MODULE = Path(__file__).with_name("prefork_client.py")
 def start_prefork_server(
     modules: Sequence[str], environment: Mapping[str, str], log: Path | None = None
 ) -> Iterator[dict[str, str]]:
-    """The environment in which programs of Flower start fast, as long as the block lasts."""
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))  # ours alone, and short: a socket's path has 100 characters at most
+    """Run a prefork server while the context is open.
+
+    Args:
+        modules: Modules to import in addition to Flower's.
+        environment: The environment of the server and the programs.
+        log: File for the server's output. Default: this process's output.
+
+    Yields:
+        The environment in which Flower's programs use the server.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))  # private, and short: a socket path is limited to 100 characters
     for name in PROGRAMS:
         program, cold = folder / name, Path(sys.executable).with_name(name)
         program.write_text(
@@ -46,7 +56,7 @@ def start_prefork_server(
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
         with socket.socket(socket.AF_UNIX) as listener:
-            # Open before anything is imported: who knocks early waits.
+            # Listen before importing anything, so that early connections wait instead of failing.
             listener.bind(str(folder / "door"))
             listener.listen(64)
             command = [
@@ -73,11 +83,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(handle: str, *modules: str) -> None:
+    """Import the modules, then fork for each connection on the socket with file descriptor `handle`."""
     for module in modules:
         import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the forks' status
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: the forks' exit status is not needed
     with socket.socket(fileno=int(handle)) as listener:
-        # The input never says anything, and ends with the process that began this one, even if that was killed.
+        # Nothing is ever written to stdin. It becomes readable (EOF) when the parent ends, even if it is killed.
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             door, _ = listener.accept()
             if os.fork() == 0:
@@ -87,7 +98,7 @@ def main(handle: str, *modules: str) -> None:
 
 
 def work(door: socket.socket) -> NoReturn:
-    """Become what the caller was started as."""
+    """Run the caller's program in this fork, with the caller's arguments, files, folder and environment."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, handles, _, _ = socket.recv_fds(door, 1, 3)
     with door.makefile("rb") as lines:
@@ -95,7 +106,7 @@ def work(door: socket.socket) -> NoReturn:
     for place, handle in enumerate(handles):
         os.dup2(handle, place)
         os.close(handle)
-    with suppress(PermissionError):  # a group can only be joined within the session
+    with suppress(PermissionError):  # a process can join a group of its own session only
         os.setpgid(0, os.getpgid(asked["pid"]))
     os.chdir(asked["folder"])
     os.environ.clear()
@@ -115,7 +126,7 @@ def work(door: socket.socket) -> NoReturn:
 
 
 def _end_with(door: socket.socket) -> None:
-    """Whoever kills the caller means this process."""
+    """Kill this process when the caller's end of the socket closes."""
     if not door.recv(1):
         os.kill(os.getpid(), signal.SIGKILL)
 

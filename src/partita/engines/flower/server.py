@@ -1,4 +1,4 @@
-"""The server's side: an engine whose clients are Flower's nodes."""
+"""The server's side: an engine whose clients are Flower nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteClientStore:
-    """The store of a server whose clients keep their own state: it knows of none, only of what is settled."""
+    """Client store of a server whose clients keep their own state. It only records commits."""
 
     def __init__(self) -> None:
         self.commits = (0, 0)
@@ -54,11 +54,27 @@ class RemoteClientStore:
 
 
 class FlowerEngine:
-    """Jobs go out at once; answers are fetched in the order asked, so the result does not depend on who is fast.
+    """Engine that sends jobs to Flower nodes.
 
-    Those who have not answered by the deadline, in seconds from the start of a round, are lost to that round, and take
-    part again once they have said that they are there. Once half of those asked, and no fewer than the run's minimum,
-    have answered, the others have `patience` seconds more.
+    All jobs are sent at once. Replies are read in the order of the jobs, so the result does not depend on which client
+    is fastest. A client that has not answered by the deadline is lost for the round; it takes part again after it has
+    reported its name.
+
+    Args:
+        run: The run.
+        model: The model.
+        population: The names of all clients.
+        grid: Flower's connection to the nodes.
+        session: Id that is unique to this start of the server.
+        start: The first round of this session.
+        deadline: Seconds from the start of a round until missing replies are given up.
+        wait_for: Number of clients to wait for before the first round.
+        device: The server's device. Default: the CPU.
+        poll: Seconds between two polls.
+        patience: Seconds left for the other clients once half of the cohort, and at least `run.min_updates` clients,
+            have answered.
+        config: Digest of the config that server and sites share.
+        evaluator: Metrics of the task.
     """
 
     def __init__(
@@ -84,19 +100,23 @@ class FlowerEngine:
         self.fingerprints = Fingerprints()
         self.answered: dict[str, int] = {}  # client -> the last round whose answer arrived
         self.names = NodeRegistry(self.post, population)
-        self.nodes: dict[str, int] = {}  # by client
+        self.nodes: dict[str, int] = {}  # client -> node
         self.enough = max(1, run.min_updates, run.cohort if isinstance(run.cohort, int) else 1)
-        self.need = max(self.enough, wait_for)  # of clients, before the first round; later enough are enough
+        self.need = max(self.enough, wait_for)  # clients needed before the first round; later `enough`
 
     def clients(self) -> Sequence[str]:
-        """Those connected now, in the population's order; it waits until there are enough."""
+        """Wait until enough clients are connected, and return them in the population's order.
+
+        Raises:
+            RunError: There are not enough clients after `deadline` seconds.
+        """
         until = time.monotonic() + self.deadline
         while len(nodes := self.names.online()) < self.need:
             if time.monotonic() > until:
-                here = ", ".join(sorted(nodes)) or "none"
+                connected = ", ".join(sorted(nodes)) or "none"
                 raise RunError(
-                    f"{self.need} clients are needed, and after {self.deadline:g} s there are {len(nodes)} "
-                    f"({here}); start the SuperNodes of the others, or ask for fewer clients"
+                    f"{self.need} clients are needed, but after {self.deadline:g} s there are {len(nodes)} "
+                    f"({connected}); start the SuperNodes of the others, or configure fewer clients"
                 )
             time.sleep(self.poll)
         self.need, self.nodes = self.enough, nodes
@@ -107,7 +127,7 @@ class FlowerEngine:
             yield self._update(expected, reply)
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
-        """Examples that the server holds are not sent out, so on those there are no scores."""
+        """Score clients' models on their own test sets. With `on` there are no scores: examples are never sent."""
         for expected, reply in self._ask(MessageType.EVALUATE, jobs) if on is None else ():
             scores, client = self._scores(expected, reply), expected.job_id.client
             if isinstance(scores, ClientFailure):
@@ -134,13 +154,13 @@ class FlowerEngine:
             update = messages.decode_update(opened, expected.job_id, expected.limit)
         except MessageError as error:
             return self._useless(expected, error)
-        # As in one process, a site keeps what it learned even if the rounds refuse its update.
+        # A site keeps its new state even if its update is refused later, as in the simulation.
         self.answered[update.client] = expected.job_id.round
         slots = {slot: tensors.to(part, self.device) for slot, part in update.slots.items()}
         return replace(update, delta=tensors.to(update.delta, self.device), slots=slots)
 
     def _useless(self, expected: ExpectedReply, error: MessageError) -> ClientFailure:
-        client, reason = expected.job_id.client, printable_line(f"its answer is of no use: {error}")
+        client, reason = expected.job_id.client, printable_line(f"its answer cannot be used: {error}")
         if not self.run.skip_failed_clients:
             raise ClientError(client, reason) from error
         return ClientFailure(client, reason, refused=True)
@@ -180,6 +200,7 @@ class FlowerEngine:
 
 
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
+    """Create a Flower server app that runs `main`."""
     app = ServerApp()
     app.main()(main)
     return app

@@ -1,4 +1,4 @@
-"""For each architecture: how its module is run, and what each parameter is for, read from its name."""
+"""Supported architectures: how to run each module, and the role of each parameter by its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "tags_of",
 ]
 
-# By transformers' config.model_type. A new architecture is one more entry.
+# Keyed by transformers' config.model_type. To add an architecture, add an entry.
 ARCHITECTURES = {
     "vit": vision.like_vit("vit"),
     "deit": vision.like_vit("deit"),
@@ -41,45 +41,55 @@ ARCHITECTURES = {
 
 
 def architecture(model_type: str) -> Architecture:
+    """Return the architecture of a model type. Raise a ModelError if it is not supported."""
     if model_type not in ARCHITECTURES:
         raise ModelError(
-            f"partita does not know the architecture '{model_type}', only: {', '.join(ARCHITECTURES)}; "
+            f"partita does not support the architecture '{model_type}', only: {', '.join(ARCHITECTURES)}; "
             f"add '{model_type}' with its heads and its table of roles to ARCHITECTURES in {__name__}"
         )
     return ARCHITECTURES[model_type]
 
 
 def forward_of(model_type: str, *wanted: Kind) -> Forward:
-    """How the module is run for the first of these kinds of task that there is a head for."""
+    """Return the forward function for the first of the wanted task kinds that the architecture has a head for.
+
+    Raises:
+        ModelError: If it has a head for none of them.
+    """
     heads = architecture(model_type).heads
     for kind in wanted:
         if kind in heads:
             return heads[kind]
     raise ModelError(
-        f"partita runs a '{model_type}' for tasks of the kind {' or '.join(heads)}, not {' or '.join(wanted)}; "
+        f"partita supports '{model_type}' for tasks of kind {' or '.join(heads)}, not {' or '.join(wanted)}; "
         f"choose another model, or add that head to ARCHITECTURES in {__name__}"
     )
 
 
 def heads_among(model_type: str, names: Iterable[str]) -> Names:
+    """Return the parameter names that belong to the head."""
     patterns = [re.compile(pattern) for pattern, role, *_ in architecture(model_type).roles if role == "head"]
     return frozenset(name for name in names if any(pattern.fullmatch(name) for pattern in patterns))
 
 
 def tags_of(model_type: str, names: Iterable[str]) -> dict[str, Names]:
-    """The tags of each name: exactly one role, the layer where there is one, and what else its row says."""
+    """Return the tags of each parameter name: exactly one role, "layer.N" inside a layer, and extra tags of its rule.
+
+    Raises:
+        ModelError: If a name does not match exactly one rule.
+    """
     table = [(re.compile(pattern), tags) for pattern, *tags in architecture(model_type).roles]
     return {name: _tags(model_type, name, table) for name in names}
 
 
 def _tags(model_type: str, name: str, table: list[tuple[re.Pattern[str], list[str]]]) -> Names:
-    found = [(match, tags) for pattern, tags in table if (match := pattern.fullmatch(name))]
-    if len(found) != 1 or found[0][1][0] not in ROLES:
-        matched = ", ".join(f"'{tags[0]}'" for _, tags in found) or "nothing"
+    matches = [(match, tags) for pattern, tags in table if (match := pattern.fullmatch(name))]
+    if len(matches) != 1 or matches[0][1][0] not in ROLES:
+        matched = ", ".join(f"'{tags[0]}'" for _, tags in matches) or "nothing"
         raise ModelError(
             f"the parameter '{name}' of '{model_type}' must have exactly one role of {', '.join(ROLES)}, but the table "
             f"gives it {matched}; add or correct its row (pattern, role) in ARCHITECTURES in {__name__}"
         )
-    match, tags = found[0]
+    match, tags = matches[0]
     layer = match.groupdict().get("layer")
     return frozenset(tags if layer is None else (*tags, f"layer.{layer}"))

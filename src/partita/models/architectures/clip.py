@@ -1,4 +1,4 @@
-"""CLIP: its image tower under a linear head, or both towers, where the classes are texts."""
+"""CLIP: the image tower with a linear head, or both towers with one text per class."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _classes(module: Any, inputs: Tensors) -> Output:
         state = module.vision_model(**inputs).last_hidden_state  # (example, token, width)
         features = state[:, 1:].mean(1)
         return Output(module.classifier(features), features)
-    # Images (example, ...) against the texts of all classes (class, token).
+    # Compare images (example, ...) with the texts of all classes (class, token).
     out = module(**inputs)
     return Output(out.logits_per_image, out.image_embeds)
 

@@ -1,4 +1,4 @@
-"""Decoders of text: GPT-2, and LLaMA with its kin (SmolLM, Mistral, Qwen). Features are those of the last token."""
+"""Text decoders: GPT-2, LLaMA and similar models (SmolLM, Mistral, Qwen). Features are those of the last token."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from partita.models.architectures.spec import Architecture, InputSide, tag_rules
 
 
 def _state(module: Any, inputs: Tensors) -> Tensor:
-    """(example, token, width)"""
+    """Return the last hidden states, (example, token, width)."""
     others = dict(inputs)
     body = module.base_model
-    # Embedded here, since GPT-2 would look among the tokens for padding, and vmap cannot lift a look at values.
+    # Embed here: GPT-2 would search the token ids for padding, and vmap cannot branch on values.
     embedded = body.get_input_embeddings()(others.pop("input_ids"))
     state: Tensor = body(inputs_embeds=embedded, use_cache=False, **others).last_hidden_state
     return state
 
 
 def _last(state: Tensor, inputs: Tensors) -> Tensor:
-    """The state of the last token that is no padding, on whichever side the padding is: (example, width)."""
+    """Return the state of the last token that is not padding, (example, width). Padding may be on either side."""
     mask = inputs.get("attention_mask")
     if mask is None:
         return state[:, -1]
@@ -77,8 +77,8 @@ LLAMA = Architecture(
         *tag_rules(
             r"model\.layers\.(?P<layer>\d+)\.",
             {
-                # Qwen3's norms of queries and keys change the scores of attention, as no other norm in a layer does
-                # by itself: whoever freezes the kernel means them too.
+                # Qwen3's query and key norms act on the attention scores directly, unlike all other norms in a layer.
+                # So they are frozen with the attention kernel.
                 r"self_attn\.q_(proj|norm)\..+": "query",
                 r"self_attn\.k_(proj|norm)\..+": "key",
                 r"self_attn\.v_proj\..+": "value",

@@ -1,6 +1,6 @@
-"""Two towers, of images and of texts, run layer by layer, so that prompts can enter between layers.
+"""Dual encoders: an image tower and a text tower, run layer by layer so that prompts can be inserted between layers.
 
-A CLIP and transformers' VisionTextDualEncoderModel hold them under the same names.
+CLIP and transformers' VisionTextDualEncoderModel use the same names for the towers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ DUAL_ENCODERS = ("clip", "vision-text-dual-encoder")
 
 @dataclass(frozen=True)
 class ImageTowerSpec:
-    """A tower of images. States are (example, token, width); the first token stands for the image."""
+    """How to run an image tower. States are (example, token, width); the first token represents the image."""
 
-    enter: Callable[[Any, Tensor], Tensor]  # from pixels to what enters the first layer
-    layers: str
-    leave: Callable[[Any, Tensor], Tensor]  # what is done to each token after the last layer
-    beside: tuple[None, ...] = ()  # what a layer wants to be given beside the states: a CLIP's, a mask, if only None
+    enter: Callable[[Any, Tensor], Tensor]  # from pixels to the input of the first layer
+    layers: str  # path of the layers
+    leave: Callable[[Any, Tensor], Tensor]  # applied to each token after the last layer
+    beside: tuple[None, ...] = ()  # further positional arguments of a layer: CLIP's requires a mask, here None
 
 
 @dataclass(frozen=True)
 class TextTowerSpec:
-    """A tower of texts. States are (text, token, width); `seen` (text, token) is false for padding."""
+    """How to run a text tower. States are (text, token, width); `seen` (text, token) is false for padding."""
 
-    words: str  # the table of tokens
-    enter: Callable[[Any, Tensor], Tensor]  # from embedded tokens to what enters the first layer
-    layers: str
+    words: str  # path of the token embedding
+    enter: Callable[[Any, Tensor], Tensor]  # from embedded tokens to the input of the first layer
+    layers: str  # path of the layers
     causal: bool
     pool: Callable[[Any, Tensor, Tensor], Tensor]  # from states and `seen` to (text, width)
 
@@ -45,8 +45,8 @@ def _clip_words(tower: Any, states: Tensor) -> Tensor:
 
 
 def _last(tower: Any, states: Tensor, seen: Tensor) -> Tensor:
-    """The state of the last token that is no padding."""
-    # A product and not an index: it has the same bits on a GPU each time, also on the way back.
+    """Return the state of the last token that is not padding, (text, width)."""
+    # A product instead of indexing: it is deterministic on a GPU, also in the backward pass.
     ends = torch.arange(seen.shape[1], device=seen.device) == seen.sum(1, keepdim=True) - 1  # (text, token)
     normed: Tensor = tower.final_layer_norm((states * ends.unsqueeze(-1)).sum(1))
     return normed
@@ -88,24 +88,27 @@ TEXT_TOWERS = {
 
 
 def image_tower_spec(model_type: str) -> ImageTowerSpec:
+    """Return the spec of an image tower. Raise a ModelError if it is not supported."""
     if model_type not in IMAGE_TOWERS:
-        raise ModelError(f"partita cannot put prompts into a tower of images '{model_type}'; {_known(IMAGE_TOWERS)}")
+        raise ModelError(f"partita does not support prompts in the image tower '{model_type}'; {_known(IMAGE_TOWERS)}")
     return IMAGE_TOWERS[model_type]
 
 
 def text_tower_spec(model_type: str) -> TextTowerSpec:
+    """Return the spec of a text tower. Raise a ModelError if it is not supported."""
     if model_type not in TEXT_TOWERS:
-        raise ModelError(f"partita cannot put prompts into a tower of texts '{model_type}'; {_known(TEXT_TOWERS)}")
+        raise ModelError(f"partita does not support prompts in the text tower '{model_type}'; {_known(TEXT_TOWERS)}")
     return TEXT_TOWERS[model_type]
 
 
 def check_dual_encoder(path: str, model_type: str) -> None:
+    """Raise a ModelError if the model type is not a supported dual encoder."""
     if model_type not in DUAL_ENCODERS:
         raise ModelError(
-            f"'{path}' is a '{model_type}', which has no tower of texts beside one of images; "
+            f"'{path}' is a '{model_type}', which is not a pair of an image tower and a text tower; "
             f"{closest_match(model_type, DUAL_ENCODERS)}"
         )
 
 
 def _known(table: dict[str, Any]) -> str:
-    return f"it can be: {', '.join(table)}; or add its row to the table in {__name__}"
+    return f"supported: {', '.join(table)}; or add an entry to the table in {__name__}"

@@ -1,4 +1,4 @@
-"""Encoders of text: BERT (also MiniLM), RoBERTa, ELECTRA, DistilBERT. Features are those of the first token."""
+"""Text encoders: BERT (also MiniLM), RoBERTa, ELECTRA, DistilBERT. Features are those of the first token."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ _HEADS = ((r"(pre_)?classifier\..+", "head"),)
 
 
 def like_bert(body: str, text: Forward) -> Architecture:
+    """Return the architecture of a BERT-like encoder.
+
+    Args:
+        body: Name of the encoder in the module.
+        text: Forward function of text classification.
+    """
     layer = {
         r"attention\.self\.query\..+": "query",
         r"attention\.self\.key\..+": "key",
@@ -31,7 +37,7 @@ def like_bert(body: str, text: Forward) -> Architecture:
         roles=(
             *tag_rules(rf"{body}\.", _EMBEDDINGS),
             *tag_rules(rf"{body}\.encoder\.layer\.(?P<layer>\d+)\.", layer),
-            (rf"{body}\.pooler\..+", "head"),  # only a head for whole texts uses it
+            (rf"{body}\.pooler\..+", "head"),  # only text classification uses it
             *_HEADS,
         ),
         heads={"text": text, "tokens": whole},
@@ -40,19 +46,19 @@ def like_bert(body: str, text: Forward) -> Architecture:
 
 
 def pooled(module: Any, inputs: Tensors) -> Output:
-    """The head takes what the pooler makes of the first token."""
+    """Classify texts from the pooled first token."""
     out = module.base_model(**inputs)
     return Output(module.classifier(out.pooler_output), out.last_hidden_state[:, 0])
 
 
 def whole(module: Any, inputs: Tensors) -> Output:
-    """The head takes every token, and finds the first by itself where it needs that alone."""
+    """Pass all tokens to the head. A text classification head selects the first token itself."""
     state = module.base_model(**inputs).last_hidden_state  # (example, token, width)
     return Output(module.classifier(state), state[:, 0])
 
 
 def _through_relu(module: Any, inputs: Tensors) -> Output:
-    features = module.base_model(**inputs).last_hidden_state[:, 0]  # of (example, token, width) the first token
+    features = module.base_model(**inputs).last_hidden_state[:, 0]  # first token of (example, token, width)
     return Output(module.classifier(functional.relu(module.pre_classifier(features))), features)
 
 

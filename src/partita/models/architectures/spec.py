@@ -1,4 +1,4 @@
-"""What partita must know of an architecture."""
+"""Description of an architecture."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from partita.models import Kind
 
 ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head")
 
-TagRule = tuple[str, ...]  # pattern of the whole parameter name, role, and tags beyond that, if any
+TagRule = tuple[str, ...]  # pattern of the full parameter name, role, further tags
 Forward = Callable[[Any, Tensors], Output]
 
 
 @dataclass(frozen=True)
 class InputSide:
-    """How an input becomes what enters the first layer, by paths within the module's body."""
+    """The path from an input to the first layer. Paths are relative to the module's body."""
 
-    takes: str  # the input
-    embeds: tuple[str, ...]  # the parts before the first layer; not every module has them all
-    layers: str
+    takes: str  # name of the input
+    embeds: tuple[str, ...]  # submodules before the first layer; some modules lack some of them
+    layers: str  # path of the layers
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The group "layer" of a row's pattern becomes the tag "layer.N". `split` parts what the module holds as one."""
+    """How to run and tag the parameters of an architecture.
+
+    Attributes:
+        roles: Tag rules. The group "layer" of a pattern becomes the tag "layer.N".
+        heads: Forward function for each supported kind of task.
+        split: Splits fused parameters of a module, in place.
+        start: The input side. Skipping layers needs it too.
+    """
 
     roles: tuple[TagRule, ...]
     heads: Mapping[Kind, Forward]
@@ -39,5 +46,5 @@ class Architecture:
 
 
 def tag_rules(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[TagRule, ...]:
-    """One row for each pattern below the stem."""
+    """Return one rule for each pattern, prefixed with `stem`."""
     return tuple((stem + pattern, role, *tags) for pattern, role in roles.items())

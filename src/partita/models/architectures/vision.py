@@ -10,7 +10,7 @@ from partita.core.model import Output
 from partita.core.tensors import Tensors
 from partita.models.architectures.spec import Architecture, InputSide, tag_rules
 
-# The second name of each is DINOv2's before transformers 5.20.
+# The second alternative is DINOv2's name before transformers 5.20.
 _PROJECTIONS = {
     r"attention\.(q_proj|attention\.query)\..+": "query",
     r"attention\.(k_proj|attention\.key)\..+": "key",
@@ -21,6 +21,7 @@ _PROJECTIONS = {
 
 
 def like_vit(body: str) -> Architecture:
+    """Return the architecture of a ViT whose encoder is named `body` in the module."""
     return Architecture(
         roles=(
             (rf"{body}\.embeddings\..+", "embedding"),
@@ -34,7 +35,8 @@ def like_vit(body: str) -> Architecture:
 
 
 def like_dinov2(body: str) -> Architecture:
-    # A layer scale is a diagonal matrix on the output of what stands before it, and has the role of that.
+    """Return the architecture of a DINOv2 whose encoder is named `body` in the module."""
+    # A layer scale is a diagonal matrix on the output of the preceding block, and has the role of that output.
     own = {r"norm[12]\..+": "norm", r"layer_scale1\..+": "output", r"layer_scale2\..+": "mlp"}
     return Architecture(
         roles=(
@@ -49,7 +51,7 @@ def like_dinov2(body: str) -> Architecture:
 
 
 def _class_token(module: Any, inputs: Tensors) -> Output:
-    features = module.base_model(**inputs).last_hidden_state[:, 0]  # of (example, token, width) the class token
+    features = module.base_model(**inputs).last_hidden_state[:, 0]  # class token of (example, token, width)
     return Output(module.classifier(features), features)
 
 

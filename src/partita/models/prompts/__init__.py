@@ -1,1 +1,1 @@
-"""A frozen pair of towers, of images and of texts, and what methods learn beside it."""
+"""Frozen dual encoders, and the prompts and adapters that methods train on them."""

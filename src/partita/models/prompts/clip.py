@@ -1,4 +1,4 @@
-"""A frozen CLIP, or another pair of towers, from a folder or the Hub; or random ones to try things out on."""
+"""A frozen CLIP or other dual encoder from a folder or the Hub, or a random one for experiments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partita.models.architectures.dual_encoders import check_dual_encoder
 from partita.models.prompts.dual_encoder import DualEncoder, Tokenize, freeze
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-# By shape: the towers of images and of texts as transformers describes them, and the width of what they have in common.
+# For each shape: config of the image tower, config of the text tower, and width of the shared embedding.
 SHAPES: dict[str, tuple[dict[str, int], dict[str, int], int]] = {
     "tiny": (
         {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
@@ -39,23 +39,23 @@ def clip(
     task: Task,
     key: Key,
     *,
-    path: Annotated[str | None, "folder or id of the Hub, with its tokenizer"] = None,
-    shape: Annotated[Literal["tiny", "b16"] | None, "random towers of this shape, instead of a path"] = None,
+    path: Annotated[str | None, "folder or Hub id, with a tokenizer"] = None,
+    shape: Annotated[Literal["tiny", "b16"] | None, "random towers of this shape, instead of `path`"] = None,
     template: Annotated[str, "text of a class, with {} for its name"] = "a photo of a {}.",
-    dtype: Annotated[Literal["float32", "bfloat16", "float64"], "type of the towers"] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float64"], "dtype of the towers"] = "float32",
 ) -> DualEncoder:
-    """A frozen pair of towers from a folder or the Hub, with its tokenizer; a method adds what it learns.
+    """A frozen dual encoder with its tokenizer, from a folder or the Hub. A method adds trainable parameters.
 
-    Instead of a path, a `shape` asks for random towers: "tiny", or as large as ViT-B/16's. `template` is the text of a
-    class for those that learn none. `dtype` is what the towers are held and run in; what trains is held in float32.
+    `shape` builds random towers instead: "tiny", or "b16" with the size of ViT-B/16. `template` is the class text for
+    methods that do not learn one. `dtype` applies to the towers; trainable parameters are float32.
     """
     loading.check_has_images(task)
     if task.kind != "image" or task.multi_label:
-        raise ModelError("a frozen pair of towers tells one class of each image; choose such a task")
+        raise ModelError("clip predicts one class per image; choose a single-label image task")
     if (path is None) == (shape is None):
         raise ModelError(
             "clip takes either a path or a shape; give path = 'openai/clip-vit-base-patch16' or a folder, "
-            "or shape = 'tiny' for random towers to try things out on"
+            "or shape = 'tiny' for random towers"
         )
     if path is not None:
         config = loading.config_for(path, task)
@@ -76,7 +76,7 @@ def _tokenizer(path: str) -> Tokenize:
             tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"'{path}' has no tokenizer, which the names of classes need: {reason}") from error
+        raise ModelError(f"'{path}' has no tokenizer, but the class names need one: {reason}") from error
 
     def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         tokens = tokenizer(list(texts), padding=True, padding_side="right", return_tensors="pt")
@@ -90,7 +90,7 @@ def _config(shape: str, task: Task, words: int) -> CLIPConfig:
     side = task.size
     patch = 16 if shape == "b16" else next(part for part in (side // 4, side // 2, 1) if part and side % part == 0)
     if side % patch:
-        raise ModelError(f"images of size {side} do not divide into patches of {patch}; resize them to a multiple")
+        raise ModelError(f"image size {side} is not divisible by patch size {patch}; resize them to a multiple of it")
     vocabulary = max(PAD + 1 + words, reading.get("vocab_size", 0))
     ids = {"bos_token_id": START, "eos_token_id": END, "pad_token_id": PAD, "vocab_size": vocabulary}
     images = {"image_size": side, "patch_size": patch, "num_channels": task.channels}
@@ -102,8 +102,8 @@ def _by_word(words: Sequence[str]) -> Tokenize:
 
     def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         for text in texts:
-            if strange := [word for word in _words(text) if word not in known]:
-                raise ModelError(f"random towers do not know the word '{strange[0]}'; they know: {', '.join(known)}")
+            if unknown := [word for word in _words(text) if word not in known]:
+                raise ModelError(f"the random towers have no token for '{unknown[0]}', only for: {', '.join(known)}")
         rows = [[START, *(known[word] for word in _words(text)), END] for text in texts]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])

@@ -1,4 +1,4 @@
-"""A frozen pair of towers: an image is of the class whose text lies nearest."""
+"""A frozen dual encoder: it assigns an image to the class with the most similar text."""
 
 from __future__ import annotations
 
@@ -21,18 +21,26 @@ from partita.models.architectures.dual_encoders import image_tower_spec, text_to
 from partita.models.losses import losses_for
 
 SCALE = "logit_scale"
-Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]  # texts to ids and what is no padding, (text, token)
+# From texts to token ids and a mask that is false for padding, each (text, token).
+Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class DualEncoder(Model):
-    """All is frozen and held once, in one precision; only the temperature may train, if a method wants it to.
+    """A frozen image tower and text tower, stored once in one dtype. Only the temperature can train.
 
-    `held` are tensors made once: what the template says of each class, and the embedded words of its name.
+    Attributes:
+        name: Name of the model.
+        module: A CLIPModel or VisionTextDualEncoderModel.
+        tokenize: Tokenizes texts.
+        held: Tensors computed once: "texts", the features of each class's template text (class, feature); "words", the
+            embedded tokens of each class name (class, token, width); "seen", their padding mask (class, token).
+        initial: Initial value of the temperature, as a log scale.
+        tags: Tags of the temperature.
     """
 
     name: str
-    module: Any  # a CLIPModel or VisionTextDualEncoderModel
+    module: Any
     tokenize: Tokenize
     held: Tensors
     initial: Tensors
@@ -50,31 +58,40 @@ class DualEncoder(Model):
         self.initial.update(tensors.to(self.initial, device))
 
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
+        """Return a model with trainable prompts or adapters of the given kind."""
         from partita.models.prompts.registry import KINDS
 
         if kind not in KINDS:
-            raise ModelError(f"there are no prompts of the kind '{kind}'; {closest_match(kind, KINDS)}")
+            raise ModelError(f"unknown kind of prompts '{kind}'; {closest_match(kind, KINDS)}")
         return KINDS[kind](self, key, **options)
 
     def depth(self) -> int:
+        """Return the number of layers of the image tower."""
         return int(self.module.vision_model.config.num_hidden_layers)
 
     def width(self, tower: str) -> int:
+        """Return the hidden size of a tower, "vision" or "text"."""
         return int(getattr(self.module, f"{tower}_model").config.hidden_size)
 
     def remember(self, inputs: Tensors, patches: bool = False) -> Tensor:
-        """What is the same of an image in every round, as `see` takes it: (example, token, feature)."""
+        """Compute the image features to cache, (example, token, feature). They are the same in every round."""
         return self.look(inputs["pixel_values"].to(self.module.device), patches=patches).cpu()
 
     def see(self, inputs: Tensors, patches: bool = False) -> Tensor:
-        """Looks at images without prompts, or remembers what was seen of them."""
+        """Return image features without prompts, from the cache if the inputs have cached states."""
         return inputs[CACHED_STATES] if CACHED_STATES in inputs else self.look(inputs["pixel_values"], patches=patches)
 
     def look(self, pixels: Tensor, prompts: Tensor | None = None, patches: bool = False) -> Tensor:
-        """The image's feature, and with `patches` those of its patches behind it: (example, token, feature).
+        """Run the image tower.
 
-        Prompts (layer, token, width) stand between the image's token and the rest when they enter the first layer,
-        and each further layer that has its own finds them in the place of those before.
+        Args:
+            pixels: Images, (example, channel, height, width).
+            prompts: Prompts of the first layers, (layer, token, width). They are inserted after the image token at the
+                first layer. Each further layer with prompts replaces the previous ones.
+            patches: Whether to also return the features of the patches, after the image feature.
+
+        Returns:
+            (example, token, feature).
         """
         tower: Any = self.module.vision_model
         sight, settings = image_tower_spec(str(tower.config.model_type)), tower.config
@@ -93,50 +110,63 @@ class DualEncoder(Model):
         return tensors.upcast(self.module.visual_projection(sight.leave(tower, states)))
 
     def glance(self, tokens: int, depth: int) -> Tensor:
-        """(layer, token, width): what enters each of the first layers in so many places of a grey image, spread evenly.
+        """Run a gray image, the mean color of the data, through the image tower.
 
-        Grey is the mean colour of the data, so that no image is needed.
+        Args:
+            tokens: Number of patches to read, spread evenly over the image.
+            depth: Number of layers.
+
+        Returns:
+            The inputs of each of the first layers at these patches, (layer, token, width).
         """
         tower: Any = self.module.vision_model
         sight, settings = image_tower_spec(str(tower.config.model_type)), tower.config
         side = int(settings.image_size)
         grey = torch.zeros(1, settings.num_channels, side, side, dtype=self.module.dtype, device=self.module.device)
-        found = []
+        inputs = []
         with torch.no_grad():
             states = sight.enter(tower, grey)  # (1, token, width)
             first = 1 + getattr(settings, "num_register_tokens", 0)
             places = torch.linspace(first, states.shape[1] - 1, tokens).round().long()
             for layer in tower.get_submodule(sight.layers)[:depth]:
-                found.append(states[0, places])
+                inputs.append(states[0, places])
                 states = layer(states, *sight.beside)
-        return torch.stack(found)
+        return torch.stack(inputs)
 
     def read(self, context: Tensor) -> Tensor:
-        """The feature of each class's text, in which the context (token, width) stands before the class's name."""
+        """Return the text features (class, feature) with `context` (token, width) before each class name."""
         words, seen = self.held["words"], self.held["seen"]
         own = context.to(words.dtype).expand(len(words), -1, -1)
         states = torch.cat([words[:, :1], own, words[:, 1:]], 1)  # (class, token, width)
         return self.encode(states, torch.cat([seen.new_ones(len(seen), len(context)), seen], 1))
 
     def encode(self, states: Tensor, seen: Tensor) -> Tensor:
-        """From embedded tokens to features (text, feature)."""
+        """Run the text tower.
+
+        Args:
+            states: Embedded tokens, (text, token, width).
+            seen: False for padding, (text, token).
+
+        Returns:
+            (text, feature).
+        """
         tower: Any = self.module.text_model
         reading = text_tower_spec(str(tower.config.model_type))
         states = reading.enter(tower, states)
         for layer in tower.get_submodule(reading.layers):
-            # A token of a causal tower sees none after it, so padding, which comes last, needs no mask.
+            # In a causal tower, tokens do not attend to later tokens, so padding at the end needs no mask.
             states = layer(states, None, is_causal=True) if reading.causal else layer(states, seen[:, None, None])
         return tensors.upcast(self.module.text_projection(reading.pool(tower, states, seen)))
 
     def embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Embedded tokens (text, token, width), and where they are no padding."""
+        """Return embedded tokens (text, token, width) and their padding mask (text, token), false for padding."""
         ids, seen = self.tokenize(texts)
         tower: Any = self.module.text_model
         table = tower.get_submodule(text_tower_spec(str(tower.config.model_type)).words).weight
         return table[ids.to(table.device)], seen.to(table.device)
 
     def compare(self, params: Tensors, image: Tensor, texts: Tensor) -> Output:
-        """Logits are the cosines of image (example, feature) and text (class, feature) over the temperature."""
+        """Compute logits: cosine similarities of image (example, feature) and texts (class, feature) / temperature."""
         image, texts = functional.normalize(image, dim=-1), functional.normalize(texts, dim=-1)
         return Output(params[SCALE].exp() * image @ texts.to(image.dtype).mT, image)
 
@@ -144,10 +174,25 @@ class DualEncoder(Model):
 def freeze(
     name: str, module: Any, tokenize: Tokenize, classes: Sequence[str], template: str, dtype: torch.dtype
 ) -> DualEncoder:
-    """Takes the module over, and reads the classes once."""
+    """Build a DualEncoder from a module and encode the classes once.
+
+    The module is modified in place and belongs to the model afterwards.
+
+    Args:
+        name: Name of the model.
+        module: A CLIPModel or VisionTextDualEncoderModel.
+        tokenize: Tokenizes texts.
+        classes: Class names. Underscores are replaced by spaces.
+        template: Text of a class, with {} for its name.
+        dtype: Dtype of the towers.
+
+    Raises:
+        ModelError: If the template does not have exactly one {}, a tower is not supported, two classes have the same
+            tokens, or a class text is too long.
+    """
     if template.count("{}") != 1:
-        raise ModelError(f"template is '{template}'; it must have one {{}}, where the class is to stand")
-    classes = [each.replace("_", " ") for each in classes]  # as people write them
+        raise ModelError(f"template is '{template}'; it must have exactly one {{}} as the placeholder of the class")
+    classes = [label.replace("_", " ") for label in classes]
     image_tower_spec(str(module.vision_model.config.model_type))
     text_tower_spec(str(module.text_model.config.model_type))
     module.train(False).requires_grad_(False)
@@ -157,30 +202,31 @@ def freeze(
         module.set_attn_implementation(attention.NAME)
     towers = DualEncoder(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})})
     with torch.no_grad():
-        towers.held["texts"] = towers.encode(*_read(towers, [template.format(each) for each in classes], classes))
-        # What follows the name in the template follows it behind a context too.
+        towers.held["texts"] = towers.encode(*_read(towers, [template.format(label) for label in classes], classes))
+        # With a learned context, the end of the template still follows the class name.
         rest = template.partition("{}")[2]
-        towers.held["words"], towers.held["seen"] = _read(towers, [each + rest for each in classes], classes)
+        towers.held["words"], towers.held["seen"] = _read(towers, [label + rest for label in classes], classes)
     return towers
 
 
 def _read(towers: DualEncoder, texts: Sequence[str], classes: Sequence[str]) -> tuple[Tensor, Tensor]:
     ids, seen = towers.tokenize(texts)
     rows = [tuple(row) for row in ids.tolist()]
-    # Where a folder lacks the vocabulary, transformers makes a tokenizer that knows no word.
-    if alike := [name for name, row in zip(classes, rows, strict=True) if rows.count(row) > 1]:
+    # If a folder lacks the vocabulary, transformers builds a tokenizer with special tokens only.
+    if duplicates := [name for name, row in zip(classes, rows, strict=True) if rows.count(row) > 1]:
         raise ModelError(
-            f"the tokenizer of {towers.name} makes the same of '{alike[0]}' and '{alike[1]}'; "
-            "give a folder with the tokenizer's files, and classes whose names differ"
+            f"the tokenizer of {towers.name} gives the same tokens for '{duplicates[0]}' and '{duplicates[1]}'; "
+            "give a folder with the tokenizer's files, and classes with different names"
         )
     check_length(towers, int(seen.sum(1).max()))
     return towers.embed(texts)
 
 
 def check_length(towers: DualEncoder, length: int) -> None:
+    """Raise a ModelError if the text tower cannot take `length` tokens."""
     most = int(towers.module.text_model.config.max_position_embeddings)
     if length > most:
         raise ModelError(
-            f"the longest text of a class is {length} tokens long, but {towers.name} reads no more than {most}; "
-            "use a shorter context or template, or shorter names of classes"
+            f"the longest class text has {length} tokens, but {towers.name} takes at most {most}; "
+            "use a shorter context or template, or shorter class names"
         )

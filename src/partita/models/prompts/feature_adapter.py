@@ -1,4 +1,4 @@
-"""FedCLIP's adapter: attention over the entries of an image's feature, which it weighs."""
+"""FedCLIP's adapter: attention weights over the entries of the image feature."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from partita.models.prompts.prompts import PromptModel
 
 @dataclass(frozen=True, eq=False)
 class FeatureAdapter(PromptModel):
+    """A frozen dual encoder whose image features are multiplied by a learned gate."""
+
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         image = self.towers.see(inputs)[:, 0]  # (example, feature)
         return self.towers.compare(params, image * gate(params, image), self.towers.held["texts"])
 
 
 def gate(params: Tensors, image: Tensor) -> Tensor:
+    """Compute the attention weights of image features, (example, feature)."""
+
     def linear(part: str, value: Tensor) -> Tensor:
         weight, bias = params[f"adapter.{part}.weight"], params[f"adapter.{part}.bias"]
         return functional.linear(value.to(weight.dtype), weight, bias)
@@ -31,12 +35,13 @@ def gate(params: Tensors, image: Tensor) -> Tensor:
 
 
 def feature_adapter(towers: DualEncoder, key: Key) -> FeatureAdapter:
+    """Add an adapter with random initial weights to a dual encoder."""
     width = towers.held["texts"].shape[1]
     initial, tags = dict(towers.initial), dict(towers.tags)
     for part in ("in", "out"):
         for leaf, shape in ("weight", (width, width)), ("bias", (width,)):
             name = f"adapter.{part}.{leaf}"
             numbers = torch.rand(shape, generator=(key / name).generator())
-            initial[name] = (2 * numbers - 1) / width**0.5  # as torch draws a linear layer
+            initial[name] = (2 * numbers - 1) / width**0.5  # as torch initializes a linear layer
             tags[name] = frozenset({"adapter", "global", "vision"})
     return FeatureAdapter(towers, towers.name, initial, tags)

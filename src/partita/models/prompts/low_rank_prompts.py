@@ -1,4 +1,4 @@
-"""FedPGP's context: a shared one, and beside it a client's own of low rank."""
+"""FedPGP's context: a shared context plus a low-rank personal context."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ SHARED, LEFT, RIGHT = "prompt.text.global", "prompt.text.left", "prompt.text.rig
 
 @dataclass(frozen=True)
 class WithTexts(Output):
-    """Gives, when asked, the texts' features (class, feature) by the client's context, the shared one, the template."""
+    """Model output with text features on demand.
+
+    `texts` returns three (class, feature) tensors: with the client's context, with the shared context, and with the
+    template.
+    """
 
     texts: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankPrompts(PromptModel):
+    """A frozen dual encoder with the context shared + left @ right."""
+
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         own = self.towers.read(params[SHARED] + params[LEFT] @ params[RIGHT])
         out = self.towers.compare(params, self.towers.see(inputs)[:, 0], own)
@@ -39,6 +45,18 @@ class LowRankPrompts(PromptModel):
 def low_rank_prompts(
     towers: DualEncoder, key: Key, *, text_tokens: int, rank: int, init_text: str = ""
 ) -> LowRankPrompts:
+    """Add a shared context and a low-rank personal context to a dual encoder.
+
+    Args:
+        towers: Dual encoder.
+        key: Key for the initial values.
+        text_tokens: Number of context tokens.
+        rank: Rank of the personal context.
+        init_text: Initial text of the shared context.
+
+    Raises:
+        ModelError: If the rank does not fit.
+    """
     width = towers.width("text")
     if not 1 <= rank <= min(text_tokens, width):
         raise ModelError(

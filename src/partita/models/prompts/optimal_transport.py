@@ -1,4 +1,4 @@
-"""FedOTP's comparison: a shared and an own context share out an image's patches by optimal transport."""
+"""FedOTP: optimal transport between image patches and the texts of a shared and a personal context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ OWNERS = ("global", "local")
 
 @dataclass(frozen=True, eq=False)
 class OptimalTransportPrompts(PromptModel):
-    """Each class has a text by each owner; a logit is the similarity of patches and texts under their transport."""
+    """A frozen dual encoder whose logits are the similarities of patches and texts, weighted by optimal transport.
+
+    Each class has one text per owner: one with the shared context, one with the personal context.
+    """
 
     mass: float
     smoothing: float
@@ -30,10 +33,10 @@ class OptimalTransportPrompts(PromptModel):
         states = functional.normalize(self.towers.see(inputs, patches=True), dim=-1)
         texts = torch.stack([self.towers.read(params[f"prompt.text.{owner}"]) for owner in OWNERS])
         texts = functional.normalize(texts, dim=-1)  # (owner, class, feature)
-        alike = torch.einsum("epf,ocf->ecpo", states[:, 1:], texts)  # (example, class, patch, owner)
-        # The transport is a weight and not a road for gradients, as in the paper.
-        moved = sinkhorn(1 - alike.detach(), self.mass, self.smoothing, self.iterations)
-        return Output(params[SCALE].exp() * (moved * alike).sum((-1, -2)), states[:, 0])
+        similarity = torch.einsum("epf,ocf->ecpo", states[:, 1:], texts)  # (example, class, patch, owner)
+        # As in the paper, no gradient flows through the transport plan.
+        moved = sinkhorn(1 - similarity.detach(), self.mass, self.smoothing, self.iterations)
+        return Output(params[SCALE].exp() * (moved * similarity).sum((-1, -2)), states[:, 0])
 
     def remember(self, inputs: Tensors) -> Tensor:
         return self.towers.remember(inputs, patches=True)
@@ -49,20 +52,43 @@ def optimal_transport_prompts(
     iterations: int,
     init_text: str = "",
 ) -> OptimalTransportPrompts:
+    """Add a shared and a personal context to a dual encoder.
+
+    Args:
+        towers: Dual encoder.
+        key: Key for the initial values.
+        text_tokens: Number of tokens of each context.
+        mass: Total transported mass.
+        smoothing: Weight of the entropy term.
+        iterations: Number of Sinkhorn iterations.
+        init_text: Initial text of the contexts.
+
+    Raises:
+        ModelError: If `text_tokens` is below 1.
+    """
     if text_tokens < 1:
-        raise ModelError(f"there are {text_tokens} prompts of text; give 1 or more")
+        raise ModelError(f"text_tokens is {text_tokens}; set it to 1 or more")
     plain = dual_prompts(towers, key, text_tokens=text_tokens, owners=OWNERS, fusion="mean", init_text=init_text)
     return OptimalTransportPrompts(towers, plain.name, plain.initial, plain.tags, mass, smoothing, iterations)
 
 
 def sinkhorn(cost: Tensor, mass: float, smoothing: float, iterations: int) -> Tensor:
-    """How much of each patch goes to each text, (..., patch, text), at least cost and with an entropy as smoothing.
+    """Compute the entropy-regularized transport plan of minimum cost from patches to texts.
 
-    A patch gives at most its share of 1, and each text gets its share of the mass, exactly. Always so many rounds of
-    Sinkhorn's scaling: a stop that looks at values could not be lifted over clients.
+    A patch gives at most 1 / patches. Each text gets exactly mass / texts. The number of iterations is fixed, because
+    vmap over clients cannot stop depending on values.
+
+    Args:
+        cost: (..., patch, text).
+        mass: Total transported mass.
+        smoothing: Weight of the entropy term.
+        iterations: Number of Sinkhorn iterations.
+
+    Returns:
+        The plan, (..., patch, text).
     """
     patches, texts = cost.shape[-2:]
-    # Scaling a text's column leaves the plan as it is, and the largest entry of 1 keeps a column from vanishing.
+    # Scaling a column does not change the plan. A largest entry of 1 keeps columns from underflowing to 0.
     kernel = ((cost.amin(-2, keepdim=True) - cost) / smoothing).exp()
     gives, gets = 1 / patches, mass / texts
     left = torch.ones_like(cost[..., 0])  # (..., patch)

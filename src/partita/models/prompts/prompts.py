@@ -1,4 +1,4 @@
-"""Prompts for both towers: shared ones that travel, own ones that stay, and cross-attention that fuses the two."""
+"""Prompts for both towers: shared prompts, which are sent, personal prompts, which stay, and their fusion."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from partita.models.prompts.dual_encoder import DualEncoder, check_length
 
 Fusion = Literal["local_queries", "global_queries", "both", "mean", "none"]
 View = Literal["nothing", "grey"]
-SPREAD = 0.02  # of prompts at the start
-# For each way to fuse, whose prompts ask; the other's answer.
+SPREAD = 0.02  # standard deviation of initial prompts
+# For each fusion, the owners whose prompts are the queries. The other owner's prompts are keys and values.
 ASKING: dict[str, tuple[str, ...]] = {"local_queries": ("local",), "global_queries": ("global",)}
 ASKING |= {"both": ("local", "global"), "mean": (), "none": ()}
 
 
 @dataclass(frozen=True, eq=False)
 class PromptModel(Model):
-    """Towers with more parameters beside them; each kind says what it computes with these."""
+    """Base class of a frozen dual encoder with trainable prompts or adapters."""
 
     towers: DualEncoder
     name: str
@@ -39,6 +39,7 @@ class PromptModel(Model):
         return self.towers.losses(out, targets)
 
     def remember(self, inputs: Tensors) -> Tensor:
+        """Compute the image features to cache; see `DualEncoder.remember`."""
         return self.towers.remember(inputs)
 
     def to(self, device: torch.device) -> None:
@@ -48,7 +49,7 @@ class PromptModel(Model):
 
 @dataclass(frozen=True, eq=False)
 class DualPrompts(PromptModel):
-    """Where a tower has prompts, they enter it; a tower without any does as it always did."""
+    """A dual encoder with prompts in one tower or both."""
 
     fusion: Fusion
 
@@ -61,8 +62,8 @@ class DualPrompts(PromptModel):
     def remember(self, inputs: Tensors) -> Tensor:
         if any({"prompt", "vision"} <= tags for tags in self.tags.values()):
             raise ModelError(
-                "engine.cache_frozen: vision prompts change every layer of the tower of images and leave nothing to "
-                "remember; set it to false"
+                "engine.cache_frozen: vision prompts change every layer of the image tower, so nothing can be cached; "
+                "set it to false"
             )
         return super().remember(inputs)
 
@@ -80,20 +81,30 @@ def dual_prompts(
     init_text: str = "",
     vision_init: str = "nothing",
 ) -> DualPrompts:
-    """So many prompts for each tower and each owner. A phrase is what the context says at first, in its last places.
+    """Add prompts to a dual encoder.
 
-    `output` is how large the fusion's output projection is at first, beside the other projections. With `view` "grey",
-    vision prompts start near the patches of a grey image.
+    Args:
+        towers: Dual encoder.
+        key: Key for the initial values.
+        text_tokens: Number of text prompts per owner.
+        vision_tokens: Number of vision prompts per owner and layer.
+        depth: Number of layers with vision prompts.
+        owners: "global" for shared prompts, "local" for personal prompts.
+        fusion: How shared and personal prompts are combined.
+        output: Initial scale of the fusion's output projections, relative to the other projections.
+        init_text: Initial text of the context, in its last positions.
+        vision_init: "grey" starts vision prompts near the patches of a gray image.
+
+    Raises:
+        ModelError: If an option is invalid or the texts become too long.
     """
     for option, given, known in ("fusion", fusion, get_args(Fusion)), ("vision_init", vision_init, get_args(View)):
         if given not in known:
             raise ModelError(f"{option} is '{given}'; {closest_match(given, known)}")
     if min(text_tokens, vision_tokens) < 0:
-        raise ModelError(
-            f"there are {text_tokens} prompts of text and {vision_tokens} of vision; give 0 or more of each"
-        )
+        raise ModelError(f"text_tokens is {text_tokens} and vision_tokens is {vision_tokens}; set both to 0 or more")
     if not 1 <= depth <= (most := towers.depth()):
-        raise ModelError(f"depth is {depth}, but {towers.name} has {most} layers; give 1 to {most}")
+        raise ModelError(f"depth is {depth}, but {towers.name} has {most} layers; set it to 1 to {most}")
     initial, tags = dict(towers.initial), dict(towers.tags)
     for tower, shape in ("text", (text_tokens,)), ("vision", (depth, vision_tokens)):
         width = towers.width(tower)
@@ -103,7 +114,7 @@ def dual_prompts(
             if tower == "text" and init_text:
                 initial[name] = _saying(towers, init_text, initial[name])
             if tower == "vision" and vision_init == "grey":
-                # The draw is added, or prompts in one place would never part.
+                # Add the random draw: equal prompts at the same position would never diverge.
                 initial[name] = initial[name] + towers.glance(vision_tokens, depth).to(initial[name])
             tags[name] = frozenset({"prompt", owner, tower})
         for asking in ASKING[fusion] if shape[-1] and len(owners) > 1 else ():
@@ -118,7 +129,7 @@ def dual_prompts(
 
 
 def random_prompts(key: Key, *shape: int, spread: float | None = SPREAD) -> Tensor:
-    """Normal numbers; without a spread, such that a vector keeps its length on the way through."""
+    """Draw normal numbers with standard deviation `spread`. None: 1 / sqrt(last dimension), which preserves norms."""
     memory.require(
         4 * math.prod(shape), f"prompts of the shape {shape}", "lower method.text_tokens or method.vision_tokens"
     )
@@ -127,16 +138,25 @@ def random_prompts(key: Key, *shape: int, spread: float | None = SPREAD) -> Tens
 
 
 def fuse(params: Tensors, tower: str, fusion: str) -> Tensor | None:
-    """The prompts that enter a tower, (..., token, width); None where there are none."""
-    found = {owner: params.get(f"prompt.{tower}.{owner}") for owner in ("global", "local")}
-    there = {owner: prompts for owner, prompts in found.items() if prompts is not None}
-    if len(there) < 2:
-        return next(iter(there.values()), None)
+    """Combine the shared and personal prompts of a tower.
+
+    Args:
+        params: Parameters.
+        tower: "text" or "vision".
+        fusion: "none" concatenates the prompts, "mean" averages them, the others apply cross-attention.
+
+    Returns:
+        (..., token, width), or None if the tower has no prompts.
+    """
+    candidates = {owner: params.get(f"prompt.{tower}.{owner}") for owner in ("global", "local")}
+    by_owner = {owner: prompts for owner, prompts in candidates.items() if prompts is not None}
+    if len(by_owner) < 2:
+        return next(iter(by_owner.values()), None)
     if fusion == "none":
-        return torch.cat([there["global"], there["local"]], -2)
+        return torch.cat([by_owner["global"], by_owner["local"]], -2)
     if fusion == "mean":
-        return (there["global"] + there["local"]) / 2
-    answers = [_attend(params, f"fusion.{tower}.{owner}", there, owner) for owner in ASKING[fusion]]
+        return (by_owner["global"] + by_owner["local"]) / 2
+    answers = [_attend(params, f"fusion.{tower}.{owner}", by_owner, owner) for owner in ASKING[fusion]]
     return sum(answers[1:], start=answers[0]) / len(answers)
 
 
@@ -148,7 +168,7 @@ def _attend(params: Tensors, name: str, prompts: Mapping[str, Tensor], asking: s
 
 
 def _saying(towers: DualEncoder, init_text: str, context: Tensor) -> Tensor:
-    words = towers.embed([init_text])[0][0, 1:-1].to(context)  # without the tokens that begin and end a text
+    words = towers.embed([init_text])[0][0, 1:-1].to(context)  # without the start and end tokens
     if len(words) > len(context):
-        raise ModelError(f"init_text '{init_text}' is {len(words)} tokens long; give as many prompts of text, or more")
+        raise ModelError(f"init_text '{init_text}' has {len(words)} tokens; set text_tokens to {len(words)} or more")
     return torch.cat([context[: len(context) - len(words)], words])

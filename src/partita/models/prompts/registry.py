@@ -1,4 +1,4 @@
-"""What can be learnt beside frozen towers, by the name under which methods ask for it."""
+"""Registry of the prompts and adapters that methods can train on a dual encoder."""
 
 from __future__ import annotations
 
