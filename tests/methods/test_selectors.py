@@ -47,7 +47,7 @@ def key_of(round: int = 0, client: str = "a") -> Key:
 
 
 def context(model: ToyTransformer = MODEL, plan: Plan = PLAN, **more: object) -> Context:
-    return Context(model, plan, model.initial, {}, {}, 0.1, **more)  # type: ignore[arg-type]
+    return Context(model, plan, model.initial, {}, {}, 0.1, **{"notes": {}, "round_info": RoundInfo(0, 1, ""), **more})  # type: ignore[arg-type]
 
 
 def rule_of(select: Selector, k: float = 2, **more: object) -> TopLayers:
