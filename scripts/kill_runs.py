@@ -55,7 +55,7 @@ heads = 2
 patch = 2
 """
 SETTINGS = {
-    "scaffold, disk": 'method.name = "scaffold"\nengine.state = "disk"',
+    "scaffold, disk": 'method.name = "scaffold"\nengine.client_state = "disk"',
     "fedper": 'method.name = "fedper"',
     "safl, privacy": """
 method = { name = "safl", noise = 1.0, probe = 0.2 }
