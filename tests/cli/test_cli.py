@@ -248,7 +248,7 @@ BAD = {
     "more clients than samples": (["split.clients=500"], "500 clients"),
     "an empty client": (
         ["split={name='quantity', clients=50, alpha=0.01, min_examples=1}"],
-        "would get 0; use fewer clients",
+        "got 0; use fewer clients",
     ),
     "too large a cohort": (["federation.cohort=9"], "federation.cohort is 9, but there are 5 clients"),
     "a learning rate that blows up": (

@@ -395,7 +395,7 @@ def test_cards_state_the_bytes_for_vit_b16(name: str, wide: Model) -> None:
     shared = {each: model.initial[each] for each, tags in model.tags.items() if "global" in tags}
     card = (Path(build.__code__.co_filename).parent / f"{name}.md").read_text()
     if shared:
-        assert f"sends {len(serialization.pack({'delta': shared})):,} bytes a round" in " ".join(card.split())
+        assert f"sends {len(serialization.pack({'delta': shared})):,} bytes per round" in " ".join(card.split())
     if name == "pfeddc":
         kept = sum(model.initial[each].numel() for each in model.names("local", "fusion"))
         text = " ".join(card.split())
