@@ -399,7 +399,7 @@ def test_cards_state_the_bytes_for_vit_b16(name: str, wide: Model) -> None:
     if name == "pfeddc":
         kept = sum(model.initial[each].numel() for each in model.names("local", "fusion"))
         text = " ".join(card.split())
-        assert f"of which {sum(4 * each.numel() for each in shared.values()):,} are the shared prompts" in text
+        assert f"{sum(4 * each.numel() for each in shared.values()):,} of them the shared prompts" in text
         assert f"keeps {kept:,} parameters" in text
 
 
