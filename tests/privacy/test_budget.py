@@ -82,6 +82,28 @@ def account_of(**clients: tuple[float, int]) -> PrivacySpending:
     return account
 
 
+@pytest.mark.parametrize(("target", "worst"), [(0.5, "b"), (20.0, "a")])
+def test_the_noise_found_suffices_for_every_client(target: float, worst: str) -> None:
+    """Who is worst off depends on the noise: sampling helps more against large noise than against small noise.
+
+    Client a trains 200 steps with one example in twenty, client b one step with all of them.
+    """
+    account = PrivacySpending(
+        1e-5,
+        "rdp",
+        False,
+        {
+            "a": Counter({PrivacyRelease(TRAINING, 1.0, 0.05): 200}),
+            "b": Counter({PrivacyRelease(TRAINING, 1.0, 1.0): 1}),
+        },
+    )
+    noise = find_noise(account, target)
+    found = account.with_noise(noise)
+    assert all(found.only(client).epsilon() <= target for client in ("a", "b"))
+    assert noise == find_noise(account.only(worst), target)
+    assert account.worst()[0] == "a"
+
+
 def test_a_run_costs_what_it_costs_the_worst_placed_client() -> None:
     account = account_of(many=(0.02, 300), few=(0.2, 30), rare=(0.3, 4), same=(0.2, 30)).with_noise(5.0)
     costs = {client: epsilon(bill, 1e-5) for client, bill in account.bills.items()}
