@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from partita import data, methods, models
+    from partita.core.client import ClientError, ClientState, Job
     from partita.core.data import Batch, ClientData, Examples, Population
     from partita.core.method import (
         Aggregate,
         ClientRule,
         Context,
+        LayerSelection,
         Method,
+        MethodError,
+        PrivacyRelease,
         Server,
         ServerRule,
         Update,
@@ -27,8 +31,9 @@ if TYPE_CHECKING:
     from partita.core.optim import SGD, AdamW, Schedule
     from partita.core.plan import Phase, Plan, RoundInfo, share, share_everything
     from partita.core.rng import Key
-    from partita.core.rounds import RoundResult, rounds
+    from partita.core.rounds import ClientFailure, Engine, RoundResult, rounds
     from partita.core.settings import Run, Training
+    from partita.core.tensors import Mean, Names, Slots, Tensors
     from partita.engines.availability import Availability
     from partita.engines.simulation import SimulationEngine
     from partita.evaluation import score
@@ -41,16 +46,26 @@ __all__ = [
     "Availability",
     "Batch",
     "ClientData",
+    "ClientError",
+    "ClientFailure",
     "ClientRule",
+    "ClientState",
     "Context",
+    "Engine",
     "Examples",
+    "Job",
     "Key",
+    "LayerSelection",
+    "Mean",
     "Method",
+    "MethodError",
     "Model",
+    "Names",
     "Output",
     "Phase",
     "Plan",
     "Population",
+    "PrivacyRelease",
     "RoundInfo",
     "RoundResult",
     "Run",
@@ -58,6 +73,8 @@ __all__ = [
     "Server",
     "ServerRule",
     "SimulationEngine",
+    "Slots",
+    "Tensors",
     "Training",
     "Update",
     "UpdateTransform",
@@ -77,7 +94,18 @@ __all__ = [
 _HOMES = {
     "testing.conformance": ["check_method"],
     "core.method": [
-        "Aggregate", "ClientRule", "Context", "Method", "Server", "ServerRule", "Update", "UpdateTransform", "average",
+        "Aggregate",
+        "ClientRule",
+        "Context",
+        "LayerSelection",
+        "Method",
+        "MethodError",
+        "PrivacyRelease",
+        "Server",
+        "ServerRule",
+        "Update",
+        "UpdateTransform",
+        "average",
         "compose",
     ],
     "core.data": ["Batch", "ClientData", "Examples", "Population"],
@@ -85,12 +113,14 @@ _HOMES = {
     "core.optim": ["SGD", "AdamW", "Schedule"],
     "core.plan": ["Phase", "Plan", "RoundInfo", "share", "share_everything"],
     "core.rng": ["Key"],
-    "core.rounds": ["RoundResult", "rounds"],
+    "core.rounds": ["ClientFailure", "Engine", "RoundResult", "rounds"],
+    "core.client": ["ClientError", "ClientState", "Job"],
+    "core.tensors": ["Mean", "Names", "Slots", "Tensors"],
     "core.settings": ["Run", "Training"],
     "engines.simulation": ["SimulationEngine"],
     "engines.availability": ["Availability"],
     "evaluation": ["score"],
-}  # fmt: skip
+}
 _HOME = {name: f"partita.{module}" for module, names in _HOMES.items() for name in names}
 
 
