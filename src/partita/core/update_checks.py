@@ -168,9 +168,9 @@ class UpdateValidator:
                 "training.lr, set training.clip, or check the client's data"
             )
         if update.metrics:
-            self._check_told(update.metrics)
+            self._check_metrics(update.metrics)
 
-    def _check_told(self, metrics: Mapping[str, float]) -> None:
+    def _check_metrics(self, metrics: Mapping[str, float]) -> None:
         if not self.limits.narrows or len(metrics) > MAX_METRICS:
             most = MAX_METRICS if self.limits.narrows else 0
             raise InvalidUpdate(f"sent {len(metrics)} metrics; clients of {self.run.method.name} send at most {most}")
