@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from partita.experiment import run_folder
 from partita.experiment.config import Config, load, parse
 from partita.experiment.runner import resume, start
@@ -152,6 +154,7 @@ def main() -> None:
     options.add_argument("--seed", default="0")
     options.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     chosen = options.parse_args()
+    torch.set_num_threads(1)  # a fork of a process that has OpenMP threads hangs in its first parallel loop
     share, rest = divmod(chosen.kills, len(chosen.settings))
     print(f"{'setting':22} {'kills':>5}  {'before a checkpoint':>19}  {'same end':>8}  {'s':>6}")
     outcomes = []
