@@ -79,9 +79,11 @@ class Outcome:
 
 
 def settings(text: str) -> Config:
+    """The base with the tables of the text merged in; a table with another name replaces that of the base."""
     raw = tomllib.loads(BASE)
     for key, value in tomllib.loads(text).items():
-        raw[key] = {**raw.get(key, {}), **value}
+        base = raw.get(key, {})
+        raw[key] = {**base, **value} if value.get("name") in (None, base.get("name")) else value
     return parse(raw)
 
 

@@ -6,17 +6,15 @@ import os
 import signal
 import sys
 import time
-import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from helpers import SMALL_VIT
 
 from partita.core import checkpoint, tensors
 from partita.core.atomic_files import list_checksummed
 from partita.experiment import run_folder
-from partita.experiment.config import Config, parse
+from partita.experiment.config import Config
 from partita.methods import INDEX, NEEDS_DUAL_ENCODER, build
 
 KILLS = 20
@@ -25,41 +23,20 @@ sys.path.insert(0, str(SCRIPTS))  # where Python finds it when it is run
 kill_runs = import_module("kill_runs")
 try_setting = kill_runs.try_setting
 
-# Rounds of some tens of milliseconds; clients come and go, and every second round has no checkpoint.
-SETTINGS = (
-    """
-rounds = 60
-[method]
-name = "{method}"
-[training]
-optimizer = "{optimizer}"
-[data]
-name = "synthetic"
-examples = 240
-test_examples = 40
-size = 4
-[split]
-name = "iid"
-clients = 6
-[federation]
-cohort = 0.5
-client_dropout = 0.1
-[engine]
-clients_per_block = 1
-client_state = "{state}"
-[evaluate]
-personal_every = 20
-[checkpoint]
-every = 2
-"""
-    + SMALL_VIT
-)
-
 
 def settings(method: str, state: str) -> Config:
+    """The federation of the script, with one layer and the usual learning rate."""
     optimizer = "adamw" if build(method).takes("adamw") else "sgd"
-    raw = tomllib.loads(SETTINGS.format(method=method, state=state, optimizer=optimizer))
-    return parse({**raw, "model": {"name": "clip", "shape": "tiny"}} if method in NEEDS_DUAL_ENCODER else raw)
+    model = '{ name = "clip", shape = "tiny" }' if method in NEEDS_DUAL_ENCODER else "{ layers = 1 }"
+    changes = f'''
+method.name = "{method}"
+training = {{ optimizer = "{optimizer}", lr = 0.001 }}
+engine.client_state = "{state}"
+model = {model}
+'''
+    config = kill_runs.settings(changes)
+    assert isinstance(config, Config)
+    return config
 
 
 # Every method goes through this, one of them in the fast suite; a resumed run is also compared by conformance.

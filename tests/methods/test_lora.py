@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import OPTIMIZERS, files_in, last, play, run_of
+from helpers import OPTIMIZERS, files_in, last, no_slow_path, play, run_of
 from image_fixtures import FOUR, extended, pictures, small
 from peft import PeftModel
 from torch import Tensor
@@ -116,11 +116,8 @@ def test_a_block_shares_the_base_and_takes_no_slow_path() -> None:
     model = extended()
     both = [moved(model.initial, model.names("lora")), model.initial]
     stacked = {name: torch.stack([one[name] for one in both]) for name in model.names("lora")}
-    torch._C._debug_only_display_vmap_fallback_warnings(True)
-    try:
+    with no_slow_path():
         lifted = torch.vmap(lambda own: model({**model.initial, **own}, INPUTS).logits)(stacked)
-    finally:
-        torch._C._debug_only_display_vmap_fallback_warnings(False)
     assert all(close(logits, model(one, INPUTS).logits) for logits, one in zip(lifted, both, strict=True))
 
 

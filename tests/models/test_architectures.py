@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from architecture_fixtures import (
     targets_of,
     words,
 )
+from helpers import no_slow_path
 from torch import Tensor
 from torch.func import functional_call
 
@@ -57,18 +55,6 @@ def logits_of(out: Any) -> Tensor:
 def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
     """Against the largest number where that is above 1: of logits of size 10, float32 itself knows no more."""
     return torch.allclose(left, right, rtol=0, atol=tolerance * max(1.0, float(right.detach().abs().max())))
-
-
-@contextmanager
-def no_slow_path() -> Iterator[None]:
-    """vmap says so when it runs an operation client by client."""
-    torch._C._debug_only_display_vmap_fallback_warnings(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            yield
-    finally:
-        torch._C._debug_only_display_vmap_fallback_warnings(False)
 
 
 # Outputs

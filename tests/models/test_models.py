@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from helpers import no_slow_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -108,18 +106,6 @@ def stacked(params: list[Tensors]) -> Tensors:
 
 def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
     return torch.allclose(left, right, rtol=0, atol=tolerance)
-
-
-@contextmanager
-def no_slow_path() -> Iterator[None]:
-    """vmap says so when it runs an operation client by client."""
-    torch._C._debug_only_display_vmap_fallback_warnings(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            yield
-    finally:
-        torch._C._debug_only_display_vmap_fallback_warnings(False)
 
 
 # Outputs, losses and gradients
