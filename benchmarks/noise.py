@@ -23,7 +23,7 @@ from partita.core.dp_settings import DPSGDSettings
 from partita.core.rounds import initial_server, rounds
 from partita.core.tensors import Tensors
 from partita.engines.autotune import configure_backends
-from partita.training import phase_trainer
+from partita.training import private_gradients
 
 CLIENTS, STEPS, BATCH = 4, 5, 32
 SIZES = {"small": (2, 64), "medium": (6, 384)}
@@ -46,7 +46,7 @@ def plain_sum(value: torch.Tensor, noise: torch.Tensor, std: float) -> torch.Ten
 
 
 def with_torch() -> AbstractContextManager[object]:
-    return patch.multiple(phase_trainer, gaussian_noise=seeded, add_noise=plain_sum)
+    return patch.multiple(private_gradients, gaussian_noise=seeded, add_noise=plain_sum)
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def measure(size: str, device: torch.device, repeats: int) -> list[dict[str, obj
 
     sides: dict[str, tuple[Callable[[], object], Callable[[], AbstractContextManager[object]]]] = {
         "noise, torch": (lambda: seeded(like, key, 1.0), nullcontext),
-        "noise, cipher": (lambda: phase_trainer.gaussian_noise(like, key, 1.0), nullcontext),
+        "noise, cipher": (lambda: private_gradients.gaussian_noise(like, key, 1.0), nullcontext),
     }
     for clients in (1, CLIENTS):
         sides[f"round without privacy, {clients} together"] = lambda c=clients: play(plain, c), nullcontext  # type: ignore[misc]

@@ -18,11 +18,11 @@ import torch
 from environment import environment
 
 from partita import AdamW, Key, Run, SimulationEngine, Training, methods, rounds
-from partita.core.client_store import DiskStore
 from partita.core.data import ClientData
 from partita.core.rounds import RoundResult
 from partita.data.client_ids import NumberedClients
 from partita.engines.autotune import configure_backends
+from partita.storage.client_store import DiskStore
 from partita.testing.toy import ToyExamples, ToyTransformer
 
 MEGABYTE = 1e6

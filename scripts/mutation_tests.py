@@ -7,12 +7,14 @@ from trials import PACKAGE, ROOT
 CONFORMANCE = "tests/testing/test_conformance.py::test_every_method_and_supported_composition_conforms"
 LAWS = ("tests/laws/test_theorems.py", "tests/laws/test_reductions.py")
 
-MUTATED = ("core", "training", "methods", "privacy")
+MUTATED = ("core", "training", "storage", "methods", "privacy")
 # Files that no test on a CPU can hold, or that compute nothing that a run relies on.
 LEFT_OUT = {
     "training/cuda_graphs.py": "it records and replays programs of a GPU; a CPU never runs most of it",
     "core/__init__.py": "nothing in it",
     "privacy/__init__.py": "nothing in it",
+    "storage/__init__.py": "nothing in it",
+    "training/compilation.py": "it compiles for a GPU; the tests on a CPU are slow and exercise one path",
     "training/__init__.py": "nothing in it",
     "methods/cards.py": "it reads the cards, which tests/project/test_cards.py holds",
     "methods/__init__.py": "an index, which tests/core/test_options.py and the conformance tests hold",
@@ -23,19 +25,33 @@ LEARNING = (
     "tests/training/test_unequal_clients.py",
     "tests/laws/test_reductions.py",
 )
-ROUNDS = ("tests/core/test_rounds.py", "tests/core/test_checkpoint.py", "tests/core/test_laws_of_small_parts.py")
+ROUNDS = ("tests/core/test_rounds.py", "tests/storage/test_checkpoint.py", "tests/core/test_laws_of_small_parts.py")
 PRIVATE = ("tests/training/test_dp_sgd.py", "tests/training/test_ghost_clipping.py")
+GRAPHS = "tests/training/test_cuda_graphs.py"
 LIES = ("tests/privacy/test_audit_lies.py",)
 DETAILS = ("tests/core/test_details.py",)
 COST = ("tests/privacy/test_budget.py", "tests/privacy/test_client_level.py")
 
 # What a core or privacy file is held by: of these tests, those that run its lines.
 HELD_BY: dict[str, tuple[str, ...]] = {
-    "training/phase_trainer.py": (*LEARNING, *PRIVATE, "tests/core/test_packed.py"),
+    "training/phase_trainer.py": (
+        *LEARNING,
+        *PRIVATE,
+        "tests/core/test_packed.py",
+        GRAPHS,
+    ),
+    "training/phase_work.py": (*LEARNING, "tests/training/test_dp_sgd.py"),
+    "training/client_axis.py": (*LEARNING, "tests/training/test_dp_sgd.py"),
+    "training/objective.py": (*LEARNING, "tests/training/test_dp_sgd.py"),
+    "training/gradients.py": LEARNING,
+    "training/private_gradients.py": PRIVATE,
+    "core/averaging.py": ("tests/core/test_laws_of_small_parts.py", "tests/privacy/test_client_level.py"),
+    "core/traffic.py": ("tests/core/test_rounds.py",),
+    "core/update.py": ("tests/core/test_update_checks.py",),
     "core/chacha.py": ("tests/core/test_chacha.py", "tests/core/test_noise_attack.py"),
-    "core/checkpoint.py": (*DETAILS, *ROUNDS[:2], "tests/experiment/test_damage.py"),
+    "storage/checkpoint.py": (*DETAILS, *ROUNDS[:2], "tests/experiment/test_damage.py"),
     "core/drift.py": ("tests/core/test_drift.py", "tests/core/test_packed.py"),
-    "core/atomic_files.py": (
+    "storage/atomic_files.py": (
         *DETAILS,
         *ROUNDS[:2],
         "tests/experiment/test_damage.py",
@@ -65,7 +81,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "core/optim.py": (
         "tests/core/test_optim.py",
-        "tests/training/test_cuda_graphs.py",
+        GRAPHS,
         "tests/core/test_client_rounds.py",
     ),
     "core/options.py": (
@@ -100,8 +116,8 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/training/test_dp_sgd.py",
     ),
     "training/batching.py": (*LEARNING[:2], "tests/training/test_dp_sgd.py"),
-    "core/client_store.py": (*DETAILS, *ROUNDS[:2]),
-    "core/safe_text.py": ("tests/experiment/test_strangers.py", "tests/engines/test_flower_site_attacks.py"),
+    "storage/client_store.py": (*DETAILS, *ROUNDS[:2]),
+    "storage/safe_text.py": ("tests/experiment/test_strangers.py", "tests/engines/test_flower_site_attacks.py"),
     "core/tensors.py": (
         "tests/core/test_laws_of_small_parts.py",
         "tests/core/test_rounds.py",
@@ -112,7 +128,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/core/test_packed.py",
         "tests/core/test_laws_of_small_parts.py",
         "tests/core/test_rounds.py",
-        "tests/core/test_checkpoint.py",
+        "tests/storage/test_checkpoint.py",
     ),
     "privacy/accountant.py": COST,
     "privacy/membership.py": ("tests/privacy/test_audit.py",),

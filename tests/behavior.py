@@ -27,8 +27,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from helpers import SMALL_TASK, SMALL_VIT, Clients, run_of, small
 from method_options import BRIEF
 
-from partita.core import checkpoint, tensors
-from partita.core.atomic_files import list_checksummed
+from partita.core import tensors
 from partita.core.optim import SGD, AdamW
 from partita.core.rounds import RoundResult, rounds
 from partita.engines.availability import Availability
@@ -36,6 +35,8 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder, runner
 from partita.experiment.config import load
 from partita.methods import COMPOSITIONS, INDEX, build
+from partita.storage import checkpoint
+from partita.storage.atomic_files import list_checksummed
 from partita.testing.conformance import states_of
 
 FOUR = Clients(c0=3, c1=9, c2=12, c3=6)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from partita.core.client import Job
-from partita.core.client_store import MemoryStore
-from partita.core.method import Update
 from partita.core.rounds import ClientFailure
+from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
+from partita.storage.client_store import MemoryStore
 
 WHO, WHEN = "b", 1  # the hostile client and its round
 Change = Callable[[Update], list[object] | None]  # the replies that arrive in place of the honest one; None: cannot be

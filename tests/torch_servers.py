@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from partita.core.method import Aggregate, Server, ServerRule
+from partita.core.method import Server, ServerRule
 from partita.core.model import Model
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
+from partita.core.update import Aggregate
 
 
 class Two(Model):

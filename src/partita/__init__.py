@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from partita import data, methods, models
+    from partita.core.averaging import average
     from partita.core.client import ClientError, ClientState, Job
     from partita.core.data import Batch, ClientData, Examples, Population
     from partita.core.method import (
-        Aggregate,
         ClientRule,
         Context,
         LayerSelection,
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
         PrivacyRelease,
         Server,
         ServerRule,
-        Update,
         UpdateTransform,
-        average,
         compose,
     )
     from partita.core.model import Model, Output
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from partita.core.rounds import ClientFailure, Engine, RoundResult, rounds
     from partita.core.settings import Run, Training
     from partita.core.tensors import Mean, Names, Slots, Tensors
+    from partita.core.update import Aggregate, Update
     from partita.engines.availability import Availability
     from partita.engines.simulation import SimulationEngine
     from partita.evaluation import score

@@ -22,8 +22,8 @@ from transformers import AutoModel
 
 from partita.core.client import ClientState, client_params
 from partita.core.data import Examples
-from partita.core.method import Update
 from partita.core.rounds import make_job, rounds
+from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
 from partita.experiment.builder import build
 from partita.experiment.config import parse

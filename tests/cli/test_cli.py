@@ -15,11 +15,11 @@ import pytest
 from helpers import SMALL_VIT
 from shell import Shell
 
-from partita.core import atomic_files
-from partita.core.atomic_files import list_checksummed
 from partita.experiment import builder, run_folder
 from partita.experiment.compare import expand
 from partita.methods import INDEX
+from partita.storage import atomic_files
+from partita.storage.atomic_files import list_checksummed
 
 CONFIG = (
     """

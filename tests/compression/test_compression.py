@@ -29,12 +29,13 @@ from partita.compression.prune import (
 from partita.compression.quantize import SCALE, Int8Quantizer, quantize
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, Job
-from partita.core.method import Context, Method, MethodError, Update, UpdateTransform, compose
+from partita.core.method import Context, Method, MethodError, UpdateTransform, compose
 from partita.core.model import ATTENTION
 from partita.core.plan import RoundInfo, plan_for, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import RoundResult, rounds
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.safl import safl

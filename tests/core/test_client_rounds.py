@@ -17,7 +17,6 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.client import ClientError, ClientState, Job, begin_round, finish_round
-from partita.core.client_store import DiskStore
 from partita.core.data import Examples
 from partita.core.method import ClientRule, Context, LayerSelection, Method, MethodError
 from partita.core.model import Model, Output
@@ -34,9 +33,10 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
 from partita.methods.local_only import local_only
+from partita.storage.client_store import DiskStore
 from partita.testing.toy import Float64Model, Float64Population, ToyExamples, ToyTransformer
+from partita.training.client_axis import VmapError
 from partita.training.local_training import group_key, train_clients
-from partita.training.phase_trainer import VmapError
 
 ALONE = Clients(c=10)
 PAIR = Clients(c=10, d=7)

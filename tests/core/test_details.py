@@ -9,27 +9,18 @@ import pytest
 import torch
 from helpers import Script, run_of, small
 
-from partita.core.atomic_files import write
+from partita.core.averaging import average
 from partita.core.client import ClientState, Job
-from partita.core.client_store import DiskStore, MemoryStore
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import (
-    Aggregate,
-    ClientRule,
-    Method,
-    Server,
-    ServerRule,
-    Update,
-    UpdateTransform,
-    average,
-    compose,
-)
+from partita.core.method import ClientRule, Method, Server, ServerRule, UpdateTransform, compose
 from partita.core.model import Model
-from partita.core.packed import CheckedTensors
 from partita.core.plan import NO_NAMES, Phase, Plan, PlanError, RoundInfo, plan_for
 from partita.core.rounds import rounds
+from partita.core.update import Aggregate, Update
 from partita.methods.fedavg import fedavg
 from partita.privacy.guard import PrivacyConfig, make_private
+from partita.storage.atomic_files import write
+from partita.storage.client_store import DiskStore, MemoryStore
 
 MODEL = small()
 HEAD = frozenset({"head.weight"})
@@ -82,10 +73,6 @@ def answer(job: Job, size: float = 1.0) -> Update:
 def test_a_version_is_the_number_of_rounds_completed() -> None:
     for each in rounds(run_of(fedavg(), 3), MODEL, Script(answer)):
         assert set(each.server.versions.current.values()) == {each.number + 1}
-
-
-def test_nothing_is_known_to_be_finite_unless_it_was_looked_at() -> None:
-    assert not CheckedTensors({"w": torch.ones(1)}).finite
 
 
 # ---- files and states

@@ -14,10 +14,10 @@ from packed_fixtures import packed
 
 from partita.core import drift
 from partita.core.drift import Drift
-from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.rng import Key
 from partita.core.tensors import Tensors, digest
+from partita.core.update import Update
 from partita.methods.fedavg import fedavg
 
 

@@ -18,14 +18,14 @@ from hostile_updates import CASES, WHEN, WHO, Case, Hostile
 
 from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job
-from partita.core.client_store import MemoryStore
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Aggregate, Method, Server, ServerRule, Update
+from partita.core.method import Method, Server, ServerRule
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, rounds
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Slots, Tensors
+from partita.core.update import Aggregate, Update
 from partita.core.update_checks import MAX_NORM_RATIO
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
@@ -38,6 +38,7 @@ from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
 from partita.privacy.client_level import protect_clients
 from partita.report import load_run, page
+from partita.storage.client_store import MemoryStore
 from partita.testing.toy import ToyTransformer
 
 SIZES = {"a": 5, "b": 6, "c": 7}

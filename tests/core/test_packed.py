@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from graph_fixtures import farthest, scene
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_fixtures import packed
-from torch import Tensor
 
 from partita import SGD, AdamW, SimulationEngine, rounds
 from partita.core import serialization, tensors
@@ -41,13 +41,10 @@ def test_what_is_laid_in_a_row_is_found_in_it(shapes: list[tuple[int, ...]], cli
 
 def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
     left, right = packed(random_tensors([(3,), (2, 2)], 2))
-    left.finite, left.squares = True, {"n0": 1.0, "n1": 2.0}
     first, second = pickle.loads(pickle.dumps([left, right]))
     assert tensors.equal(first, left)
     assert first.layout is second.layout is left.layout
     assert first["n1"].data_ptr() == first.buffer[ALIGNMENT:].data_ptr()
-    assert (first.finite, second.finite) == (True, False)
-    assert (first.squares, second.squares) == (left.squares, None)
 
 
 def test_of_a_row_nothing_is_changed_by_itself() -> None:
@@ -123,10 +120,10 @@ def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(phase_trainer, "PACKED_DEVICES", ("cpu",))
     moved = phase_trainer.PhaseTrainer.deltas
 
-    def broken(self: phase_trainer.PhaseTrainer) -> tuple[list[Tensors], Tensor, Tensor | None]:
-        deltas, _, squares = moved(self)
-        deltas[1]["classifier.bias"].fill_(torch.nan)
-        return deltas, tensors.max_abs(deltas[1]), squares
+    def broken(self: phase_trainer.PhaseTrainer) -> phase_trainer.PhaseDeltas:
+        whole = moved(self)
+        whole.deltas[1]["classifier.bias"].fill_(torch.nan)
+        return replace(whole, largest=tensors.max_abs(whole.deltas[1]))
 
     monkeypatch.setattr(phase_trainer.PhaseTrainer, "deltas", broken)
     with pytest.raises(Exception, match=r"sent 'classifier.bias' with values that are not finite"):

@@ -17,7 +17,6 @@ from partita.core import serialization, tensors
 from partita.core.client import ClientError, ClientRound, Job, LocalResult
 from partita.core.data import Examples
 from partita.core.method import (
-    Aggregate,
     ClientRule,
     Context,
     LayerSelection,
@@ -25,7 +24,6 @@ from partita.core.method import (
     MethodError,
     Server,
     ServerRule,
-    Update,
     UpdateTransform,
 )
 from partita.core.model import Model
@@ -35,6 +33,7 @@ from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, make_job, rounds
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Names, Slots, Tensors
+from partita.core.update import Aggregate, Update
 from partita.engines.availability import Availability
 from partita.engines.dry_run import DryRunEngine
 from partita.engines.simulation import SimulationEngine

@@ -13,16 +13,24 @@ import torch
 from helpers import run_of, small
 from torch import Tensor
 
-from partita.core import serialization
 from partita.core.data import Examples
-from partita.core.method import ClientRule, Context, LayerSelection, Method, Update, UpdateTransform
+from partita.core.method import ClientRule, Context, LayerSelection, Method, UpdateTransform
 from partita.core.model import Model
-from partita.core.packed import CheckedTensors, PackedTensors, layout_for
+from partita.core.packed import PackedTensors, layout_for
 from partita.core.plan import Phase, Plan, RoundInfo
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
 from partita.core.tensors import Names, Slots, Tensors
-from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, _norm, shorten
+from partita.core.update import DeltaFacts, Update
+from partita.core.update_checks import (
+    CheckedUpdate,
+    InvalidUpdate,
+    UpdateLimits,
+    UpdateValidator,
+    _measure,
+    readable,
+    shorten,
+)
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import scaffold
 from partita.privacy.client_level import protect_clients
@@ -233,7 +241,7 @@ def test_an_update_of_that_norm_passes_and_a_longer_one_does_not() -> None:
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_the_first_name_that_is_not_finite_is_said(wrong: float) -> None:
     desk = Desk()
-    for container in (dict, CheckedTensors, laid):
+    for container in (dict, laid):
         update = desk.update()
         delta = {**update.delta, "head.weight": torch.full((3, 4), wrong)}
         desk.refuses(replace(update, delta=container(delta)), "sent 'head.weight' with values that are not finite")
@@ -242,32 +250,46 @@ def test_the_first_name_that_is_not_finite_is_said(wrong: float) -> None:
 def test_finite_numbers_whose_squares_have_no_finite_sum_are_refused() -> None:
     """Only float64 reaches so far. An overflow must not be an error that ends the run."""
     part = {name: torch.full((1,), 1.2e154, dtype=torch.float64) for name in ("b", "a", "c")}
-    assert _norm({"a": part["a"]}) == pytest.approx(1.2e154)
+    update = Desk().update()
+    assert _measure(replace(update, delta={"a": part["a"]})).square == pytest.approx(1.2e154**2)
     with pytest.raises(InvalidUpdate, match="sent 'a' with values that are not finite"):
-        _norm(part)
+        _measure(replace(update, delta=part))
 
 
-@pytest.mark.parametrize("container", [CheckedTensors, laid])
-def test_what_is_known_of_finite_tensors_is_not_computed_again(container: Any) -> None:
-    part = container({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
-    part.square, part.squares = 49.0, {"a": 36.0, "b": 0.0}
-    assert _norm(part) == 5.0, "not known to be finite, so looked at"
-    assert part.squares == {"a": 9.0, "b": 16.0}, "kept for the drift"
-    part.finite = True
-    assert _norm(part) == 7.0
-    part.square, part.squares = None, {"a": 36.0, "b": 0.0}
-    assert _norm(part) == 6.0
+@pytest.mark.parametrize("container", [dict, laid])
+def test_known_facts_of_finite_deltas_are_not_measured_again(container: Any) -> None:
+    delta = container({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+
+    def measured(facts: DeltaFacts | None) -> tuple[float | None, Mapping[str, float] | None]:
+        found = _measure(replace(Desk().update(), delta=delta, facts=facts))
+        assert found.finite
+        assert found.delta is delta
+        return found.square, found.squares
+
+    truth = (25.0, {"a": 9.0, "b": 16.0})
+    claims: dict[str, Any] = {"square": 49.0, "squares": {"a": 36.0, "b": 13.0}}
+    assert measured(None) == truth
+    assert measured(DeltaFacts(delta, True)) == truth, "norms are not known"
+    assert measured(DeltaFacts(delta, False, **claims)) == truth, "a client of the same block may not be finite"
+    assert measured(DeltaFacts(delta, True, **claims)) == (49.0, claims["squares"])
+    assert measured(DeltaFacts(dict(delta), True, **claims)) == truth, "facts about another object"
 
 
-def test_an_update_that_passed_is_known_to_be_finite() -> None:
+@pytest.mark.parametrize("facts", [5, {"finite": True}])
+def test_facts_of_another_type_are_refused(facts: Any) -> None:
+    with pytest.raises(InvalidUpdate, match="sent facts as"):
+        readable(replace(Desk().update(), facts=facts))
+
+
+def test_an_update_that_passed_carries_facts_about_its_delta() -> None:
     desk = Desk()
-    update = desk.update()
-    delta = desk.check(update).update.delta
-    assert isinstance(delta, CheckedTensors)
-    assert delta.finite
-    assert delta.squares == pytest.approx(dict.fromkeys(EVERY, 1.0))
-    again = replace(update, delta=delta)
-    assert desk.check(again).update is again, "nothing to copy"
+    update = desk.check(desk.update()).update
+    facts = update.known_facts()
+    assert facts is not None
+    assert facts.finite
+    assert facts.squares == pytest.approx(dict.fromkeys(EVERY, 1.0))
+    assert desk.check(update).update is update, "nothing to copy"
+    assert replace(update, delta=dict(update.delta)).known_facts() is None, "a new delta has no facts"
 
 
 def test_only_an_update_longer_than_the_bound_is_scaled_down_with_its_slots() -> None:
@@ -395,8 +417,9 @@ def test_under_client_level_privacy_all_send_the_same_and_no_norm_is_told() -> N
     desk = Desk(replace(protected, transforms=(*protected.transforms, UpdateTransform())))
     checked = desk.check(desk.update())
     assert (checked.norm, checked.bounded) == (None, False)
-    assert isinstance(checked.update.delta, CheckedTensors)
-    assert checked.update.delta.finite
+    facts = checked.update.known_facts()
+    assert facts is not None
+    assert facts.finite
     desk.refuses(desk.update(SOME), f"sent 2 names, not the {len(EVERY)} names of the round")
     narrowing = Desk(protect_clients(Method("telling", client_rules=(Telling(),)), 100.0, 1.0, 2))
     narrowing.check(narrowing.update(SOME))
@@ -412,11 +435,9 @@ def test_under_client_level_privacy_all_send_the_same_and_no_norm_is_told() -> N
 
 def test_a_plain_reply_is_not_copied() -> None:
     desk = Desk()
-    for delta in (desk.update().delta, CheckedTensors(desk.update().delta), laid(desk.update().delta)):
+    for delta in (desk.update().delta, laid(desk.update().delta)):
         update = desk.update(delta=delta)
-        found, weight = desk.inspector.weigh(update)
-        assert found is update
-        assert weight == serialization.byte_counts({"delta": update.delta})
+        assert readable(update) is update
 
 
 @pytest.mark.parametrize("which", ["delta", "steps", "metrics", "slots"])
@@ -424,11 +445,10 @@ def test_a_mapping_of_the_clients_own_is_copied_into_a_plain_one(which: str) -> 
     desk = Desk()
     update = desk.update(metrics={"score": 1.0}, slots={"seen": {"head.weight": torch.ones(2)}})
     changes: dict[str, Any] = {which: Lazy(getattr(update, which))}
-    found, weight = desk.inspector.weigh(replace(update, **changes))
+    found = readable(replace(update, **changes))
     for each in ("delta", "steps", "metrics", "slots"):
         assert type(getattr(found, each)) is dict
         assert getattr(found, each).keys() == getattr(update, each).keys()
-    assert weight == serialization.byte_counts({"delta": update.delta, **update.slots})
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -436,7 +456,7 @@ def test_so_is_a_mapping_in_a_slot(lazy: bool) -> None:
     desk = Desk()
     part = Lazy({"head.weight": torch.ones(2)})
     update = desk.update(slots={"seen": part})
-    found, _ = desk.inspector.weigh(replace(update, steps=Lazy(update.steps)) if lazy else update)
+    found = readable(replace(update, steps=Lazy(update.steps)) if lazy else update)
     assert type(found.slots["seen"]) is dict
     assert torch.equal(found.slots["seen"]["head.weight"], torch.ones(2))
 
@@ -457,7 +477,7 @@ def test_so_is_a_mapping_in_a_slot(lazy: bool) -> None:
 def test_what_is_no_tensor_by_name_is_refused(changes: dict[str, Any], said: str) -> None:
     desk = Desk()
     with pytest.raises(InvalidUpdate, match=said):
-        desk.inspector.weigh(desk.update(**changes))
+        readable(desk.update(**changes))
 
 
 # ---- messages

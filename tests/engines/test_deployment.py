@@ -19,9 +19,7 @@ import pytest
 from helpers import SMALL_TASK, distance, last
 
 from partita import models
-from partita.core import checkpoint, tensors
-from partita.core.atomic_files import list_checksummed
-from partita.core.client_store import DiskStore
+from partita.core import tensors
 from partita.core.rounds import rounds
 from partita.engines.availability import Availability
 from partita.engines.flower.local_deployment import (
@@ -37,6 +35,9 @@ from partita.engines.flower.prefork_server import CLIENT_MODULE, start_prefork_s
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder, runner
 from partita.experiment.config import load
+from partita.storage import checkpoint
+from partita.storage.atomic_files import list_checksummed
+from partita.storage.client_store import DiskStore
 
 LONG = 300.0  # seconds that nothing takes, however busy the machine is
 

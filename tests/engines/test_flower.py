@@ -37,18 +37,17 @@ from typer.testing import CliRunner
 
 from partita import data
 from partita.cli import flower as flower_commands
-from partita.core import checkpoint, serialization, tensors
-from partita.core.atomic_files import list_checksummed
+from partita.core import serialization, tensors
 from partita.core.client import ClientError, ClientState
-from partita.core.client_store import DiskStore
 from partita.core.data import Population
-from partita.core.method import Method, Server, Update
+from partita.core.method import Method, Server
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Plan, RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, initial_server, make_job, rounds
 from partita.core.settings import Run, RunError
+from partita.core.update import Update
 from partita.data.errors import DataError
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
@@ -58,6 +57,9 @@ from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.scaffold import scaffold
+from partita.storage import checkpoint
+from partita.storage.atomic_files import list_checksummed
+from partita.storage.client_store import DiskStore
 
 FOUR = Clients(c0=3, c1=7, c2=9, c3=4)  # of one to three batches
 

@@ -22,10 +22,11 @@ from helpers import last, run_of, small
 
 from partita.core import tensors
 from partita.core.client import ClientError
-from partita.core.method import Method, Update
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, initial_server, make_job, rounds
 from partita.core.settings import Run
+from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.engines.flower import messages
 from partita.engines.flower.messages import MAX_TEXT, ErrorReply

@@ -21,11 +21,11 @@ from helpers import SMALL_TASK, SMALL_VIT, files_in, run_of, small
 from partita.core import tensors
 from partita.core.client import Job
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Method, Update
+from partita.core.method import Method
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
-from partita.core.safe_text import label_folder, path_component
 from partita.core.settings import Run
+from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.engines.flower import answered_rounds, client, messages
 from partita.engines.flower.client import Site, client_app
@@ -38,6 +38,7 @@ from partita.experiment.config import load, shared_digest
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import scaffold
+from partita.storage.safe_text import label_folder, path_component
 
 LONG = "x" * 1_000_000
 ODD = "\x1b[2J\r\n\u202e<script>alert(1)</script>"

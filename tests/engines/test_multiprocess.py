@@ -21,7 +21,6 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientError
-from partita.core.client_store import MemoryStore
 from partita.core.method import Server
 from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.settings import RunError
@@ -34,6 +33,7 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import runner
 from partita.experiment.builder import build as build_experiment
 from partita.methods import build
+from partita.storage.client_store import MemoryStore
 from partita.testing.conformance import states_of
 from partita.testing.toy import ToyTransformer
 

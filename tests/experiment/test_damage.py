@@ -15,12 +15,12 @@ import pytest
 from helpers import SMALL_TASK, SMALL_VIT
 from shell import Shell
 
-from partita.core import atomic_files
-from partita.core.atomic_files import DamageError, DiskError, LinkError, list_checksummed
 from partita.core.rng import Key
 from partita.experiment import run_folder
 from partita.experiment.config import Config, load, parse
 from partita.experiment.runner import resume, start
+from partita.storage import atomic_files
+from partita.storage.atomic_files import DamageError, DiskError, LinkError, list_checksummed
 
 ROUNDS = 4
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from partita.core import checkpoint, tensors
-from partita.core.atomic_files import list_checksummed
+from partita.core import tensors
 from partita.experiment import run_folder
 from partita.experiment.config import Config
 from partita.methods import INDEX, NEEDS_DUAL_ENCODER, build
+from partita.storage import checkpoint
+from partita.storage.atomic_files import list_checksummed
 
 KILLS = 20
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"

@@ -23,16 +23,16 @@ from hypothesis import strategies as st
 from report_fixtures import write_run
 from shell import Shell
 
-from partita.core import atomic_files, checkpoint
-from partita.core.atomic_files import DamageError, LinkError
 from partita.core.client import ClientState
-from partita.core.client_store import DiskStore
 from partita.core.method import Server
-from partita.core.safe_text import _escaped, client_of_folder, label_folder, path_component, printable
 from partita.core.versions import ParameterVersions
 from partita.experiment.compare import expand
 from partita.experiment.config import ConfigError, load
 from partita.report import ReportError, RunRecord, compare, load_run, page, to_json, to_markdown, to_text
+from partita.storage import atomic_files, checkpoint
+from partita.storage.atomic_files import DamageError, LinkError
+from partita.storage.client_store import DiskStore
+from partita.storage.safe_text import _escaped, client_of_folder, label_folder, path_component, printable
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
 NAMES = [

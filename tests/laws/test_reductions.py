@@ -11,7 +11,6 @@ import torch
 from helpers import KERNEL, OPTIMIZERS, Clients, ServerMomentum, distance, last, play, run_of, small
 
 from partita.core import tensors
-from partita.core.client_store import MemoryStore
 from partita.core.method import ClientRule, Method, MethodError, ServerRule, UpdateTransform, compose
 from partita.core.plan import Phase, RoundInfo, plan_for
 from partita.core.rounds import RoundResult
@@ -22,6 +21,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen, frozen_names
 from partita.methods.fedprox import fedprox
 from partita.methods.local_only import local_only
+from partita.storage.client_store import MemoryStore
 from partita.testing.toy import Float64Model, Float64Population, PooledPopulation, ToyTransformer
 
 MODEL = small()

@@ -11,12 +11,14 @@ import torch
 from helpers import Clients, play, run_of, small
 from torch import Tensor
 
-from partita.core import checkpoint, tensors
-from partita.core.method import Method, MethodError, Server, Update
+from partita.core import tensors
+from partita.core.method import Method, MethodError, Server
 from partita.core.plan import RoundInfo
 from partita.core.rng import Key
+from partita.core.update import Update
 from partita.methods.auto_warmup import squared_norm
 from partita.methods.fedfrozen import fedfrozen
+from partita.storage import checkpoint
 from partita.testing.conformance import check_method
 
 FOUR = Clients(a=5, b=9, c=7, d=12)

@@ -7,11 +7,11 @@ import torch
 from helpers import Clients, TorchLoop, batches_of, distance, last, play, run_of, small
 
 from partita.core import tensors
-from partita.core.client_store import MemoryStore
 from partita.core.plan import Phase, RoundInfo, plan_for
 from partita.methods.fedavg import fedavg
 from partita.methods.fedper import fedper
 from partita.methods.local_only import local_only
+from partita.storage.client_store import MemoryStore
 
 CLIENTS = Clients(a=5, b=9, c=6)
 MODEL = small()

@@ -6,11 +6,11 @@ from helpers import Clients, TorchLoop, distance, last, play, run_of, small
 
 from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
-from partita.core.client_store import MemoryStore
 from partita.core.plan import Phase, RoundInfo, plan_for
 from partita.core.tensors import Names, Tensors
 from partita.methods.fedavg import fedavg
 from partita.methods.fedrep import fedrep
+from partita.storage.client_store import MemoryStore
 
 CLIENTS = Clients(a=5, b=9, c=6)
 MODEL = small()

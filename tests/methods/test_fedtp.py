@@ -8,9 +8,10 @@ from helpers import Clients, distance, last, play, run_of, small
 from torch.testing import assert_close
 
 from partita.core import tensors
-from partita.core.method import MethodError, Server, Update
+from partita.core.method import MethodError, Server
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.methods.fedavg import fedavg
 from partita.methods.fedtp import fedtp
 from partita.testing.toy import Float64Model, Float64Population

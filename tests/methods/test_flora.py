@@ -16,10 +16,11 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import Job
-from partita.core.method import Aggregate, Method, Update
+from partita.core.method import Method
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, rounds
 from partita.core.tensors import Tensors
+from partita.core.update import Aggregate, Update
 from partita.engines.simulation import SimulationEngine
 from partita.methods.flora import flora
 from partita.methods.lora import lora

@@ -12,9 +12,10 @@ from torch import nn
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientState, begin_round, finish_round
-from partita.core.method import Method, MethodError, PrivacyRelease, Server, ServerRule, Update, compose
+from partita.core.method import Method, MethodError, PrivacyRelease, Server, ServerRule, compose
 from partita.core.model import Model, layer_tag
 from partita.core.rounds import RoundResult, initial_server, make_job
+from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.experiment.config import parse
 from partita.methods import build

@@ -12,12 +12,12 @@ from quadratics import LR, Bowls, end, flat, pull, rest, start
 from quadratics import play as play_bowls
 
 from partita.core import tensors
-from partita.core.client_store import MemoryStore
 from partita.core.method import Context, MethodError
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Phase, Plan
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import ScaffoldClient, scaffold
+from partita.storage.client_store import MemoryStore
 from partita.testing.toy import ToyTransformer
 
 EVEN = (2, 2, 2, 2)

@@ -11,7 +11,6 @@ import torch
 from helpers import Clients, play, run_of
 from torch import Tensor
 
-from partita.core.client_store import MemoryStore
 from partita.core.data import Batch, Examples
 from partita.core.method import Context, LayerSelection, MethodError
 from partita.core.model import ATTENTION, layer_tag
@@ -34,6 +33,7 @@ from partita.methods.selectors import (
     resolve_count,
     sample,
 )
+from partita.storage.client_store import MemoryStore
 from partita.testing.toy import ToyTransformer
 
 MODEL = ToyTransformer(width=4, layers=4)

@@ -37,7 +37,7 @@ from partita.privacy.canaries import (
 from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
 from partita.privacy.membership import best_guesses, bound_epsilon, chance_of, confidence_of, likelihood_ratios, roc
 from partita.testing.toy import ToyTransformer
-from partita.training import phase_trainer
+from partita.training import private_gradients
 from partita.training.batching import collate
 
 DRAW = np.random.default_rng(0)
@@ -181,7 +181,9 @@ def test_the_lower_bound_does_not_exceed_the_claim(epsilon: float) -> None:
 
 def test_a_false_claim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that promises 0.5 and draws a thousandth of the noise; the attacker is told the claim, not the lie."""
-    monkeypatch.setattr(phase_trainer, "gaussian_noise", lambda like, key, std: gaussian_noise(like, key, std / 1000))
+    monkeypatch.setattr(
+        private_gradients, "gaussian_noise", lambda like, key, std: gaussian_noise(like, key, std / 1000)
+    )
     _, bound, guard = attacked(PrivacyConfig(epsilon=0.5, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None

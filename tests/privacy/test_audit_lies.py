@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from partita.core import client
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import PrivacyRelease, Update
+from partita.core.method import PrivacyRelease
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
 from partita.experiment.config import parse
 from partita.experiment.runner import start
@@ -36,13 +37,17 @@ from partita.privacy.mechanism import check_examples
 from partita.privacy.mechanism_choice import check_choice
 from partita.privacy.mechanism_clients import check_clients
 from partita.testing.toy import ToyTransformer
-from partita.training import local_training, phase_trainer
+from partita.training import local_training, private_gradients
 from partita.training.dp_sgd import NoiseSource
 
 Patch = pytest.MonkeyPatch
 Noise = Callable[[Tensors, Key, float], Tensors]
-gaussian: Noise = phase_trainer.gaussian_noise
-clipped_sum, ghost_sum, clip_update = phase_trainer.clipped_sum, phase_trainer.ghost_sum, ClippedUpdates._clipped
+gaussian: Noise = private_gradients.gaussian_noise
+clipped_sum, ghost_sum, clip_update = (
+    private_gradients.clipped_sum,
+    private_gradients.ghost_sum,
+    ClippedUpdates._clipped,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +84,7 @@ def test_shuffled_batches_that_are_charged_as_such_pass() -> None:
 
 
 def test_half_the_noise(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(phase_trainer, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
+    monkeypatch.setattr(private_gradients, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
     assert "noise multiplier" in failed()
 
 
@@ -90,7 +95,7 @@ def test_a_tensor_without_noise(monkeypatch: Patch) -> None:
         drawn = gaussian(like, key, std)
         return {**drawn, "layers.0.norm.weight": torch.zeros_like(drawn["layers.0.norm.weight"])}
 
-    monkeypatch.setattr(phase_trainer, "gaussian_noise", lie)
+    monkeypatch.setattr(private_gradients, "gaussian_noise", lie)
     assert "noise multiplier" in failed()
 
 
@@ -101,7 +106,7 @@ def test_noise_of_another_shape(monkeypatch: Patch) -> None:
         drawn = gaussian(like, key, 1.0)
         return {name: (torch.special.ndtr(value) - 0.5) * 12**0.5 * std for name, value in drawn.items()}
 
-    monkeypatch.setattr(phase_trainer, "gaussian_noise", lie)
+    monkeypatch.setattr(private_gradients, "gaussian_noise", lie)
     assert failed() == {"noise: distance from a normal distribution"}
 
 
@@ -141,7 +146,7 @@ def test_noise_that_is_repeated(
 
 def test_noise_that_is_the_same_for_all_tensors(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        phase_trainer,
+        private_gradients,
         "gaussian_noise",
         lambda like, key, std: {n: gaussian({"": v}, key, std)[""] for n, v in like.items()},
     )
@@ -150,7 +155,7 @@ def test_noise_that_is_the_same_for_all_tensors(monkeypatch: Patch) -> None:
 
 def test_a_clip_that_is_not_applied(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        phase_trainer, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+        private_gradients, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
     )
     assert failed() == {"largest contribution of one example / clip"}
 
@@ -166,7 +171,7 @@ def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch:
 
     assert not found()
     monkeypatch.setattr(
-        phase_trainer, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
+        private_gradients, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
     )
     assert found() == {"largest contribution of one example / clip"}
 
@@ -182,7 +187,7 @@ def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch:
         norm = torch.sqrt(sum((value**2).sum() for value in total.values()))  # type: ignore[call-overload]
         return {name: value * (0.5 / norm) for name, value in total.items()}, losses
 
-    monkeypatch.setattr(phase_trainer, "clipped_sum", lie)
+    monkeypatch.setattr(private_gradients, "clipped_sum", lie)
     found = [failed(seed) for seed in range(6)]
     assert sum(each == {"largest contribution of one example / clip"} for each in found) >= 2
 
@@ -313,7 +318,7 @@ def test_the_command_ends_with_an_error_if_the_claim_does_not_hold(
     assert honest.exit_code == 0, honest.output
     assert "yes  noise multiplier" in honest.output
     assert all(each["passed"] for each in json.loads((folder / "audit.json").read_text())["mechanism"])
-    for module in (phase_trainer, of_clients):
+    for module in (private_gradients, of_clients):
         monkeypatch.setattr(module, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
     lying = CliRunner().invoke(app, ["audit", str(folder)])
     assert lying.exit_code == 1

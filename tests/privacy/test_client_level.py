@@ -12,12 +12,13 @@ from helpers import Clients, distance, last, play, run_of, small
 
 from partita.core import tensors
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Aggregate, ClientRule, Method, MethodError, Server, ServerRule, Update, UpdateTransform
+from partita.core.method import ClientRule, Method, MethodError, Server, ServerRule, UpdateTransform
 from partita.core.model import Model
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
+from partita.core.update import Aggregate, Update
 from partita.engines.availability import Availability
 from partita.methods import build
 from partita.methods.fedavg import fedavg

@@ -16,11 +16,12 @@ from partita import report
 from partita.core.client import ClientState, begin_round, finish_round
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, LayerSelection, Method, Update
+from partita.core.method import ClientRule, Context, LayerSelection, Method
 from partita.core.plan import Plan
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run
+from partita.core.update import Update
 from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from partita import report
-from partita.core.atomic_files import DamageError, DiskError
 from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
 from partita.core.settings import RunError
@@ -20,6 +19,7 @@ from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
 from partita.privacy import secret
+from partita.storage.atomic_files import DamageError, DiskError
 
 CONFIG = {
     "rounds": 2,

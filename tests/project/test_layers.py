@@ -15,15 +15,15 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
 # Each line may import itself and the lines above it.
 CORE = [
     ["core.packed", "core.chacha"],
-    ["core.tensors", "core.rng", "core.atomic_files", "core.options", "core.safe_text", "core.memory"],
-    ["core.data", "core.noise", "core.dp_settings"],
-    ["core.model", "core.versions", "core.serialization"],
+    ["core.tensors", "core.rng", "core.options", "core.memory"],
+    ["core.data", "core.noise", "core.dp_settings", "core.update"],
+    ["core.model", "core.versions", "core.serialization", "core.averaging"],
     ["core.plan"],
     ["core.method", "core.optim"],
     ["core.settings", "core.drift"],
     ["core.batch_schedule"],
     ["core.client"],
-    ["core.update_checks", "core.checkpoint", "core.client_store"],
+    ["core.update_checks", "core.traffic"],
     ["core.rounds"],
     ["core.__init__"],
 ]
@@ -32,16 +32,17 @@ CORE = [
 PARTS = ["methods", "compression", "models", "data", "evaluation"]
 ABOVE_CORE = {
     **{part: [] for part in PARTS},
+    "storage": [],
     "training": [],
-    "privacy": ["training"],
-    "engines": ["training", "evaluation"],
-    "testing": ["engines"],
+    "privacy": ["training", "storage"],
+    "engines": ["training", "storage", "evaluation"],
+    "testing": ["engines", "storage"],
     "lab": ["methods", "report"],
-    "experiment": [*PARTS, "training", "privacy", "engines"],
+    "experiment": [*PARTS, "training", "storage", "privacy", "engines"],
 }
 TOP = ["__init__", "__main__", "cli"]  # may import anything, and no other may import them
 ALONE = ["report"]  # reads recorded rows, so it may import nothing of partita but itself and how files are read
-FILES = ["core.atomic_files", "core.safe_text"]
+FILES = ["storage.atomic_files", "storage.safe_text"]
 
 # Library -> the only parts that may import it.
 OUTSIDE_CORE = [*ABOVE_CORE, *TOP, *ALONE]
@@ -177,7 +178,7 @@ MODULES = {
         ("methods.fedavg", "from partita.data import task", "imports partita.data.task; of partita"),
         ("methods.fedavg", "from partita.privacy.client_level import clip", "it may import: core, methods"),
         ("models.vit", "from partita.methods import method", "imports partita.methods.__init__;"),
-        ("engines.simulation", "import partita.experiment.builder", "it may import: core, engines, training, evalu"),
+        ("engines.simulation", "import partita.experiment.builder", "it may import: core, engines, training, storage"),
         ("engines.simulation", "import flwr.client", "imports flwr; only these may: engines.flower"),
         ("experiment.builder", "from partita.cli.main import main", "imports partita.cli.main;"),
         ("experiment.builder", "import typer", "only these may: cli"),

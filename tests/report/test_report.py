@@ -722,7 +722,7 @@ def test_reports_need_rows_only() -> None:
                 first = name.split(".")[0]
                 assert first not in ("torch", "transformers"), (path.name, name)
                 assert "pyplot" not in name, (path.name, name)
-                own = ("partita.report", "partita.core.safe_text", "partita.core.atomic_files")
+                own = ("partita.report", "partita.storage.safe_text", "partita.storage.atomic_files")
                 assert first != "partita" or name.startswith(own) or name == "partita.core", (path.name, name)
                 if node in tree.body:
                     assert first in {"partita", *sys.stdlib_module_names}, (path.name, name)

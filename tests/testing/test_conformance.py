@@ -17,7 +17,6 @@ from torch import Tensor
 
 from partita.core.data import Batch, Examples
 from partita.core.method import (
-    Aggregate,
     ClientRule,
     Context,
     LayerSelection,
@@ -25,7 +24,6 @@ from partita.core.method import (
     MethodError,
     Server,
     ServerRule,
-    Update,
     UpdateTransform,
     compose,
 )
@@ -34,6 +32,7 @@ from partita.core.optim import SGD
 from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
+from partita.core.update import Aggregate, Update
 from partita.methods import COMPOSITIONS, INDEX, build
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox

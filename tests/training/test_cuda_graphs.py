@@ -15,17 +15,18 @@ from torch import Tensor
 from partita import SGD, AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
 from partita.core import tensors
 from partita.core.client import ClientState, begin_round
-from partita.core.client_store import MemoryStore
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.optim import Optimizer, Schedule
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import RunError
 from partita.engines import autotune
 from partita.engines.autotune import bf16_slowdown, choose_graphs
+from partita.storage.client_store import MemoryStore
 from partita.testing.conformance import states_of
+from partita.training.client_axis import VmapError
+from partita.training.compilation import CompileError
 from partita.training.cuda_graphs import GraphCache, GraphError, Recorder, Replay
 from partita.training.local_training import train_clients
-from partita.training.phase_trainer import VmapError
 
 
 class Again:
@@ -177,8 +178,8 @@ def test_two_plans_and_batches_of_all_sizes_are_compiled(monkeypatch: pytest.Mon
     compiled = play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
     assert farthest(compiled, play("fedfrozen", AdamW(), None, 4)) < 1e-4
     torch.compiler.reset()
-    monkeypatch.setattr("partita.training.cuda_graphs.PROGRAMS", 2)
-    with pytest.raises(GraphError, match=r"need more than 2 compiled programs; set engine\.compile = false"):
+    monkeypatch.setattr("partita.training.compilation.MAX_PROGRAMS", 2)
+    with pytest.raises(CompileError, match=r"need more than 2 compiled programs; set engine\.compile = false"):
         play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
 
 
@@ -190,7 +191,7 @@ def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: 
         return call
 
     monkeypatch.setattr(torch, "compile", refused)
-    with pytest.raises(GraphError, match=r"cannot be compiled: no compiler here; set engine\.compile = false"):
+    with pytest.raises(CompileError, match=r"cannot be compiled: no compiler here; set engine\.compile = false"):
         play("fedavg", AdamW(), GraphCache(None, compile=True), 4)
 
 

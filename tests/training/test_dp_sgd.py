@@ -32,9 +32,9 @@ from partita.privacy.spending import releases_of
 from partita.testing.conformance import check_method
 from partita.testing.toy import Float64Model, Float64Population, ToyExamples, ToyPopulation, ToyTransformer
 from partita.training.batching import collate
+from partita.training.client_axis import VmapError
 from partita.training.dp_sgd import clipped_sum
 from partita.training.local_training import train_clients
-from partita.training.phase_trainer import VmapError
 
 NOISY = DPSGDSettings(clip=0.5, noise=0.8)
 OPEN = DPSGDSettings(clip=float("inf"), noise=0.0, sampling="shuffle")  # no privacy at all, by the private way
@@ -231,9 +231,11 @@ def test_a_penalty_without_data_is_outside_the_clipping() -> None:
 def pulled(run, at: Tensors) -> Tensors:  # type: ignore[no-untyped-def]
     from partita.training.dp_sgd import NoiseSource
     from partita.training.phase_trainer import PhaseTrainer
+    from partita.training.phase_work import PhaseWork
 
     each = one_visit(run)
-    block = PhaseTrainer(run, each.plan.phases[0], [each.ctx], [at], [{}], run.method.privacy, [NoiseSource(Key(0), 4)])
+    sources = [NoiseSource(Key(0), 4)]
+    block = PhaseTrainer(PhaseWork(run, each.plan.phases[0], [each.ctx], [at], [{}], run.method.privacy, sources))
     block.step(each.examples.take(torch.arange(4)))
     return {name: (at[name] - value) / run.training.lr for name, value in block.params()[0].items()}
 

@@ -19,10 +19,10 @@ from partita.core.tensors import Tensors
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.privacy.guard import PrivacyConfig
-from partita.training import phase_trainer
+from partita.training import private_gradients
+from partita.training.client_axis import VmapError
 from partita.training.dp_sgd import clipped_sum, per_example_gradients
 from partita.training.ghost_clipping import GhostError, check_norms, ghost_sum
-from partita.training.phase_trainer import VmapError
 
 
 def away(model: Model) -> Tensors:
@@ -110,13 +110,13 @@ def test_a_run_is_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < distance(ended("direct", 0.0), ended("ghost", 0.0)) < 1e-5
     assert distance(direct, {name: model_of("Bert").initial[name] for name in direct}) > 0.01
     assert distance(direct, ended("auto")) == 0  # gradients of examples are small here
-    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
+    monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     assert distance(ghost, ended("auto")) == 0
 
 
 def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model multiplies its embedding by itself."""
-    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
+    monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     direct, auto, ghost = (
         replace(fedavg(), privacy=DPSGDSettings(0.3, 0.5, clipping=norms))  # type: ignore[arg-type]
         for norms in ("direct", "auto", "ghost")
@@ -209,7 +209,7 @@ def test_an_infinite_gradient_is_left_out_either_way(
     fill: float, place: int, norms: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum is that of the other examples. Read off layers, the norm is infinite times what the other token holds."""
-    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 0)
+    monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     private = DPSGDSettings(0.5, 0.0, sampling="shuffle", clipping=norms)  # type: ignore[arg-type]
     run = run_of(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
     order = (run.key / "round" / 0 / "client" / "a" / "batches" / 0 / 0).permutation(6)
@@ -226,11 +226,11 @@ def test_norms_are_read_off_by_themselves_where_gradients_of_a_batch_are_many(mo
     """It is the batch times the parameters that counts: at most six examples here, and at least one in most steps."""
     size = sum(value.numel() for value in model_of("Bert").initial.values())
     direct, ghost = ended("direct", 0.0), ended("ghost", 0.0)  # the grid of noisy sums would hide the rounding
-    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", 6 * size)
+    monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 6 * size)
     assert distance(direct, ended("auto", 0.0)) == 0
-    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", size)
+    monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", size)
     assert distance(direct, ended("auto", 0.0)) > 0
-    monkeypatch.setattr(phase_trainer, "GHOST_THRESHOLD", size - 1)
+    monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", size - 1)
     assert distance(ghost, ended("auto", 0.0)) == 0
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from partita.cli import flower
 from partita.cli.progress import follow, progress
-from partita.core.safe_text import label_folder, printable
+from partita.storage.safe_text import label_folder, printable
 
 if TYPE_CHECKING:
     from partita.experiment.config import Config

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from partita.core.safe_text import printable
+from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from partita.compression import CompressionError
-from partita.core.method import ClientRule, Context, Method, MethodError, Update, UpdateTransform
+from partita.core.method import ClientRule, Context, Method, MethodError, UpdateTransform
 from partita.core.model import ATTENTION, layer_tag
 from partita.core.options import PositiveShare
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
+from partita.core.update import Update
 
 SHAPE, PLACES, MARKS = "prune_shape", "prune_places", "prune_marks"
 ROWS, COLUMNS = "prune_rows", "prune_columns"  # masks of the heads that are sent, along dimension 0 and 1

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from partita.compression import CompressionError
-from partita.core.method import Method, Update, UpdateTransform
+from partita.core.method import Method, UpdateTransform
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 
 SCALE = "quantize_scale"
 MAX_LEVEL = 127  # largest level of a symmetric int8

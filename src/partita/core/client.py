@@ -16,12 +16,13 @@ from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule, poisson_batches, shuffled_batches
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, ForbiddenData, Update
+from partita.core.method import ClientRule, Context, ForbiddenData
 from partita.core.model import Model
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
+from partita.core.update import DeltaFacts, Update
 
 OPTIMIZER_PREFIX = "optimizer."  # prefix of the memory slots that hold the optimizer state
 
@@ -81,7 +82,7 @@ class ClientRound:
         schedules: The batches of each phase in `plan.phases`.
         key: The random key of this client and round.
         metrics: The metrics of all `LayerSelection` results.
-        private: The DP-SGD settings; None for training without example-level privacy.
+        dp_settings: The DP-SGD settings; None for training without example-level privacy.
     """
 
     job: Job
@@ -92,7 +93,7 @@ class ClientRound:
     schedules: tuple[BatchSchedule, ...]
     key: Key
     metrics: Mapping[str, float] = field(default_factory=dict)
-    private: DPSGDSettings | None = None
+    dp_settings: DPSGDSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,20 @@ class LocalResult:
         steps: For each trained name, the number of optimizer steps over all phases.
         losses: The task's loss before each step.
         optimizer: The optimizer state by slot.
-        delta: `params - anchor` for the names in `plan.up`. Training computes it for all clients of a block at once.
+        facts: The delta, `params - anchor` for the names in `plan.up`, with what is known about it. Training computes
+            it for all clients of a block at once.
     """
 
     params: Mapping[str, Tensor]
     steps: Mapping[str, int]
     losses: Sequence[float]
     optimizer: Slots
-    delta: Mapping[str, Tensor]
+    facts: DeltaFacts
+
+    @property
+    def delta(self) -> Mapping[str, Tensor]:
+        """The delta of `facts`."""
+        return self.facts.delta
 
 
 def round_info_of(run: Run, job: Job) -> RoundInfo:
@@ -177,12 +184,12 @@ def begin_round(
             metrics |= choice.metrics
     if plan is not ctx.plan or notes:
         ctx = replace(ctx, plan=plan, notes=notes)
-    private = run.method.privacy
-    poisson = private is not None and private.sampling == "poisson"
+    dp_settings = run.method.privacy
+    poisson = dp_settings is not None and dp_settings.sampling == "poisson"
     schedules = _batch_schedules(
         run, job, plan, examples, key, poisson_batches if poisson else shuffled_batches, fraction
     )
-    return ClientRound(job, state, plan, ctx, examples, schedules, key, metrics, private)
+    return ClientRound(job, state, plan, ctx, examples, schedules, key, metrics, dp_settings)
 
 
 def adaptation_round(
@@ -235,7 +242,7 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
     """
     client, plan, ctx = client_round.job.client, client_round.plan, client_round.ctx
     # Under example-level privacy the loss has no noise, so neither its value nor a failure may reach the server.
-    losses = learned.losses if client_round.private is None else []
+    losses = learned.losses if client_round.dp_settings is None else []
     for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
             raise ClientError(
@@ -262,7 +269,15 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
     mean = math.fsum(losses) / len(losses) if losses else None
     size = float(len(client_round.examples))
     update = Update(
-        client, learned.delta, slots, size, learned.steps, mean, client_round.metrics, client_round.job.round
+        client,
+        learned.delta,
+        slots,
+        size,
+        learned.steps,
+        mean,
+        client_round.metrics,
+        client_round.job.round,
+        learned.facts,
     )
     for index, transform in enumerate(run.method.transforms):
         update = transform.encode(update, client_round.key / "channel" / index)

@@ -16,13 +16,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from partita.core import tensors
-from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.packed import PackedTensors
 from partita.core.tensors import Mean, Tensors
+from partita.core.update import Update
 
 # Elements of the updates that are processed together: on a GPU each call costs more than the arithmetic.
 _MAX_ELEMENTS = 2**26
@@ -45,13 +44,15 @@ class Drift:
         """Yield every update unchanged and record its drift."""
         for update in updates:
             if update.weight and update.delta:
-                self._see(update.delta, update.weight)
+                self._see(update)
             yield update
 
-    def _see(self, delta: Mapping[str, Tensor], weight: float) -> None:
+    def _see(self, update: Update) -> None:
+        delta, weight, facts = update.delta, update.weight, update.known_facts()
         self.mean.add(delta, weight)
         lengths: dict[str, float] = {}
-        for name, square in tensors.squared_norms(delta).items():
+        squares = facts.squares if facts else None
+        for name, square in (tensors.squared_norms(delta) if squares is None else squares).items():
             self.square[name] = self.square.get(name, 0.0) + weight * square
             for tag in self.tags[name]:
                 lengths[tag] = lengths.get(tag, 0.0) + square

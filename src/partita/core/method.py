@@ -23,16 +23,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
+from partita.core.averaging import average
 from partita.core.data import Batch, Examples
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.model import Model, Output
 from partita.core.plan import NO_NAMES, Phase, Plan, Planner, RoundInfo, share_everything
 from partita.core.rng import Key
-from partita.core.tensors import Mean, Names, Slots, Tensors, add
+from partita.core.tensors import Names, Slots, Tensors, add
+from partita.core.update import Aggregate, Update
 from partita.core.versions import ParameterVersions
 
 T = TypeVar("T")
@@ -133,46 +135,6 @@ class PrivacyRelease:
     noise: float
     share: float
     count: int = 1
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one client sends to the server.
-
-    Attributes:
-        client: The client's name.
-        delta: Trained parameters minus the anchor, for the names in the client's narrowed `plan.up`.
-        slots: The slots to send from `ClientRule.finish`, restricted to the narrowed `plan.up`.
-        weight: The client's number of training examples.
-        steps: For each trained name, the number of optimizer steps over all phases.
-        loss: The mean training loss of the task; None if no loss is reported, as under example-level privacy.
-        metrics: Numbers from the `LayerSelection.metrics` of the client's rules.
-        round: The round that this update answers; None if the engine does not report it.
-    """
-
-    client: str
-    delta: Mapping[str, Tensor]
-    slots: Slots
-    weight: float
-    steps: Mapping[str, int]
-    loss: float | None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    round: int | None = None
-
-
-@dataclass(frozen=True)
-class Aggregate:
-    """The result of `ServerRule.reduce`.
-
-    Attributes:
-        delta: The combined deltas by parameter name.
-        slots: The combined slots.
-        cohort: The number of updates consumed.
-    """
-
-    delta: Tensors
-    slots: Slots
-    cohort: int
 
 
 @dataclass(frozen=True)
@@ -432,35 +394,6 @@ class ServerRule:
         dtypes = {name: server.params[name].dtype for name in aggregate.delta}
         delta = {n: value if value.dtype == dtypes[n] else value.to(dtypes[n]) for n, value in aggregate.delta.items()}
         return replace(server, params=add(server.params, delta))
-
-
-def average(
-    updates: Iterable[Update],
-    over: Literal["senders", "cohort"] = "senders",
-    weigh: Callable[[Update], float] = lambda update: update.weight,
-) -> Aggregate:
-    """Return the weighted mean of deltas and slots.
-
-    Args:
-        updates: The updates; consumed once.
-        over: The divisor for each name: the total weight of the clients that sent the name ("senders"), or of all
-            clients ("cohort").
-        weigh: The weight of an update; by default its number of training examples.
-    """
-    delta, slots, cohort, total = Mean(), dict[str, Mean](), 0, 0.0
-    for update in updates:
-        weight = weigh(update)
-        cohort, total = cohort + 1, total + weight
-        delta.add(update.delta, weight)
-        for slot, tensors in update.slots.items():
-            slots.setdefault(slot, Mean()).add(tensors, weight)
-    return Aggregate(
-        _mean_value(delta, over, total), {slot: _mean_value(mean, over, total) for slot, mean in slots.items()}, cohort
-    )
-
-
-def _mean_value(mean: Mean, over: str, total: float) -> Tensors:
-    return mean.value if over == "senders" else mean.over(total)
 
 
 @dataclass(frozen=True)

@@ -13,31 +13,11 @@ from torch import Tensor
 ALIGNMENT = 16
 
 
-class CheckedTensors(dict[str, Tensor]):
-    """Named tensors with verified properties. Only code in this process creates them; a message cannot.
-
-    Attributes:
-        finite: Whether all values are known to be finite.
-        squares: The squared norm by name, if known.
-        square: The sum of the squared norms, which can be known without `squares`.
-    """
-
-    finite = False
-    squares: dict[str, float] | None = None
-    square: float | None = None
-
-
 class PackedTensors(Mapping[str, Tensor]):
-    """Named tensors packed into one contiguous buffer. Indexing by name creates a view on demand.
-
-    The attributes `finite`, `squares` and `square` are those of `CheckedTensors`.
-    """
+    """Named tensors packed into one contiguous buffer. Indexing by name creates a view on demand."""
 
     def __init__(self, buffer: Tensor, layout: PackedLayout) -> None:
         self.buffer, self.layout = buffer, layout
-        self.finite = False
-        self.squares: dict[str, float] | None = None
-        self.square: float | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         shape, stride, start = self.layout.places[name]
@@ -51,13 +31,6 @@ class PackedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.layout.names)
-
-
-def mark_finite(tensors: Mapping[str, Tensor], finite: bool) -> CheckedTensors | PackedTensors:
-    """Return the tensors with `finite` set."""
-    checked = tensors if isinstance(tensors, CheckedTensors | PackedTensors) else CheckedTensors(tensors)
-    checked.finite = finite
-    return checked
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> tuple[torch.Size, ...]:

@@ -6,7 +6,6 @@ Code that records, evaluates, writes checkpoints or stops early consumes the gen
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -15,16 +14,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from partita.core import serialization
 from partita.core.client import ClientError, Job
 from partita.core.data import Examples
 from partita.core.drift import Drift, DriftMeasures
-from partita.core.method import MethodError, Server, Update
+from partita.core.method import MethodError, Server
 from partita.core.model import Model
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.settings import Run, RunError
-from partita.core.tensors import Names, Tensors, all_finite, restrict_slots, select
-from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, shorten
+from partita.core.tensors import Names, Tensors, all_finite, restrict_slots
+from partita.core.traffic import Traffic, TrafficMeter
+from partita.core.update import Update
+from partita.core.update_checks import CheckedUpdate, InvalidUpdate, UpdateLimits, UpdateValidator, readable, shorten
 from partita.core.versions import ParameterVersions
 
 MAX_REASON = 500  # characters of a failure reason; the text may come from a client
@@ -71,14 +71,6 @@ class Engine(Protocol):
             on: Examples to evaluate all clients on, instead of their own.
         """
         ...
-
-
-@dataclass
-class Traffic:
-    """The bytes of a round by parameter name, summed over clients."""
-
-    up: Counter[str] = field(default_factory=Counter)
-    down: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -177,13 +169,9 @@ class _RoundRunner:
 
     def __init__(self, limits: UpdateLimits, server: Server, number: int) -> None:
         self.run, self.model, self.server, self.number = limits.run, limits.model, server, number
-        self.inspector = UpdateValidator(limits, server, number, self._job)
+        self.validator = UpdateValidator(limits, server, number, self._job)
         self.drift = Drift(self.model)
-        self.up: list[Mapping[str, int]] = []  # bytes by name, for each message
-        self.down: list[Mapping[str, int]] = []
-        self.plain: dict[
-            Names, Mapping[str, int]
-        ] = {}  # by stale names, bytes of messages without client-specific data
+        self.traffic = TrafficMeter()
         self.cohort: Sequence[str] = ()
         self.population = 0
         self.plans: dict[str, Plan] = {}
@@ -255,7 +243,7 @@ class _RoundRunner:
             replace(server, versions=versions),
             tuple(self.cohort),
             tuple(self.lost),
-            Traffic(serialization.total_bytes(self.up), serialization.total_bytes(self.down)),
+            self.traffic.total(),
             sum(weight * loss for weight, loss in self.losses) / weight if weight else None,
             self.drift.measures(),
             self.sent,
@@ -274,17 +262,8 @@ class _RoundRunner:
         job, self.plans[client], own = _make_job(self.run, self.model, self.server, self.number, client)
         if own:
             self.overwritten.append((client, own))
-        self.down.append(self._weigh(job, bool(own or job.slots)))
+        self.traffic.add_job(job, common=not own and not job.slots)
         return job
-
-    def _weigh(self, job: Job, special: bool) -> Mapping[str, int]:
-        """Byte counts of a job. Jobs without client-specific tensors share them by stale names."""
-        if not special and job.stale in self.plain:
-            return self.plain[job.stale]
-        weight = serialization.byte_counts({"params": select(job.params, job.stale), **job.slots})
-        if not special:
-            self.plain[job.stale] = weight
-        return weight
 
     def _receive(self, replies: Iterable[Update | ClientFailure]) -> Iterator[Update]:
         for reply in replies:
@@ -296,9 +275,9 @@ class _RoundRunner:
                 self._lose(reply)
                 continue
             try:
-                reply, weight = self.inspector.weigh(reply)
-                self.up.append(weight)
-                checked = self.inspector.check(reply, plan)
+                update = readable(reply)
+                self.traffic.add_update(update)
+                checked = self.validator.check(update, plan)
             except InvalidUpdate as refusal:
                 if not self.run.skip_failed_clients:
                     raise ClientError(reply.client, str(refusal)) from refusal

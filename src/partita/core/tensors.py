@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from partita.core.packed import CheckedTensors, PackedTensors
+from partita.core.packed import PackedTensors
 
 Tensors = dict[str, Tensor]
 Slots = Mapping[str, Tensors]  # slot name -> tensors by parameter name
@@ -90,17 +90,11 @@ def max_abs(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Whether all values are finite. Synchronizes with the GPU once for all tensors."""
-    return (
-        (isinstance(tensors, CheckedTensors | PackedTensors) and tensors.finite)
-        or not tensors
-        or math.isfinite(max_abs(tensors).item())
-    )
+    return not tensors or math.isfinite(max_abs(tensors).item())
 
 
 def squared_norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return each tensor's squared norm, computed in float64."""
-    if isinstance(tensors, CheckedTensors | PackedTensors) and tensors.squares is not None:
-        return tensors.squares
     if not tensors:
         return {}
     norms = torch.stack(torch._foreach_norm(list(tensors.values()), dtype=torch.float64))

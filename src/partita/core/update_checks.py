@@ -20,12 +20,13 @@ from torch import Tensor
 from partita.core import serialization, tensors
 from partita.core.batch_schedule import count_steps
 from partita.core.client import Job, client_model, round_info_of
-from partita.core.method import ClientRule, Context, Server, Update
+from partita.core.method import ClientRule, Context, Server
 from partita.core.model import Model, layer_tags
-from partita.core.packed import CheckedTensors, PackedLayout, PackedTensors, shapes
+from partita.core.packed import PackedLayout, PackedTensors, shapes
 from partita.core.plan import Plan
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
+from partita.core.update import DeltaFacts, Update
 
 # An honest round changes parameters by a fraction of their norm, and new parameters (a head, prompts, low-rank factors)
 # by about 1. A thousand times that is divergence or an attack, and still far from float32 overflow. The limit is
@@ -34,7 +35,7 @@ MAX_NORM_RATIO = 1000.0
 MAX_ABS = 1e9  # maximum absolute value of a loss or a metric
 MAX_METRICS = 1024  # metrics in one update
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}(/[A-Za-z0-9_.\-]{1,64})?")  # metric names of client rules
-_CONTAINERS = (dict, Counter, CheckedTensors, PackedTensors)  # mappings whose content cannot change between two reads
+_CONTAINERS = (dict, Counter, PackedTensors)  # mappings whose content cannot change between two reads
 
 
 class InvalidUpdate(ValueError):
@@ -116,25 +117,11 @@ class UpdateValidator:
         self.honest: dict[tuple[Plan, Names], Mapping[str, Names] | None] = {}
         self.first: Names | None = None  # the names of the round's first update
 
-    def weigh(self, update: Update) -> tuple[Update, Mapping[str, int]]:
-        """Return the update with plain containers of plain tensors, and its bytes by name.
-
-        Raises:
-            InvalidUpdate: If the update cannot be read.
-        """
-        try:
-            update = _readable(update)
-        except InvalidUpdate:
-            raise
-        except Exception as error:  # a lazy mapping can raise anything when it is read
-            raise InvalidUpdate(f"sent a reply that cannot be read: {shorten(error)}") from error
-        return update, serialization.byte_counts({"delta": update.delta, **update.slots})
-
     def check(self, update: Update, plan: Plan) -> CheckedUpdate:
         """Decode an update with the method's transforms and check it.
 
         Args:
-            update: The update from `weigh`.
+            update: The update from `readable`.
             plan: The client's plan before narrowing.
 
         Raises:
@@ -280,11 +267,9 @@ class UpdateValidator:
             )
 
     def _measured(self, update: Update) -> CheckedUpdate:
-        delta = (
-            update.delta if isinstance(update.delta, CheckedTensors | PackedTensors) else CheckedTensors(update.delta)
-        )
-        norm, limit = _norm(delta), self.limits.norm(frozenset(delta))
-        delta.finite = True
+        facts = _measure(update)
+        assert facts.square is not None
+        norm, limit = math.sqrt(facts.square), self.limits.norm(frozenset(update.delta))
         if norm > limit:
             raise InvalidUpdate(
                 f"sent an update of norm {norm:.3g}; more than {limit:.3g} ({MAX_NORM_RATIO:g} times the norm of the "
@@ -293,40 +278,63 @@ class UpdateValidator:
             )
         for slot, part in update.slots.items():
             # A slot can be as large as a gradient, which is an update divided by the learning rate.
-            if (size := _norm(part)) > limit / min(1.0, self.run.training.lr):
+            if (size := math.sqrt(tensors.exact_sum(_squares(part).values()))) > limit / min(1.0, self.run.training.lr):
                 raise InvalidUpdate(f"sent the slot '{slot}' of norm {size:.3g}, which is implausible")
+        update = update if update.facts is facts else replace(update, facts=facts)
         if self.limits.hides:
-            return CheckedUpdate(replace(update, delta=delta), None, False)
+            return CheckedUpdate(update, None, False)
         if self.run.max_norm is None or norm <= self.run.max_norm:
-            return CheckedUpdate(update if update.delta is delta else replace(update, delta=delta), norm, False)
+            return CheckedUpdate(update, norm, False)
         factor = self.run.max_norm / norm
         slots: Slots = {slot: tensors.scale(part, factor) for slot, part in update.slots.items()}
-        return CheckedUpdate(replace(update, delta=tensors.scale(delta, factor), slots=slots), norm, True)
+        return CheckedUpdate(replace(update, delta=tensors.scale(update.delta, factor), slots=slots), norm, True)
 
 
-def _norm(part: Mapping[str, Tensor]) -> float:
-    if isinstance(part, CheckedTensors | PackedTensors):
-        if part.finite and part.square is not None:
-            return math.sqrt(part.square)
-        if not part.finite:
-            part.squares = None  # a client of the same block is not finite, so measure this one by itself
+def _measure(update: Update) -> DeltaFacts:
+    """Return the facts about a finite delta, with its norm.
+
+    Raises:
+        InvalidUpdate: If a value is not finite.
+    """
+    facts = update.known_facts()
+    if facts is not None and facts.finite and facts.square is not None:
+        return facts
+    # Facts that are not finite may be due to another client of the same block, so this one is measured by itself.
+    squares = _squares(update.delta)
+    return DeltaFacts(update.delta, True, tensors.exact_sum(squares.values()), squares)
+
+
+def _squares(part: Mapping[str, Tensor]) -> dict[str, float]:
     squares = tensors.squared_norms(part)
-    total = tensors.exact_sum(squares.values())
-    if not math.isfinite(total):
+    if not math.isfinite(tensors.exact_sum(squares.values())):
         bad_name = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
         raise InvalidUpdate(
             f"sent '{bad_name}' with values that are not finite; lower training.lr or set training.clip"
         )
-    if isinstance(part, CheckedTensors | PackedTensors):
-        part.squares = squares  # drift needs them again
-    return math.sqrt(total)
+    return squares
 
 
 def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:
     return value.dtype, value.device
 
 
+def readable(update: Update) -> Update:
+    """Return the update with plain containers of plain tensors.
+
+    Raises:
+        InvalidUpdate: If the update cannot be read.
+    """
+    try:
+        return _readable(update)
+    except InvalidUpdate:
+        raise
+    except Exception as error:  # a lazy mapping can raise anything when it is read
+        raise InvalidUpdate(f"sent a reply that cannot be read: {shorten(error)}") from error
+
+
 def _readable(update: Update) -> Update:
+    if update.facts is not None and type(update.facts) is not DeltaFacts:
+        raise InvalidUpdate(f"sent facts as {type(update.facts).__name__}")
     delta, steps, metrics = (_mapping(getattr(update, field), field) for field in ("delta", "steps", "metrics"))
     slots = {slot: _tensors(part, f"slot {shorten(slot)}") for slot, part in _mapping(update.slots, "slots").items()}
     delta = _tensors(delta, "delta")
@@ -346,8 +354,8 @@ def _mapping(value: object, what: str) -> Mapping:  # type: ignore[type-arg]
 
 def _tensors(value: object, what: str) -> Tensors:
     part = _mapping(value, what)
-    if isinstance(part, CheckedTensors | PackedTensors):
-        return part  # type: ignore[return-value]  # only the engine of this process creates these types
+    if isinstance(part, PackedTensors):
+        return part  # type: ignore[return-value]  # only the engine of this process creates this type
     for name, tensor in part.items():
         if type(name) is not str or type(tensor) is not Tensor:
             raise InvalidUpdate(

@@ -11,10 +11,11 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.client import ClientState, Job, LocalResult, begin_round, finish_round
 from partita.core.data import Batch, Examples
-from partita.core.method import MethodError, Server, Update
+from partita.core.method import MethodError, Server
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, initial_server, rounds
 from partita.core.settings import Run
+from partita.core.update import DeltaFacts, Update
 from partita.engines.availability import Availability
 
 
@@ -65,7 +66,8 @@ def null_update(run: Run, model: Model, job: Job) -> Update:
     client_round = begin_round(run, model, job, ClientState(), _OneExample())
     unchanged = tensors.select(client_round.ctx.anchor, client_round.plan.train)
     delta = tensors.zeros_like(tensors.select(unchanged, client_round.plan.up))
-    return finish_round(run, client_round, LocalResult(unchanged, dict.fromkeys(unchanged, 1), [0.0], {}, delta))[0]
+    result = LocalResult(unchanged, dict.fromkeys(unchanged, 1), [0.0], {}, DeltaFacts(delta, finite=True))
+    return finish_round(run, client_round, result)[0]
 
 
 def dry_run(

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from partita.core.client import ClientError, ClientState, Job
-from partita.core.client_store import MemoryStore
 from partita.core.data import Examples
-from partita.core.method import Update
 from partita.core.rounds import ClientFailure
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.engines.ipc import end_with_parent, receive, send, shared_buffer, tensor_views
 from partita.engines.simulation import SimulationEngine, chunks
+from partita.storage.client_store import MemoryStore
 
 JOBS_AHEAD = 2  # finished replies per worker that may wait for an earlier one; this bounds memory
 

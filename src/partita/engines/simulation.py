@@ -22,16 +22,16 @@ from partita.core.client import (
     client_params,
     finish_round,
 )
-from partita.core.client_store import ClientStore, MemoryStore
 from partita.core.data import Examples, Population, TableExamples
-from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.plan import Phase
 from partita.core.rounds import ClientFailure
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.evaluation import ACCURACY, Evaluator, score
+from partita.storage.client_store import ClientStore, MemoryStore
 from partita.training.cuda_graphs import GraphCache
 from partita.training.local_training import group_key, start_training
 from partita.training.phase_trainer import PhaseTrainer

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from partita.core import checkpoint
 from partita.core.client import client_params
-from partita.core.client_store import DiskStore, MemoryStore
 from partita.core.data import Examples
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Server, Update
+from partita.core.method import Server
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job, rounds
+from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build
@@ -34,6 +33,8 @@ from partita.privacy.mechanism import check_examples
 from partita.privacy.mechanism_choice import check_choice
 from partita.privacy.mechanism_clients import check_clients
 from partita.privacy.membership import Array, best_guesses, confidence_of, likelihood_ratios, roc
+from partita.storage import checkpoint
+from partita.storage.client_store import DiskStore, MemoryStore
 
 AUDIT = "audit.json"
 CLIENTS, EXAMPLES = 50, 500  # limits for the attacks on the finished run: clients, and examples per data set of each

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from partita.core.options import format_value
-from partita.core.safe_text import label_folder
 from partita.engines.ipc import end_with_parent
 from partita.experiment import run_folder
 from partita.experiment.config import Config, ConfigError, load
+from partita.storage.safe_text import label_folder
 
 Planned = tuple[Path, Config]
 MOST_SEEDS = 10_000

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from partita import data, models
-from partita.core.atomic_files import write
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
-from partita.core.safe_text import label_folder, path_component, printable
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
@@ -28,6 +26,8 @@ from partita.experiment.gc_freeze import importing
 from partita.experiment.round_log import Row
 from partita.experiment.runner import prepare, restore, restore_secret, run_rounds
 from partita.privacy.secret import load_or_save
+from partita.storage.atomic_files import write
+from partita.storage.safe_text import label_folder, path_component, printable
 
 if TYPE_CHECKING:
     from flwr.app import Context

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from partita.core import atomic_files
-from partita.core.atomic_files import (
+from partita.storage import atomic_files
+from partita.storage.atomic_files import (
     DamageError,
     DiskError,
     list_checksummed,

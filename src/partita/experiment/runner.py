@@ -10,9 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from partita.core import checkpoint, tensors
-from partita.core.atomic_files import read_json
-from partita.core.client_store import ClientStore, DiskStore, MemoryStore
+from partita.core import tensors
 from partita.core.dp_settings import PrivacyError
 from partita.core.method import Server
 from partita.core.rng import Key
@@ -25,6 +23,9 @@ from partita.experiment.config import Config
 from partita.experiment.round_log import Row, log_round, restore_summaries, stages
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
+from partita.storage import checkpoint
+from partita.storage.atomic_files import read_json
+from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
 
 PRIVACY = "privacy.json"  # file in the run folder with the privacy guarantee and its noise multiplier
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.core.method import Aggregate, Server, ServerRule, Update, average
+from partita.core.averaging import average
+from partita.core.method import Server, ServerRule
 from partita.core.model import Model
 from partita.core.tensors import Names, Slots, upcast
+from partita.core.update import Aggregate, Update
 
 SMOOTHING = 0.7  # decay of the running means per round
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from partita.core.method import Aggregate, Method, MethodError, Server, ServerRule
+from partita.core.method import Method, MethodError, Server, ServerRule
 from partita.core.model import Model
 from partita.core.options import NotNegative, PartialShare
 from partita.core.tensors import Slots, scale, zeros_like
+from partita.core.update import Aggregate
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from partita.core.data import Batch
-from partita.core.method import Aggregate, ClientRule, Context, Method, MethodError, Server, ServerRule, Update
+from partita.core.method import ClientRule, Context, Method, MethodError, Server, ServerRule
 from partita.core.model import Model, Output
 from partita.core.options import Positive
 from partita.core.tensors import Mean, Slots, Tensors, add, scale, subtract, zeros_like
+from partita.core.update import Aggregate, Update
 from partita.methods.fedprox import FedProxClient
 
 

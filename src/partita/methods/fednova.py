@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from partita.core.method import Aggregate, Method, Server, ServerRule, Update
+from partita.core.method import Method, Server, ServerRule
 from partita.core.tensors import Mean
+from partita.core.update import Aggregate, Update
 from partita.methods.scaffold import PLAIN_SGD
 
 

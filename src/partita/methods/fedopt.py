@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.core.method import Aggregate, Method, MethodError, Server, ServerRule
+from partita.core.method import Method, MethodError, Server, ServerRule
 from partita.core.model import Model
 from partita.core.options import NotNegative, PartialShare, Positive, Share
 from partita.core.tensors import Slots, zeros_like
+from partita.core.update import Aggregate
 
 Square = Callable[[Tensor, Tensor], Tensor]  # (second moment, squared delta) -> second moment
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.core.method import Aggregate, Method, Server, ServerRule, Update, average
+from partita.core.averaging import average
+from partita.core.method import Method, Server, ServerRule
 from partita.core.model import Model
 from partita.core.options import Count, Positive, Seed
 from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors, add
+from partita.core.update import Aggregate, Update
 from partita.methods.lora import factors
 
 A, B, W = ".lora_A.weight", ".lora_B.weight", ".weight"  # (rank, in), (out, rank), (out, in)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from partita.core.method import Aggregate, Method, MethodError, PrivacyRelease, Server, ServerRule, Update, average
+from partita.core.averaging import average
+from partita.core.method import Method, MethodError, PrivacyRelease, Server, ServerRule
 from partita.core.model import Model, layer_tags
 from partita.core.options import Count, NotNegative, Positive, PositiveShare
 from partita.core.plan import NO_NAMES, Plan, RoundInfo, share
 from partita.core.tensors import Names
+from partita.core.update import Aggregate, Update
 from partita.methods.selectors import (
     HEADS,
     ROUND,

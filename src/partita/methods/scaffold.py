@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from partita.core.method import Aggregate, ClientRule, Context, Method, Server, ServerRule, Update
+from partita.core.method import ClientRule, Context, Method, Server, ServerRule
 from partita.core.model import Model
 from partita.core.options import NotNegative
 from partita.core.tensors import Mean, Names, Slots, Tensors, add, scale, select, subtract, zeros_like
+from partita.core.update import Aggregate, Update
 
 PLAIN_SGD = frozenset({"sgd"})
 

@@ -15,12 +15,12 @@ from partita.core.batch_schedule import count_steps
 from partita.core.client import ClientState, Job, client_params
 from partita.core.data import Batch, ClientData, Examples, Population
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, Engine
 from partita.core.settings import Run
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.privacy.membership import Array
 
 CHUNK = 32  # examples per batch of scoring

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from partita.core import tensors
+from partita.core.averaging import average
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Aggregate, Method, MethodError, Server, ServerRule, Update, UpdateTransform
+from partita.core.method import Method, MethodError, Server, ServerRule, UpdateTransform
 from partita.core.model import Model
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.rng import Key
-from partita.core.tensors import Mean, Names, Slots, Tensors
+from partita.core.tensors import Names, Slots, Tensors
+from partita.core.update import Aggregate, Update
 
 
 @dataclass(frozen=True)
@@ -84,22 +86,23 @@ class OverCohort(ServerRule):
         return self.inner.affected_names(model, trained)
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
-        delta, slots, names, count = Mean(), dict[str, Mean](), dict[str, Names](), 0
-        for update in updates:
-            count += 1
-            sent = {"delta": frozenset(update.delta), **{slot: frozenset(part) for slot, part in update.slots.items()}}
-            if (names := names or sent) != sent:
-                raise MethodError(
-                    f"{update.client} sends other names than the client before it, so the names alone reveal who "
-                    "took part; under client-level privacy all clients of a round need the same plan"
-                )
-            delta.add(update.delta, 1.0)
-            for slot, part in update.slots.items():
-                slots.setdefault(slot, Mean()).add(part, 1.0)
-        return Aggregate(delta.over(self.cohort), {slot: mean.over(self.cohort) for slot, mean in slots.items()}, count)
+        return average(_with_equal_names(updates), over=float(self.cohort), weigh=lambda update: 1.0)
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         return self.inner.apply(server, aggregate)
+
+
+def _with_equal_names(updates: Iterable[Update]) -> Iterator[Update]:
+    """Yield the updates unchanged, and raise MethodError if one has other names than the first."""
+    names = dict[str, Names]()
+    for update in updates:
+        sent = {"delta": frozenset(update.delta), **{slot: frozenset(part) for slot, part in update.slots.items()}}
+        if (names := names or sent) != sent:
+            raise MethodError(
+                f"{update.client} sends other names than the client before it, so the names alone reveal who "
+                "took part; under client-level privacy all clients of a round need the same plan"
+            )
+        yield update
 
 
 def protect_clients(method: Method, clip: float, noise: float, cohort: int, secret: Key | None = None) -> Method:

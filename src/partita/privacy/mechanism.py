@@ -20,9 +20,8 @@ from partita.core.batch_schedule import BatchSchedule
 from partita.core.client import ClientRound, ClientState, begin_round
 from partita.core.data import Batch, Examples, Population
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Context, Server
+from partita.core.method import Server
 from partita.core.model import Model
-from partita.core.plan import Phase
 from partita.core.rounds import make_job
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
@@ -37,6 +36,7 @@ from partita.privacy.evidence import (
 )
 from partita.training.local_training import group_key, train_clients
 from partita.training.phase_trainer import PhaseTrainer
+from partita.training.phase_work import PhaseWork
 
 T = TypeVar("T")
 CLIENTS, STEPS = 4, 4  # clients to replay, and steps of each phase
@@ -63,10 +63,10 @@ class GradientRecorder:
     def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
         raise NotImplementedError("private steps are not recorded as graphs")
 
-    def block(self, run: Run, phase: Phase, contexts: Sequence[Context], *rest: Any) -> PhaseTrainer:
+    def block(self, work: PhaseWork) -> PhaseTrainer:
         """Start a block of clients and return its trainer."""
-        self.blocks.append(([context.round_info.client for context in contexts], []))
-        return PhaseTrainer(run, phase, contexts, *rest)
+        self.blocks.append(([context.round_info.client for context in work.contexts], []))
+        return PhaseTrainer(work)
 
     def gradients(self) -> dict[tuple[str, int, int], Tensors]:
         """Return the gradients by (client, phase, step)."""
@@ -186,7 +186,7 @@ def _replay(run: Run, client_rounds: Sequence[ClientRound]) -> dict[tuple[str, i
 
 
 def _quiet(private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[ClientRound]:
-    return [replace(client_round, private=replace(private, noise=0.0)) for client_round in client_rounds]
+    return [replace(client_round, dp_settings=replace(private, noise=0.0)) for client_round in client_rounds]
 
 
 def _sizes(run: Run, client_rounds: Sequence[ClientRound]) -> dict[str, int]:

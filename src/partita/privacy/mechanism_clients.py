@@ -11,11 +11,12 @@ from scipy.stats import hypergeom
 from partita.core import tensors
 from partita.core.client import Job
 from partita.core.data import Examples
-from partita.core.method import Aggregate, Server, ServerRule, Update
+from partita.core.method import Server, ServerRule
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, Engine, rounds
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
+from partita.core.update import Aggregate, Update
 from partita.privacy.client_level import ClippedUpdates, OverCohort
 from partita.privacy.evidence import Check, chance_of_either
 from partita.privacy.mechanism import OVER, Stream, check_noise, stream_of

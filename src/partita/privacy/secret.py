@@ -13,9 +13,9 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from partita.core.atomic_files import DiskError
 from partita.core.dp_settings import PrivacyError
 from partita.core.rng import Key
+from partita.storage.atomic_files import DiskError
 
 FILE = Path("private", "secret")
 KEY_BYTES = 32

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from partita.core import atomic_files
 from partita.report import schema
 from partita.report.metric import ACCURACY, LOWER, Metric
+from partita.storage import atomic_files
 
 Row = Mapping[str, Any]
 MAX_NUMBER = 1e100  # sums of squares up to this size stay finite

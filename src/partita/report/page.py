@@ -14,12 +14,12 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partita.core.safe_text import printable
 from partita.report import layer_selection, plan_stages, plots, privacy
 from partita.report.load import RunRecord, by_label, clients, metric_of, settings
 from partita.report.plot_style import Style, styles, svg
 from partita.report.render import Column, by_question, size
 from partita.report.tables import Comparison, compare
+from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

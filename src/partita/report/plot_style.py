@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from partita.core.safe_text import printable
 from partita.report.load import ReportError
+from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from partita.core.safe_text import printable
 from partita.report.metric import MISSING, Metric, short
 from partita.report.tables import Comparison, Difference, Line, Reach
+from partita.storage.safe_text import printable
 
 PERSONAL_GROUP, COSTS = "personal", ("per client-round", "per run")
 

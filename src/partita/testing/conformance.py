@@ -10,11 +10,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from partita.core import checkpoint, serialization, tensors
+from partita.core import serialization, tensors
 from partita.core.client import ClientState, Job, client_params
-from partita.core.client_store import DiskStore, MemoryStore
 from partita.core.data import Examples, Population
-from partita.core.method import ClientRule, Method, Server, ServerRule, Update
+from partita.core.method import ClientRule, Method, Server, ServerRule
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.plan import RoundInfo
@@ -22,9 +21,12 @@ from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, Engine, RoundResult, make_job, rounds
 from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.engines.dry_run import DryRunEngine
 from partita.engines.simulation import SimulationEngine
+from partita.storage import checkpoint
+from partita.storage.client_store import DiskStore, MemoryStore
 from partita.testing.toy import Float64Model, Float64Population, PooledPopulation, ToyPopulation, ToyTransformer
 
 

@@ -1,13 +1,12 @@
 """Training steps as CUDA graphs, optionally compiled, so that small models do not wait for Python.
 
-A CUDA graph reads and writes fixed memory addresses. So a block whose steps were captured is cached, and the data of
-later clients with work of the same shape is copied into its buffers.
+A CUDA graph reads and writes fixed memory addresses. So a trainer whose steps were captured is cached, and the data of
+later clients with work of the same shape is copied into its tensors.
 """
 
 from __future__ import annotations
 
 import gc
-import operator
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,25 +18,23 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import Context
-from partita.core.plan import Phase
-from partita.core.settings import Run
+from partita.core.optim import Optimizer
 from partita.core.tensors import Slots, Tensors
-from partita.training.dp_sgd import NoiseSource
-from partita.training.phase_trainer import PhaseTrainer, VmapError, translate_errors
+from partita.training.client_axis import VmapError
+from partita.training.compilation import SMALL_MODEL, CompiledVmap
+from partita.training.gradients import PlainGradients
+from partita.training.phase_trainer import PhaseTrainer, Step
+from partita.training.phase_work import PhaseWork
 
 WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
 MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
-SMALL_MODEL = 2**26  # parameters of a whole block, up to which launching kernels costs more than computing
-MAX_PROGRAMS = 8 * MAX_CACHED  # compiled programs of all blocks together; torch's own limit is 8
 
 Replay = tuple[Callable[[], None], Tensor]  # a function that replays the captured work, and the tensor of its result
 Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
 class GraphError(ValueError):
-    """Work cannot be captured in a CUDA graph or cannot be compiled."""
+    """Work cannot be captured in a CUDA graph."""
 
 
 class GraphCache:
@@ -55,31 +52,36 @@ class GraphCache:
     def __init__(self, recorder: Recorder | None, strict: bool = True, compile: bool = False) -> None:
         self.recorder, self.compile = recorder, compile
         self.strict = strict
-        self.known: OrderedDict[Hashable, GraphedPhaseTrainer] = OrderedDict()
+        self.known: OrderedDict[Hashable, PhaseTrainer] = OrderedDict()
 
-    def __call__(
-        self,
-        run: Run,
-        phase: Phase,
-        contexts: Sequence[Context],
-        start_params: Sequence[Tensors],
-        moments: Sequence[Slots],
-        dp_settings: DPSGDSettings | None = None,
-        noise_sources: Sequence[NoiseSource] = (),
-    ) -> PhaseTrainer:
-        if dp_settings is not None:
-            return PhaseTrainer(run, phase, contexts, start_params, moments, dp_settings, noise_sources)
-        block = GraphedPhaseTrainer(self, run, phase, contexts, start_params, moments)
-        shape = block.shape(start_params[0])
+    def __call__(self, work: PhaseWork) -> PhaseTrainer:
+        """Return a trainer for the work: a new one, or a cached one with the work's data."""
+        if work.dp_settings is not None:
+            return PhaseTrainer(work)
+        shape = _shape(work)
         if shape in self.known:
             self.known.move_to_end(shape)
-            self.known[shape].reload(block, start_params, moments)
+            self.known[shape].reload(work)
             return self.known[shape]
-        block.allocate(start_params, moments)
-        self.known[shape] = block
+        self.known[shape] = trainer = self._trainer(work)
         if len(self.known) > MAX_CACHED:
             self.known.popitem(last=False)
-        return block
+        return trainer
+
+    def _trainer(self, work: PhaseWork) -> PhaseTrainer:
+        objective, what = work.objective, str(work.objective)
+        lift = None
+        if self.compile:
+            size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
+            combine = size < SMALL_MODEL and work.device.type == "cuda"
+            lift = CompiledVmap(work.axis, what, combine)
+        return PhaseTrainer(
+            work,
+            PlainGradients(objective, work.axis, lift),
+            CapturableOptimizer(work.run.training.optimizer, work.names, work.device),
+            GraphedSteps(lambda step: self.record(step, what)),
+            reused=True,
+        )
 
     def __str__(self) -> str:
         return " and ".join(["recorded"] * bool(self.recorder) + ["compiled"] * self.compile)
@@ -135,153 +137,60 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-class GraphedPhaseTrainer(PhaseTrainer):
-    """A PhaseTrainer that a CUDA graph can replay: everything that changes is in a tensor with a fixed address.
+class GraphedSteps:
+    """Runs the steps of one trainer: eagerly at first, then by replaying captured graphs, one per shape of batch.
 
-    This includes the learning rate and the step counts.
+    Args:
+        record: Captures work; returns None if it must run eagerly.
     """
 
-    def __init__(
-        self,
-        graphs: GraphCache,
-        run: Run,
-        phase: Phase,
-        contexts: Sequence[Context],
-        start_params: Sequence[Tensors],
-        moments: Sequence[Slots],
-    ) -> None:
-        super().__init__(run, phase, contexts, start_params, moments)
-        self.graphs, self.phase = graphs, phase
-
-    def load(self, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
-        """Do nothing yet: the cache decides between `allocate` and reusing another trainer's buffers."""
-
-    def shape(self, start_params: Tensors) -> Hashable:
-        """Return a key that is equal for trainers that can reuse each other's buffers and graphs."""
-        rules = self.run.method.client_rules
-        # A rule may read `lr`, which is then a constant in the captured graph.
-        rate = self.lr if rules else None
-        layout = _layout({name: start_params[name] for name in self.names}), *map(_layout, self.shared)
-        return id(self.model), self.plan, self.phase, tuple(map(id, rules)), self.run.training, rate, self.count, layout
-
-    def allocate(self, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
-        """Allocate buffers, also for tensors that clients share, because their owners may change or free them."""
-        super().load(start_params, moments)
-        self.slots = list(_leaves(self.moments))
-        self.shared = [(_cloned(value), dims) for value, dims in self.shared]
-        self.rate = torch.tensor(self.lr, device=self.device)
-        self.step_count_buffer = torch.empty(len(self.names), device=self.device)
-        self._reset_step_counts()
-        self.step_counts = dict(zip(self.names, self.step_count_buffer.unbind(), strict=True))
+    def __init__(self, record: Callable[[Callable[[], Tensor]], Replay | None]) -> None:
+        self.record = record
         self.replays: dict[Hashable, tuple[Batch, Replay] | None] = {}
         self.taken = Counter[Hashable]()
-        self.compiled: dict[Hashable, Callable[..., Any]] = {}
 
-    def reload(self, other: GraphedPhaseTrainer, start_params: Sequence[Tensors], moments: Sequence[Slots]) -> None:
-        """Copy another trainer's data into the buffers of this one."""
-        self.lr, self.initial_steps, self.steps, self.anchor = other.lr, other.initial_steps, 0, other.anchor
-        self.rate.fill_(self.lr)
-        self._reset_step_counts()
-        if shared := list(_leaves([value for value, _ in self.shared])):
-            torch._foreach_copy_(shared, list(_leaves([value for value, _ in other.shared])))
-        start = [start_params[0][name] for name in self.names]
-        others = start_params[1:]
-        same_start = all(all(map(operator.is_, [params[name] for name in self.names], start)) for params in others)
-        if same_start and not any(moments):
-            torch._foreach_copy_(list(self.trainable.values()), start)  # broadcast to all clients
-            if self.moments:
-                torch._foreach_zero_(self.slots)
-        else:
-            buffers = self.trainable, self.moments
-            super().load(start_params, moments)
-            torch._foreach_copy_(list(_leaves(list(buffers))), list(_leaves([self.trainable, self.moments])))
-            self.trainable, self.moments = buffers
-
-    def _reset_step_counts(self) -> None:
-        """If all counts are equal, as usual, fill instead of copying: a copy may wait for the GPU."""
-        initial_steps = [float(self.initial_steps[name]) for name in self.names]
-        if len({*initial_steps}) == 1:
-            self.step_count_buffer.fill_(initial_steps[0])
-        else:
-            self.step_count_buffer.copy_(torch.tensor(initial_steps), non_blocking=True)
-
-    def step(self, batch: Batch) -> Tensor:
+    def __call__(self, step: Step, batch: Batch) -> Tensor:
         shape = _layout(batch.inputs), tuple(batch.targets.shape), batch.mask is None
         if shape not in self.replays:
             self.taken[shape] += 1
             if self.taken[shape] <= WARMUP_STEPS:
-                return super().step(batch)
-            self.replays[shape] = self._record(batch)
+                return step(batch)
+            self.replays[shape] = self._capture(step, batch)
         captured = self.replays[shape]
         if captured is None:
-            return super().step(batch)
+            return step(batch)
         held, (replay, losses) = captured
         torch._foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
         replay()
         return losses.clone()
 
-    def params(self) -> list[Mapping[str, Tensor]]:
-        return self._client_views(tensors.clone_all(self.trainable))
-
-    def states(self, steps: Sequence[int]) -> list[dict[str, Tensors]]:
-        buffers, self.moments = self.moments, {slot: tensors.clone_all(part) for slot, part in self.moments.items()}
-        states = super().states(steps)
-        self.moments = buffers
-        return states
-
-    def _record(self, batch: Batch) -> tuple[Batch, Replay] | None:
+    def _capture(self, step: Step, batch: Batch) -> tuple[Batch, Replay] | None:
         mask = None if batch.mask is None else batch.mask.clone()
         held = Batch(tensors.clone_all(batch.inputs), batch.targets.clone(), mask)
-        what = f"{self.model.name} with {self.run.method.name}"
-        replay = self.graphs.record(lambda: PhaseTrainer.step(self, held), what)
+        replay = self.record(lambda: step(held))
         return None if replay is None else (held, replay)
 
-    def _vmap(self, function: Callable[..., Any], dims: list[Any]) -> Callable[..., Any]:
-        if not self.graphs.compile or function != self._objective:
-            return super()._vmap(function, dims)
-        masked = dims[-1] is not None
-        if masked not in self.compiled:
-            whole = torch.vmap(function, in_dims=tuple(dims)) if self.many else function
-            small = sum(value.numel() for value in self.trainable.values()) < SMALL_MODEL
-            self.compiled[masked] = translate_errors(
-                _compiled(whole, small and self.device.type == "cuda"), self._compile_error
-            )
-        return self.compiled[masked]
 
-    def _compile_error(self, error: RuntimeError) -> GraphError:
-        what = f"{self.model.name} with {self.run.method.name}"
-        return GraphError(f"{what} cannot be compiled: {str(error).splitlines()[0]}; set engine.compile = false")
+class CapturableOptimizer:
+    """Optimizer steps that a CUDA graph can replay: learning rate and step counts are tensors with fixed addresses."""
 
-    def _optimizer_step(self, trainable: Tensors, grads: Tensors, moments: Slots) -> None:
-        self.step_count_buffer.add_(1)
-        self.run.training.optimizer.capturable_step(trainable, grads, moments, self.rate, self.step_counts)
+    def __init__(self, optimizer: Optimizer, names: Sequence[str], device: torch.device) -> None:
+        self.optimizer, self.names = optimizer, names
+        self.lr = torch.empty((), device=device)
+        self.buffer = torch.empty(len(names), device=device)
+        self.step_counts = dict(zip(names, self.buffer.unbind(), strict=True))
 
+    def reset(self, lr: float, initial_steps: Mapping[str, int]) -> None:
+        self.lr.fill_(lr)
+        counts = [float(initial_steps[name]) for name in self.names]
+        if len({*counts}) == 1:  # as usual; a copy may wait for the GPU
+            self.buffer.fill_(counts[0])
+        else:
+            self.buffer.copy_(torch.tensor(counts), non_blocking=True)
 
-def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any]:
-    """Compile a function. One program serves most shapes, except for one client, one example, or a mask.
-
-    With `combined`, independent kernels are merged into one.
-    """
-    from torch import _dynamo  # the import takes a second
-
-    def contiguous_gradients(trainable: Tensors, *rest: Any) -> Any:
-        # Flattening makes each gradient contiguous, as the optimizer requires. The compiler does this at no cost; a
-        # copy per name afterwards took a twelfth of a large model's step.
-        return function({name: value.flatten().view(value.shape) for name, value in trainable.items()}, *rest)
-
-    options: dict[str, Any] | None = {"combo_kernels": True} if combined else None
-    program = torch.compile(contiguous_gradients, fullgraph=True, options=options)
-
-    def call(*parts: Any) -> Any:
-        try:
-            with _dynamo.config.patch(recompile_limit=MAX_PROGRAMS):
-                return program(*parts)
-        except _dynamo.exc.FailOnRecompileLimitHit as error:
-            raise RuntimeError(
-                f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs"
-            ) from error
-
-    return call
+    def step(self, trainable: Tensors, grads: Tensors, moments: Slots) -> None:
+        self.buffer.add_(1)
+        self.optimizer.capturable_step(trainable, grads, moments, self.lr, self.step_counts)
 
 
 def _tensors(batch: Batch) -> Iterator[Tensor]:
@@ -291,19 +200,14 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
         yield batch.mask
 
 
-def _leaves(part: Any) -> Iterator[Tensor]:
-    """The tensors of nested dicts and lists, sorted by name: dicts from a file can have any order."""
-    if isinstance(part, Tensor):
-        yield part
-        return
-    for value in [part[name] for name in sorted(part)] if isinstance(part, Mapping) else part:
-        yield from _leaves(value)
-
-
-def _cloned(part: Any) -> Any:
-    if isinstance(part, Mapping):
-        return {name: _cloned(value) for name, value in part.items()}
-    return part.clone()
+def _shape(work: PhaseWork) -> Hashable:
+    """Return a key that is equal for work that can use the same tensors and graphs."""
+    objective, rules = work.objective, work.run.method.client_rules
+    # A rule may read `lr`, which is then a constant in the captured graph.
+    lr = objective.lr if rules else None
+    layout = _layout({name: work.start_params[0][name] for name in work.names}), *map(_layout, work.fixed)
+    settings = id(objective.model), objective.plan, work.phase, tuple(map(id, rules)), work.run.training, lr
+    return settings, work.axis.count, layout
 
 
 def _layout(part: Any) -> Hashable:

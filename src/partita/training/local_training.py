@@ -12,16 +12,19 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientRound, LocalResult, carried_optimizer_state
-from partita.core.packed import CheckedTensors, PackedTensors, mark_finite
 from partita.core.plan import Phase
 from partita.core.settings import Run
+from partita.core.update import DeltaFacts
 from partita.training.batching import iterate_batches
 from partita.training.dp_sgd import NoiseSource
-from partita.training.phase_trainer import PhaseTrainer
+from partita.training.phase_trainer import PhaseDeltas, PhaseTrainer
+from partita.training.phase_work import PhaseWork
+
+MakeTrainer = Callable[[PhaseWork], PhaseTrainer]
 
 
 def train_clients(
-    run: Run, client_rounds: Sequence[ClientRound], make_trainer: Callable[..., PhaseTrainer] = PhaseTrainer
+    run: Run, client_rounds: Sequence[ClientRound], make_trainer: MakeTrainer = PhaseTrainer
 ) -> list[LocalResult]:
     """Train one client, or a block of clients with equal plans.
 
@@ -37,10 +40,10 @@ def train_clients(
 
 
 def start_training(
-    run: Run, client_rounds: Sequence[ClientRound], make_trainer: Callable[..., PhaseTrainer] = PhaseTrainer
+    run: Run, client_rounds: Sequence[ClientRound], make_trainer: MakeTrainer = PhaseTrainer
 ) -> Callable[[], list[LocalResult]]:
     """Queue all work of `train_clients` on the GPU, and return a function that waits for the results."""
-    phases, dp_settings = client_rounds[0].plan.phases, client_rounds[0].private
+    phases, dp_settings = client_rounds[0].plan.phases, client_rounds[0].dp_settings
     trained: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]  # for each client, by phase
     deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]
     moments = [carried_optimizer_state(run, client_round) for client_round in client_rounds]
@@ -49,37 +52,41 @@ def start_training(
         # Clients with the most steps first: the clients that still train are then always a leading slice.
         order = sorted(range(len(client_rounds)), key=lambda place: -len(client_rounds[place].schedules[index]))
         ranked = [client_rounds[place] for place in order]
-        contexts = [client_round.ctx for client_round in ranked]
-        noise_sources = [_noise_source(run, client_round, index) for client_round in ranked] if dp_settings else []
-        start_params = [{**client_rounds[place].ctx.anchor, **_merge_phases(trained[place])} for place in order]
-        block = make_trainer(
-            run, phase, contexts, start_params, [moments[place] for place in order], dp_settings, noise_sources
+        work = PhaseWork(
+            run,
+            phase,
+            [client_round.ctx for client_round in ranked],
+            [{**client_rounds[place].ctx.anchor, **_merge_phases(trained[place])} for place in order],
+            [moments[place] for place in order],
+            dp_settings,
+            [_noise_source(run, client_round, index) for client_round in ranked] if dp_settings else [],
         )
+        trainer = make_trainer(work)
         schedules = [client_round.schedules[index] for client_round in ranked]
         examples = [client_round.examples for client_round in ranked]
-        losses = [block.step(batch) for batch in iterate_batches(examples, schedules, block.device)]
-        moved, largest, squares = block.deltas()
-        for place, params, delta in zip(order, block.params(), moved, strict=True):
+        losses = [trainer.step(batch) for batch in iterate_batches(examples, schedules, trainer.device)]
+        moved = trainer.deltas()
+        for place, params, delta in zip(order, trainer.params(), moved.deltas, strict=True):
             trained[place].append(params)
             deltas[place].append(delta)
         if run.method.carry_optimizer or len(phases) > 1:
-            for place, state in zip(order, block.states([len(schedule) for schedule in schedules]), strict=True):
+            for place, state in zip(order, trainer.states([len(schedule) for schedule in schedules]), strict=True):
                 moments[place] = {slot: {**moments[place].get(slot, {}), **part} for slot, part in state.items()}
-        pending.append(_PendingPhase(order, losses, largest, squares))
+        pending.append(_PendingPhase(order, losses, moved))
     counts = [tuple(map(len, client_round.schedules)) for client_round in client_rounds]
     steps = {count: _steps(phases, count) for count in {*counts}}
 
     def wait() -> list[LocalResult]:
         losses, finite = _fetch(pending, len(client_rounds))
-        for phase, parts in zip(pending, zip(*deltas, strict=True), strict=True):
-            _set_squared_norms(phase, parts)
+        # A delta merged from several phases is a new object with norms of its own.
+        squares = _squares_by_client(pending[0]) if len(pending) == 1 else {}
         return [
             LocalResult(
                 params=_merge_phases(trained[place]),
                 steps=steps[counts[place]],
                 losses=losses[place],
                 optimizer=moments[place],
-                delta=mark_finite(_merge_phases(deltas[place]), finite),
+                facts=_facts(_merge_phases(deltas[place]), finite, squares.get(place)),
             )
             for place in range(len(client_rounds))
         ]
@@ -93,14 +100,13 @@ class _PendingPhase:
 
     order: list[int]  # indices of the clients, in the order of the losses' client dimension
     losses: list[Tensor]  # (client,) for each step
-    largest: Tensor  # the largest absolute value of all deltas
-    squares: Tensor | None  # squared norms of deltas: (client, name), or (client, 1) over all names
+    moved: PhaseDeltas
 
 
 def _fetch(pending: Sequence[_PendingPhase], clients: int) -> tuple[list[list[float]], bool]:
     """Each client's losses, and whether all deltas are finite. Synchronizes with the GPU once."""
     losses: list[list[float]] = [[] for _ in range(clients)]
-    parts = [part for phase in pending for part in (*phase.losses, phase.largest.unsqueeze(0))]
+    parts = [part for phase in pending for part in (*phase.losses, phase.moved.largest.unsqueeze(0))]
     fetched = iter(torch.cat(parts).tolist() if parts else [])
     finite = True
     for phase in pending:
@@ -111,14 +117,18 @@ def _fetch(pending: Sequence[_PendingPhase], clients: int) -> tuple[list[list[fl
     return losses, finite
 
 
-def _set_squared_norms(pending: _PendingPhase, deltas: Sequence[Mapping[str, Tensor]]) -> None:
-    if pending.squares is not None:
-        for place, row in zip(pending.order, pending.squares.tolist(), strict=True):
-            delta = deltas[place]
-            assert isinstance(delta, CheckedTensors | PackedTensors)
-            delta.square = tensors.exact_sum(row)
-            if len(row) == len(delta):
-                delta.squares = dict(zip(delta, row, strict=True))
+def _squares_by_client(phase: _PendingPhase) -> dict[int, list[float]]:
+    """By index of the client, the squared norms of its delta; empty if they were not computed."""
+    if phase.moved.squares is None:
+        return {}
+    return dict(zip(phase.order, phase.moved.squares.tolist(), strict=True))
+
+
+def _facts(delta: Mapping[str, Tensor], finite: bool, squares: Sequence[float] | None) -> DeltaFacts:
+    if squares is None:
+        return DeltaFacts(delta, finite)
+    by_name = dict(zip(delta, squares, strict=True)) if len(squares) == len(delta) else None
+    return DeltaFacts(delta, finite, tensors.exact_sum(squares), by_name)
 
 
 def _noise_source(run: Run, each: ClientRound, phase: int) -> NoiseSource:

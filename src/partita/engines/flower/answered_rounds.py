@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from partita.core import atomic_files
 from partita.core.client import ClientError, ClientState, Job
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.messages import JobId
+from partita.storage import atomic_files
 
 SESSIONS_KEPT = 1000  # maximum number of sessions per run; each start of the server begins one
 

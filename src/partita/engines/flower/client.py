@@ -15,9 +15,8 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from partita.core import atomic_files, serialization, tensors
+from partita.core import serialization, tensors
 from partita.core.client import ClientError, Job
-from partita.core.client_store import DiskStore
 from partita.core.data import ClientData
 from partita.core.model import Model
 from partita.core.plan import Plan
@@ -31,6 +30,8 @@ from partita.engines.flower.message_checks import check_reply, check_request, is
 from partita.engines.flower.messages import ErrorReply, SiteRequest
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
+from partita.storage import atomic_files
+from partita.storage.client_store import DiskStore
 
 COPY, SESSION, STATES, ANSWERED = "copy.safetensors", "session.json", "states", "answered.json"
 

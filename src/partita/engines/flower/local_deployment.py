@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from partita.core.safe_text import path_component
 from partita.engines.flower.prefork_server import start_prefork_server
+from partita.storage.safe_text import path_component
 
 WAIT = 120.0  # seconds for the SuperLink to start
 PATIENCE = 10.0  # seconds for a process to exit after SIGTERM

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientError, Job
-from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots
+from partita.core.update import Update
 from partita.engines.flower.messages import JobId, MessageError, SiteRequest, first_unknown, printable_line
 from partita.evaluation import Evaluator
 

@@ -13,9 +13,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 
 from partita.core import serialization, tensors
 from partita.core.client import Job
-from partita.core.method import Update
-from partita.core.safe_text import printable
 from partita.core.tensors import Slots, Tensors
+from partita.core.update import Update
+from partita.storage.safe_text import printable
 
 FORMAT = "safetensors"
 MAX_TEXT = 500  # maximum length of a text from the other side that is shown or recorded

@@ -13,13 +13,12 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from partita.core import tensors
-from partita.core.checkpoint import States
 from partita.core.client import ClientError, ClientState, Job
 from partita.core.data import Examples
-from partita.core.method import Update
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure
 from partita.core.settings import Run, RunError
+from partita.core.update import Update
 from partita.engines.flower import messages
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.mailbox import Mailbox
@@ -27,6 +26,7 @@ from partita.engines.flower.message_checks import ExpectedReply, check_scores, e
 from partita.engines.flower.messages import MessageError, printable_line
 from partita.engines.flower.node_registry import NodeRegistry
 from partita.evaluation import ACCURACY, Evaluator
+from partita.storage.checkpoint import States
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ import safetensors
 import torch
 
 from partita.core import serialization, tensors
-from partita.core.atomic_files import (
+from partita.core.client import ClientState
+from partita.storage.atomic_files import (
     DamageError,
     checksummed_name,
     digest_in_name,
@@ -23,9 +24,8 @@ from partita.core.atomic_files import (
     read_checksummed,
     write_checksummed,
 )
-from partita.core.checkpoint import States
-from partita.core.client import ClientState
-from partita.core.safe_text import client_of_folder, path_component
+from partita.storage.checkpoint import States
+from partita.storage.safe_text import client_of_folder, path_component
 
 
 class ClientStore(Protocol):

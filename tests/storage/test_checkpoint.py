@@ -14,10 +14,8 @@ from helpers import Clients, ServerMomentum, files_in, last, play, run_of, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core import atomic_files, checkpoint, tensors
-from partita.core.atomic_files import DamageError, DiskError
+from partita.core import tensors
 from partita.core.client import ClientState
-from partita.core.client_store import DiskStore, MemoryStore
 from partita.core.method import Method, Server
 from partita.core.rounds import rounds
 from partita.core.versions import ParameterVersions
@@ -25,6 +23,9 @@ from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
 from partita.methods.fedavg import fedavg
 from partita.methods.local_only import local_only
+from partita.storage import atomic_files, checkpoint
+from partita.storage.atomic_files import DamageError, DiskError
+from partita.storage.client_store import DiskStore, MemoryStore
 
 MODEL = small()
 FOUR = Clients(a=5, b=6, c=7, d=8)

@@ -15,10 +15,16 @@ import safetensors.torch
 import torch
 
 from partita.core import serialization
-from partita.core.atomic_files import DamageError, list_checksummed, number_in_name, read_checksummed, write_checksummed
 from partita.core.method import Server
 from partita.core.tensors import Tensors
 from partita.core.versions import ParameterVersions
+from partita.storage.atomic_files import (
+    DamageError,
+    list_checksummed,
+    number_in_name,
+    read_checksummed,
+    write_checksummed,
+)
 
 CHECKPOINTS_KEPT = 2  # the older one is a fallback in case the newest is damaged
 REMEDY = "delete it to resume from the checkpoint before it"

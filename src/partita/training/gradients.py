@@ -1,0 +1,56 @@
+"""Gradients of a training step: the contract, and its implementation without privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from partita.core.tensors import Tensors
+from partita.training.client_axis import ClientAxis, ClientVmap
+from partita.training.objective import Objective
+
+Lift = Callable[[Callable[..., Any], Sequence[Any]], Callable[..., Any]]  # (function of one client, dims) -> of a block
+
+
+class GradientEstimator(Protocol):
+    """Computes the gradient of one step for all clients of a block."""
+
+    def __call__(
+        self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
+    ) -> tuple[Tensors, Tensor]:
+        """Return the gradient by name and the task's loss of each client.
+
+        Args:
+            trainable: The trained parameters of the clients that take the step.
+            values: The other arguments of `Objective.loss`, in order.
+            dims: The client dimension of each argument of `Objective.loss`, as `in_dims` of `torch.vmap`.
+            count: The number of clients that take the step: the leading ones.
+        """
+        ...
+
+
+class PlainGradients:
+    """The gradient of the mean loss.
+
+    Clients do not interact, so the gradient of the sum of their losses contains each client's own gradient. Therefore
+    only the forward pass needs `vmap`, and one ordinary backward pass serves the whole block.
+
+    Args:
+        objective: What each client minimizes.
+        lift: Turns the loss of one client into that of a block.
+    """
+
+    def __init__(self, objective: Objective, axis: ClientAxis, lift: Lift | None = None) -> None:
+        self.objective, self.lift = objective, lift or ClientVmap(axis, str(objective))
+
+    def __call__(
+        self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
+    ) -> tuple[Tensors, Tensor]:
+        trainable = {name: value.detach().requires_grad_() for name, value in trainable.items()}
+        with self.objective.autocast():
+            total, task = self.lift(self.objective.loss, dims)(trainable, *values)
+        grads = torch.autograd.grad(total.sum(), list(trainable.values()), allow_unused=True)
+        return {name: grad for name, grad in zip(trainable, grads, strict=True) if grad is not None}, task

@@ -1,0 +1,104 @@
+"""What one client minimizes, written for one client without a client dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.core import tensors
+from partita.core.data import Batch
+from partita.core.method import ClientRule, Context, ForbiddenData
+from partita.core.model import Model
+from partita.core.optim import clip_gradients
+from partita.core.plan import Plan
+from partita.core.settings import Run
+from partita.core.tensors import Slots, Tensors
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The task's loss with the penalties of the client rules, and the rules' correction of its gradient.
+
+    Attributes:
+        run: The settings.
+        model: The model as the clients run it.
+        plan: The clients' narrowed plan.
+        lr: The learning rate of the round.
+        device_type: The type of the device, such as "cuda".
+    """
+
+    run: Run
+    model: Model
+    plan: Plan
+    lr: float
+    device_type: str
+
+    def __str__(self) -> str:
+        return f"{self.model.name} with {self.run.method.name}"
+
+    @property
+    def full_precision(self) -> bool:
+        """Whether the forward pass runs in float32."""
+        return self.run.training.precision == "float32"
+
+    def autocast(self, cache: bool = True) -> torch.autocast:
+        """Return the context for the forward pass.
+
+        Args:
+            cache: Whether to cache casts. A cast that is cached inside one functional transform is invalid in the next.
+        """
+        half = not self.full_precision
+        return torch.autocast(self.device_type, torch.bfloat16, enabled=half, cache_enabled=cache)
+
+    def context(self, anchor: Tensors, sent: Slots, memory: Slots) -> Context:
+        """Return the context for `penalty` and `gradient`."""
+        return Context(self.model, self.plan, anchor, sent, memory, self.lr)
+
+    def loss(
+        self, trainable: Tensors, frozen: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
+        inputs: Tensors, targets: Tensor, mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the loss with all penalties, and the task's loss alone, as means over the batch."""
+        params = {**frozen, **trainable}
+        out = self.model(params, inputs)
+        task = masked_mean(self.model.losses(out, targets), mask)
+        if not self.run.method.client_rules:  # a compiled program must not depend on `lr` without need
+            return task, task
+        ctx = self.context(anchor, sent, memory)
+        penalties = (
+            rule.penalty(out, params, Batch(inputs, targets, mask), ctx) for rule in self.run.method.client_rules
+        )
+        return sum((penalty for penalty in penalties if penalty is not None), start=task), task
+
+    def penalties(self, out: Any, params: Tensors, batch: Any, ctx: Context, per_example: bool) -> Iterator[Tensor]:
+        """Yield the penalties that read examples, or those that must not read any."""
+        for rule in self.run.method.client_rules:
+            seen: tuple[Any, Any] = (out, batch) if per_example else (ForbiddenData(rule), ForbiddenData(rule))
+            if rule.per_example == per_example:
+                penalty = rule.penalty(seen[0], params, seen[1], ctx)
+                if penalty is not None:
+                    yield penalty
+
+    @property
+    def corrects(self) -> bool:
+        """Whether `correct` changes gradients at all."""
+        corrected = any(type(rule).gradient is not ClientRule.gradient for rule in self.run.method.client_rules)
+        return corrected or self.run.training.clip is not None
+
+    def correct(self, grads: Tensors, anchor: Tensors, sent: Slots, memory: Slots) -> Tensors:
+        """Apply the rules' `gradient` in order, then `training.clip`."""
+        ctx = self.context(anchor, sent, memory)
+        names = grads.keys()
+        for rule in self.run.method.client_rules:
+            grads = {name: grad for name, grad in rule.gradient(grads, ctx).items() if name in names}
+        limit = self.run.training.clip
+        return grads if limit is None else clip_gradients(grads, tensors.norm(grads), limit)
+
+
+def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean of the losses of shape (example,), over the examples that the mask does not exclude."""
+    return losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
