@@ -28,7 +28,7 @@ from partita.core.method import (
 )
 from partita.core.model import Model
 from partita.core.optim import AdamW, Schedule
-from partita.core.plan import Plan, RoundInfo, share_everything
+from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, make_job, rounds
 from partita.core.settings import Run, RunError
@@ -817,3 +817,27 @@ class Spoiling(ServerRule):
 def test_the_parameter_that_would_not_be_finite_is_named() -> None:
     with pytest.raises(RunError, match=r"would have made the server's 'head\.weight' not finite"):
         next(rounds(run_of(Method("spoiling", server_rule=Spoiling()), 1), MODEL, Script(reply_to)))
+
+
+@dataclass(frozen=True)
+class WrongSend(ServerRule):
+    """Sends one name that the plan keeps from clients, or leaves one out."""
+
+    adds: bool
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        params, slots = super().send(server, client, names)
+        if self.adds:
+            return dict(server.params), slots
+        return {name: value for name, value in params.items() if name != "embed.weight"}, slots
+
+
+@pytest.mark.parametrize(("adds", "fault"), [(True, "adds 'head.weight'"), (False, "leaves out 'embed.weight'")])
+def test_a_server_rule_that_sends_other_names_than_the_plan_is_refused(adds: bool, fault: str) -> None:
+    def keep_head(model: Model, round_info: RoundInfo) -> Plan:
+        head = frozenset({"head.weight"})
+        return share(model.all_names(), down=model.all_names() - head, keep=head)
+
+    method = Method("wrong", keep_head, server_rule=WrongSend(adds))
+    with pytest.raises(MethodError, match=rf"wrong: WrongSend\.send {fault} for client 'a'"):
+        next(rounds(run_of(method, 1), MODEL, Script(reply_to)))

@@ -158,6 +158,11 @@ def _make_job(run: Run, model: Model, server: Server, number: int, client: str) 
     signal = rule.signal(server)
     plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client, signal))
     params, slots = rule.send(server, client, plan.down)
+    if wrong := params.keys() ^ plan.down:
+        raise MethodError(
+            f"{run.method.name}: {type(rule).__name__}.send {'adds' if min(wrong) in params else 'leaves out'} "
+            f"'{min(wrong)}' for client '{client}'; it must return exactly the names that it is given"
+        )
     servers = map(server.params.__getitem__, params)
     own = frozenset(compress(params, map(operator.is_not, params.values(), servers)))
     stale = server.versions.missing(client, plan.down) | own
