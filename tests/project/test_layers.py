@@ -49,6 +49,7 @@ LIBRARIES = {
     "torch": ["*"],
     "safetensors": ["*"],
     "numpy": ["*"],
+    "filelock": ["experiment.run_folder", "engines.flower.answered_rounds"],
     "scipy": OUTSIDE_CORE,
     "rich": ["cli", "experiment.preview", "report", "lab.commands"],
     "typer": ["cli"],

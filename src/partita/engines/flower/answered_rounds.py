@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from partita.core import atomic_files
 from partita.core.client import ClientError, ClientState, Job
@@ -71,7 +70,9 @@ def claim(path: Path, round: int, asked: str) -> bool:
     Returns:
         Whether noise may be drawn for this request.
     """
-    with _locked(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the lock, two processes that answer at the same time would both find the round unclaimed.
+    with FileLock(path.with_suffix(".lock"), poll_interval=0.01, fallback_to_soft=False):
         answered = _read(path) or {}
         first = answered.setdefault(str(round), asked)
         if first == asked:
@@ -102,12 +103,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         raise HistoryError(f"{path.name} in this site's folder is damaged; restore it from a copy")
     return record
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock the record: otherwise two processes that answer at the same time would both find the round unclaimed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
