@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor  # torch has no public name for these
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from partita.core.torch_private import is_batchedtensor, is_gradtrackingtensor, own_parameters
 from partita.models import ModelError
 
 
@@ -26,7 +26,7 @@ class _Recompute:
                 "checkpointing does not work under vmap over clients or examples; set engine.clients_per_block = 1 "
                 "and turn off example-level privacy, or set model.checkpointing = false"
             )
-        lent = [(part._parameters, dict(part._parameters)) for part in self.layer.modules()]
+        lent = [(own_parameters(part), dict(own_parameters(part))) for part in self.layer.modules()]
 
         def compute(*inputs: Any) -> Any:
             before = [dict(own) for own, _ in lent]

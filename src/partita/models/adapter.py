@@ -19,6 +19,7 @@ from partita.core.model import Model, Output
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
+from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, tags_of
@@ -208,7 +209,7 @@ def _parameter_slots(module: nn.Module, names: Iterable[str]) -> dict[str, tuple
     for path, value in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = path.rpartition(".")
         if (name := first[id(value)]) in places:
-            places[name] += ((module.get_submodule(owner)._parameters, leaf),)
+            places[name] += ((own_parameters(module.get_submodule(owner)), leaf),)
     return places
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor  # torch has no public name for these
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from partita.core.torch_private import is_batchedtensor, is_gradtrackingtensor
 from partita.models import ModelError
 
 NAME = "partita"

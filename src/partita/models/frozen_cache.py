@@ -17,6 +17,7 @@ from partita.core import memory, tensors
 from partita.core.data import Batch, Examples
 from partita.core.model import Model, Output
 from partita.core.tensors import Tensors
+from partita.core.torch_private import own_parameters
 from partita.models import CACHED_STATES, ModelError
 from partita.models.adapter import FunctionalModel
 from partita.models.architectures import Forward, architecture
@@ -196,7 +197,7 @@ def _body(model: FunctionalModel) -> _Body:
 
 def _trained(model: FunctionalModel, parts: Sequence[nn.Module]) -> list[str]:
     """Return the names of trainable parameters in these modules."""
-    owners = {id(child._parameters) for part in parts for child in part.modules()}
+    owners = {id(own_parameters(child)) for part in parts for child in part.modules()}
     return [name for name, places in model.places.items() if any(id(owner) in owners for owner, _ in places)]
 
 

@@ -16,6 +16,7 @@ from partita.core import serialization
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
+from partita.core.torch_private import own_parameters
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, ParameterSlot
 from partita.models.architectures import tags_of
@@ -168,7 +169,7 @@ def _injected(
         _peft().inject_adapter_in_model(config, module, ADAPTER)
     for site in sites:
         for factor in FACTORS:
-            owner = module.get_submodule(f"{site}.{factor}.{ADAPTER}")._parameters
+            owner = own_parameters(module.get_submodule(f"{site}.{factor}.{ADAPTER}"))
             places[f"{site}.{factor}.weight"] = ((owner, "weight"),)
     _fill(places, dict.fromkeys(places))
     return module, places

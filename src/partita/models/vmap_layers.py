@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor  # torch has no public name for it
 from torch.nn import functional
+
+from partita.core.torch_private import is_batchedtensor
 
 
 class Linear(nn.Linear):
