@@ -282,7 +282,7 @@ def test_a_message_that_breaks_off_is_the_end() -> None:
 def test_a_worker_builds_the_engine_of_the_experiment() -> None:
     """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
     experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
-    engines = runner._engine(experiment, MemoryStore()), runner.build_engine(runner._resolved(experiment), None)
+    engines = runner.build_engine(experiment, MemoryStore()), runner.rebuild_engine(runner._resolved(experiment), None)
     assert [engine.block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
     assert tensors.equal(one, other)

@@ -22,7 +22,7 @@ from partita.core.safe_text import label_folder, path_component, printable
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
-from partita.experiment.builder import build, makes_secret
+from partita.experiment.builder import build, client_names, makes_secret
 from partita.experiment.config import SITES_OWN, Config, load, shared_digest
 from partita.experiment.gc_freeze import importing
 from partita.experiment.round_log import Row
@@ -92,7 +92,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
 
 def population(app: Path) -> Sequence[str]:
     """Return the names of an app's clients."""
-    return build(load(app / PACKAGE / CONFIG)).federation.clients
+    return client_names(load(app / PACKAGE / CONFIG))
 
 
 def modules(app: Path) -> list[str]:
@@ -170,7 +170,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
 def _name(context: Context, config: Path) -> str:
     """Return the client's name. Flower's simulation numbers its nodes instead of naming them."""
     if "partition-id" in context.node_config and "client" not in context.node_config:
-        clients = build(_settings(config, context.run_config)).federation.clients
+        clients = client_names(_settings(config, context.run_config))
         return clients[int(context.node_config["partition-id"])]
     return str(_said(context.node_config, "client", "node config"))
 

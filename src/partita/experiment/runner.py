@@ -20,7 +20,7 @@ from partita.core.rounds import Engine, initial_server, rounds
 from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
-from partita.experiment.builder import Experiment, build, makes_secret
+from partita.experiment.builder import Experiment, build, build_engine, makes_secret
 from partita.experiment.config import Config
 from partita.experiment.round_log import Row, log_round, restore_summaries, stages
 from partita.privacy import secret
@@ -153,34 +153,20 @@ def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path)
 def _engine_and_store(experiment: Experiment, disk: DiskStore) -> Iterator[tuple[Engine, ClientStore]]:
     config = experiment.config.engine
     store: ClientStore = disk if config.client_state == "disk" else MemoryStore(disk)
-    engine = _engine(experiment, store)
+    engine = build_engine(experiment, store)
     if config.workers == 1:
         yield engine, store
         return
     rebuild = None
     if experiment.device.type == "cuda":
-        rebuild = partial(build_engine, _resolved(experiment), experiment.run.secret)
+        rebuild = partial(rebuild_engine, _resolved(experiment), experiment.run.secret)
     with closing(MultiprocessEngine(engine, config.workers, rebuild)) as workers:
         yield workers, store
 
 
-def build_engine(config: Config, secret: Key | None) -> SimulationEngine:
+def rebuild_engine(config: Config, secret: Key | None) -> SimulationEngine:
     """Build an engine in a spawned worker, which shares no memory and must load data and model itself."""
-    return _engine(build(config, secret), MemoryStore())
-
-
-def _engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:
-    return SimulationEngine(
-        experiment.run,
-        experiment.model,
-        experiment.federation,
-        experiment.block,
-        experiment.device,
-        store,
-        experiment.availability,
-        evaluator=experiment.evaluator,
-        graphs=experiment.graphs,
-    )
+    return build_engine(build(config, secret), MemoryStore())
 
 
 def _resolved(experiment: Experiment) -> Config:
