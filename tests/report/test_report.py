@@ -522,7 +522,7 @@ def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[Run
     figure = metric_by_round(records)
     assert figure is not None
     verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARM_UP + 0.5] * 2]
-    assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].colour]
+    assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].color]
     early = [RunRecord(**{**vars(record), "rows": record.rows[:WARM_UP], "finished": False}) for record in records]
     assert changes(early) == []  # the plan tells of stages that an unfinished run has not come to
     drift = drift_by_role(records)
@@ -564,7 +564,7 @@ def test_a_cell_is_divided_by_parameters(tmp_path: Path) -> None:
 def test_legends_cover_no_data_and_labels_look_different(tmp_path: Path, count: int) -> None:
     labels = ["fedavg", "_hidden", "fedfrozen", "a label that is far too long to be shown as it is"]
     labels = [*labels, *(f"method {number}" for number in range(count))][:count]
-    assert len({(style.colour, str(style.dash)) for style in styles(labels).values()}) == count
+    assert len({(style.color, str(style.dash)) for style in styles(labels).values()}) == count
     runs = [load_run(write_run(tmp_path, label, 0, rounds=8)) for label in labels]
     for make in (metric_by_round, drift_by_role):
         figure = make(runs)

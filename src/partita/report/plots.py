@@ -139,7 +139,7 @@ def _draw_bytes(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, C
     spent = {label: each.megabytes for label, each in curves.items() if each.megabytes}
     for label, megabytes in spent.items():
         _draw_line(axes, megabytes, curves[label], look[label], len(curves))
-        axes.plot(megabytes[-1:], curves[label].mean[-1:], "o", color=look[label].colour, markersize=5, zorder=4)
+        axes.plot(megabytes[-1:], curves[label].mean[-1:], "o", color=look[label].color, markersize=5, zorder=4)
     ends = [megabytes[-1] for megabytes in spent.values()]
     starts = [megabytes[0] for megabytes in spent.values()]
     if ends and min(starts) > 0 and max(ends) > 8 * min(ends):
@@ -153,12 +153,12 @@ def _band(curves: Mapping[str, Curve]) -> str:
 
 def _draw_line(axes: Axes, x: Sequence[float], each: Curve, style: Style, count: int) -> None:
     width, alpha = (1.8, 0.16) if count <= 6 else (1.4, 0.07)
-    look = {"color": style.colour, "linestyle": style.dash, "linewidth": width}
+    look = {"color": style.color, "linestyle": style.dash, "linewidth": width}
     axes.plot(x, each.mean, marker=_dot(x), markersize=4, zorder=3, **look)
     if any(each.sd):
         low = [value - sd for value, sd in zip(each.mean, each.sd, strict=True)]
         high = [value + sd for value, sd in zip(each.mean, each.sd, strict=True)]
-        axes.fill_between(x, low, high, color=style.colour, alpha=alpha, linewidth=0, zorder=2)
+        axes.fill_between(x, low, high, color=style.color, alpha=alpha, linewidth=0, zorder=2)
 
 
 def _dot(x: Sequence[float]) -> str | None:
@@ -176,7 +176,7 @@ def _mark_stages(axes: Axes, records: Sequence[RunRecord], look: Mapping[str, St
         for place, label in enumerate(labels):
             # Labels that change at the same round alternate along the line, so that each is visible.
             dash = (-6 * place, (6, 6 * (len(labels) - 1))) if len(labels) > 1 else (0, (3, 3))
-            axes.axvline(first + 0.5, color=look[label].colour, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1)
+            axes.axvline(first + 0.5, color=look[label].color, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1)
     return bool(marks)
 
 
@@ -205,7 +205,7 @@ def drift_by_role(records: Sequence[RunRecord], measure: str = "dispersion") -> 
         for label in groups:
             if (role, label) in lines:
                 rounds, values = zip(*lines[role, label], strict=True)
-                look = {"color": style[label].colour, "linestyle": style[label].dash, "linewidth": 1.5}
+                look = {"color": style[label].color, "linestyle": style[label].dash, "linewidth": 1.5}
                 panel.plot(rounds, values, marker=_dot(rounds), markersize=4, **look)
         below = place + across >= len(roles)
         style_axes(panel, "rounds completed" if below else "", measure if place % across == 0 else "")
@@ -267,7 +267,7 @@ def _strips(
     for row, (label, seeds) in enumerate(values.items()):
         dots = sorted(scale * value for seed in seeds for value in seed)
         rise = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
-        axes.plot(dots, rise, "o", color=look[label].colour, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
+        axes.plot(dots, rise, "o", color=look[label].color, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
         centre, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed, metric) for seed in seeds])
         if centre is not None and worst is not None:
             axes.plot([scale * centre] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)

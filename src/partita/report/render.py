@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from partita.core.safe_text import printable
+from partita.report.comparison import Comparison, Difference, Line, Reach
 from partita.report.metric import MISSING, Metric, short
-from partita.report.tables import Comparison, Difference, Line, Reach
 
 PERSONAL_GROUP, COSTS = "personal", ("per client-round", "per run")
 
