@@ -28,7 +28,7 @@ from partita.report.metric import ACCURACY, Metric
 from partita.report.plan_stages import STATUSES, changes, plan_grid, plans, status
 from partita.report.plot_style import styles, svg
 from partita.report.plots import (
-    curve,
+    curve_of,
     drift_by_role,
     gain_by_client,
     metric_by_bytes,
@@ -511,7 +511,7 @@ def test_curves_are_mean_and_sample_deviation(records: list[RunRecord]) -> None:
     runs = [record for record in records if record.label == "fedprox"]
     values = 100 * np.array([[row["test"]["accuracy"] for row in run.rows] for run in runs])  # (seed, round)
     sent = np.array([[row["bytes"]["up"] for row in run.rows] for run in runs]) / 1e6
-    found = curve(runs, ACCURACY)
+    found = curve_of(runs, ACCURACY)
     assert found.rounds == list(range(1, ROUNDS + 1))
     assert found.mean == pytest.approx(values.mean(axis=0))
     assert found.sd == pytest.approx(values.std(axis=0, ddof=1))

@@ -128,7 +128,7 @@ def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def understanding(path: Path) -> Iterator[None]:
+def expect_format(path: Path) -> Iterator[None]:
     """Turn errors from missing keys or wrong types into a DamageError: partita did not write the file like this."""
     try:
         yield

@@ -126,7 +126,7 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
     saved = checkpoint.newest(folder / run_folder.CHECKPOINTS, identity, first, experiment.device)
     run_folder.keep_rows(folder, saved.done, saved.rows if saved.done else None)
     if experiment.guard:
-        with run_folder.understanding(folder / run_folder.ROWS):
+        with run_folder.expect_format(folder / run_folder.ROWS):
             _restore_spending(experiment, experiment.guard, folder)
     return saved
 
@@ -193,9 +193,9 @@ def run_rounds(
     config, run, model = experiment.config, experiment.run, experiment.model
     state = {slot: tensors.to(part, experiment.device) for slot, part in server.state.items()}
     server = replace(server, params=tensors.to(server.params, experiment.device), state=state)
-    begun = clock = time.perf_counter()
+    started = clock = time.perf_counter()
     identity, written = run_folder.verify(folder) or "", run_folder.RowLog(folder)
-    with run_folder.understanding(folder / run_folder.ROWS):
+    with run_folder.expect_format(folder / run_folder.ROWS):
         summaries = restore_summaries(folder)
     last = deque(run_folder.read_rows(folder), maxlen=1)
     row: Row = last[0] if last else {}  # the run may have been stopped after its last round, before writing its result
@@ -213,7 +213,7 @@ def run_rounds(
         clock = time.perf_counter()
     summary = {
         "rounds": run.rounds,
-        "seconds": round(time.perf_counter() - begun, 3),
+        "seconds": round(time.perf_counter() - started, 3),
         "digest": digest(experiment, server, store),
         "test": row.get("test"),
     }

@@ -44,7 +44,7 @@ class Curve:
     megabytes: list[float] | None  # sent up by all clients so far
 
 
-def curve(runs: Sequence[RunRecord], metric: Metric) -> Curve:
+def curve_of(runs: Sequence[RunRecord], metric: Metric) -> Curve:
     """Compute the curve of one label."""
     by_round: dict[int, list[float]] = {}
     for run in runs:
@@ -120,15 +120,15 @@ def picture(records: Sequence[RunRecord], out: Path | str, metric: str | None = 
 
 
 def _curves(records: Sequence[RunRecord], metric: Metric) -> dict[str, Curve]:
-    curves = {label: curve(runs, metric) for label, runs in by_label(records).items()}
-    return {label: each for label, each in curves.items() if each.rounds}
+    curves = {label: curve_of(runs, metric) for label, runs in by_label(records).items()}
+    return {label: curve for label, curve in curves.items() if curve.rounds}
 
 
 def _draw_rounds(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> bool:
     """Draw the curves. Return whether a plan change was marked."""
     look = styles(by_label(records))
-    for label, each in curves.items():
-        _draw_line(axes, each.rounds, each, look[label], len(curves))
+    for label, curve in curves.items():
+        _draw_line(axes, curve.rounds, curve, look[label], len(curves))
     style_axes(axes, "rounds completed", f"test {metric.titled}{_band(curves)}")
     whole_rounds(axes)
     return _mark_stages(axes, records, look)
@@ -136,7 +136,7 @@ def _draw_rounds(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, 
 
 def _draw_bytes(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> None:
     look = styles(by_label(records))
-    spent = {label: each.megabytes for label, each in curves.items() if each.megabytes}
+    spent = {label: curve.megabytes for label, curve in curves.items() if curve.megabytes}
     for label, megabytes in spent.items():
         _draw_line(axes, megabytes, curves[label], look[label], len(curves))
         axes.plot(megabytes[-1:], curves[label].mean[-1:], "o", color=look[label].color, markersize=5, zorder=4)
@@ -148,16 +148,16 @@ def _draw_bytes(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, C
 
 
 def _band(curves: Mapping[str, Curve]) -> str:
-    return "  (band: ±1 sd over seeds)" if any(any(each.sd) for each in curves.values()) else ""
+    return "  (band: ±1 sd over seeds)" if any(any(curve.sd) for curve in curves.values()) else ""
 
 
-def _draw_line(axes: Axes, x: Sequence[float], each: Curve, style: Style, count: int) -> None:
+def _draw_line(axes: Axes, x: Sequence[float], curve: Curve, style: Style, count: int) -> None:
     width, alpha = (1.8, 0.16) if count <= 6 else (1.4, 0.07)
     look = {"color": style.color, "linestyle": style.dash, "linewidth": width}
-    axes.plot(x, each.mean, marker=_dot(x), markersize=4, zorder=3, **look)
-    if any(each.sd):
-        low = [value - sd for value, sd in zip(each.mean, each.sd, strict=True)]
-        high = [value + sd for value, sd in zip(each.mean, each.sd, strict=True)]
+    axes.plot(x, curve.mean, marker=_dot(x), markersize=4, zorder=3, **look)
+    if any(curve.sd):
+        low = [value - sd for value, sd in zip(curve.mean, curve.sd, strict=True)]
+        high = [value + sd for value, sd in zip(curve.mean, curve.sd, strict=True)]
         axes.fill_between(x, low, high, color=style.color, alpha=alpha, linewidth=0, zorder=2)
 
 

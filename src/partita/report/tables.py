@@ -90,8 +90,8 @@ def _line(
         personal_worst=mean([worst_tenth(values, judge) for values in own]),
         gain=_gain(gained),
         difference=difference,
-        up=mean([_each(run, "up") for run in runs]),
-        down=mean([_each(run, "down") for run in runs]),
+        up=mean([_bytes_per_client(run, "up") for run in runs]),
+        down=mean([_bytes_per_client(run, "down") for run in runs]),
         total_mb=mean([_total(run) for run in runs]),
         reach=None if target is None else _reach(runs, target, judge),
         seconds=mean([mean([number(row.get("seconds")) for row in run.rows]) for run in runs]),
@@ -103,7 +103,7 @@ def _epsilon(run: RunRecord) -> float | None:
     return number((run.rows[-1].get("privacy") or {}).get("epsilon"))
 
 
-def _each(run: RunRecord, way: str) -> float | None:
+def _bytes_per_client(run: RunRecord, way: str) -> float | None:
     """Return the bytes per client and round."""
     sizes, asked = sent(run, way), sum(clients(row) for row in run.rows)
     return None if sizes is None or not asked else sum(sizes) / asked
@@ -152,12 +152,12 @@ def gains(groups: Mapping[str, list[RunRecord]], judge: Metric) -> dict[str, lis
             continue
         pairs = [(personal(run, judge.name), before[run.seed]) for run in runs if run.seed in before]
         by_seed[label] = [
-            present(_less(value, past.get(client), sign) for client, value in own.items()) for own, past in pairs
+            present(_gain_over(value, past.get(client), sign) for client, value in own.items()) for own, past in pairs
         ]
     return {label: seeds for label, seeds in by_seed.items() if any(seeds)}
 
 
-def _less(value: float | None, past: float | None, sign: int) -> float | None:
+def _gain_over(value: float | None, past: float | None, sign: int) -> float | None:
     return None if value is None or past is None else sign * (value - past)
 
 
@@ -167,10 +167,10 @@ def _gain(seeds: Sequence[Sequence[float]]) -> Gain | None:
 
 
 def _reach(runs: list[RunRecord], target: float, judge: Metric) -> Reach:
-    def there(value: float | None) -> bool:
+    def reached(value: float | None) -> bool:
         return value is not None and (value >= target if judge.higher_is_better else value <= target)
 
-    late = [next((round + 1.0 for round, value in tested(run, judge.name) if there(value)), math.inf) for run in runs]
+    late = [next((round + 1.0 for round, value in tested(run, judge.name) if reached(value)), math.inf) for run in runs]
     return Reach(number(statistics.median(late)), sum(map(math.isfinite, late)), len(late))
 
 
@@ -207,9 +207,9 @@ def _difference(first: list[RunRecord], runs: list[RunRecord], metric: str) -> D
 
 
 def _corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
-    tests = {label: each.p for label, each in differences.items() if each.p is not None}
+    tests = {label: difference.p for label, difference in differences.items() if difference.p is not None}
     by_holm = dict(zip(tests, holm(list(tests.values())), strict=True))
-    return {label: replace(each, p_holm=by_holm.get(label)) for label, each in differences.items()}
+    return {label: replace(difference, p_holm=by_holm.get(label)) for label, difference in differences.items()}
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
