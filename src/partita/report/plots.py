@@ -154,14 +154,14 @@ def _band(curves: Mapping[str, Curve]) -> str:
 def _draw_line(axes: Axes, x: Sequence[float], curve: Curve, style: Style, count: int) -> None:
     width, alpha = (1.8, 0.16) if count <= 6 else (1.4, 0.07)
     look = {"color": style.color, "linestyle": style.dash, "linewidth": width}
-    axes.plot(x, curve.mean, marker=_dot(x), markersize=4, zorder=3, **look)
+    axes.plot(x, curve.mean, marker=_marker(x), markersize=4, zorder=3, **look)
     if any(curve.sd):
         low = [value - sd for value, sd in zip(curve.mean, curve.sd, strict=True)]
         high = [value + sd for value, sd in zip(curve.mean, curve.sd, strict=True)]
         axes.fill_between(x, low, high, color=style.color, alpha=alpha, linewidth=0, zorder=2)
 
 
-def _dot(x: Sequence[float]) -> str | None:
+def _marker(x: Sequence[float]) -> str | None:
     """Mark points on very short lines, which would be invisible otherwise."""
     return "o" if len(x) < 3 else None
 
@@ -206,7 +206,7 @@ def drift_by_role(records: Sequence[RunRecord], measure: str = "dispersion") -> 
             if (role, label) in lines:
                 rounds, values = zip(*lines[role, label], strict=True)
                 look = {"color": style[label].color, "linestyle": style[label].dash, "linewidth": 1.5}
-                panel.plot(rounds, values, marker=_dot(rounds), markersize=4, **look)
+                panel.plot(rounds, values, marker=_marker(rounds), markersize=4, **look)
         below = place + across >= len(roles)
         style_axes(panel, "rounds completed" if below else "", measure if place % across == 0 else "")
         panel.tick_params(labelbottom=below)

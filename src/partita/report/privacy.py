@@ -29,7 +29,7 @@ def spent(record: RunRecord) -> list[tuple[int, float]]:
     return [(completed, value) for completed, value in values if value is not None]
 
 
-def promises(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+def guarantees(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """Return one table row for each label with privacy. If seeds differ, use the one with the largest epsilon."""
     lines: list[tuple[str, ...]] = []
     for label, runs in by_label(records).items():
@@ -52,7 +52,7 @@ def promises(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     return lines
 
 
-def findings(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+def attack_results(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """Return one table row for each attack on each audited run."""
     lines: list[tuple[str, ...]] = []
     for record in records:

@@ -89,7 +89,7 @@ def alarms_section(records: Sequence[RunRecord]) -> str:
 
 
 def privacy_section(records: Sequence[RunRecord]) -> str:
-    guarantees, attacks = privacy.promises(records), privacy.findings(records)
+    guarantees, attacks = privacy.guarantees(records), privacy.attack_results(records)
     if not guarantees and not attacks:
         return ""
     parts = ["<section>\n<h2>Privacy</h2>\n"]
