@@ -24,6 +24,7 @@ from partita.core.method import Context
 from partita.core.plan import Phase
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
+from partita.core.torch_private import RecompileLimitError, foreach_copy_, foreach_zero_, limit_recompiles
 from partita.training.dp_sgd import NoiseSource
 from partita.training.phase_trainer import PhaseTrainer, VmapError, translate_errors
 
@@ -183,18 +184,18 @@ class GraphedPhaseTrainer(PhaseTrainer):
         self.rate.fill_(self.lr)
         self._reset_step_counts()
         if shared := list(_leaves([value for value, _ in self.shared])):
-            torch._foreach_copy_(shared, list(_leaves([value for value, _ in other.shared])))
+            foreach_copy_(shared, list(_leaves([value for value, _ in other.shared])))
         start = [start_params[0][name] for name in self.names]
         others = start_params[1:]
         same_start = all(all(map(operator.is_, [params[name] for name in self.names], start)) for params in others)
         if same_start and not any(moments):
-            torch._foreach_copy_(list(self.trainable.values()), start)  # broadcast to all clients
+            foreach_copy_(list(self.trainable.values()), start)  # broadcast to all clients
             if self.moments:
-                torch._foreach_zero_(self.slots)
+                foreach_zero_(self.slots)
         else:
             buffers = self.trainable, self.moments
             super().load(start_params, moments)
-            torch._foreach_copy_(list(_leaves(list(buffers))), list(_leaves([self.trainable, self.moments])))
+            foreach_copy_(list(_leaves(list(buffers))), list(_leaves([self.trainable, self.moments])))
             self.trainable, self.moments = buffers
 
     def _reset_step_counts(self) -> None:
@@ -216,7 +217,7 @@ class GraphedPhaseTrainer(PhaseTrainer):
         if captured is None:
             return super().step(batch)
         held, (replay, losses) = captured
-        torch._foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
+        foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
         replay()
         return losses.clone()
 
@@ -262,7 +263,6 @@ def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any
 
     With `combined`, independent kernels are merged into one.
     """
-    from torch import _dynamo  # the import takes a second
 
     def contiguous_gradients(trainable: Tensors, *rest: Any) -> Any:
         # Flattening makes each gradient contiguous, as the optimizer requires. The compiler does this at no cost; a
@@ -274,9 +274,9 @@ def _compiled(function: Callable[..., Any], combined: bool) -> Callable[..., Any
 
     def call(*parts: Any) -> Any:
         try:
-            with _dynamo.config.patch(recompile_limit=MAX_PROGRAMS):
+            with limit_recompiles(MAX_PROGRAMS):
                 return program(*parts)
-        except _dynamo.exc.FailOnRecompileLimitHit as error:
+        except RecompileLimitError as error:
             raise RuntimeError(
                 f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs"
             ) from error
