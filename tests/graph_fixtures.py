@@ -34,7 +34,7 @@ def play(
 ) -> Tensors:
     run, model, federation = scene(method, optimizer, count, **training)
     engine = SimulationEngine(run, model, federation, block, torch.device(device), graphs=graphs)
-    engine.ahead = engine.ahead if ahead is None else ahead
+    engine.blocks_ahead = engine.blocks_ahead if ahead is None else ahead
     played = list(rounds(run, model, engine))
     ended = {**played[-1].server.params, "losses": torch.tensor([each.loss for each in played])}
     for client, kept in states_of(run, engine).items():

@@ -8,6 +8,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+if sys.platform == "win32":  # file writes, locks and memory checks use POSIX calls
+    raise ImportError("partita needs Linux or macOS; on Windows, use the Windows Subsystem for Linux (WSL)")
+
 if TYPE_CHECKING:
     from partita import data, methods, models
     from partita.core.averaging import average

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -68,7 +69,8 @@ def test_a_site_and_a_run_wait_for_no_library_but_torch_flower_and_what_the_conf
 
 def test_the_names_for_type_checkers_are_those_that_are_found() -> None:
     tree = ast.parse(Path(partita.__file__).read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
+    conditions = [node for node in tree.body if isinstance(node, ast.If)]
+    block = next(node for node in conditions if ast.unparse(node.test) == "TYPE_CHECKING")
     found = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: str(node.module) for node in found for alias in node.names}
     assert homes.keys() == set(partita.__all__)
@@ -100,3 +102,9 @@ def test_only_an_import_sets_objects_apart_and_collecting_goes_on(
     assert frozen == [False]
     assert gc.isenabled()
     monkeypatch.delitem(sys.modules, "never_seen_before")
+
+
+def test_windows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="needs Linux or macOS"):
+        runpy.run_path(str(partita.__file__))

@@ -618,8 +618,8 @@ def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
     monkeypatch.setattr("partita.engines.simulation.start_training", watched)
     run, clients = run_of(fedavg(), 1), Clients(a=4, b=4, c=4)
     engine = SimulationEngine(run, MODEL, clients)
-    assert engine.ahead == 0  # on a CPU
-    engine.ahead = ahead
+    assert engine.blocks_ahead == 0  # on a CPU
+    engine.blocks_ahead = ahead
     jobs = [make_job(run, MODEL, initial_server(run, MODEL), 0, client)[0] for client in "abc"]
     assert [each.client for each in engine.train(jobs)] == ["a", "b", "c"]
     assert told == said

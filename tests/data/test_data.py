@@ -21,7 +21,7 @@ from partita.core.options import OptionError
 from partita.core.rng import Key
 from partita.data import INDEX, DataError, Federation, Subset, Table, Task, load, split
 from partita.data.client_ids import NamedClients, NumberedClients
-from partita.data.images import Normalise
+from partita.data.images import Normalize
 from partita.data.task import ClientSplit, Partition, group_by_client
 
 quick = settings(max_examples=30, deadline=None)
@@ -43,7 +43,7 @@ def rows_of(examples: Any) -> list[int]:
 def test_a_table_gathers_then_transforms() -> None:
     pixels = torch.randint(0, 256, (9, 3, 2, 2), dtype=torch.uint8)
     before = pixels.clone()
-    table = Table({"pixel_values": pixels}, torch.arange(9), Normalise((0.5, 0.4, 0.3), (0.1, 0.2, 0.3)))
+    table = Table({"pixel_values": pixels}, torch.arange(9), Normalize((0.5, 0.4, 0.3), (0.1, 0.2, 0.3)))
     picked = torch.tensor([4, 0, 4])
     batch = table.take(picked)
     mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.1, 0.2, 0.3])

@@ -33,7 +33,7 @@ from partita.engines.flower.messages import MAX_TEXT, ErrorReply
 from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.fedavg import fedavg
-from partita.report.page import _lost as lost_table
+from partita.report.sections import lost_clients_section as lost_table
 from partita.testing.toy import ToyTransformer
 
 MANY = 3_000

@@ -190,7 +190,7 @@ def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
         def read(server: Server, **own: Tensor) -> tuple[Tensors, Tensors]:
             """What two clients of a round get, of whom the second has parameters made for it alone."""
             one, two = (make_job(run, model, server, 0, client)[0] for client in ("c0", "c1"))
-            orders = engine._orders([one, replace(two, params={**two.params, **own})])
+            orders = engine._requests([one, replace(two, params={**two.params, **own})])
             first, second = (worker._job(order).params for order in orders)
             assert first.keys() == second.keys() == model.initial.keys()
             return first, second
@@ -204,7 +204,7 @@ def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
         moved = replace(server, params={**server.params, "embed.weight": torch.ones(4, 4)})
         later, _ = read(moved)
         assert {name for name in later if later[name] is not first[name]} == {"embed.weight"}
-        assert tensors.equal(engine.board, moved.params)
+        assert tensors.equal(engine.shared_params, moved.params)
 
 
 def test_each_parameter_has_its_own_place_on_the_board() -> None:
@@ -282,7 +282,7 @@ def test_a_message_that_breaks_off_is_the_end() -> None:
 def test_a_worker_builds_the_engine_of_the_experiment() -> None:
     """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
     experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
-    engines = runner._engine(experiment, MemoryStore()), runner.build_engine(runner._resolved(experiment), None)
+    engines = runner.build_engine(experiment, MemoryStore()), runner.rebuild_engine(runner._resolved(experiment), None)
     assert [engine.block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
     assert tensors.equal(one, other)

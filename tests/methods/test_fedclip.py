@@ -22,7 +22,7 @@ def extended() -> Model:
 
 def test_the_adapter_is_that_of_the_authors_code() -> None:
     model, towers = extended(), image_fixtures.towers("float32")
-    image = towers.look(INPUTS["pixel_values"])[:, 0]
+    image = towers.encode_image(INPUTS["pixel_values"])[:, 0]
     layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Softmax(dim=1))
     state = {
         f"{place}.{leaf}": model.initial[f"adapter.{part}.{leaf}"]
@@ -32,7 +32,7 @@ def test_the_adapter_is_that_of_the_authors_code() -> None:
     layers.load_state_dict(state)
     weighed = layers(image) * image
     weighed = weighed / weighed.norm(dim=1, keepdim=True)
-    texts = towers.held["texts"] / towers.held["texts"].norm(dim=1, keepdim=True)
+    texts = towers.precomputed["texts"] / towers.precomputed["texts"].norm(dim=1, keepdim=True)
     expected = model.initial["logit_scale"].exp() * weighed @ texts.T
     assert torch.allclose(model(model.initial, INPUTS).logits, expected, atol=1e-5)
     assert all(0.15 < value.abs().max() <= 0.25 for name, value in model.initial.items() if name.startswith("adapter"))

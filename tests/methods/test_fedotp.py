@@ -26,8 +26,8 @@ def extended(**options: object) -> Model:
 def cosines(model: Model) -> torch.Tensor:
     """(example, class, patch, owner), one by one."""
     towers = image_fixtures.towers()
-    patches = towers.look(INPUTS["pixel_values"], patches=True)[:, 1:]
-    texts = [towers.read(model.initial[f"prompt.text.{owner}"]) for owner in ("global", "local")]
+    patches = towers.encode_image(INPUTS["pixel_values"], patches=True)[:, 1:]
+    texts = [towers.text_features(model.initial[f"prompt.text.{owner}"]) for owner in ("global", "local")]
     result = torch.empty(5, 3, patches.shape[1], 2, dtype=torch.float64)
     for example, name, patch, owner in torch.cartesian_prod(*(torch.arange(size) for size in result.shape)).tolist():
         result[example, name, patch, owner] = functional.cosine_similarity(
@@ -60,8 +60,8 @@ def test_no_gradient_goes_through_the_transport() -> None:
     plan = sinkhorn(1 - cosines(model), 0.8, 0.1, 20)
     towers = image_fixtures.towers()
     context = model.initial["prompt.text.local"].double().requires_grad_()
-    texts = functional.normalize(towers.read(context), dim=-1)
-    patches = functional.normalize(towers.look(INPUTS["pixel_values"], patches=True)[:, 1:], dim=-1)
+    texts = functional.normalize(towers.text_features(context), dim=-1)
+    patches = functional.normalize(towers.encode_image(INPUTS["pixel_values"], patches=True)[:, 1:], dim=-1)
     similar = torch.einsum("epf,cf->ecp", patches, texts)
     (model.initial["logit_scale"].double().exp() * plan[..., 1] * similar).sum().backward()
     assert context.grad is not None

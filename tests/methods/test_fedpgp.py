@@ -47,9 +47,9 @@ def test_the_penalty_is_the_cross_entropy_of_two_similarities() -> None:
     out = model(model.initial, INPUTS)
     penalty = TextContrast(3.0, 0.5).penalty(out, model.initial, Batch(INPUTS, torch.zeros(5)), context(model))
     towers = image_fixtures.towers()
-    shared = towers.read(model.initial[SHARED])
-    own = towers.read(model.initial[SHARED] + model.initial[LEFT] @ model.initial[RIGHT])
-    near, far = (functional.cosine_similarity(shared, other) for other in (towers.held["texts"], own))
+    shared = towers.text_features(model.initial[SHARED])
+    own = towers.text_features(model.initial[SHARED] + model.initial[LEFT] @ model.initial[RIGHT])
+    near, far = (functional.cosine_similarity(shared, other) for other in (towers.precomputed["texts"], own))
     expected = functional.cross_entropy(torch.stack([near, far], 1) / 0.5, torch.zeros(3, dtype=torch.long))
     assert penalty is not None
     assert torch.allclose(penalty, 3 * expected)
@@ -62,7 +62,9 @@ def test_with_a_large_weight_the_shared_context_nears_the_written_text() -> None
     after = last(play(run_of(method, 3, lr=0.02), model, image_fixtures.FOUR))
 
     def nearness(params: tensors.Tensors) -> float:
-        return float(functional.cosine_similarity(towers.read(params[SHARED]), towers.held["texts"]).mean())
+        return float(
+            functional.cosine_similarity(towers.text_features(params[SHARED]), towers.precomputed["texts"]).mean()
+        )
 
     assert nearness(after) > nearness(model.initial) + 0.01
 

@@ -39,7 +39,7 @@ def test_a_view_is_where_it_starts() -> None:
     )  # type: ignore[misc]
     [name] = one.names("prompt")
     assert torch.allclose(
-        one.initial[name] - other.initial[name], image_fixtures.towers().glance(2, 1).float(), atol=1e-6
+        one.initial[name] - other.initial[name], image_fixtures.towers().gray_image_states(2, 1).float(), atol=1e-6
     )
 
 

@@ -252,7 +252,7 @@ def test_nothing_is_computed_before_a_run_begins() -> None:
     experiment = build(parse({**CONFIG, "engine": {"cache_frozen": True}}))
     tables: list[Any] = [experiment.federation.task.train, experiment.federation.task.test]
     assert [type(table) for table in tables] == [CachedExamples, CachedExamples]
-    assert not any(table.known for table in tables)
+    assert not any(table.computed for table in tables)
 
 
 def refused(model: Any, table: Examples | None = None) -> str:

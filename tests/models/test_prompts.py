@@ -35,7 +35,7 @@ from partita.methods.pfeddc import pfeddc
 from partita.models import ModelError
 from partita.models.prompts.clip import SHAPES, clip
 from partita.models.prompts.optimal_transport import sinkhorn
-from partita.models.prompts.prompts import ASKING, fuse
+from partita.models.prompts.prompts import QUERY_OWNERS, fuse
 from partita.testing.toy import ToyTransformer
 
 KEY = Key(5)
@@ -85,8 +85,8 @@ def test_vision_prompts_of_no_length_change_nothing(pair: str) -> None:
     towers = dual_encoder_fixtures.loaded(pair)
     model = towers.prompted("prompts", KEY, vision_tokens=0)
     assert torch.equal(model(model.initial, PIXELS).logits, towers(towers.initial, PIXELS).logits)
-    empty = towers.look(PIXELS["pixel_values"], torch.zeros(2, 0, towers.width("vision")))
-    assert close(empty, towers.look(PIXELS["pixel_values"]))
+    empty = towers.encode_image(PIXELS["pixel_values"], torch.zeros(2, 0, towers.width("vision")))
+    assert close(empty, towers.encode_image(PIXELS["pixel_values"]))
 
 
 def test_names_are_cut_into_the_tokens_of_clips_own_tokenizer() -> None:
@@ -97,14 +97,14 @@ def test_names_are_cut_into_the_tokens_of_clips_own_tokenizer() -> None:
     assert torch.equal(seen, expected["attention_mask"].bool())
     assert tokenizer.convert_ids_to_tokens(ids[1].tolist())[1:4] == ["golden</w>", "eagle</w>", ".</w>"]
     table = dual_encoder_fixtures.plain("clip").text_model.embeddings.token_embedding.weight
-    assert torch.equal(towers.held["words"], table[ids].double())
+    assert torch.equal(towers.precomputed["words"], table[ids].double())
 
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
 def test_a_context_that_says_what_the_template_says_reads_the_same(pair: str) -> None:
     towers = dual_encoder_fixtures.loaded(pair)
     model = towers.prompted("prompts", KEY, text_tokens=4, init_text="a photo of a")
-    assert close(towers.read(model.initial["prompt.text.global"]), towers.held["texts"])
+    assert close(towers.text_features(model.initial["prompt.text.global"]), towers.precomputed["texts"])
     longer = towers.prompted("prompts", KEY, text_tokens=6, init_text="a photo of a").initial["prompt.text.global"]
     assert torch.equal(longer[2:], model.initial["prompt.text.global"])
     assert 0.005 < longer[:2].std() < 0.05, "and what the phrase leaves over is drawn"
@@ -123,7 +123,7 @@ def test_a_context_stands_between_the_start_and_the_name() -> None:
         hook = table.register_forward_hook(lambda *_, row=row: row)
         expected = module.get_text_features(input_ids=stand_in).pooler_output
         hook.remove()
-        assert close(towers.read(context)[place], expected[0])
+        assert close(towers.text_features(context)[place], expected[0])
 
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
@@ -149,14 +149,16 @@ def test_vision_prompts_against_a_pass_written_out(pair: str, depth: int) -> Non
     for number in range(depth):
         layers[number].register_forward_pre_hook(enter(number))
     out = tower(**PIXELS)
-    assert close(towers.look(PIXELS["pixel_values"], prompts)[:, 0], module.visual_projection(out.pooler_output))
+    assert close(
+        towers.encode_image(PIXELS["pixel_values"], prompts)[:, 0], module.visual_projection(out.pooler_output)
+    )
     assert seen == {
         0: 1 + behind + dual_encoder_fixtures.PATCHES,
         **({1: 4 + behind + dual_encoder_fixtures.PATCHES} if depth == 2 else {}),
     }
     every = out.last_hidden_state[:, 4 + behind :]
     every = tower.post_layernorm(every) if pair.startswith("clip") else every
-    patches = towers.look(PIXELS["pixel_values"], prompts, patches=True)
+    patches = towers.encode_image(PIXELS["pixel_values"], prompts, patches=True)
     assert patches.shape == (5, 1 + dual_encoder_fixtures.PATCHES, module.visual_projection.out_features)
     assert close(patches[:, 1:], module.visual_projection(every))
 
@@ -216,7 +218,7 @@ def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
 # ---- fusion
 
 
-@pytest.mark.parametrize("fusion", ASKING)
+@pytest.mark.parametrize("fusion", QUERY_OWNERS)
 def test_fusion_against_torchs_attention(fusion: str) -> None:
     towers = dual_encoder_fixtures.loaded()
     model = towers.prompted(
@@ -346,13 +348,13 @@ def test_transport_at_its_limits() -> None:
 def test_a_run_leaves_the_towers_and_the_temperature_as_they_were() -> None:
     towers = image_fixtures.towers("float32")
     before = {name: value.clone() for name, value in towers.module.state_dict().items()}
-    held = {name: value.clone() for name, value in towers.held.items()}
+    held = {name: value.clone() for name, value in towers.precomputed.items()}
     method = pfeddc(text_tokens=2, vision_tokens=2, depth=2, fusion="both")
     assert method.extend
     model = method.extend(towers, KEY)
     played = play(run_of(method, 2, SGD(momentum=0.9)), model, image_fixtures.FOUR, block=2)
     assert tensors.equal(before, towers.module.state_dict())
-    assert tensors.equal(held, towers.held)
+    assert tensors.equal(held, towers.precomputed)
     assert played[-1].server.params["logit_scale"] is model.initial["logit_scale"]
     assert not torch.equal(played[-1].server.params["prompt.text.global"], model.initial["prompt.text.global"])
 
@@ -550,7 +552,7 @@ def test_random_towers_know_the_words_they_were_made_of() -> None:
     towers = image_fixtures.towers()
     with pytest.raises(ModelError, match=r"random towers have no token for 'picture', only for: \., a, cat"):
         towers.prompted("prompts", KEY, text_tokens=8, init_text="a picture of")
-    assert math.isclose(float(functional.normalize(towers.held["texts"]).norm()), math.sqrt(3), rel_tol=1e-6)
+    assert math.isclose(float(functional.normalize(towers.precomputed["texts"]).norm()), math.sqrt(3), rel_tol=1e-6)
 
 
 # ---- the studies that make a pair, and that attack what travels

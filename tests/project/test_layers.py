@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
 
 # Each line may import itself and the lines above it.
 CORE = [
+    ["core.torch_private"],
     ["core.packed", "core.chacha"],
     ["core.tensors", "core.rng", "core.options", "core.memory"],
     ["core.data", "core.noise", "core.dp_settings", "core.update"],
@@ -50,6 +51,7 @@ LIBRARIES = {
     "torch": ["*"],
     "safetensors": ["*"],
     "numpy": ["*"],
+    "filelock": ["experiment.run_folder", "engines.flower.answered_rounds"],
     "scipy": OUTSIDE_CORE,
     "rich": ["cli", "experiment.preview", "report", "lab.commands"],
     "typer": ["cli"],

@@ -69,7 +69,7 @@ def test_the_page_shows_layers_steadiness_and_alarms(run: Path, tmp_path: Path) 
 
 
 def test_alarms_are_recorded_and_survive_a_stop(tmp_path: Path) -> None:
-    """Images of one colour: all layers pay attention alike, which takes three rounds to be sure of."""
+    """Images of one color: all layers pay attention alike, which takes three rounds to be sure of."""
     config = parse({**CONFIG, "method": {"name": "safl", "k": 1, "tokens": "content"}, "rounds": 5})
     whole = list(start(config, tmp_path / "whole"))
     told = [row["alarms"] for row in whole]

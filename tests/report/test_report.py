@@ -28,7 +28,7 @@ from partita.report.metric import ACCURACY, Metric
 from partita.report.plan_stages import STATUSES, changes, plan_grid, plans, status
 from partita.report.plot_style import styles, svg
 from partita.report.plots import (
-    curve,
+    curve_of,
     drift_by_role,
     gain_by_client,
     metric_by_bytes,
@@ -511,7 +511,7 @@ def test_curves_are_mean_and_sample_deviation(records: list[RunRecord]) -> None:
     runs = [record for record in records if record.label == "fedprox"]
     values = 100 * np.array([[row["test"]["accuracy"] for row in run.rows] for run in runs])  # (seed, round)
     sent = np.array([[row["bytes"]["up"] for row in run.rows] for run in runs]) / 1e6
-    found = curve(runs, ACCURACY)
+    found = curve_of(runs, ACCURACY)
     assert found.rounds == list(range(1, ROUNDS + 1))
     assert found.mean == pytest.approx(values.mean(axis=0))
     assert found.sd == pytest.approx(values.std(axis=0, ddof=1))
@@ -522,7 +522,7 @@ def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[Run
     figure = metric_by_round(records)
     assert figure is not None
     verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARM_UP + 0.5] * 2]
-    assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].colour]
+    assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].color]
     early = [RunRecord(**{**vars(record), "rows": record.rows[:WARM_UP], "finished": False}) for record in records]
     assert changes(early) == []  # the plan tells of stages that an unfinished run has not come to
     drift = drift_by_role(records)
@@ -564,7 +564,7 @@ def test_a_cell_is_divided_by_parameters(tmp_path: Path) -> None:
 def test_legends_cover_no_data_and_labels_look_different(tmp_path: Path, count: int) -> None:
     labels = ["fedavg", "_hidden", "fedfrozen", "a label that is far too long to be shown as it is"]
     labels = [*labels, *(f"method {number}" for number in range(count))][:count]
-    assert len({(style.colour, str(style.dash)) for style in styles(labels).values()}) == count
+    assert len({(style.color, str(style.dash)) for style in styles(labels).values()}) == count
     runs = [load_run(write_run(tmp_path, label, 0, rounds=8)) for label in labels]
     for make in (metric_by_round, drift_by_role):
         figure = make(runs)

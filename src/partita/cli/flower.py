@@ -28,7 +28,7 @@ def init(
     clients: Clients = None,
 ) -> None:
     """Write a Flower app for 'flwr run'."""
-    _need_flower()
+    _require_flower()
     from partita.experiment.flower_app import init as write
 
     write(folder, config, changes or (), clients)
@@ -45,12 +45,12 @@ def up(
     ),
 ) -> None:
     """Start a SuperLink and one SuperNode per client on this machine."""
-    _need_flower()
+    _require_flower()
     from partita.engines.flower.local_deployment import DeploymentError, deploy_locally
     from partita.experiment import run_folder
     from partita.experiment.flower_app import FlowerError, modules, population, recorded_folder
 
-    _leave_nothing_behind()
+    _exit_cleanly_on_signals()
     names = population(folder)[:clients]
     with deploy_locally(names, logs, modules(folder)) as deployment:
         print(f"SuperLink and {len(names)} SuperNodes are up; logs and client folders are in {deployment.folder}")
@@ -74,11 +74,11 @@ def warm(
     load: Annotated[list[str], typer.Option(help="Module to import in advance. Repeatable.")] = LOAD,
 ) -> None:
     """Run a SuperNode that imports its modules once and forks for each message."""
-    _need_flower()
+    _require_flower()
     from partita.engines.flower.local_deployment import current_environment, find_executable, terminate
     from partita.engines.flower.prefork_server import start_prefork_server as warmed
 
-    _leave_nothing_behind()
+    _exit_cleanly_on_signals()
     with warmed(load, current_environment()) as environment:
         node = subprocess.Popen(
             [find_executable(command[0], environment), *command[1:]], env=environment, process_group=0
@@ -90,7 +90,7 @@ def warm(
     raise typer.Exit(status)
 
 
-def _leave_nothing_behind() -> None:
+def _exit_cleanly_on_signals() -> None:
     """Exit cleanly on SIGINT and SIGTERM, so that no child process survives.
 
     A background job starts with SIGINT ignored, so the handler is set explicitly.
@@ -99,6 +99,6 @@ def _leave_nothing_behind() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def _need_flower() -> None:
+def _require_flower() -> None:
     if find_spec("flwr") is None:
         raise ValueError("this needs Flower; install it with: pip install 'partita[flower]'")

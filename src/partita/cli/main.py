@@ -69,9 +69,9 @@ def resume(folder: Annotated[Path, typer.Argument(help="Run folder.")], report: 
         print(f"{folder} is finished; nothing to resume")
     else:
         settings = _load(folder / run_folder.CONFIG)
-        from partita.experiment.runner import resume as go_on
+        from partita.experiment.runner import resume as resume_run
 
-        follow(go_on(settings, folder), settings, folder, run_folder.saved_rounds(folder))
+        follow(resume_run(settings, folder), settings, folder, run_folder.saved_rounds(folder))
     _print_comparison([folder], folder / "report.html" if report else None)
 
 
@@ -325,11 +325,12 @@ def _print_comparison(
     as_json: bool = False,
     markdown: bool = False,
     against: str | None = None,
-    usual: str | None = None,
+    default_baseline: str | None = None,
 ) -> None:
     """Print the comparison table and optionally write the report.
 
-    The baseline for differences is the label `against`, which must exist; else `usual` if it exists; else the first.
+    The baseline for differences is the label `against`, which must exist; else `default_baseline` if it exists; else
+    the first label.
     """
     from partita import report
     from partita.core.options import OptionError, closest_match
@@ -338,7 +339,7 @@ def _print_comparison(
     labels = {record.label for record in records}
     if against is not None and against not in labels:
         raise OptionError(f"--against is '{against}', but no run has that label; {closest_match(against, labels)}")
-    records.sort(key=lambda record: record.label != (against or usual))
+    records.sort(key=lambda record: record.label != (against or default_baseline))
     comparison = report.compare(records, target)
     show = report.to_json if as_json else report.to_markdown if markdown else report.to_text
     print(show(comparison))
@@ -356,7 +357,7 @@ def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
-def _show(message: Warning | str, kind: type[Warning], file: str, *more: Any) -> None:
+def _show_warning(message: Warning | str, kind: type[Warning], file: str, *more: Any) -> None:
     """Show partita's own warnings on one line, like errors, and all others in Python's format."""
     if Path(__file__).parents[1] in Path(file).parents:
         _print_err(f"warning: {message}")
@@ -366,7 +367,7 @@ def _show(message: Warning | str, kind: type[Warning], file: str, *more: Any) ->
 
 def main() -> None:
     """Run the CLI. Errors that the user can fix print one line; PARTITA_DEBUG=1 shows the traceback."""
-    warnings.showwarning = _show  # type: ignore[assignment]
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
     try:
         app()
     except KeyboardInterrupt as stop:

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from partita.core.torch_private import create_jit_fn
+
 KEY_BYTES = 32
 BLOCK_BYTES = 64
 NORMALS = 8  # numbers from one block
@@ -141,7 +143,7 @@ def _kernel_stream(
 @cache
 def _kernel() -> Callable[..., Tensor]:
     """The compiled kernel, after a check against the library: a wrong stream would break privacy."""
-    kernel: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(_KERNEL)
+    kernel: Callable[..., Tensor] = create_jit_fn(_KERNEL)
     key, blocks = bytes(range(KEY_BYTES)), 40
     [words] = _kernel_stream(kernel, [key], [blocks], torch.device("cuda"))
     if words.cpu().numpy().tobytes() != _cipher_stream(key, blocks):

@@ -15,6 +15,19 @@ import torch
 from torch import Tensor
 
 from partita.core.tensors import Slots, Tensors, zeros_like
+from partita.core.torch_private import (
+    foreach_add,
+    foreach_add_,
+    foreach_addcdiv_,
+    foreach_addcmul_,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_sqrt,
+    foreach_sub_,
+    fused_adamw_,
+)
 
 
 class Optimizer(Protocol):
@@ -74,21 +87,21 @@ class SGD:
 
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         values, gradients = self._gradients(params, grads, state)
-        torch._foreach_add_(values, gradients, alpha=-lr)
+        foreach_add_(values, gradients, alpha=-lr)
 
     def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
         values, gradients = self._gradients(params, grads, state)
-        torch._foreach_sub_(values, torch._foreach_mul(gradients, lr))
+        foreach_sub_(values, foreach_mul(gradients, lr))
 
     def _gradients(self, params: Tensors, grads: Tensors, state: Slots) -> tuple[list[Tensor], list[Tensor]]:
         values, gradients = [params[name] for name in grads], list(grads.values())
         if self.weight_decay:
-            gradients = list(torch._foreach_add(gradients, values, alpha=self.weight_decay))
+            gradients = list(foreach_add(gradients, values, alpha=self.weight_decay))
         if self.momentum:
             moments = [state["momentum"][name] for name in grads]
-            torch._foreach_mul_(moments, self.momentum)
-            torch._foreach_add_(moments, gradients)
-            gradients = list(torch._foreach_add(gradients, moments, alpha=self.momentum)) if self.nesterov else moments
+            foreach_mul_(moments, self.momentum)
+            foreach_add_(moments, gradients)
+            gradients = list(foreach_add(gradients, moments, alpha=self.momentum)) if self.nesterov else moments
         return values, gradients
 
 
@@ -109,17 +122,17 @@ class AdamW:
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         values, gradients = [params[name] for name in grads], list(grads.values())
         first, second = ([state[slot][name] for name in grads] for slot in ("first", "second"))
-        torch._foreach_mul_(values, 1 - lr * self.weight_decay)
-        torch._foreach_lerp_(first, gradients, 1 - self.beta1)
-        torch._foreach_mul_(second, self.beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, value=1 - self.beta2)
-        spread = list(torch._foreach_sqrt(second))
-        torch._foreach_div_(spread, [(1 - self.beta2 ** step_counts[name]) ** 0.5 for name in grads])
-        torch._foreach_add_(spread, self.eps)
-        torch._foreach_addcdiv_(values, first, spread, [-lr / (1 - self.beta1 ** step_counts[name]) for name in grads])
+        foreach_mul_(values, 1 - lr * self.weight_decay)
+        foreach_lerp_(first, gradients, 1 - self.beta1)
+        foreach_mul_(second, self.beta2)
+        foreach_addcmul_(second, gradients, gradients, value=1 - self.beta2)
+        spread = list(foreach_sqrt(second))
+        foreach_div_(spread, [(1 - self.beta2 ** step_counts[name]) ** 0.5 for name in grads])
+        foreach_add_(spread, self.eps)
+        foreach_addcdiv_(values, first, spread, [-lr / (1 - self.beta1 ** step_counts[name]) for name in grads])
 
     def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
-        torch._fused_adamw_(
+        fused_adamw_(
             [params[name] for name in grads],
             [gradient.contiguous() for gradient in grads.values()],
             [state["first"][name] for name in grads],

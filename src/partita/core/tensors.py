@@ -1,6 +1,6 @@
 """Arithmetic on named tensors: dicts from parameter name to tensor.
 
-Functions use `torch._foreach_*` where they can: on a GPU, launching a kernel per name costs more than the arithmetic.
+Functions use `foreach_*` where they can: on a GPU, launching a kernel per name costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ import torch
 from torch import Tensor
 
 from partita.core.packed import PackedTensors
+from partita.core.torch_private import (
+    foreach_add,
+    foreach_add_,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sub,
+    is_view,
+)
 
 Tensors = dict[str, Tensor]
 Slots = Mapping[str, Tensors]  # slot name -> tensors by parameter name
@@ -34,7 +44,7 @@ def add(left: Tensors, right: Mapping[str, Tensor]) -> Tensors:
     names = [name for name in left if name in right]
     if not names:
         return dict(left)
-    sums = torch._foreach_add([left[name] for name in names], [right[name] for name in names])
+    sums = foreach_add([left[name] for name in names], [right[name] for name in names])
     return {**left, **dict(zip(names, sums, strict=True))}
 
 
@@ -42,20 +52,20 @@ def subtract(left: Tensors, right: Tensors) -> Tensors:
     """Return left - right for the names in `left`, all of which must be in `right`."""
     if not left:
         return {}
-    return dict(zip(left, torch._foreach_sub(list(left.values()), [right[name] for name in left]), strict=True))
+    return dict(zip(left, foreach_sub(list(left.values()), [right[name] for name in left]), strict=True))
 
 
 def clone_all(tensors: Tensors) -> Tensors:
     """Return a copy of every tensor."""
     copies = {name: torch.empty_like(value) for name, value in tensors.items()}
     if copies:
-        torch._foreach_copy_(list(copies.values()), list(tensors.values()))
+        foreach_copy_(list(copies.values()), list(tensors.values()))
     return copies
 
 
 def clone_views(tensors: Tensors) -> Tensors:
     """Return the tensors with each view replaced by a copy. A view would keep its whole storage alive."""
-    return {name: value.clone() if value._is_view() else value for name, value in tensors.items()}
+    return {name: value.clone() if is_view(value) else value for name, value in tensors.items()}
 
 
 def upcast(value: Tensor) -> Tensor:
@@ -85,7 +95,7 @@ def norm(tensors: Tensors) -> Tensor:
 
 def max_abs(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the largest absolute value in all tensors; it is not finite if any value is not finite."""
-    return torch.stack(torch._foreach_norm(list(tensors.values()), ord=math.inf)).max()
+    return torch.stack(foreach_norm(list(tensors.values()), ord=math.inf)).max()
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
@@ -97,7 +107,7 @@ def squared_norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return each tensor's squared norm, computed in float64."""
     if not tensors:
         return {}
-    norms = torch.stack(torch._foreach_norm(list(tensors.values()), dtype=torch.float64))
+    norms = torch.stack(foreach_norm(list(tensors.values()), dtype=torch.float64))
     return dict(zip(tensors, norms.square().tolist(), strict=True))
 
 
@@ -181,11 +191,11 @@ class Mean:
             means, values = [self.by_name[name] for name in known], [tensors[name] for name in known]
             together = {totals[name] for name in known}
             if len(together) == 1 and len({value.dtype for value in (*means, *values)}) == 1:
-                torch._foreach_lerp_(means, values, weight / together.pop())
+                foreach_lerp_(means, values, weight / together.pop())
             else:
-                steps = torch._foreach_sub(values, means)
-                torch._foreach_mul_(steps, [weight / totals[name] for name in known])
-                torch._foreach_add_(means, steps)
+                steps = foreach_sub(values, means)
+                foreach_mul_(steps, [weight / totals[name] for name in known])
+                foreach_add_(means, steps)
 
     def over(self, total: float) -> Tensors:
         """Return the weighted sum divided by `total`, which may include the weight of additions without a name."""

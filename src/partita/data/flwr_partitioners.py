@@ -36,22 +36,24 @@ def flwr(
     columns = {**task.columns, "label": task.labels(), ROW_COLUMN: np.arange(len(task.train))}
     arguments = _arguments(kind, clients, key, columns, dict(options or {}))
     try:
-        return _dealt(task, kind(**arguments), datasets.Dataset.from_dict(columns))
+        return _assign_rows(task, kind(**arguments), datasets.Dataset.from_dict(columns))
     except DataError:
         raise
     except Exception as error:  # each partitioner raises its own exception types
         raise DataError(f"{partitioner} failed: {first_line(error)}; change split.clients or options") from error
 
 
-def _dealt(task: Task, dealer: Any, dataset: Any) -> Partition:
-    dealer.dataset = dataset
-    if (count := dealer.num_partitions) > len(task.train):
+def _assign_rows(task: Task, instance: Any, dataset: Any) -> Partition:
+    instance.dataset = dataset
+    if (count := instance.num_partitions) > len(task.train):
         raise DataError(f"{count} clients are more than the {len(task.train)} examples; use fewer clients")
     owner = np.full(len(task.train), -1, np.int64)
     for position in range(count):
-        rows = np.array(dealer.load_partition(position)[ROW_COLUMN][:], np.int64)
+        rows = np.array(instance.load_partition(position)[ROW_COLUMN][:], np.int64)
         if (owner[rows] >= 0).any():
-            raise DataError(f"{type(dealer).__name__} assigns a row to two clients; use one that assigns each row once")
+            raise DataError(
+                f"{type(instance).__name__} assigns a row to two clients; use one that assigns each row once"
+            )
         owner[rows] = position
     return group_by_client(owner, NumberedClients(count))
 

@@ -26,7 +26,7 @@ MODES = {1: "L", 3: "RGB"}
 
 
 @dataclass(frozen=True)
-class Normalise:
+class Normalize:
     """Converts uint8 pixels to ((x / 255) - mean) / std per channel. A single value applies to all channels."""
 
     mean: tuple[float, ...]
@@ -68,11 +68,11 @@ def images(
     pixels, held_out = (_pixels(part, image, size, channels) for part in (source.train, source.test))
     if held_out.shape[1:] != pixels.shape[1:]:
         raise DataError(f"images of '{path}' differ in size between train and test; set size to resize them")
-    normalise = Normalise(mean, std)
+    normalize = Normalize(mean, std)
     return Task(
         source.name,
-        Table({"pixel_values": pixels}, targets[0], normalise),
-        Table({"pixel_values": held_out}, targets[1], normalise),
+        Table({"pixel_values": pixels}, targets[0], normalize),
+        Table({"pixel_values": held_out}, targets[1], normalize),
         classes=classes,
         columns=source.train.columns(label),
         channels=channels,

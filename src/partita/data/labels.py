@@ -30,10 +30,10 @@ def many_labels(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, 
 
 
 def _multi_hot(rows: list[list[int]], classes: int) -> Tensor:
-    marked = torch.zeros(len(rows), classes)
+    multi_hot = torch.zeros(len(rows), classes)
     for row, codes in enumerate(rows):
-        marked[row, codes] = 1.0
-    return marked
+        multi_hot[row, codes] = 1.0
+    return multi_hot
 
 
 def label_lists(source: Dataset, column: str) -> tuple[tuple[str, ...], list[list[int]], list[list[int]]]:
@@ -54,16 +54,16 @@ def label_lists(source: Dataset, column: str) -> tuple[tuple[str, ...], list[lis
     train, test = (_rows(part, column) for part in (source.train, source.test))
     if named is not None:
         return tuple(named), train, test
-    met = sorted({value for row in (*train, *(test if source.cut else ())) for value in row})
-    classes, places = tuple(map(str, met)), {value: place for place, value in enumerate(met)}
+    distinct = sorted({value for row in (*train, *(test if source.cut else ())) for value in row})
+    classes, index_of = tuple(map(str, distinct)), {value: index for index, value in enumerate(distinct)}
     for number, row in enumerate(test):
         for value in row:
-            if value not in places:
+            if value not in index_of:
                 raise DataError(
                     f"{source.test.row(number)} has the label {format_value(value)} in '{column}', which no train "
                     f"row has; {closest_match(str(value), classes)}"
                 )
-    train, test = ([[places[value] for value in row] for row in rows] for rows in (train, test))
+    train, test = ([[index_of[value] for value in row] for row in rows] for rows in (train, test))
     return classes, train, test
 
 
@@ -86,8 +86,8 @@ def _rows(part: DatasetPart, column: str) -> list[list[Any]]:
     if not is_list(part, column):
         rows = [[value] for value in rows]
     named = _names(part, column) is not None
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         # In a ClassLabel column, a negative number means no label.
         if row is None or any(value is None or value == "" or (named and value < 0) for value in row):
-            raise DataError(f"{part.row(place)} has no label in '{column}'; remove unlabeled rows")
+            raise DataError(f"{part.row(index)} has no label in '{column}'; remove unlabeled rows")
     return rows

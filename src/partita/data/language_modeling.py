@@ -55,7 +55,7 @@ def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None
             )
         groups = known[group].tolist()
     streams: dict[str, list[list[int]]] = {}
-    for name, ids in zip(groups, encode.bare(texts), strict=True):
+    for name, ids in zip(groups, encode.without_special_tokens(texts), strict=True):
         streams.setdefault(name, []).append(ids + encode.end)
     rows, nexts, names = [], [], []
     for name, pieces in streams.items():

@@ -19,7 +19,7 @@ from partita.core.rng import Key
 from partita.data.errors import DataError, first_line, need, reading
 
 TABLES = ("parquet", "csv", "json", "jsonl")
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 REMEDY = (
     "give a file (parquet, csv, json, jsonl), a folder with train and test files of these types, a folder of images in "
@@ -69,9 +69,13 @@ class DatasetPart:
 
     def columns(self, *others: str) -> dict[str, NDArray[Any]]:
         """Return the columns that splits can use: all of type text, integer or class, except `others`."""
-        return {name: self._column(name) for name in self.data.column_names if name not in others and self._plain(name)}
+        return {
+            name: self._column(name)
+            for name in self.data.column_names
+            if name not in others and self._can_split_by(name)
+        }
 
-    def _plain(self, name: str) -> bool:
+    def _can_split_by(self, name: str) -> bool:
         feature = self.data.features[name]
         kind = getattr(feature, "dtype", "")
         return type(feature).__name__ in ("Value", "ClassLabel") and ("string" in kind or "int" in kind)
@@ -111,15 +115,15 @@ def load_dataset(path: str | Path, key: Key, config: str | None = None, test: fl
     name = str(path) if not place.exists() else place.stem if place.is_file() else place.name
     if "train" not in parts:
         raise DataError(f"'{path}' has no part 'train', only: {', '.join(parts)}; rename one of them")
-    train = _whole(parts, "train", path)
+    train = _open_part(parts, "train", path)
     if isinstance(test, str) and test not in parts:
         raise DataError(f"'{path}' has no part '{test}' to test on; {closest_match(test, parts)}")
     if isinstance(test, str) or "test" in parts:
-        return Dataset(name, train, _whole(parts, test if isinstance(test, str) else "test", path), cut=False)
-    return Dataset(name, *_cut(train, test, key), cut=True)
+        return Dataset(name, train, _open_part(parts, test if isinstance(test, str) else "test", path), cut=False)
+    return Dataset(name, *_hold_out(train, test, key), cut=True)
 
 
-def _whole(parts: Mapping[str, Opener], name: str, path: str | Path) -> DatasetPart:
+def _open_part(parts: Mapping[str, Opener], name: str, path: str | Path) -> DatasetPart:
     where = f"the {name} part of '{path}'"
     with reading(where):
         data = parts[name]()
@@ -128,7 +132,7 @@ def _whole(parts: Mapping[str, Opener], name: str, path: str | Path) -> DatasetP
     return DatasetPart(data, where, np.arange(len(data)))
 
 
-def _cut(part: DatasetPart, share: float, key: Key) -> tuple[DatasetPart, DatasetPart]:
+def _hold_out(part: DatasetPart, share: float, key: Key) -> tuple[DatasetPart, DatasetPart]:
     count = floor(len(part.rows) * Fraction(str(share)))
     if not 0 < count < len(part.rows):
         raise DataError(
@@ -151,7 +155,7 @@ def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:
     datasets = need("datasets", "data")
     if (place / "dataset_dict.json").is_file():
         with reading(f"the dataset in '{path}'"):
-            return _openers(datasets.load_from_disk(place))
+            return _in_memory(datasets.load_from_disk(place))
     if (place / "state.json").is_file():
         return {"train": lambda: datasets.load_from_disk(place)}
     found = _tables_in(place) or _tables_in(place / "data") or _images_in(place)
@@ -160,7 +164,7 @@ def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:
     return found
 
 
-def _openers(parts: Mapping[str, Any]) -> dict[str, Opener]:
+def _in_memory(parts: Mapping[str, Any]) -> dict[str, Opener]:
     return {name: lambda data=data: data for name, data in parts.items()}  # type: ignore[misc]
 
 
@@ -174,7 +178,7 @@ def _from_hub(name: str, config: str | None) -> dict[str, Opener]:
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise DataError(f"there is no folder '{name}', and the Hub failed with: {reason}; {REMEDY}") from error
-    return _openers(found)
+    return _in_memory(found)
 
 
 def _tables_in(folder: Path) -> dict[str, Opener]:
@@ -186,10 +190,10 @@ def _tables_in(folder: Path) -> dict[str, Opener]:
     for name, shards in files.items():
         if len(kinds := {file.suffix for file in shards}) > 1:
             raise DataError(f"'{folder}' has the part '{name}' as {' and '.join(sorted(kinds))}; keep one of them")
-    return {name: lambda shards=shards: _joined(shards) for name, shards in files.items()}  # type: ignore[misc]
+    return {name: lambda shards=shards: _concatenate(shards) for name, shards in files.items()}  # type: ignore[misc]
 
 
-def _joined(files: list[Path]) -> Any:
+def _concatenate(files: list[Path]) -> Any:
     tables = [_table(file) for file in files]
     return tables[0] if len(tables) == 1 else need("datasets", "data").concatenate_datasets(tables)
 
@@ -230,23 +234,25 @@ def _images_in(folder: Path) -> dict[str, Opener]:
     """Find class folders below train/, test/ and so on. Class folders without a part folder are all train."""
     parts = {part.name: part for part in _folders(folder)} if (folder / "train").is_dir() else {"train": folder}
     classes = [child.name for child in _folders(parts["train"])]
-    if not any(_is_picture(file) for child in _folders(parts["train"]) for file in child.iterdir()):
+    if not any(_is_image(file) for child in _folders(parts["train"]) for file in child.iterdir()):
         return {}
-    return {name: lambda part=part: _album(part, classes) for name, part in parts.items()}  # type: ignore[misc]
+    return {name: lambda part=part: _image_folder(part, classes) for name, part in parts.items()}  # type: ignore[misc]
 
 
-def _album(folder: Path, classes: list[str]) -> Any:
+def _image_folder(folder: Path, classes: list[str]) -> Any:
     datasets = need("datasets", "data")
     pairs: list[tuple[str, str]] = []
     for child in _folders(folder):
         if child.name not in classes:
             raise DataError(f"{str(child)!r} is a class that train lacks; {closest_match(child.name, classes)}")
         for file in sorted(file for file in child.iterdir() if not file.name.startswith(".")):
-            if not _is_picture(file):
-                raise DataError(f"{str(file)!r} is not an image ({', '.join(PICTURES)}); move other files elsewhere")
+            if not _is_image(file):
+                raise DataError(
+                    f"{str(file)!r} is not an image ({', '.join(IMAGE_SUFFIXES)}); move other files elsewhere"
+                )
             pairs.append((str(file), child.name))
-    if loose := sorted(file for file in folder.iterdir() if _is_picture(file)):
-        raise DataError(f"{str(loose[0])!r} is not in a class folder; move it into one")
+    if stray := sorted(file for file in folder.iterdir() if _is_image(file)):
+        raise DataError(f"{str(stray[0])!r} is not in a class folder; move it into one")
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=classes))
     columns = {"image": [file for file, _ in pairs], "label": [label for _, label in pairs]}
     return datasets.Dataset.from_dict(columns, features=features)
@@ -256,5 +262,5 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
 
-def _is_picture(file: Path) -> bool:
-    return file.suffix.lower() in PICTURES
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in IMAGE_SUFFIXES

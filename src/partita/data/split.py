@@ -64,9 +64,11 @@ def split(
         test: Share of each client's rows for its test part.
         **options: Options of the split.
     """
-    deal = import_from_registry(SPLITS, name, "split")
+    make_partition = import_from_registry(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
-    partition = deal(task, key=key / name, **validate_options(deal, given, "split", given=["task", "key"]))
+    partition = make_partition(
+        task, key=key / name, **validate_options(make_partition, given, "split", given=["task", "key"])
+    )
     # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     return Federation(task, partition.clients, cut)
@@ -111,8 +113,8 @@ def pathological(
             f"use at least {math.ceil(len(classes) / classes_per_client)} clients or more classes_per_client"
         )
     draws = _draws(key)
-    sharers = _clients_per_class(np.minimum(np.bincount(codes), clients), clients * classes_per_client, draws)
-    chosen = _deal_classes(sharers, clients, classes_per_client, draws)  # (client, choice)
+    clients_of_class = _clients_per_class(np.minimum(np.bincount(codes), clients), clients * classes_per_client, draws)
+    chosen = _assign_classes(clients_of_class, clients, classes_per_client, draws)  # (client, choice)
     owner = np.empty(count, np.int64)
     for code in range(len(classes)):
         members = np.flatnonzero(codes == code)
@@ -160,7 +162,7 @@ def _column(task: Task, column: str) -> NDArray[Any]:
 
 def _proportions(groups: Ints, clients: int, key: Key, alpha: float, min_examples: int) -> Partition:
     members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
-    owner, best, poorest = np.empty_like(groups), -1, ""
+    owner, best, smallest = np.empty_like(groups), -1, ""
     for attempt in range(ATTEMPTS):
         draws = _draws(key / "attempt" / attempt)
         for rows in members:
@@ -169,10 +171,10 @@ def _proportions(groups: Ints, clients: int, key: Key, alpha: float, min_example
         if sizes.min() >= min_examples:
             return group_by_client(owner, NumberedClients(clients))
         if sizes.min() > best:
-            best, poorest = int(sizes.min()), f"c{sizes.argmin()}"
+            best, smallest = int(sizes.min()), f"c{sizes.argmin()}"
     remedy = " or a lower min_examples" if min_examples > 1 else ""
     raise DataError(
-        f"every client needs at least {min_examples} examples, but in the best of {ATTEMPTS} draws '{poorest}' got "
+        f"every client needs at least {min_examples} examples, but in the best of {ATTEMPTS} draws '{smallest}' got "
         f"{best}; use fewer clients than {clients}, a larger alpha than {alpha:g}{remedy}"
     )
 
@@ -193,26 +195,26 @@ def _clients_per_class(most: Ints, places: int, draws: np.random.Generator) -> I
             f"the clients need {places} class shares, but the classes have enough examples for {most.sum()}; "
             "use fewer clients or fewer classes_per_client"
         )
-    sharers = np.zeros_like(most)
-    while left := places - int(sharers.sum()):
-        open_ = np.flatnonzero(sharers < most)
-        if left < len(open_):
-            sharers[draws.choice(open_, left, replace=False)] += 1
+    clients_of_class = np.zeros_like(most)
+    while left := places - int(clients_of_class.sum()):
+        unfilled = np.flatnonzero(clients_of_class < most)
+        if left < len(unfilled):
+            clients_of_class[draws.choice(unfilled, left, replace=False)] += 1
         else:
-            sharers[open_] += np.minimum(left // len(open_), most[open_] - sharers[open_])
-    return sharers
+            clients_of_class[unfilled] += np.minimum(left // len(unfilled), most[unfilled] - clients_of_class[unfilled])
+    return clients_of_class
 
 
-def _deal_classes(sharers: Ints, clients: int, each: int, draws: np.random.Generator) -> Ints:
-    """Choose `each` random classes for every client, such that class c is chosen by exactly sharers[c] clients."""
-    left = sharers.astype(float)
-    chosen = np.empty((clients, each), np.int64)
+def _assign_classes(clients_of_class: Ints, clients: int, per_client: int, draws: np.random.Generator) -> Ints:
+    """Choose `per_client` random classes for every client. Class c is chosen by exactly clients_of_class[c] clients."""
+    left = clients_of_class.astype(float)
+    chosen = np.empty((clients, per_client), np.int64)
     for client in range(clients):
         # The smallest of exponentials with rates `left` are a draw without replacement with weights `left`.
         arrival = draws.standard_exponential(len(left)) / np.maximum(left, 1e-300)
         # A class with as many places left as there are clients left must be chosen by every remaining client.
         arrival[left == clients - client] = 0.0
-        chosen[client] = np.argpartition(arrival, each - 1)[:each]
+        chosen[client] = np.argpartition(arrival, per_client - 1)[:per_client]
         left[chosen[client]] -= 1
     return chosen[draws.permutation(clients)]  # forced choices accumulate at the end
 

@@ -29,7 +29,7 @@ class TextEncoder:
         """Tokenize texts with special tokens, truncated to the limit."""
         return self._encode(texts, truncation=True, max_length=self.limit)
 
-    def bare(self, texts: Sequence[str]) -> list[list[int]]:
+    def without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts without special tokens and without truncation."""
         return self._encode(texts, add_special_tokens=False)
 
@@ -44,29 +44,29 @@ class TextEncoder:
         Raises:
             DataError: If a word has no token and the tokenizer has no unknown token.
         """
-        encoded = self._first_pieces(sentences)
-        for number, (_, firsts) in enumerate(encoded):
-            if None in firsts:
+        encoded = self._word_starts(sentences)
+        for number, (_, word_starts) in enumerate(encoded):
+            if None in word_starts:
                 unknown = self.tokenizer.unk_token
                 words = [
                     word if first is not None else unknown
-                    for word, first in zip(sentences[number], firsts, strict=True)
+                    for word, first in zip(sentences[number], word_starts, strict=True)
                 ]
                 if None in words:
-                    word = sentences[number][firsts.index(None)]
+                    word = sentences[number][word_starts.index(None)]
                     raise DataError(f"the tokenizer has no token for the word {word!r}; remove the word")
-                [encoded[number]] = self._first_pieces([words])
+                [encoded[number]] = self._word_starts([words])
         return encoded  # type: ignore[return-value]
 
-    def _first_pieces(self, sentences: Sequence[Sequence[str]]) -> list[tuple[list[int], list[int | None]]]:
+    def _word_starts(self, sentences: Sequence[Sequence[str]]) -> list[tuple[list[int], list[int | None]]]:
         encoded = self.tokenizer([list(words) for words in sentences], is_split_into_words=True, verbose=False)
         rows = []
         for number, words in enumerate(sentences):
-            firsts: list[int | None] = [None] * len(words)
+            word_starts: list[int | None] = [None] * len(words)
             for place, word in reversed(list(enumerate(encoded.word_ids(number)))):
                 if word is not None:
-                    firsts[word] = place
-            rows.append((encoded["input_ids"][number], firsts))
+                    word_starts[word] = place
+            rows.append((encoded["input_ids"][number], word_starts))
         return rows
 
     def _encode(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
@@ -103,9 +103,9 @@ def text_encoder(path: str | None, limit: int, words: bool = False) -> TextEncod
         raise DataError(f"the tokenizer '{path}' has an empty vocabulary; {REMEDY}")
     if words and not tokenizer.is_fast:
         raise DataError(f"the tokenizer '{path}' cannot map tokens to words; give one with a tokenizer.json")
-    least, most = tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
-    if not least <= limit <= most:
-        raise DataError(f"'{path}' takes rows of {least} to {most} tokens, not {limit}; set another length")
+    shortest, longest = tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
+    if not shortest <= limit <= longest:
+        raise DataError(f"'{path}' takes rows of {shortest} to {longest} tokens, not {limit}; set another length")
     return TextEncoder(tokenizer, limit)
 
 

@@ -97,9 +97,9 @@ def _aligned(
             f"{part.row(long[0])} with {len(encoded[long[0]][0])}; raise max_length, or set truncate = true"
         )
     targets = []
-    for (ids, firsts), numbers in zip(encoded, tagged, strict=True):
+    for (ids, word_starts), numbers in zip(encoded, tagged, strict=True):
         row = [IGNORE_INDEX] * len(ids)
-        for first, number in zip(firsts, numbers, strict=True):
+        for first, number in zip(word_starts, numbers, strict=True):
             row[first] = number
         targets.append(row[: encode.limit])
     return ragged([ids[: encode.limit] for ids, _ in encoded], encode.limit, tags=targets)

@@ -25,25 +25,25 @@ MAX_VIEWS = 1024  # buffers that Linux reads or writes in one call (IOV_MAX)
 
 def shared_buffer(like: Tensors) -> Tensor:
     """Allocate shared memory for tensors like these. Every process that gets it can read and write it."""
-    return torch.empty(_starts(like)[-1], dtype=torch.uint8).share_memory_()
+    return torch.empty(_offsets(like)[-1], dtype=torch.uint8).share_memory_()
 
 
-def _starts(like: Tensors) -> list[int]:
+def _offsets(like: Tensors) -> list[int]:
     """Return the byte offset of each tensor, in order of name, and the end of the last."""
     sizes = (-(-like[name].nbytes // ALIGNMENT) * ALIGNMENT for name in sorted(like))
     return list(accumulate(sizes, initial=0))
 
 
-def tensor_views(flat: Tensor, like: Tensors) -> Tensors:
+def tensor_views(buffer: Tensor, like: Tensors) -> Tensors:
     """Return the tensors in a buffer from `shared_buffer` as views.
 
     Args:
-        flat: The buffer, uint8.
+        buffer: The buffer, uint8.
         like: Tensors with the names, dtypes and shapes of the contents.
     """
     return {
-        name: flat[start : start + like[name].nbytes].view(like[name].dtype).view(like[name].shape)
-        for name, start in zip(sorted(like), _starts(like), strict=False)
+        name: buffer[start : start + like[name].nbytes].view(like[name].dtype).view(like[name].shape)
+        for name, start in zip(sorted(like), _offsets(like), strict=False)
     }
 
 
@@ -51,10 +51,10 @@ def end_with_parent() -> None:
     """Exit this process when its parent ends for any reason, since nothing else reads its results."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        Thread(target=_outlive, args=(parent,), daemon=True).start()
+        Thread(target=_exit_after, args=(parent,), daemon=True).start()
 
 
-def _outlive(parent: BaseProcess) -> None:
+def _exit_after(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
 
@@ -85,24 +85,24 @@ class _TensorUnpickler(pickle.Unpickler):
 def send(pipe: Connection, message: object) -> None:
     """Send a message. Tensors are sent as raw CPU memory, because pickling them takes several times as long."""
     file = io.BytesIO()
-    outline = _TensorPickler(file)
-    outline.dump(message)
-    kinds = [(number, value.dtype, value.shape, value.is_cpu) for number, value in outline.tensors.items()]
-    pipe.send_bytes(pickle.dumps((kinds, file.getvalue())))
-    _carry(os.writev, pipe, [value.detach().cpu().contiguous() for value in outline.tensors.values()])
+    skeleton = _TensorPickler(file)
+    skeleton.dump(message)
+    layouts = [(number, value.dtype, value.shape, value.is_cpu) for number, value in skeleton.tensors.items()]
+    pipe.send_bytes(pickle.dumps((layouts, file.getvalue())))
+    _transfer(os.writev, pipe, [value.detach().cpu().contiguous() for value in skeleton.tensors.values()])
 
 
 def receive(pipe: Connection, device: torch.device) -> Any:
     """Receive a message. Tensors that were not on the sender's CPU are moved to `device`."""
-    kinds, outline = pickle.loads(pipe.recv_bytes())
-    values = [torch.empty(shape, dtype=kind) for _, kind, shape, _ in kinds]
-    _carry(os.readv, pipe, values)
-    placed = zip(kinds, values, strict=True)
-    tensors = {number: value if stays else value.to(device) for (number, _, _, stays), value in placed}
-    return _TensorUnpickler(io.BytesIO(outline), tensors).load()
+    layouts, skeleton = pickle.loads(pipe.recv_bytes())
+    values = [torch.empty(shape, dtype=dtype) for _, dtype, shape, _ in layouts]
+    _transfer(os.readv, pipe, values)
+    placed = zip(layouts, values, strict=True)
+    tensors = {number: value if on_cpu else value.to(device) for (number, _, _, on_cpu), value in placed}
+    return _TensorUnpickler(io.BytesIO(skeleton), tensors).load()
 
 
-def _carry(move: Callable[[int, list[memoryview]], int], pipe: Connection, values: Sequence[Tensor]) -> None:
+def _transfer(move: Callable[[int, list[memoryview]], int], pipe: Connection, values: Sequence[Tensor]) -> None:
     """Move bytes between the pipe and the tensors' memory. Each call moves what it can of up to MAX_VIEWS buffers."""
     rest = deque(view for value in values if (view := value.flatten().view(torch.uint8).numpy().data))
     while rest:

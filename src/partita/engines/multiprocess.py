@@ -74,10 +74,10 @@ class MultiprocessEngine:
         if engine.device.type == "cuda" and build is None:
             raise RunError("workers on GPUs cannot be forks; pass MultiprocessEngine a `build` that creates the engine")
         self.engine = engine
-        flat = shared_buffer(engine.model.initial)
-        self.board = tensor_views(flat, engine.model.initial)
-        self.posted: Tensors = {}  # the tensors whose values are on the board, i.e. in shared memory
-        self.editions = Counter[str]()  # version of each parameter on the board
+        buffer = shared_buffer(engine.model.initial)
+        self.shared_params = tensor_views(buffer, engine.model.initial)
+        self.written: Tensors = {}  # the tensors whose values are in shared memory
+        self.versions = Counter[str]()  # version of each parameter in shared memory
         self.workers: list[Connection] = []
         self.processes: list[BaseProcess] = []
         context = multiprocessing.get_context("forkserver") if build else multiprocessing.get_context("fork")
@@ -85,7 +85,7 @@ class MultiprocessEngine:
             context.set_forkserver_preload([__name__])  # imports torch once, without touching a GPU
         for number in range(count):
             ours, theirs = context.Pipe()
-            args = theirs, build or (lambda: engine), _device(engine, number), flat
+            args = theirs, build or (lambda: engine), _device(engine, number), buffer
             self.processes.append(context.Process(target=_serve, args=args, daemon=True))
             self.processes[-1].start()
             theirs.close()  # so that a worker's death closes the pipe
@@ -105,28 +105,28 @@ class MultiprocessEngine:
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         """Train the jobs' clients and yield one reply per job, in order."""
-        orders = enumerate(chunks(self._orders(jobs), self.engine.block))
+        requests = enumerate(chunks(self._requests(jobs), self.engine.block))
         idle, busy, waiting, next_place = list(self.workers), dict[Connection, int](), dict[int, WorkerReply](), 0
         try:
             while True:
                 while next_place in waiting:
-                    answer = waiting.pop(next_place)
+                    reply = waiting.pop(next_place)
                     next_place += 1
-                    for client, (round, state) in answer.states.items():
+                    for client, (round, state) in reply.states.items():
                         self.engine.store.save(client, round, state)
-                    yield from answer.replies
-                while idle and len(waiting) < JOBS_AHEAD * len(self.workers) and (order := next(orders, None)):
+                    yield from reply.replies
+                while idle and len(waiting) < JOBS_AHEAD * len(self.workers) and (request := next(requests, None)):
                     worker = idle.pop()
-                    busy[worker] = order[0]
+                    busy[worker] = request[0]
                     with suppress(OSError):  # if the worker died, reading its answer raises
-                        send(worker, order[1])
+                        send(worker, request[1])
                 if not busy:
                     return
                 for ready in wait(list(busy)):
                     worker = next(pipe for pipe in busy if pipe is ready)
                     place = busy.pop(worker)
                     idle.append(worker)
-                    waiting[place] = self._answer(worker)
+                    waiting[place] = self._receive(worker)
         finally:
             # If the caller stops early, wait for busy workers: they read memory that the next round overwrites.
             for worker in busy:
@@ -136,30 +136,30 @@ class MultiprocessEngine:
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
-    def _orders(self, jobs: Iterable[Job]) -> Iterator[WorkerRequest]:
+    def _requests(self, jobs: Iterable[Job]) -> Iterator[WorkerRequest]:
         used: set[str] = set()
         for job in jobs:
             shared = {}
             for name, value in job.params.items():
-                if name not in used and self.posted.get(name) is not value:
-                    self.board[name].copy_(value)
-                    self.posted[name] = value
-                    self.editions[name] += 1
-                if self.posted[name] is value:
-                    shared[name] = self.editions[name]
+                if name not in used and self.written.get(name) is not value:
+                    self.shared_params[name].copy_(value)
+                    self.written[name] = value
+                    self.versions[name] += 1
+                if self.written[name] is value:
+                    shared[name] = self.versions[name]
             used |= shared.keys()
             own = {name: value for name, value in job.params.items() if name not in shared}
             state = self.engine.store.load(job.client, job.round)
             yield WorkerRequest(replace(job, params=own), shared, state)
 
-    def _answer(self, worker: Connection) -> WorkerReply:
+    def _receive(self, worker: Connection) -> WorkerReply:
         try:
-            answer = receive(worker, self.engine.device)
+            reply = receive(worker, self.engine.device)
         except (EOFError, OSError) as error:
             raise RunError("a worker process died (out of memory?); lower engine.workers") from error
-        if isinstance(answer, WorkerReply):
-            return answer
-        kind, args = answer
+        if isinstance(reply, WorkerReply):
+            return reply
+        kind, args = reply
         raise kind(*args)
 
 
@@ -169,46 +169,48 @@ def _device(engine: SimulationEngine, number: int) -> torch.device:
     return torch.device(engine.device.type, number % torch.cuda.device_count())
 
 
-def _serve(parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, flat: Tensor) -> None:
+def _serve(parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, buffer: Tensor) -> None:
     end_with_parent()
     # One thread: a fork does not inherit the parent's thread pool, and workers would compete for cores.
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # engines use plain "cuda", which now means this device
     with suppress(EOFError, ConnectionError):  # the parent is gone
-        _answer_all(parent, build, device, flat)
+        _serve_requests(parent, build, device, buffer)
 
 
-def _answer_all(parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, flat: Tensor) -> None:
+def _serve_requests(
+    parent: Connection, build: Callable[[], SimulationEngine], device: torch.device, buffer: Tensor
+) -> None:
     worker: _Worker | None = None
-    while orders := receive(parent, device):
-        answer: object
+    while requests := receive(parent, device):
+        reply: object
         try:
-            worker = worker or _Worker(build(), device, flat)
-            answer = worker.answer(orders)
-        except ClientError as fault:
-            answer = ClientError, (fault.client, fault.reason)
+            worker = worker or _Worker(build(), device, buffer)
+            reply = worker.reply(requests)
+        except ClientError as error:
+            reply = ClientError, (error.client, error.reason)
         except Exception as error:
-            answer = type(error), (str(error),)
-        send(parent, answer)
+            reply = type(error), (str(error),)
+        send(parent, reply)
 
 
 class _Worker:
     """An engine in a worker process, with the parameters it has read from shared memory."""
 
-    def __init__(self, engine: SimulationEngine, device: torch.device, flat: Tensor) -> None:
-        self.engine, self.device, self.board = engine, device, tensor_views(flat, engine.model.initial)
-        self.read: dict[str, tuple[int, Tensor]] = {}  # name -> (version, tensor); on a CPU, a view of the board
+    def __init__(self, engine: SimulationEngine, device: torch.device, buffer: Tensor) -> None:
+        self.engine, self.device, self.shared_params = engine, device, tensor_views(buffer, engine.model.initial)
+        self.read: dict[str, tuple[int, Tensor]] = {}  # name -> (version, tensor); on a CPU, a view of shared memory
 
-    def answer(self, orders: Sequence[WorkerRequest]) -> WorkerReply:
+    def reply(self, requests: Sequence[WorkerRequest]) -> WorkerReply:
         store = self.engine.store = MemoryStore()
-        store.held = {order.job.client: (order.job.round - 1, order.state) for order in orders}
-        replies = list(self.engine.train([self._job(order) for order in orders]))
+        store.held = {request.job.client: (request.job.round - 1, request.state) for request in requests}
+        replies = list(self.engine.train([self._job(request) for request in requests]))
         return WorkerReply(replies, {client: store.held[client] for client in store.changed})
 
-    def _job(self, order: WorkerRequest) -> Job:
-        for name, edition in order.shared.items():
-            if name not in self.read or self.read[name][0] != edition:
-                self.read[name] = edition, self.board[name].to(self.device)
-        shared = {name: self.read[name][1] for name in sorted(order.shared)}
-        return replace(order.job, params={**shared, **order.job.params})
+    def _job(self, request: WorkerRequest) -> Job:
+        for name, version in request.shared.items():
+            if name not in self.read or self.read[name][0] != version:
+                self.read[name] = version, self.shared_params[name].to(self.device)
+        shared = {name: self.read[name][1] for name in sorted(request.shared)}
+        return replace(request.job, params={**shared, **request.job.params})

@@ -74,7 +74,8 @@ class SimulationEngine:
         self.device = device or torch.device("cpu")
         self.store, self.availability, self.wire = store or MemoryStore(), availability or Availability(), wire
         self.evaluator, self.make_trainer = evaluator, graphs or PhaseTrainer
-        self.ahead = int(self.device.type == "cuda")  # blocks launched in advance; on a CPU they would only use memory
+        # Blocks launched in advance. On a CPU they would only use memory.
+        self.blocks_ahead = int(self.device.type == "cuda")
         self.copies: dict[str, Tensors] = {}
         self.rows: dict[str, Examples] = {}
         model.to(self.device)
@@ -91,53 +92,55 @@ class SimulationEngine:
         launched: deque[Iterator[Update | ClientFailure]] = deque()
         for chunk in chunks(jobs, self.block):
             launched.append(self._train(chunk))
-            if len(launched) > self.ahead:
+            if len(launched) > self.blocks_ahead:
                 yield from launched.popleft()
-        for answers in launched:
-            yield from answers
+        for replies in launched:
+            yield from replies
 
     def _train(self, jobs: Sequence[Job]) -> Iterator[Update | ClientFailure]:
-        client_rounds = [self._visit(job) for job in jobs]
+        client_rounds = [self._begin(job) for job in jobs]
         wait = self._launch(self.run, [item for item in client_rounds if isinstance(item, ClientRound)])
 
-        def answers() -> Iterator[Update | ClientFailure]:
-            learned = iter(wait())
+        def replies() -> Iterator[Update | ClientFailure]:
+            results = iter(wait())
             for item in client_rounds:
-                yield item if isinstance(item, ClientFailure) else self._reply(item, next(learned))
+                yield item if isinstance(item, ClientFailure) else self._reply(item, next(results))
 
-        return answers()
+        return replies()
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Score each client's model on the client's own test set, or on the examples `on`."""
         for chunk in chunks(jobs, self.block):
-            full = [self._full(job) for job in chunk]
+            full = [self._all_params(job) for job in chunk]
             if self.run.method.adapt:
                 # Plain training: the method's client rules apply to its own rounds only.
                 plain = replace(self.run, method=replace(self.run.method, client_rules=(), carry_optimizer=False))
-                trials = [self._trial(job, self.run.method.adapt(self.model)) for job in chunk]
+                trials = [self._adaptation(job, self.run.method.adapt(self.model)) for job in chunk]
                 adapted = self._launch(plain, trials)()
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
                 examples = self.population[job.client].test if on is None else on
                 yield job.client, score(client_model(self.run, self.model, job), params, examples, self.evaluator)
 
-    def _trial(self, job: Job, phases: tuple[Phase, ...]) -> ClientRound:
+    def _adaptation(self, job: Job, phases: tuple[Phase, ...]) -> ClientRound:
         state = self.store.load(job.client, job.round + 1)
         return adaptation_round(self.run, self.model, job, state, self.population[job.client].train, phases)
 
-    def _full(self, job: Job) -> Tensors:
+    def _all_params(self, job: Job) -> Tensors:
         """Return all parameters of the client's model, with its state after the job's round."""
         return client_params(self.run, self.model, job, self.store.load(job.client, job.round + 1))[1]
 
-    def _visit(self, job: Job) -> ClientRound | ClientFailure:
+    def _begin(self, job: Job) -> ClientRound | ClientFailure:
         fraction = self.availability.completed_fraction(self.run.key, job.round, job.client)
         if fraction == 0:
             return ClientFailure(job.client, "dropped out (simulated)")
         state = self.store.load(job.client, job.round)
         try:
-            return begin_round(self.run, self.model, self._carry(job), state, self._train_part(job.client), fraction)
-        except ClientError as fault:
-            return self._lost(fault)
+            return begin_round(
+                self.run, self.model, self._through_wire(job), state, self._train_part(job.client), fraction
+            )
+        except ClientError as error:
+            return self._failure(error)
 
     def _train_part(self, client: str) -> Examples:
         """Return the client's training examples. Table rows are cached: they are small, and rebuilding stalls a GPU."""
@@ -148,33 +151,33 @@ class SimulationEngine:
             self.rows[client] = examples
         return examples
 
-    def _reply(self, each: ClientRound, learned: LocalResult) -> Update | ClientFailure:
+    def _reply(self, client_round: ClientRound, result: LocalResult) -> Update | ClientFailure:
         try:
-            update, state = finish_round(self.run, each, learned)
-        except ClientError as fault:
-            return self._lost(fault)
+            update, state = finish_round(self.run, client_round, result)
+        except ClientError as error:
+            return self._failure(error)
         if state.personal or state.memory:
-            self.store.save(each.job.client, each.job.round, state)
-        return self._carry_back(update) if self.wire else update
+            self.store.save(client_round.job.client, client_round.job.round, state)
+        return self._back_through_wire(update) if self.wire else update
 
-    def _lost(self, fault: ClientError) -> ClientFailure:
+    def _failure(self, error: ClientError) -> ClientFailure:
         if not self.run.skip_failed_clients:
-            raise fault
-        return ClientFailure(fault.client, fault.reason)
+            raise error
+        return ClientFailure(error.client, error.reason)
 
     def _launch(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
         groups: dict[Hashable, list[int]] = {}
         for place, client_round in enumerate(client_rounds):
             groups.setdefault(group_key(run, client_round), []).append(place)
-        waits = [(places, self._group(run, [client_rounds[place] for place in places])) for places in groups.values()]
+        waits = [(places, self._start(run, [client_rounds[place] for place in places])) for places in groups.values()]
 
         def wait() -> list[LocalResult]:
-            learned = {place: result for places, rest in waits for place, result in zip(places, rest(), strict=True)}
-            return [learned[place] for place in range(len(client_rounds))]
+            results = {place: result for places, rest in waits for place, result in zip(places, rest(), strict=True)}
+            return [results[place] for place in range(len(client_rounds))]
 
         return wait
 
-    def _group(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
+    def _start(self, run: Run, client_rounds: Sequence[ClientRound]) -> Callable[[], list[LocalResult]]:
         try:
             return start_training(run, client_rounds, self.make_trainer)
         except torch.OutOfMemoryError as error:
@@ -190,7 +193,7 @@ class SimulationEngine:
                 "differ between runs"
             ) from error
 
-    def _carry(self, job: Job) -> Job:
+    def _through_wire(self, job: Job) -> Job:
         if not self.wire:
             return job
         slots = serialization.unpack(serialization.pack({"params": tensors.select(job.params, job.stale), **job.slots}))
@@ -199,7 +202,7 @@ class SimulationEngine:
         copy.update(slots.pop("params", {}))
         return Job(job.round, job.client, tensors.select(copy, job.params.keys()), job.stale, slots, job.signal)
 
-    def _carry_back(self, update: Update) -> Update:
+    def _back_through_wire(self, update: Update) -> Update:
         slots = serialization.unpack(serialization.pack({"delta": update.delta, **update.slots}))
         slots = {slot: tensors.to(part, self.device) for slot, part in slots.items()}
         return replace(update, delta=slots.pop("delta", {}), slots=slots)

@@ -142,9 +142,9 @@ class _MeanPerToken:
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
 
-    def add(self, each: Predictions) -> None:
-        counts = (each.targets != IGNORE_INDEX).sum(1)  # (example,)
-        self.total += float((each.losses * counts).sum())
+    def add(self, predictions: Predictions) -> None:
+        counts = (predictions.targets != IGNORE_INDEX).sum(1)  # (example,)
+        self.total += float((predictions.losses * counts).sum())
         self.count += int(counts.sum())
 
     @property

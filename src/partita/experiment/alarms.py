@@ -38,30 +38,30 @@ class Alarm:
     text: str
 
 
-def summarize(each: RoundResult, model: Model) -> RoundSummary:
+def summarize(result: RoundResult, model: Model) -> RoundSummary:
     """Summarize a round without keeping its tensors."""
     sent = {
         client: frozenset(layer for name in names if (layer := layer_tag(model.tags[name])))
-        for client, names in each.sent.items()
+        for client, names in result.sent.items()
     }
     scores = {
         client: {
             layer: score for what, score in metrics.items() if (layer := what.partition("/")[2]).startswith("layer.")
         }
-        for client, metrics in each.metrics.items()
+        for client, metrics in result.metrics.items()
     }
-    return RoundSummary(each.number, sent, {client: by_layer for client, by_layer in scores.items() if by_layer})
+    return RoundSummary(result.number, sent, {client: by_layer for client, by_layer in scores.items() if by_layer})
 
 
-def check_round(each: RoundResult) -> list[Alarm]:
+def check_round(result: RoundResult) -> list[Alarm]:
     """Return the alarms of a single round. They apply to every method."""
-    alarms = (_outlying(each), _skipped(each))
+    alarms = (_outlying(result), _skipped(result))
     return [alarm for alarm in alarms if alarm]
 
 
-def _outlying(each: RoundResult) -> Alarm | None:
-    typical = median(each.norms.values()) if len(each.norms) >= MIN_SHARE else 0.0
-    outliers = {client: norm for client, norm in each.norms.items() if norm > OUTLIER_RATIO * typical > 0}
+def _outlying(result: RoundResult) -> Alarm | None:
+    typical = median(result.norms.values()) if len(result.norms) >= MIN_SHARE else 0.0
+    outliers = {client: norm for client, norm in result.norms.items() if norm > OUTLIER_RATIO * typical > 0}
     if not outliers:
         return None
     longest = sorted(outliers, key=lambda client: -outliers[client])
@@ -71,13 +71,13 @@ def _outlying(each: RoundResult) -> Alarm | None:
         f"the update norm of {shown} is more than {OUTLIER_RATIO:g} times the round's median of {typical:.3g}; "
         "check the client's data, or clip all updates with federation.max_norm"
     )
-    return Alarm("outlying update", each.number, text)
+    return Alarm("outlying update", result.number, text)
 
 
-def _skipped(each: RoundResult) -> Alarm | None:
-    if each.skipped is None:
+def _skipped(result: RoundResult) -> Alarm | None:
+    if result.skipped is None:
         return None
-    return Alarm("skipped round", each.number, f"{each.skipped}; the server state did not change")
+    return Alarm("skipped round", result.number, f"{result.skipped}; the server state did not change")
 
 
 def check_window(window: Sequence[RoundSummary], layers: Sequence[str]) -> list[Alarm]:

@@ -160,7 +160,9 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
     key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
     single = task.kind in ("image", "text") and not task.multi_label
     canaries = choose_canaries(experiment.federation, count, key, len(task.classes) if single else 0)
-    heard, losses = _play(experiment, CanaryPopulation(experiment.federation, canaries), not _trusts_server(experiment))
+    heard, losses = _train_with_canaries(
+        experiment, CanaryPopulation(experiment.federation, canaries), not _trusts_server(experiment)
+    )
     included = canaries.included
     delta = DELTA if guard is None else guard.privacy_config.delta
     assert delta is not None
@@ -171,7 +173,7 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
         for number in range(shadows):
             redrawn = canaries.redraw(key / "shadow" / number)
             shadow = replace(experiment, run=replace(experiment.run, key=key / "shadow" / number))
-            _, final = _play(shadow, CanaryPopulation(experiment.federation, redrawn), listen=False)
+            _, final = _train_with_canaries(shadow, CanaryPopulation(experiment.federation, redrawn), listen=False)
             runs.append((confidence_of(final), redrawn.included))
         ratios = likelihood_ratios(confidence_of(losses), *(np.stack(part) for part in zip(*runs, strict=True)))
         known = np.isfinite(ratios)
@@ -179,18 +181,20 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
     return {"attacks": attacks, "bound": bound.about()}
 
 
-def _play(experiment: Experiment, canary_population: CanaryPopulation, listen: bool = True) -> tuple[Array, Array]:
+def _train_with_canaries(
+    experiment: Experiment, canary_population: CanaryPopulation, listen: bool = True
+) -> tuple[Array, Array]:
     """Train with canaries. Returns the eavesdropper's scores and the final loss, both per canary."""
     run, model = experiment.run, experiment.model
     engine = SimulationEngine(
         run, model, canary_population, experiment.block, experiment.device, availability=experiment.availability
     )
-    ear = Eavesdropper(run, model, engine, canary_population)
+    eavesdropper = Eavesdropper(run, model, engine, canary_population)
     server: Server | None = None
-    for result in rounds(replace(run, drift=False), model, ear if listen else engine):
+    for result in rounds(replace(run, drift=False), model, eavesdropper if listen else engine):
         server = result.server
     assert server is not None
-    return ear.heard(), canary_losses(model, {**model.initial, **server.params}, canary_population)
+    return eavesdropper.heard(), canary_losses(model, {**model.initial, **server.params}, canary_population)
 
 
 def _trusts_server(experiment: Experiment) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,20 @@ from typing import Any
 import torch
 
 from partita import data, methods, models
+from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.settings import Run, RunError
-from partita.data import Federation
+from partita.data import Federation, Task
 from partita.engines.autotune import bf16_slowdown, check_block, choose_block, choose_graphs, configure_backends
 from partita.engines.availability import Availability, read_trace
+from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator, evaluator_for
-from partita.experiment.config import Config, EngineConfig, shared_digest
+from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
+from partita.storage.client_store import ClientStore
 from partita.training.cuda_graphs import GraphCache
 
 
@@ -43,7 +46,7 @@ class Experiment:
 
 
 def build(config: Config, secret: Key | None = None) -> Experiment:
-    """Build and check all parts of an experiment.
+    """Build and check all parts of an experiment: method, data, model, run, and how the engine steps.
 
     Args:
         config: The experiment.
@@ -52,19 +55,68 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     Raises:
         RunError: The parts do not fit each other, or this machine cannot run them.
     """
-    key = Key(config.seed)
-    device = _ready(config.engine)
-    method = methods.build(config.method["name"], _rest(config.method, "name"))
+    key, device = Key(config.seed), _configure_torch(config.engine)
+    method = build_method(config.method)
+    raw_federation = build_data(config, method, key)
+    raw_model = build_model(config.model, method, raw_federation.task, key)
+    if config.engine.cache_frozen:
+        model, federation = _cached(raw_model, raw_federation)
+    else:
+        model, federation = raw_model, raw_federation.to(device)
+    run, guard = build_run(config, method, model, federation, key, secret)
+    availability = _availability(config.federation, method)
+    if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
+        _warn_slow_bf16(bf16_slowdown())
+    graphs = choose_graphs(config.engine.cuda_graphs, config.engine.compile, device)
+    block = config.engine.clients_per_block
+    if block == "auto":
+        block = choose_block(run, raw_model, raw_federation, device, bool(graphs), config.engine.workers)
+    if device.type == "cpu":
+        check_block(run, model, federation.clients, block)
+    _check_plan(run, model, federation.clients[0])
+    evaluator = evaluator_for(raw_federation.task)
+    return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs)
+
+
+def build_method(options: Mapping[str, Any]) -> Method:
+    """Build the method from the table `[method]`."""
+    return methods.build(options["name"], _without_name(options))
+
+
+def build_data(config: Config, method: Method, key: Key) -> Federation:
+    """Load the data and split it among clients. A method that pools its clients gets one.
+
+    Raises:
+        RunError: The method names a client that does not exist.
+    """
     task = data.load(config.data["name"], key / "data", **_data_options(config))
     federation = data.split(task, **config.split, key=key / "split")
     federation = federation.pooled() if method.pool else federation
     if unknown := sorted(name for name in method.clients if name not in federation.clients):
         known = ", ".join(federation.clients[:3])
         raise RunError(f"the method names client '{unknown[0]}', which does not exist; clients are {known}, ...")
-    model = models.build(config.model["name"], task, key / "model", **_rest(config.model, "name"))
-    model = method.extend(model, key / "extend") if method.extend else model
-    whole = model, federation
-    model, federation = _cached(*whole) if config.engine.cache_frozen else (model, federation.to(device))
+    return federation
+
+
+def client_names(config: Config) -> Sequence[str]:
+    """Return the names of the clients. This loads and splits the data, but builds no model."""
+    return build_data(config, build_method(config.method), Key(config.seed)).clients
+
+
+def build_model(options: Mapping[str, Any], method: Method, task: Task, key: Key) -> Model:
+    """Build the model from the table `[model]`, with what the method adds to it."""
+    model = models.build(options["name"], task, key / "model", **_without_name(options))
+    return method.extend(model, key / "extend") if method.extend else model
+
+
+def build_run(
+    config: Config, method: Method, model: Model, federation: Federation, key: Key, secret: Key | None = None
+) -> tuple[Run, PrivacyGuard | None]:
+    """Build the run and, if the config has a table `[privacy]`, the guard that adds noise to it.
+
+    Raises:
+        RunError: The cohort, the secret or the privacy settings are impossible.
+    """
     federate = config.federation
     run = Run(
         method,
@@ -82,28 +134,39 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         secret=_secret(config, secret),
     )
     run.cohort_size(len(federation.clients))
-    guard = None
-    if config.privacy:
-        sizes = {client: len(federation[client].train) for client in federation.clients}
-        guard = make_private(run, model, sizes, config.privacy)
-        run = guard.run
-    trace = read_trace(Path(federate.availability_trace)) if federate.availability_trace else {}
-    availability = (
-        Availability() if method.pool else Availability(federate.client_dropout, federate.straggler_rate, trace)
+    if not config.privacy:
+        return run, None
+    sizes = {client: len(federation[client].train) for client in federation.clients}
+    guard = make_private(run, model, sizes, config.privacy)
+    return guard.run, guard
+
+
+def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:
+    """Build the engine that trains the clients on this machine."""
+    return SimulationEngine(
+        experiment.run,
+        experiment.model,
+        experiment.federation,
+        experiment.block,
+        experiment.device,
+        store,
+        experiment.availability,
+        evaluator=experiment.evaluator,
+        graphs=experiment.graphs,
     )
-    if device.type == "cpu" and "bfloat16" in (config.training.precision, config.model.get("dtype")):
-        _warn_slow_bf16(bf16_slowdown())
-    graphs = choose_graphs(config.engine.cuda_graphs, config.engine.compile, device)
-    block = config.engine.clients_per_block
-    if block == "auto":
-        block = choose_block(run, *whole, device, bool(graphs), config.engine.workers)
-    if device.type == "cpu":
-        check_block(run, model, federation.clients, block)
-    plan_for(method.plan, model, RoundInfo(0, run.rounds, federation.clients[0]))
-    plan_for(method.plan, model, RoundInfo(run.rounds - 1, run.rounds, federation.clients[0]))
-    if method.adapt:
-        method.adapt(model)  # fail now on an invalid phase, not after hours of training
-    return Experiment(config, run, model, federation, availability, device, block, evaluator_for(task), guard, graphs)
+
+
+def _availability(federation: FederationConfig, method: Method) -> Availability:
+    trace = read_trace(Path(federation.availability_trace)) if federation.availability_trace else {}
+    return Availability() if method.pool else Availability(federation.client_dropout, federation.straggler_rate, trace)
+
+
+def _check_plan(run: Run, model: Model, client: str) -> None:
+    """Compute the plan of the first and last round and the adaptation, so that errors come before any training."""
+    for round in (0, run.rounds - 1):
+        plan_for(run.method.plan, model, RoundInfo(round, run.rounds, client))
+    if run.method.adapt:
+        run.method.adapt(model)
 
 
 class _Sizes(Mapping[str, int]):
@@ -138,7 +201,7 @@ def _warn_slow_bf16(times: float) -> None:
 
 def _data_options(config: Config) -> dict[str, Any]:
     """Return the data options. The tokenizer defaults to the model's."""
-    options, name = _rest(config.data, "name"), config.data["name"]
+    options, name = _without_name(config.data), config.data["name"]
     return {"tokenizer": config.model.get("path"), **options} if data.takes(name, "tokenizer") else options
 
 
@@ -151,8 +214,8 @@ def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
     return above, replace(federation, task=replace(task, train=train, test=test))  # type: ignore[arg-type]
 
 
-def _rest(table: Any, key: str) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name != key}
+def _without_name(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in options.items() if option != "name"}
 
 
 def makes_secret(config: Config) -> bool:
@@ -171,7 +234,7 @@ def _secret(config: Config, given: Key | None) -> Key | None:
     return (given or draw()) if makes_secret(config) else None
 
 
-def _ready(engine: EngineConfig) -> torch.device:
+def _configure_torch(engine: EngineConfig) -> torch.device:
     """Configure torch for this process and return the device."""
     if engine.threads:
         torch.set_num_threads(engine.threads)

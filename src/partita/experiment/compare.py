@@ -19,7 +19,7 @@ from partita.experiment.config import Config, ConfigError, load
 from partita.storage.safe_text import label_folder
 
 Planned = tuple[Path, Config]
-MOST_SEEDS = 10_000
+MAX_SEEDS = 10_000
 
 
 def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: Path) -> list[Planned]:
@@ -39,11 +39,11 @@ def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: 
         ConfigError: An argument cannot be read, or two runs would share a folder.
         RunFolderError: A folder already holds another experiment.
     """
-    if not 1 <= seeds <= MOST_SEEDS:
-        raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MOST_SEEDS:,}")
+    if not 1 <= seeds <= MAX_SEEDS:
+        raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MAX_SEEDS:,}")
     planned: list[Planned] = []
     for spec in _specs(methods):
-        settings = load(config, [*changes, "method={}", *_said(spec)])
+        settings = load(config, [*changes, "method={}", *_overrides(spec)])
         for seed in range(settings.seed, settings.seed + seeds):
             folder = out / label_folder(spec) / f"seed-{seed}"
             planned.append((folder, replace(settings, seed=seed, label=spec)))
@@ -71,7 +71,7 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent)
     try:
-        futures = {pool.submit(_play, folder, settings, threads): settings for folder, settings in unfinished}
+        futures = {pool.submit(_run_one, folder, settings, threads): settings for folder, settings in unfinished}
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
@@ -91,7 +91,7 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _play(folder: Path, settings: Config, threads: int) -> None:
+def _run_one(folder: Path, settings: Config, threads: int) -> None:
     from partita.experiment.runner import resume, start
 
     settings = replace(settings, engine=replace(settings.engine, threads=settings.engine.threads or threads))
@@ -118,7 +118,7 @@ def _specs(methods: str) -> list[str]:
     return specs
 
 
-def _said(spec: str) -> list[str]:
+def _overrides(spec: str) -> list[str]:
     """Turn a spec into overrides. An option without a dot is the method's, as in 'lora(rank=4, training.lr=0.1)'."""
     name, _, options = spec.partition("(")
     given = [option.strip() for option in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", options.rstrip(")"))]

@@ -340,5 +340,5 @@ def _defaults(function: Any) -> dict[str, Any]:
 def _drop_none(value: Any) -> Any:
     """Remove None values: TOML has no null."""
     if isinstance(value, Mapping):
-        return {key: _drop_none(each) for key, each in value.items() if each is not None}
-    return [_drop_none(each) for each in value] if isinstance(value, tuple | list) else value
+        return {key: _drop_none(item) for key, item in value.items() if item is not None}
+    return [_drop_none(item) for item in value] if isinstance(value, tuple | list) else value

@@ -20,7 +20,7 @@ from partita.core.rounds import initial_server
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
-from partita.experiment.builder import build, makes_secret
+from partita.experiment.builder import build, client_names, makes_secret
 from partita.experiment.config import SITES_OWN, Config, load, shared_digest
 from partita.experiment.gc_freeze import importing
 from partita.experiment.round_log import Row
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SITE_OPTIONS = tuple(f"{table}." for table in SITES_OWN)
 PACKAGE, CONFIG = "federation", "experiment.toml"
-SIDE = """from pathlib import Path
+APP_SOURCE = """from pathlib import Path
 
 from partita.experiment.flower_app import {side}
 
@@ -86,13 +86,13 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
     write(folder / PACKAGE / CONFIG, settings.to_toml().encode())
     write(folder / PACKAGE / "__init__.py", b"")
     for side in ("client", "server"):
-        write(folder / PACKAGE / f"{side}_app.py", SIDE.format(side=side).encode())
+        write(folder / PACKAGE / f"{side}_app.py", APP_SOURCE.format(side=side).encode())
     return folder
 
 
 def population(app: Path) -> Sequence[str]:
     """Return the names of an app's clients."""
-    return build(load(app / PACKAGE / CONFIG)).federation.clients
+    return client_names(load(app / PACKAGE / CONFIG))
 
 
 def modules(app: Path) -> list[str]:
@@ -136,7 +136,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
         FlowerError: A setting is missing.
         RunFolderError: The folder holds a run with another config.
     """
-    folder = Path(str(_said(settings, "folder", "run config")))
+    folder = Path(str(_required(settings, "folder", "run config")))
     config = replace(config, engine=replace(config.engine, clients_per_block=1))
     started = (folder / run_folder.CONFIG).exists()
     experiment = build(config, restore_secret(config, folder) if started else None)
@@ -144,7 +144,7 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
         done, server = 0, initial_server(experiment.run, experiment.model)
         if started:
             run_folder.verify(folder)
-            _same(config, load(folder / run_folder.CONFIG), folder)
+            _check_same(config, load(folder / run_folder.CONFIG), folder)
             done, server = restore(experiment, folder)
             # Sites may already have run rounds after this checkpoint, so the record of what they hold is outdated.
             server = replace(server, versions=replace(server.versions, held={}))
@@ -157,8 +157,8 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
             grid,
             session,
             start=done,
-            deadline=float(_said(settings, "deadline", "run config")),
-            wait_for=int(_said(settings, "clients", "run config")),
+            deadline=float(_required(settings, "deadline", "run config")),
+            wait_for=int(_required(settings, "clients", "run config")),
             device=experiment.device,
             patience=float(settings.get("patience", math.inf)),
             config=shared_digest(config),
@@ -170,9 +170,9 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
 def _name(context: Context, config: Path) -> str:
     """Return the client's name. Flower's simulation numbers its nodes instead of naming them."""
     if "partition-id" in context.node_config and "client" not in context.node_config:
-        clients = build(_settings(config, context.run_config)).federation.clients
+        clients = client_names(_settings(config, context.run_config))
         return clients[int(context.node_config["partition-id"])]
-    return str(_said(context.node_config, "client", "node config"))
+    return str(_required(context.node_config, "client", "node config"))
 
 
 def _site(context: Context, config: Path) -> Site:
@@ -187,7 +187,9 @@ def _site(context: Context, config: Path) -> Site:
         changes.append(f"split.client={json.dumps(name)}")
     own = _settings(config, context.run_config, *changes)
     simulated = "partition-id" in node and "folder" not in node
-    place = _said(context.run_config, "sites", "run config") if simulated else _said(node, "folder", "node config")
+    place = (
+        _required(context.run_config, "sites", "run config") if simulated else _required(node, "folder", "node config")
+    )
     folder = Path(str(place)) / _identity(shared) / path_component(name)
     secret = load_or_save(folder) if makes_secret(own) else None
     experiment = build(replace(own, engine=replace(own.engine, clients_per_block=1)), secret)
@@ -227,13 +229,13 @@ def _answered(place: Path, secret: Key | None, client: str) -> Path | None:
     return place / "answered" / f"{path_component(client)}-{(secret / 'answered').digest(8).hex()}.json"
 
 
-def _said(settings: Mapping[str, Any], key: str, where: str) -> Any:
+def _required(settings: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in settings:
         raise FlowerError(f"the {where} lacks '{key}'; it has: {', '.join(sorted(settings)) or 'nothing'}")
     return settings[key]
 
 
-def _same(config: Config, recorded: Config, folder: Path) -> None:
+def _check_same(config: Config, recorded: Config, folder: Path) -> None:
     if replace(recorded, engine=config.engine) != config:
         raise run_folder.RunFolderError(
             f"{folder} holds a run of another config; choose another folder in the run config"

@@ -90,17 +90,21 @@ def plan_section(name: str) -> str:
     """Return the plan section of a method's card: the table of the first round and, if it differs, of the last."""
     # Every method supports plain SGD, and the plan does not depend on the optimizer.
     method = {"name": name, **DATA_DEPENDENT.get(name, {})}
-    model, kind = {"name": "vit"}, "a ViT of two layers of width 64"
+    model, kind = {"name": "vit"}, "a ViT (2 layers, width 64)"
     if name in NEEDS_DUAL_ENCODER:
-        model, kind = {"name": "clip", "shape": "tiny"}, "a random CLIP whose towers are 32 and 16 wide"
+        model, kind = {"name": "clip", "shape": "tiny"}, "a randomly initialized CLIP (image width 32, text width 16)"
     config = parse({"method": method, "model": model, "training": {"optimizer": "sgd"}, "rounds": 10})
     experiment = build(config)
     first, last = (_preview(experiment, round) for round in (0, 9))
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
     tables = "\n".join(shown.to_text() for shown in ([first] if same else [first, last]))
-    setting = f"Ten rounds, {kind} on 8 x 8 images, ten clients of which all take part:"
-    blind = "\n\nHere layers are drawn by lot, since there are no data to look at." if name in DATA_DEPENDENT else ""
-    return f"{setting}\n\n```text\n{tables}```{blind}"
+    setting = f"Ten rounds of {kind} on 8 x 8 images, with ten clients in every round:"
+    note = (
+        "\n\nThis table draws the layers at random, because it is computed without data."
+        if name in DATA_DEPENDENT
+        else ""
+    )
+    return f"{setting}\n\n```text\n{tables}```{note}"
 
 
 def preview_of(

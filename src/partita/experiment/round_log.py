@@ -26,47 +26,47 @@ Row = dict[str, Any]
 def log_round(
     experiment: Experiment,
     engine: Engine,
-    each: RoundResult,
+    result: RoundResult,
     seconds: float,
     signal: Mapping[str, float],
-    sights: deque[RoundSummary],
+    summaries: deque[RoundSummary],
 ) -> Row:
     """Evaluate the model as configured and return the round's row.
 
     Args:
         experiment: The experiment.
         engine: The engine that ran the round.
-        each: The round's result.
+        result: The round's result.
         seconds: Duration of the round.
         signal: The server's signal to the clients at the start of the round.
-        sights: Summaries of the previous rounds. The summary of this round is appended if clients choose layers.
+        summaries: Summaries of the previous rounds. The summary of this round is appended if clients choose layers.
 
     Returns:
         The row, without the values that the privacy guarantee forbids to disclose.
     """
     row = {
-        **_happened(experiment, each, seconds),
-        **evaluate_round(experiment, engine, each),
-        **_spending(experiment, each, signal),
-        **_distrusted(each),
-        **_choices(experiment, each, sights),
+        **_outcome(experiment, result, seconds),
+        **evaluate_round(experiment, engine, result),
+        **_spending(experiment, result, signal),
+        **_rejections(result),
+        **_choices(experiment, result, summaries),
     }
     return withhold(row, experiment.guard.privacy_config.unit) if experiment.guard else row
 
 
-def evaluate_round(experiment: Experiment, engine: Engine, each: RoundResult) -> Row:
+def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult) -> Row:
     """Evaluate the model on the central test set and the clients' models on their own test sets, if due."""
-    due, run, last = experiment.config.evaluate, experiment.run, each.number + 1 == experiment.run.rounds
+    due, run, last = experiment.config.evaluate, experiment.run, result.number + 1 == experiment.run.rounds
     federation, model = experiment.federation, experiment.model
     present = engine.clients()
     clients = sorted((run.key / "evaluate").sample(present, min(due.max_clients, len(present))))
 
     def jobs() -> Iterator[Job]:
-        return (make_job(run, model, each.server, each.number, client)[0] for client in clients)
+        return (make_job(run, model, result.server, result.number, client)[0] for client in clients)
 
     test: dict[str, float] | None = None
-    if last or (each.number + 1) % due.every == 0:
-        if _personal(run, *make_job(run, model, each.server, each.number, clients[0]), each.server):
+    if last or (result.number + 1) % due.every == 0:
+        if _personal(run, *make_job(run, model, result.server, result.number, clients[0]), result.server):
             # There is no single model: average the scores of the clients' own models on the central test set.
             # Remote clients do not hold that set, so then there are no scores.
             scored = (
@@ -74,9 +74,9 @@ def evaluate_round(experiment: Experiment, engine: Engine, each: RoundResult) ->
             )
             test = _mean(scored) if scored else None
         else:
-            test = score(model, each.server.params, federation.test, experiment.evaluator)
+            test = score(model, result.server.params, federation.test, experiment.evaluator)
     personal: dict[str, dict[str, float]] | None = None
-    if due.personal_every and _may_report(experiment) and (last or (each.number + 1) % due.personal_every == 0):
+    if due.personal_every and _may_report(experiment) and (last or (result.number + 1) % due.personal_every == 0):
         personal = {}
         for client, scores in engine.evaluate(jobs()):
             for metric, value in scores.items():
@@ -95,38 +95,38 @@ def _may_report(experiment: Experiment) -> bool:
 
 def _personal(run: Run, job: Job, plan: Plan, server: Server) -> bool:
     """Return whether clients have models of their own: private parameters, adaptation, or a personalized download."""
-    made = any(value is not server.params[name] for name, value in job.params.items())
-    return bool(plan.keep) or run.method.adapt is not None or made
+    personalized = any(value is not server.params[name] for name, value in job.params.items())
+    return bool(plan.keep) or run.method.adapt is not None or personalized
 
 
 def _mean(scores: list[dict[str, float]]) -> dict[str, float]:
     """Average the metrics that all clients have. A client lacks a metric if its model's output is not finite."""
-    shared = [metric for metric in scores[0] if all(metric in each for each in scores)]
-    return {metric: sum(each[metric] for each in scores) / len(scores) for metric in shared}
+    shared = [metric for metric in scores[0] if all(metric in client_scores for client_scores in scores)]
+    return {metric: sum(client_scores[metric] for client_scores in scores) / len(scores) for metric in shared}
 
 
-def _happened(experiment: Experiment, each: RoundResult, seconds: float) -> Row:
+def _outcome(experiment: Experiment, result: RoundResult, seconds: float) -> Row:
     return {
-        "round": each.number,
+        "round": result.number,
         "seconds": round(seconds, 4),
-        "lr": experiment.run.rate(each.number),
-        "cohort": list(each.cohort),
-        "population": each.population,
-        "lost": {lost.client: lost.reason for lost in each.lost},
-        "train_loss": each.loss,
-        "bytes": {"up": sum(each.traffic.up.values()), "down": sum(each.traffic.down.values())},
-        "up": dict(each.traffic.up),
-        "down": dict(each.traffic.down),
-        "drift": each.drift,
+        "lr": experiment.run.rate(result.number),
+        "cohort": list(result.cohort),
+        "population": result.population,
+        "lost": {lost.client: lost.reason for lost in result.lost},
+        "train_loss": result.loss,
+        "bytes": {"up": sum(result.traffic.up.values()), "down": sum(result.traffic.down.values())},
+        "up": dict(result.traffic.up),
+        "down": dict(result.traffic.down),
+        "drift": result.drift,
     }
 
 
-def _spending(experiment: Experiment, each: RoundResult, signal: Mapping[str, float]) -> Row:
+def _spending(experiment: Experiment, result: RoundResult, signal: Mapping[str, float]) -> Row:
     """Charge the round and report the privacy spent so far. The plan depends on `signal`, so it is recorded too."""
     guard = experiment.guard
     if guard is None:
         return {}
-    guard.charge(each.number, each.cohort, signal, each.population)
+    guard.charge(result.number, result.cohort, signal, result.population)
     spent = guard.spent()
     finite = spent is not None and math.isfinite(spent)
     return {
@@ -134,29 +134,29 @@ def _spending(experiment: Experiment, each: RoundResult, signal: Mapping[str, fl
     }
 
 
-def _distrusted(each: RoundResult) -> Row:
+def _rejections(result: RoundResult) -> Row:
     """Report refused, clipped and skipped updates and alarms. Most rounds have none."""
     events: Row = {
-        "refused": {lost.client: lost.reason for lost in each.refused},
-        "bounded": {client: each.norms[client] for client in sorted(each.bounded)},
-        "skipped": each.skipped is not None,
-        "alarms": {alarm.kind: alarm.text for alarm in check_round(each)},
+        "refused": {lost.client: lost.reason for lost in result.refused},
+        "bounded": {client: result.norms[client] for client in sorted(result.bounded)},
+        "skipped": result.skipped is not None,
+        "alarms": {alarm.kind: alarm.text for alarm in check_round(result)},
     }
     return {key: value for key, value in events.items() if value}
 
 
-def _choices(experiment: Experiment, each: RoundResult, sights: deque[RoundSummary]) -> Row:
+def _choices(experiment: Experiment, result: RoundResult, summaries: deque[RoundSummary]) -> Row:
     """If clients choose their layers: report the choices, the scores behind them, and alarms."""
     if all(type(rule).narrow is ClientRule.narrow for rule in experiment.run.method.client_rules):
         return {}
-    now = summarize(each, experiment.model)
-    sights.append(now)
+    summary = summarize(result, experiment.model)
+    summaries.append(summary)
     return {
-        "chosen": {client: sorted(layers) for client, layers in now.sent.items()},
-        "scores": {client: dict(scores) for client, scores in now.scores.items()},
+        "chosen": {client: sorted(layers) for client, layers in summary.sent.items()},
+        "scores": {client: dict(scores) for client, scores in summary.scores.items()},
         "alarms": {
             alarm.kind: alarm.text
-            for alarm in (*check_window(list(sights), layer_tags(experiment.model)), *check_round(each))
+            for alarm in (*check_window(list(summaries), layer_tags(experiment.model)), *check_round(result))
         },
     }
 
@@ -174,14 +174,14 @@ def restore_summaries(folder: Path) -> deque[RoundSummary]:
 def stages(experiment: Experiment) -> list[Row]:
     """Return the first client's plan over the run. Consecutive rounds with the same plan form one stage."""
     run, model, client = experiment.run, experiment.model, experiment.federation.clients[0]
-    result: list[tuple[Plan, Row]] = []
+    found: list[tuple[Plan, Row]] = []
     for number in range(run.rounds):
         plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client))
-        if result and result[-1][0] == plan:
-            result[-1][1]["last"] = number
+        if found and found[-1][0] == plan:
+            found[-1][1]["last"] = number
         else:
-            result.append((plan, {"first": number, "last": number, "client": client, "rows": plan_rows(model, plan)}))
-    return [row for _, row in result]
+            found.append((plan, {"first": number, "last": number, "client": client, "rows": plan_rows(model, plan)}))
+    return [row for _, row in found]
 
 
 def plan_rows(model: Model, plan: Plan) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,9 +13,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from partita.storage import atomic_files
 from partita.storage.atomic_files import (
@@ -24,7 +24,6 @@ from partita.storage.atomic_files import (
     DiskError,
     list_checksummed,
     number_in_name,
-    open_regular_file,
     read_json,
     refuse_links,
     write,
@@ -129,7 +128,7 @@ def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def understanding(path: Path) -> Iterator[None]:
+def expect_format(path: Path) -> Iterator[None]:
     """Turn errors from missing keys or wrong types into a DamageError: partita did not write the file like this."""
     try:
         yield
@@ -176,42 +175,27 @@ def environment(device: torch.device, **chosen: object) -> dict[str, str]:
     }
 
 
-_held: set[BinaryIO] = set()  # lock files held by this process
-
-
-def _let_go() -> None:
-    """Close inherited locks: a fork shares its parent's locks and would hold them after the parent is killed."""
-    for handle in _held:
-        handle.close()
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Lock a run folder for this process. The lock is released when the process ends, even if it is killed.
+    """Lock a run folder for this process.
+
+    The lock is released when the process ends, even if it is killed. Its forks do not hold it. The file `.lock` stays.
 
     Raises:
         RunFolderError: Another process holds the lock.
         DiskError: The folder cannot be written.
     """
+    # On a file system without flock, the fallback would be a lock file that a killed process leaves behind.
+    file_lock = FileLock(folder / ".lock", blocking=False, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
-        handle = open_regular_file(folder / ".lock", os.O_WRONLY | os.O_CREAT)
+        file_lock.acquire()
+    except Timeout:
+        raise RunFolderError(f"{folder} is in use by another process; wait for it or choose another folder") from None
     except OSError as error:
         raise DiskError(f"cannot write to {folder} ({error.strerror}); choose another folder") from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunFolderError(
-                f"{folder} is in use by another process; wait for it or choose another folder"
-            ) from None
-        _held.add(handle)
-        try:
-            yield
-        finally:
-            _held.discard(handle)
+    try:
+        yield
+    finally:
+        file_lock.release()

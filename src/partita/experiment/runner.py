@@ -18,7 +18,7 @@ from partita.core.rounds import Engine, initial_server, rounds
 from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
-from partita.experiment.builder import Experiment, build, makes_secret
+from partita.experiment.builder import Experiment, build, build_engine, makes_secret
 from partita.experiment.config import Config
 from partita.experiment.round_log import Row, log_round, restore_summaries, stages
 from partita.privacy import secret
@@ -127,7 +127,7 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
     saved = checkpoint.newest(folder / run_folder.CHECKPOINTS, identity, first, experiment.device)
     run_folder.keep_rows(folder, saved.done, saved.rows if saved.done else None)
     if experiment.guard:
-        with run_folder.understanding(folder / run_folder.ROWS):
+        with run_folder.expect_format(folder / run_folder.ROWS):
             _restore_spending(experiment, experiment.guard, folder)
     return saved
 
@@ -154,34 +154,20 @@ def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path)
 def _engine_and_store(experiment: Experiment, disk: DiskStore) -> Iterator[tuple[Engine, ClientStore]]:
     config = experiment.config.engine
     store: ClientStore = disk if config.client_state == "disk" else MemoryStore(disk)
-    engine = _engine(experiment, store)
+    engine = build_engine(experiment, store)
     if config.workers == 1:
         yield engine, store
         return
     rebuild = None
     if experiment.device.type == "cuda":
-        rebuild = partial(build_engine, _resolved(experiment), experiment.run.secret)
+        rebuild = partial(rebuild_engine, _resolved(experiment), experiment.run.secret)
     with closing(MultiprocessEngine(engine, config.workers, rebuild)) as workers:
         yield workers, store
 
 
-def build_engine(config: Config, secret: Key | None) -> SimulationEngine:
+def rebuild_engine(config: Config, secret: Key | None) -> SimulationEngine:
     """Build an engine in a spawned worker, which shares no memory and must load data and model itself."""
-    return _engine(build(config, secret), MemoryStore())
-
-
-def _engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:
-    return SimulationEngine(
-        experiment.run,
-        experiment.model,
-        experiment.federation,
-        experiment.block,
-        experiment.device,
-        store,
-        experiment.availability,
-        evaluator=experiment.evaluator,
-        graphs=experiment.graphs,
-    )
+    return build_engine(build(config, secret), MemoryStore())
 
 
 def _resolved(experiment: Experiment) -> Config:
@@ -208,9 +194,9 @@ def run_rounds(
     config, run, model = experiment.config, experiment.run, experiment.model
     state = {slot: tensors.to(part, experiment.device) for slot, part in server.state.items()}
     server = replace(server, params=tensors.to(server.params, experiment.device), state=state)
-    begun = clock = time.perf_counter()
+    started = clock = time.perf_counter()
     identity, written = run_folder.verify(folder) or "", run_folder.RowLog(folder)
-    with run_folder.understanding(folder / run_folder.ROWS):
+    with run_folder.expect_format(folder / run_folder.ROWS):
         summaries = restore_summaries(folder)
     last = deque(run_folder.read_rows(folder), maxlen=1)
     row: Row = last[0] if last else {}  # the run may have been stopped after its last round, before writing its result
@@ -228,7 +214,7 @@ def run_rounds(
         clock = time.perf_counter()
     summary = {
         "rounds": run.rounds,
-        "seconds": round(time.perf_counter() - begun, 3),
+        "seconds": round(time.perf_counter() - started, 3),
         "digest": digest(experiment, server, store),
         "test": row.get("test"),
     }

@@ -28,7 +28,7 @@ DIFFER = Differences(rotation=0.5, value=0.3, kernel=1.0)
 class Batch:
     """A batch of federations, (run, ...), and one run of each that never freezes."""
 
-    world: Federation
+    federation: Federation
     setting: Setting
     trace: Trace
     features: Features
@@ -40,15 +40,15 @@ def run(levels: Sequence[float], seeds: int, steps: int) -> Batch:
     The run dimension is ordered by level, then by seed.
     """
     features = feature_map("identity", Size().rank)
-    world = stack([draw(Key(seed), level, features, differ=DIFFER) for level in levels for seed in range(seeds)])
-    setting = Setting(step_size(world, RATE, features), steps, ROUNDS, RIDGE)
-    return Batch(world, setting, warm_up(world, setting, features), features)
+    federation = stack([draw(Key(seed), level, features, differ=DIFFER) for level in levels for seed in range(seeds)])
+    setting = Setting(step_size(federation, RATE, features), steps, ROUNDS, RIDGE)
+    return Batch(federation, setting, warm_up(federation, setting, features), features)
 
 
 def profiles(batch: Batch) -> Tensor:
     """Return the profile objective before the first round and after each, (round + 1, run)."""
     kernels = (batch.trace.kernel_at(round) for round in range(batch.setting.rounds + 1))
-    return torch.stack([profile(moments(batch.world.data, kernel, batch.features), RIDGE) for kernel in kernels])
+    return torch.stack([profile(moments(batch.federation.data, kernel, batch.features), RIDGE) for kernel in kernels])
 
 
 def least_profile(batch: Batch) -> Tensor:
@@ -62,7 +62,7 @@ def least_profile(batch: Batch) -> Tensor:
         if attempt:
             draws = (Key(attempt) / "restart" / side for side in Kernel._fields)
             kernel = Kernel(*(_normal(key, side.shape) for key, side in zip(draws, kernel, strict=True)))
-        best = torch.minimum(best, _descend(batch.world.data, kernel, batch.features))
+        best = torch.minimum(best, _descend(batch.federation.data, kernel, batch.features))
     return best
 
 
@@ -114,7 +114,7 @@ def choices(batch: Batch) -> tuple[Choices, Tensor, Tensor]:
         The final losses of the four choices, the final losses of every warm-up, (warm-up, run), and the automatic
         warm-up, (run,).
     """
-    losses = losses_by_warmup(batch.world, batch.trace, batch.setting, batch.features)
+    losses = losses_by_warmup(batch.federation, batch.trace, batch.setting, batch.features)
     defaults = {name: parameter.default for name, parameter in signature(fedfrozen).parameters.items()}
     auto = automatic_warmup(batch.trace, defaults["threshold"], defaults["patience"])
     rounds = batch.setting.rounds
@@ -135,7 +135,7 @@ def bias_and_drift(batch: Batch) -> tuple[Tensor, Tensor]:
     setting = batch.setting
     kernels = (batch.trace.kernel_at(round) for round in range(setting.rounds + 1))
     excess = [
-        drift(moments(batch.world.data, kernel, batch.features), setting.ridge, setting.lr, setting.steps)[1]
+        drift(moments(batch.federation.data, kernel, batch.features), setting.ridge, setting.lr, setting.steps)[1]
         for kernel in kernels
     ]
     return bias, torch.stack(excess)

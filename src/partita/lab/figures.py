@@ -147,12 +147,12 @@ def _parts(axes: Axes, bias: Tensor, excess: Tensor) -> None:
 
 
 def _line(
-    axes: Axes, across: Sequence[float], values: Tensor, colour: str, label: str | None, dash: Any = "solid"
+    axes: Axes, across: Sequence[float], values: Tensor, color: str, label: str | None, dash: Any = "solid"
 ) -> None:
     """Draw a median with its quartile band. `values` has shape (x, seed)."""
     low, middle, high = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype), dim=-1)
-    axes.plot(across, middle, color=colour, linewidth=1.8, linestyle=dash, label=label, zorder=3)
-    axes.fill_between(across, low, high, color=colour, alpha=0.13, linewidth=0, zorder=2)
+    axes.plot(across, middle, color=color, linewidth=1.8, linestyle=dash, label=label, zorder=3)
+    axes.fill_between(across, low, high, color=color, alpha=0.13, linewidth=0, zorder=2)
 
 
 def _legend(axes: Axes, title: str | None = None) -> None:

@@ -15,13 +15,17 @@ from partita.lab.theory import Data, Features, Kernel, LabError, attend
 
 
 class LinearAttention(Model):
-    """Model Z(H) W with half the squared error over an example's tokens as loss. Initial values come from `world`."""
+    """Model Z(H) W. The loss is half the squared error over an example's tokens. `federation` has initial values."""
 
     name = "linear attention"
 
-    def __init__(self, world: Federation, features: Features) -> None:
+    def __init__(self, federation: Federation, features: Features) -> None:
         self.features = features
-        self.initial = {"query.weight": world.kernel.query, "key.weight": world.kernel.key, "value.weight": world.value}
+        self.initial = {
+            "query.weight": federation.kernel.query,
+            "key.weight": federation.kernel.key,
+            "value.weight": federation.value,
+        }
         # The value weights are the last layer, so they are also tagged as the head.
         self.tags = {
             "query.weight": frozenset({"query", "layer.0"}),

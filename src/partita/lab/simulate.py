@@ -29,9 +29,10 @@ class Setting:
     ridge: float = 0.01
 
 
-def step_size(world: Federation, rate: float, features: Features) -> Tensor:
+def step_size(federation: Federation, rate: float, features: Features) -> Tensor:
     """Return `rate` divided by the largest initial curvature of any client, (run,), to make settings comparable."""
-    curvature = torch.linalg.eigvalsh(moments(world.data, world.kernel, features).gram)  # (run, client, width)
+    gram = moments(federation.data, federation.kernel, features).gram
+    curvature = torch.linalg.eigvalsh(gram)  # (run, client, width)
     return rate / curvature[..., -1].amax(-1)
 
 
@@ -48,20 +49,20 @@ class Trace:
         return Kernel(self.kernel.query[round], self.kernel.key[round])
 
 
-def warm_up(world: Federation, setting: Setting, features: Features) -> Trace:
+def warm_up(federation: Federation, setting: Setting, features: Features) -> Trace:
     """Run FedAvg with all weights trained in every round."""
-    columns = Columns(world.data)
-    kernels, values, spreads = [world.kernel], [world.value], []
+    columns = Columns(federation.data)
+    kernels, values, spreads = [federation.kernel], [federation.value], []
     for _ in range(setting.rounds):
         before = (*kernels[-1], values[-1])
         after = _local(columns, before, setting, features)
         deltas = [end - start.unsqueeze(-3) for end, start in zip(after, before, strict=True)]  # (run, client, ...)
-        share = world.data.weight[..., None, None]
+        share = federation.data.weight[..., None, None]
         steps = [(share * delta).sum(-3) for delta in deltas]
         deviation = torch.cat(
             [delta - step.unsqueeze(-3) for delta, step in zip(deltas[:2], steps[:2], strict=True)], -1
         )
-        spreads.append((world.data.weight * deviation.square().sum((-1, -2))).sum(-1))
+        spreads.append((federation.data.weight * deviation.square().sum((-1, -2))).sum(-1))
         query, key, value = (start + step for start, step in zip(before, steps, strict=True))
         kernels.append(Kernel(query, key))
         values.append(value)
@@ -75,17 +76,17 @@ def _local(columns: Columns, before: Sequence[Tensor], setting: Setting, feature
     clients = columns.share.shape[-2]
     # Concatenate the weights, so that one product with the inputs serves all three.
     joined = torch.cat(list(before), -1)  # (run, width, 2 rank + output)
-    now = joined.unsqueeze(-3).repeat_interleave(clients, -3)  # (run, client, width, 2 rank + output)
+    current = joined.unsqueeze(-3).repeat_interleave(clients, -3)  # (run, client, width, 2 rank + output)
     lr = setting.lr[..., None, None, None] if isinstance(setting.lr, Tensor) else setting.lr
     for _ in range(setting.steps):
-        live = now.detach().requires_grad_()
-        residual = columns.targets - columns.respond(live, sizes, features)
-        value = live[..., -sizes[2] :]
+        leaf = current.detach().requires_grad_()
+        residual = columns.targets - columns.attention_output(leaf, sizes, features)
+        value = leaf[..., -sizes[2] :]
         total = (residual.square().sum((-2, -3)) * columns.share).sum() / 2 + setting.ridge * value.square().sum() / 2
         # Clients are independent, so the gradient of the sum is each client's own gradient.
-        [grad] = torch.autograd.grad(total, [live])
-        now = now - lr * grad
-    return now.split(sizes, -1)
+        [grad] = torch.autograd.grad(total, [leaf])
+        current = current - lr * grad
+    return current.split(sizes, -1)
 
 
 class Columns:
@@ -99,7 +100,7 @@ class Columns:
         self.inputs = data.inputs.movedim(-3, -1).transpose(-3, -2).flatten(-2, -1).contiguous()  # (.., width, column)
         self.targets = data.targets.movedim(-3, -1).transpose(-3, -2).contiguous()  # (..., output, token, example)
 
-    def respond(self, weights: Tensor, sizes: Sequence[int], features: Features) -> Tensor:
+    def attention_output(self, weights: Tensor, sizes: Sequence[int], features: Features) -> Tensor:
         """Compute Z W as φ(H Q) (φ(H K)ᵀ H W), (..., output, token, example)."""
         query, key, value = (weights.transpose(-1, -2) @ self.inputs).split(list(sizes), -2)  # (..., rank, column)
         query, key = (features(part.transpose(-1, -2)).transpose(-1, -2) for part in (query, key))
@@ -116,24 +117,24 @@ def frozen_stage(means: Moments, value: Tensor, setting: Setting, rounds: int) -
     return value
 
 
-def losses_by_warmup(world: Federation, trace: Trace, setting: Setting, features: Features) -> Tensor:
+def losses_by_warmup(federation: Federation, trace: Trace, setting: Setting, features: Features) -> Tensor:
     """Return the final loss for each warm-up from 0 to all rounds, (warm-up, run), from a run that never freezes."""
     final = []
     for warmup in range(setting.rounds + 1):
-        means = moments(world.data, trace.kernel_at(warmup), features)
+        means = moments(federation.data, trace.kernel_at(warmup), features)
         value = frozen_stage(means, trace.value[warmup], setting, setting.rounds - warmup)
         final.append(loss(means, value, setting.ridge))
     return torch.stack(final)
 
 
-def sharpness(world: Federation, trace: Trace, setting: Setting, features: Features) -> Tensor:
+def sharpness(federation: Federation, trace: Trace, setting: Setting, features: Features) -> Tensor:
     """Return the largest learning rate times curvature over all clients and all kernels of the run, (run,).
 
     Below 2, every frozen stage converges, whenever it starts.
     """
     top = []
     for round in range(setting.rounds + 1):
-        gram = moments(world.data, trace.kernel_at(round), features).gram
+        gram = moments(federation.data, trace.kernel_at(round), features).gram
         # eigvalsh needs finite values. A run that diverged is far above 2 in any case.
         curvature = torch.linalg.eigvalsh(gram.nan_to_num(DIVERGED).clamp(-DIVERGED, DIVERGED))
         top.append(curvature[..., -1].amax(-1) + setting.ridge)

@@ -111,16 +111,16 @@ def _matrix(normal: Callable[..., Tensor], name: str, rows: int, columns: int, c
     return (common + own * private) / math.sqrt(rows)
 
 
-def stack(worlds: Sequence[Federation]) -> Federation:
+def stack(federations: Sequence[Federation]) -> Federation:
     """Stack federations to (run, ...). Clients with fewer examples are padded with examples of share zero."""
-    most = max(world.data.share.shape[-1] for world in worlds)
+    most = max(federation.data.share.shape[-1] for federation in federations)
 
     def pad(value: Tensor, axis: int) -> Tensor:
         missing = most - value.shape[axis]
         filler = value.new_zeros([missing if place == axis else length for place, length in enumerate(value.shape)])
         return torch.cat([value, filler], axis)
 
-    data = [world.data for world in worlds]
+    data = [federation.data for federation in federations]
     return Federation(
         Data(
             torch.stack([pad(part.inputs, 1) for part in data]),
@@ -128,6 +128,6 @@ def stack(worlds: Sequence[Federation]) -> Federation:
             torch.stack([pad(part.share, 1) for part in data]),
             torch.stack([part.weight for part in data]),
         ),
-        Kernel(*(torch.stack(sides) for sides in zip(*(world.kernel for world in worlds), strict=True))),
-        torch.stack([world.value for world in worlds]),
+        Kernel(*(torch.stack(sides) for sides in zip(*(federation.kernel for federation in federations), strict=True))),
+        torch.stack([federation.value for federation in federations]),
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor  # torch has no public name for these
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from partita.core.torch_private import is_batchedtensor, is_gradtrackingtensor, own_parameters
 from partita.models import ModelError
 
 
@@ -26,17 +26,17 @@ class _Recompute:
                 "checkpointing does not work under vmap over clients or examples; set engine.clients_per_block = 1 "
                 "and turn off example-level privacy, or set model.checkpointing = false"
             )
-        lent = [(part._parameters, dict(part._parameters)) for part in self.layer.modules()]
+        saved = [(own_parameters(part), dict(own_parameters(part))) for part in self.layer.modules()]
 
         def compute(*inputs: Any) -> Any:
-            before = [dict(own) for own, _ in lent]
-            for own, values in lent:
-                own.update(values)
+            before = [dict(current) for current, _ in saved]
+            for current, values in saved:
+                current.update(values)
             try:
                 return run(*inputs)
             finally:
-                for (own, _), values in zip(lent, before, strict=True):
-                    own.update(values)
+                for (current, _), values in zip(saved, before, strict=True):
+                    current.update(values)
 
         # A layer draws no random numbers, because dropout is off.
         return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -19,6 +19,7 @@ from partita.core.model import Model, Output
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
+from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, tags_of
@@ -41,7 +42,7 @@ class FunctionalModel(Model):
         forward: Runs the module on a batch of inputs.
         initial: Initial values of the trainable parameters.
         tags: Tags of each trainable parameter.
-        places: Slots of each trainable parameter in the module. Tied parameters have several.
+        parameter_slots: Slots of each trainable parameter in the module. Tied parameters have several.
         objective: Selects the loss.
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass. Trainable parameters stay in float32 and are cast in each call.
@@ -52,7 +53,7 @@ class FunctionalModel(Model):
     forward: Callable[[Any, Tensors], Output]
     initial: Tensors
     tags: Mapping[str, Names]
-    places: Mapping[str, tuple[ParameterSlot, ...]]
+    parameter_slots: Mapping[str, tuple[ParameterSlot, ...]]
     objective: Objective = field(default="single", kw_only=True)
     fixed: Tensors = field(default_factory=dict, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
@@ -60,9 +61,9 @@ class FunctionalModel(Model):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         inputs = {**inputs, **self.fixed}
         if self.dtype is None:
-            with self._lent(params):
+            with self._installed(params):
                 return self.forward(self.module, inputs)
-        with self._lent(_cast(params, self.dtype)):
+        with self._installed(_cast(params, self.dtype)):
             out = self.forward(self.module, _cast(inputs, self.dtype))
         return Output(out.logits.float(), None if out.features is None else out.features.float())
 
@@ -96,24 +97,24 @@ class FunctionalModel(Model):
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
         """Write a plain transformers folder, which loads without partita."""
-        with self._lent(params), without_logs():
+        with self._installed(params), without_logs():
             self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, self.module.state_dict()))
         if self.dtype is not None:  # transformers records the first parameter's dtype, but there are two dtypes
             self.module.config.dtype = self.dtype
             self.module.config.save_pretrained(folder)
 
     @contextmanager
-    def _lent(self, params: Tensors) -> Iterator[None]:
+    def _installed(self, params: Tensors) -> Iterator[None]:
         # Not torch.func.functional_call: it looks up every name in each call and silently keeps missing parameters.
-        if params.keys() != self.places.keys():
-            raise ModelError(_wrong_names(self.name, params.keys(), self.places.keys()))
+        if params.keys() != self.parameter_slots.keys():
+            raise ModelError(_wrong_names(self.name, params.keys(), self.parameter_slots.keys()))
         for name, value in params.items():
-            for owner, leaf in self.places[name]:
+            for owner, leaf in self.parameter_slots[name]:
                 owner[leaf] = value
         try:
             yield
         finally:
-            _empty(self.places)
+            _empty(self.parameter_slots)
 
 
 def from_module(
@@ -156,21 +157,23 @@ def from_module(
         checkpoint_layers(module)
     own = dict(module.named_parameters())
     tags = _tags(model_type, module)
-    stays = _frozen(name, tags, frozen)
-    wide = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
-    initial = {path: value.detach().to(wide, copy=True) for path, value in own.items() if path not in stays}
+    frozen_names = _frozen(name, tags, frozen)
+    param_dtype = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
+    initial = {
+        path: value.detach().to(param_dtype, copy=True) for path, value in own.items() if path not in frozen_names
+    }
     if dtype is not None:
-        for path in stays:
+        for path in frozen_names:
             own[path].data = own[path].data.to(dtype)
-    places = _parameter_slots(module, initial.keys())
-    _empty(places)
+    parameter_slots = _parameter_slots(module, initial.keys())
+    _empty(parameter_slots)
     return FunctionalModel(
         name=name,
         module=module,
         forward=forward,
         initial=initial,
         tags={path: tags[path] for path in initial},
-        places=places,
+        parameter_slots=parameter_slots,
         objective=objective,
         fixed=dict(fixed or {}),
         dtype=dtype,
@@ -204,22 +207,22 @@ def _first_names(module: nn.Module) -> dict[int, str]:
 def _parameter_slots(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[ParameterSlot, ...]]:
     """Return the slots of each parameter. Tied parameters have several."""
     first = _first_names(module)
-    places: dict[str, tuple[ParameterSlot, ...]] = dict.fromkeys(names, ())
+    parameter_slots: dict[str, tuple[ParameterSlot, ...]] = dict.fromkeys(names, ())
     for path, value in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = path.rpartition(".")
-        if (name := first[id(value)]) in places:
-            places[name] += ((module.get_submodule(owner)._parameters, leaf),)
-    return places
+        if (name := first[id(value)]) in parameter_slots:
+            parameter_slots[name] += ((own_parameters(module.get_submodule(owner)), leaf),)
+    return parameter_slots
 
 
-def _empty(places: Mapping[str, tuple[ParameterSlot, ...]]) -> None:
-    for slots in places.values():
+def _empty(parameter_slots: Mapping[str, tuple[ParameterSlot, ...]]) -> None:
+    for slots in parameter_slots.values():
         for owner, leaf in slots:
             owner[leaf] = None
 
 
 def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str]) -> Names:
-    stays: set[str] = set()
+    frozen_names: set[str] = set()
     for word in wanted:
         matched = {name for name, carried in tags.items() if word == name or word in carried}
         if not matched:
@@ -227,10 +230,10 @@ def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str]) -> Nam
             raise ModelError(
                 f"frozen: no parameter of {model} is named or tagged '{word}'; {closest_match(word, known)}"
             )
-        stays |= matched
-    if stays >= tags.keys():
+        frozen_names |= matched
+    if frozen_names >= tags.keys():
         raise ModelError(f"frozen: no parameter of {model} is left to train; freeze fewer tags")
-    return frozenset(stays)
+    return frozenset(frozen_names)
 
 
 def _cast(values: Tensors, dtype: torch.dtype) -> Tensors:

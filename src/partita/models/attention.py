@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor  # torch has no public name for these
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from partita.core.torch_private import is_batchedtensor, is_gradtrackingtensor
 from partita.models import ModelError
 
 NAME = "partita"
@@ -23,17 +23,17 @@ REFUSED = ("softcap", "position_bias", "s_aux")  # score modifications of other 
 
 # Replaces `scaled_dot_product` in a layer. The first argument is the layer's attention module.
 AttentionHook = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, float | None, bool], Tensor]
-_watch: ContextVar[AttentionHook | None] = ContextVar("watch", default=None)
+_hook: ContextVar[AttentionHook | None] = ContextVar("attention_hook", default=None)
 
 
 @contextmanager
-def attention_hook(watch: AttentionHook) -> Iterator[None]:
-    """Compute attention with `watch` inside the block."""
-    before = _watch.set(watch)
+def attention_hook(hook: AttentionHook) -> Iterator[None]:
+    """Compute attention with `hook` inside the block."""
+    before = _hook.set(hook)
     try:
         yield
     finally:
-        _watch.reset(before)
+        _hook.reset(before)
 
 
 def scaled_dot_product(
@@ -94,13 +94,15 @@ class _FoldClients(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         clients = info.batch_size
 
-        def front(tensor: Tensor, dim: int | None) -> Tensor:  # (client, example, ...)
+        def clients_first(tensor: Tensor, dim: int | None) -> Tensor:  # (client, example, ...)
             return tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
-        query, key, value = (front(tensor, dims[i]).flatten(0, 1) for i, tensor in enumerate((query, key, value)))
+        query, key, value = (
+            clients_first(tensor, dims[i]).flatten(0, 1) for i, tensor in enumerate((query, key, value))
+        )
         examples = len(query) // clients
         if mask is not None:
-            mask = front(mask, dims[3])  # the example dimension may be 1
+            mask = clients_first(mask, dims[3])  # the example dimension may be 1
             mask = mask.expand(clients, examples, *mask.shape[2:]).flatten(0, 1)
         output = scaled_dot_product(query, key, value, mask, scale, causal)
         return output.reshape(clients, examples, *output.shape[1:]), 0
@@ -108,10 +110,10 @@ class _FoldClients(torch.autograd.Function):
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat key and value heads so that each query head has its own."""
-    sharing = query.shape[1] // key.shape[1]
-    if sharing == 1:
+    group_size = query.shape[1] // key.shape[1]
+    if group_size == 1:
         return key, value
-    key, value = (part[:, :, None].expand(-1, -1, sharing, -1, -1).flatten(1, 2) for part in (key, value))
+    key, value = (part[:, :, None].expand(-1, -1, group_size, -1, -1).flatten(1, 2) for part in (key, value))
     return key, value
 
 
@@ -121,10 +123,10 @@ def _unfused(
     key, value = _for_each_head(query, key, value)
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    if spare := -key.shape[2] % ALIGNMENT.get(query.device.type, 1):
+    if padding := -key.shape[2] % ALIGNMENT.get(query.device.type, 1):
         whole = query.new_ones(1, key.shape[2], dtype=torch.bool) if mask is None else mask
-        mask = functional.pad(whole, (0, spare), value=False if whole.dtype == torch.bool else -torch.inf)
-        key, value = (functional.pad(part, (0, 0, 0, spare)) for part in (key, value))
+        mask = functional.pad(whole, (0, padding), value=False if whole.dtype == torch.bool else -torch.inf)
+        key, value = (functional.pad(part, (0, 0, 0, padding)) for part in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None and mask.dtype == torch.bool:
         # Not -inf: an example with only padding would become NaN.
@@ -155,11 +157,11 @@ def _attention(
         raise ModelError(f"{type(module).__name__} uses {unsupported[0]}, which {NAME} attention does not support")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1  # a mask already includes causality
-    watch = None if torch.compiler.is_compiling() else _watch.get()  # hooks are never used in compiled code
-    if watch is None:
+    hook = None if torch.compiler.is_compiling() else _hook.get()  # hooks are never used in compiled code
+    if hook is None:
         out = scaled_dot_product(query, key, value, attention_mask, scaling, causal)
     else:
-        out = watch(module, query, key, value, attention_mask, scaling, causal)
+        out = hook(module, query, key, value, attention_mask, scaling, causal)
     return out.transpose(1, 2), None  # (example, token, head, width)
 
 
@@ -171,7 +173,7 @@ def _mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    **facts: Any,
+    **options: Any,
 ) -> Tensor | None:
     """Return a Boolean mask (example, 1, query, key), or None for full attention or plain causal attention.
 
@@ -189,7 +191,7 @@ def _mask(
         local_size=local_size,
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False,
-        **facts,
+        **options,
     )
 
 

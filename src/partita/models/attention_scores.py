@@ -26,8 +26,8 @@ from partita.models.adapter import FunctionalModel
 from partita.models.architectures import architecture
 from partita.models.attention import attention_hook, scaled_dot_product
 
-SEEN = "attention_mask"
-EIGHT = 8  # fused kernels need widths that are a multiple of 8
+ATTENTION_MASK = "attention_mask"
+KERNEL_WIDTH = 8  # fused kernels need widths that are a multiple of 8
 TOKENS = ("auto", "cls", "entities", "content")
 DEGENERATE = {
     "all": "softmax makes attention to all tokens 1 in every layer",
@@ -53,13 +53,14 @@ def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: 
     Returns:
         For each layer tag, the scores (example, head).
     """
-    seen, inputs = batch.inputs.get(SEEN), batch.inputs
-    if seen is not None and bool(seen.all()):  # without a mask, fused kernels need only linear memory
-        seen, inputs = None, {name: value for name, value in inputs.items() if name != SEEN}
-    watch = _Scores(model, batch, resolve_tokens(model, tokens), seen, _layers(model))
-    with attention_hook(watch):
+    attention_mask, inputs = batch.inputs.get(ATTENTION_MASK), batch.inputs
+    # Without a mask, fused kernels need only linear memory.
+    if attention_mask is not None and bool(attention_mask.all()):
+        attention_mask, inputs = None, {name: value for name, value in inputs.items() if name != ATTENTION_MASK}
+    hook = _Scores(model, batch, resolve_tokens(model, tokens), attention_mask, _layers(model))
+    with attention_hook(hook):
         model(params, inputs)
-    return watch.found
+    return hook.found
 
 
 def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
@@ -68,18 +69,18 @@ def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
     Raises:
         ModelError: If the choice is unknown, does not fit the model, or gives the same score in every layer.
     """
-    decodes = _decodes(model)
+    is_decoder = _is_decoder(model)
     if tokens in DEGENERATE:
         raise ModelError(f"tokens = '{tokens}' does not distinguish layers: {DEGENERATE[tokens]}; {_remedy(model)}")
     if tokens not in TOKENS:
         raise ModelError(f"tokens is '{tokens}'; {closest_match(tokens, TOKENS)}")
-    if tokens == "cls" and decodes:
+    if tokens == "cls" and is_decoder:
         raise ModelError(f"tokens = 'cls' is for encoders, but {model.name} is a decoder; {_remedy(model)}")
     if tokens == "entities" and model.objective != "tokens":
         raise ModelError(f"tokens = 'entities' is for token classification tasks; {_remedy(model)}")
     if tokens != "auto":
         return tokens
-    return "entities" if model.objective == "tokens" else "content" if decodes else "cls"
+    return "entities" if model.objective == "tokens" else "content" if is_decoder else "cls"
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,7 @@ class _Scores:
     model: FunctionalModel
     batch: Batch
     tokens: str
-    seen: Tensor | None  # (example, token)
+    attention_mask: Tensor | None  # (example, token)
     layers: dict[nn.Module, str]
     found: dict[str, Tensor] = field(default_factory=dict)
 
@@ -106,19 +107,19 @@ class _Scores:
         if module not in self.layers:
             return scaled_dot_product(query, key, value, mask, scale, causal)
         width = value.shape[-1]
-        room = (0, EIGHT - width % EIGHT)
-        marked = _marked(self.model, self.batch, self.tokens, self.seen, key.shape[2]).to(value)
-        value = functional.pad(value, room)
-        value[..., width] = marked[:, None]  # (example, head, token)
+        padding = (0, KERNEL_WIDTH - width % KERNEL_WIDTH)
+        chosen = _chosen_tokens(self.model, self.batch, self.tokens, self.attention_mask, key.shape[2]).to(value)
+        value = functional.pad(value, padding)
+        value[..., width] = chosen[:, None]  # (example, head, token)
         # Fused kernels need query and key as wide as the value. Zero padding does not change their product.
-        query, key = functional.pad(query, room), functional.pad(key, room)
+        query, key = functional.pad(query, padding), functional.pad(key, padding)
         out = scaled_dot_product(query, key, value, mask, width**-0.5 if scale is None else scale, causal)
-        paid = out[..., width].float()  # (example, head, token)
-        if self.seen is None:
-            self.found[self.layers[module]] = paid.mean(-1)
+        received = out[..., width].float()  # (example, head, token)
+        if self.attention_mask is None:
+            self.found[self.layers[module]] = received.mean(-1)
         else:
-            seen = self.seen[:, None].to(paid)  # (example, 1, token)
-            self.found[self.layers[module]] = (paid * seen).sum(-1) / seen.sum(-1).clamp(min=1)
+            attention_mask = self.attention_mask[:, None].to(received)  # (example, 1, token)
+            self.found[self.layers[module]] = (received * attention_mask).sum(-1) / attention_mask.sum(-1).clamp(min=1)
         return out[..., :width]
 
 
@@ -131,18 +132,20 @@ def _layers(model: FunctionalModel) -> dict[nn.Module, str]:
     return layers
 
 
-def _marked(model: FunctionalModel, batch: Batch, tokens: str, seen: Tensor | None, count: int) -> Tensor:
+def _chosen_tokens(
+    model: FunctionalModel, batch: Batch, tokens: str, attention_mask: Tensor | None, count: int
+) -> Tensor:
     """Return a mask of the chosen tokens, (example, token); one row may stand for all examples."""
     device = batch.targets.device
     if tokens == "entities":
         return (batch.targets != IGNORE_INDEX) & (batch.targets != _outside(model))
-    valid = torch.ones(1, count, device=device).bool() if seen is None else seen.bool()
+    valid = torch.ones(1, count, device=device).bool() if attention_mask is None else attention_mask.bool()
     rank = valid.cumsum(1)  # 1 at the first token that is not padding
     if tokens == "cls":
         return valid & (rank == 1)
     if "pixel_values" in batch.inputs:
         return rank > count - _patches(model, batch.inputs["pixel_values"])
-    if not _decodes(model):  # encoder tokenizers add one special token at each end
+    if not _is_decoder(model):  # encoder tokenizers add one special token at each end
         return valid & (rank > 1) & (rank < rank[:, -1:])
     if "input_ids" not in batch.inputs:
         raise ModelError("tokens = 'content' needs token ids, which are not cached; set engine.cache_frozen = false")
@@ -170,12 +173,12 @@ def _patches(model: FunctionalModel, pixels: Tensor) -> int:
     return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch)
 
 
-def _decodes(model: FunctionalModel) -> bool:
+def _is_decoder(model: FunctionalModel) -> bool:
     return "lm" in architecture(str(model.module.config.model_type)).heads
 
 
 def _remedy(model: FunctionalModel) -> str:
-    supported = [word for word in TOKENS[1:] if word != ("cls" if _decodes(model) else "")]
+    supported = [word for word in TOKENS[1:] if word != ("cls" if _is_decoder(model) else "")]
     fit = [word for word in supported if word != "entities" or model.objective == "tokens"]
     return f"set it to 'auto', {' or '.join(repr(word) for word in fit)}"
 

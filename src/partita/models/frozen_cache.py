@@ -17,6 +17,7 @@ from partita.core import memory, tensors
 from partita.core.data import Batch, Examples
 from partita.core.model import Model, Output
 from partita.core.tensors import Tensors
+from partita.core.torch_private import own_parameters
 from partita.models import CACHED_STATES, ModelError
 from partita.models.adapter import FunctionalModel
 from partita.models.architectures import Forward, architecture
@@ -24,7 +25,7 @@ from partita.models.prompts.dual_encoder import DualEncoder
 from partita.models.prompts.prompts import PromptModel
 from partita.models.skip_layers import patched_forward
 
-SEEN = "attention_mask"
+ATTENTION_MASK = "attention_mask"
 CHUNK = 32  # rows computed together; fixed groups make the cache of a resumed run bit-identical
 
 
@@ -37,11 +38,11 @@ def cache_frozen(model: Model, *tables: Examples) -> tuple[Model, tuple[CachedEx
     Raises:
         ModelError: If the model has no frozen lower layers.
     """
-    above, lower, takes = _cut_point(model)
-    cached = tuple(_cached(table, lower, takes) for table in tables)
+    upper, lower, input_name = _cut_point(model)
+    cached = tuple(_cached(table, lower, input_name) for table in tables)
     size = sum(examples.states.nbytes for examples in cached)
     memory.require(size, "engine.cache_frozen", "set it to false, or use fewer or shorter examples")
-    return above, cached
+    return upper, cached
 
 
 def _cut_point(model: Model) -> tuple[Model, Callable[[Tensors], Tensor], str]:
@@ -50,12 +51,12 @@ def _cut_point(model: Model) -> tuple[Model, Callable[[Tensors], Tensor], str]:
     Text prompts do not change the image tower, so all of it can be cached.
     """
     if isinstance(model, DualEncoder | PromptModel):
-        return model, model.remember, "pixel_values"
+        return model, model.features_to_cache, "pixel_values"
     if not isinstance(model, FunctionalModel):
         raise ModelError(f"engine.cache_frozen needs a Hugging Face model, not {model.name}; set it to false")
     body, depth = _body(model), frozen_depth(model)
-    above = _UpperForward(model.forward, body.takes, (*body.embeds, *body.layers[:depth]))
-    return replace(model, forward=above), FrozenForward(model, body.layers[depth - 1]), body.takes
+    upper = _UpperForward(model.forward, body.input_name, (*body.embeds, *body.layers[:depth]))
+    return replace(model, forward=upper), FrozenForward(model, body.layers[depth - 1]), body.input_name
 
 
 def frozen_depth(model: FunctionalModel) -> int:
@@ -65,10 +66,10 @@ def frozen_depth(model: FunctionalModel) -> int:
         ModelError: If layer 0 or a parameter before it is trainable.
     """
     body = _body(model)
-    before = _trained(model, body.embeds)
-    first = next((depth for depth, layer in enumerate(body.layers) if _trained(model, [layer])), len(body.layers))
+    before = _trainable(model, body.embeds)
+    first = next((depth for depth, layer in enumerate(body.layers) if _trainable(model, [layer])), len(body.layers))
     if before or not first:
-        names = before or _trained(model, body.layers[:1])
+        names = before or _trainable(model, body.layers[:1])
         raise ModelError(_nothing_to_cache(model, names, "before the first layer" if before else "in layer 0"))
     return first
 
@@ -100,56 +101,56 @@ class CachedExamples:
     Attributes:
         examples: The original examples.
         lower: Computes the states from the inputs.
-        takes: Name of the input that the states replace.
+        input_name: Name of the input that the states replace.
         offsets: Row boundaries in `states`, (row + 1,).
         states: States of all rows, (token, width): row i is states[offsets[i]:offsets[i + 1]].
-        known: Chunks that are already computed.
+        computed: Chunks that are already computed.
     """
 
     examples: Examples
     lower: Callable[[Tensors], Tensor]
-    takes: str
+    input_name: str
     offsets: Tensor
     states: Tensor
-    known: set[int] = field(default_factory=set)
+    computed: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def take(self, indices: Tensor) -> Batch:
-        for chunk in set((indices // CHUNK).tolist()) - self.known:
+        for chunk in set((indices // CHUNK).tolist()) - self.computed:
             self._compute(chunk)
         batch = self.examples.take(indices)
-        seen = self._seen(batch.inputs, indices)
-        places = (self.offsets[indices].unsqueeze(1) + seen.cumsum(1) - 1).clamp_(min=0)
-        states = self.states[places].masked_fill_(~seen.unsqueeze(-1), 0)  # (row, token, width)
-        others = {name: value for name, value in batch.inputs.items() if name != self.takes}
+        mask = self._mask(batch.inputs, indices)
+        index = (self.offsets[indices].unsqueeze(1) + mask.cumsum(1) - 1).clamp_(min=0)
+        states = self.states[index].masked_fill_(~mask.unsqueeze(-1), 0)  # (row, token, width)
+        others = {name: value for name, value in batch.inputs.items() if name != self.input_name}
         return Batch({CACHED_STATES: states, **others}, batch.targets, batch.mask)
 
     def _compute(self, chunk: int) -> None:
         rows = torch.arange(len(self))[chunk * CHUNK : (chunk + 1) * CHUNK]
         inputs = self.examples.take(rows).inputs
-        self.states[self.offsets[rows[0]] : self.offsets[rows[-1] + 1]] = self.lower(inputs)[self._seen(inputs, rows)]
-        self.known.add(chunk)
+        self.states[self.offsets[rows[0]] : self.offsets[rows[-1] + 1]] = self.lower(inputs)[self._mask(inputs, rows)]
+        self.computed.add(chunk)
 
-    def _seen(self, inputs: Tensors, rows: Tensor) -> Tensor:
+    def _mask(self, inputs: Tensors, rows: Tensor) -> Tensor:
         """Return a mask of the tokens that are not padding, (row, token)."""
-        if SEEN in inputs:
-            return inputs[SEEN].bool()
+        if ATTENTION_MASK in inputs:
+            return inputs[ATTENTION_MASK].bool()
         return torch.ones(len(rows), int(self.offsets[1]), dtype=torch.bool)
 
 
-def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], takes: str) -> CachedExamples:
+def _cached(examples: Examples, lower: Callable[[Tensors], Tensor], input_name: str) -> CachedExamples:
     first = examples.take(torch.arange(1)).inputs
     example = lower(first)  # (1, token, width)
-    if SEEN in first:
+    if ATTENTION_MASK in first:
         rows = torch.arange(len(examples)).split(1024)
-        lengths = torch.cat([examples.take(some).inputs[SEEN].bool().sum(1) for some in rows])
+        lengths = torch.cat([examples.take(some).inputs[ATTENTION_MASK].bool().sum(1) for some in rows])
     else:
         lengths = torch.full((len(examples),), example.shape[1])
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     # new_empty reserves address space only. Memory is used when states are written.
-    return CachedExamples(examples, lower, takes, offsets, example.new_empty(int(offsets[-1]), example.shape[-1]))
+    return CachedExamples(examples, lower, input_name, offsets, example.new_empty(int(offsets[-1]), example.shape[-1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,14 +158,14 @@ class _UpperForward:
     """Runs a module with its lowest parts replaced by the cached states."""
 
     forward: Forward
-    takes: str
+    input_name: str
     parts: tuple[nn.Module, ...]
 
     def __call__(self, module: Any, inputs: Tensors) -> Output:
         others = dict(inputs)
         states = others.pop(CACHED_STATES)
         with patched_forward(self.parts, lambda *_, **__: states):
-            return self.forward(module, {self.takes: states, **others})
+            return self.forward(module, {self.input_name: states, **others})
 
 
 class _StopForward(Exception):
@@ -180,7 +181,7 @@ def _stop_after(layer: nn.Module, inputs: Any, output: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Body:
-    takes: str
+    input_name: str
     embeds: Sequence[nn.Module]
     layers: Sequence[nn.Module]
 
@@ -191,13 +192,13 @@ def _body(model: FunctionalModel) -> _Body:
     if start is None:
         raise ModelError(f"engine.cache_frozen does not support the architecture '{model_type}'; set it to false")
     embeds = [getattr(body, name) for name in start.embeds if hasattr(body, name)]
-    return _Body(start.takes, embeds, list(body.get_submodule(start.layers)))  # type: ignore[call-overload]
+    return _Body(start.input_name, embeds, list(body.get_submodule(start.layers)))  # type: ignore[call-overload]
 
 
-def _trained(model: FunctionalModel, parts: Sequence[nn.Module]) -> list[str]:
+def _trainable(model: FunctionalModel, parts: Sequence[nn.Module]) -> list[str]:
     """Return the names of trainable parameters in these modules."""
-    owners = {id(child._parameters) for part in parts for child in part.modules()}
-    return [name for name, places in model.places.items() if any(id(owner) in owners for owner, _ in places)]
+    owners = {id(own_parameters(child)) for part in parts for child in part.modules()}
+    return [name for name, slots in model.parameter_slots.items() if any(id(owner) in owners for owner, _ in slots)]
 
 
 def _nothing_to_cache(model: FunctionalModel, names: Sequence[str], where: str) -> str:

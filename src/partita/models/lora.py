@@ -16,6 +16,7 @@ from partita.core import serialization
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
+from partita.core.torch_private import own_parameters
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, ParameterSlot
 from partita.models.architectures import tags_of
@@ -126,9 +127,9 @@ def low_rank(adapted: FunctionalModel, rank: int, alpha: float, roles: tuple[str
         initial[A] = _uniform(rank, into, key / A).to(weight.device)
         initial[B] = torch.zeros(out, rank, device=weight.device)
         tags[A] = tags[B] = every_tag[f"{site}.weight"] | {"lora"}
-    module, places = _injected(adapted, _config(rank, alpha, sites), sites)
+    module, parameter_slots = _injected(adapted, _config(rank, alpha, sites), sites)
     own = {item.name: getattr(adapted, item.name) for item in fields(adapted)}
-    changed = {"module": module, "initial": initial, "tags": tags, "places": places}
+    changed = {"module": module, "initial": initial, "tags": tags, "parameter_slots": parameter_slots}
     return LowRankModel(**{**own, **changed}, base=adapted, rank=rank, alpha=alpha, sites=sites)
 
 
@@ -162,20 +163,20 @@ def _injected(
     PEFT wraps a layer without changing it, so the slots of its parameters stay valid.
     """
     shared = {id(value): value for value in adapted.module.parameters()}  # do not copy frozen parameters
-    module, places = copy.deepcopy((adapted.module, dict(adapted.places)), shared)
-    _fill(places, adapted.initial)  # PEFT reads the weights
+    module, parameter_slots = copy.deepcopy((adapted.module, dict(adapted.parameter_slots)), shared)
+    _fill(parameter_slots, adapted.initial)  # PEFT reads the weights
     with torch.random.fork_rng(devices=[]):  # PEFT draws its own factors from the global generator
         _peft().inject_adapter_in_model(config, module, ADAPTER)
     for site in sites:
         for factor in FACTORS:
-            owner = module.get_submodule(f"{site}.{factor}.{ADAPTER}")._parameters
-            places[f"{site}.{factor}.weight"] = ((owner, "weight"),)
-    _fill(places, dict.fromkeys(places))
-    return module, places
+            owner = own_parameters(module.get_submodule(f"{site}.{factor}.{ADAPTER}"))
+            parameter_slots[f"{site}.{factor}.weight"] = ((owner, "weight"),)
+    _fill(parameter_slots, dict.fromkeys(parameter_slots))
+    return module, parameter_slots
 
 
-def _fill(places: Mapping[str, tuple[ParameterSlot, ...]], values: Mapping[str, Tensor | None]) -> None:
-    for name, slots in places.items():
+def _fill(parameter_slots: Mapping[str, tuple[ParameterSlot, ...]], values: Mapping[str, Tensor | None]) -> None:
+    for name, slots in parameter_slots.items():
         for owner, leaf in slots:
             owner[leaf] = values[name]
 

@@ -27,8 +27,8 @@ def skip_layers(model: FunctionalModel, without: Names) -> FunctionalModel:
     if start is None:
         raise ModelError(f"cannot skip layers of a '{model_type}'; use another model, or all layers")
     layers: Any = model.module.base_model.get_submodule(start.layers)
-    left_out = tuple(layers[layer_number(tag)] for tag in sorted(without, key=layer_number))
-    return replace(model, forward=_SkippingForward(model.forward, left_out))
+    skipped = tuple(layers[layer_number(tag)] for tag in sorted(without, key=layer_number))
+    return replace(model, forward=_SkippingForward(model.forward, skipped))
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +37,11 @@ class _SkippingForward:
     layers: tuple[nn.Module, ...]
 
     def __call__(self, module: Any, inputs: Tensors) -> Output:
-        with patched_forward(self.layers, _hand_on):
+        with patched_forward(self.layers, _identity):
             return self.forward(module, inputs)
 
 
-def _hand_on(states: Tensor, *_: Any, **__: Any) -> Tensor:
+def _identity(states: Tensor, *_: Any, **__: Any) -> Tensor:
     return states
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor  # torch has no public name for it
 from torch.nn import functional
+
+from partita.core.torch_private import is_batchedtensor
 
 
 class Linear(nn.Linear):
     """nn.Linear that keeps the autocast dtype under vmap."""
 
-    def forward(self, given: Tensor) -> Tensor:
-        return _linear(given, self.weight, self.bias)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _linear(inputs, self.weight, self.bias)
 
 
 class LinearPatchEmbedding(nn.Conv2d):
@@ -22,10 +23,12 @@ class LinearPatchEmbedding(nn.Conv2d):
     """
 
     def forward(self, pixels: Tensor) -> Tensor:
-        high, wide = self.kernel_size
-        rows, columns = pixels.shape[-2] // high, pixels.shape[-1] // wide
+        height, width = self.kernel_size
+        rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
         windows = (
-            pixels[..., : rows * high, : columns * wide].unflatten(-2, (rows, high)).unflatten(-1, (columns, wide))
+            pixels[..., : rows * height, : columns * width]
+            .unflatten(-2, (rows, height))
+            .unflatten(-1, (columns, width))
         )
         windows = windows.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (example, row, column, number)
         return _linear(windows, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
@@ -36,21 +39,21 @@ def use_vmap_layers(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = Linear
-        elif type(part) is nn.Conv2d and _apart(part):
+        elif type(part) is nn.Conv2d and _has_disjoint_windows(part):
             part.__class__ = LinearPatchEmbedding
 
 
-def _linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Linear layer that casts the bias itself: under vmap, autocast misses it and later layers would run in float32."""
-    lifted = torch.compiler.is_compiling() or is_batchedtensor(given) or is_batchedtensor(weight)
-    if bias is not None and lifted and torch.is_autocast_enabled(given.device.type):
-        bias = bias.to(torch.get_autocast_dtype(given.device.type))
-    if torch.compiler.is_compiling() and given.ndim > 2:
+    batched = torch.compiler.is_compiling() or is_batchedtensor(inputs) or is_batchedtensor(weight)
+    if bias is not None and batched and torch.is_autocast_enabled(inputs.device.type):
+        bias = bias.to(torch.get_autocast_dtype(inputs.device.type))
+    if torch.compiler.is_compiling() and inputs.ndim > 2:
         # Flatten to rows: with more dimensions, vmap needs a count that torch before 2.13 lacks for symbolic shapes.
-        return functional.linear(given.flatten(0, -2), weight, bias).unflatten(0, given.shape[:-1])
-    return functional.linear(given, weight, bias)
+        return functional.linear(inputs.flatten(0, -2), weight, bias).unflatten(0, inputs.shape[:-1])
+    return functional.linear(inputs, weight, bias)
 
 
-def _apart(part: nn.Conv2d) -> bool:
+def _has_disjoint_windows(part: nn.Conv2d) -> bool:
     plain = part.groups == 1 and part.dilation == (1, 1) and part.padding in ((0, 0), "valid")
     return plain and part.kernel_size == part.stride

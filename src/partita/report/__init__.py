@@ -1,10 +1,11 @@
 """Tables, figures and an HTML page from recorded runs. Matplotlib and scipy are imported lazily."""
 
+from partita.report.comparison import Comparison
 from partita.report.load import ReportError, RunRecord, find, load_run, read_metric
 from partita.report.page import page
 from partita.report.plots import picture
 from partita.report.render import to_json, to_markdown, to_text
-from partita.report.tables import Comparison, compare
+from partita.report.tables import compare
 
 __all__ = [
     "Comparison",

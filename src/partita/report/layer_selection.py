@@ -26,13 +26,15 @@ def has_selection(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 def shares(runs: Sequence[RunRecord]) -> dict[int, dict[int, float]]:
     """Return the fraction of clients over all seeds that sent a layer, by layer and completed rounds."""
     sent: dict[int, dict[int, list[int]]] = {}
-    layers = sorted({int(layer.removeprefix(LAYER)) for run in runs for row in _choices(run) for layer in _seen(row)})
+    layers = sorted(
+        {int(layer.removeprefix(LAYER)) for run in runs for row in _choices(run) for layer in _layers_in(row)}
+    )
     for run in runs:
         for row in _choices(run):
             for layer in layers:
-                took = [int(f"{LAYER}{layer}" in chosen) for chosen in row["chosen"].values()]
-                sent.setdefault(layer, {}).setdefault(row["round"] + 1, []).extend(took)
-    return {layer: {done: fmean(took) for done, took in by.items() if took} for layer, by in sent.items()}
+                chose = [int(f"{LAYER}{layer}" in chosen) for chosen in row["chosen"].values()]
+                sent.setdefault(layer, {}).setdefault(row["round"] + 1, []).extend(chose)
+    return {layer: {done: fmean(chose) for done, chose in by.items() if chose} for layer, by in sent.items()}
 
 
 def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:
@@ -51,11 +53,11 @@ def alarms_raised(records: Sequence[RunRecord]) -> Iterator[str]:
     """Yield one line for each alarm and each run of consecutive rounds in which it lasted."""
     for record in records:
         for kind in sorted({kind for row in record.rows for kind in row.get("alarms", {})}):
-            for on, stretch in groupby(record.rows, lambda row, kind=kind: kind in row.get("alarms", {})):  # type: ignore[misc]
-                rows = list(stretch)
-                if on:
-                    span = " to ".join(map(str, sorted({rows[0]["round"] + 1, rows[-1]["round"] + 1})))
-                    where = f"{record.label}, seed {record.seed}, {kind} in round {span}"
+            for raised, group in groupby(record.rows, lambda row, kind=kind: kind in row.get("alarms", {})):  # type: ignore[misc]
+                rows = list(group)
+                if raised:
+                    rounds_shown = " to ".join(map(str, sorted({rows[0]["round"] + 1, rows[-1]["round"] + 1})))
+                    where = f"{record.label}, seed {record.seed}, {kind} in round {rounds_shown}"
                     yield f"{where}: {rows[-1]['alarms'][kind]}."
 
 
@@ -85,7 +87,7 @@ def _choices(run: RunRecord) -> list[Row]:
     return [row for row in run.rows if row.get("chosen")]
 
 
-def _seen(row: Row) -> set[str]:
+def _layers_in(row: Row) -> set[str]:
     scored = {layer for scores in row.get("scores", {}).values() for layer in scores}
     return scored.union(*row["chosen"].values())
 

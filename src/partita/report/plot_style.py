@@ -28,7 +28,7 @@ ROLES = ("embedding", "query", "key", "value", "output", "mlp", "norm", "head")
 class Style:
     """Color and dash pattern of a label."""
 
-    colour: str
+    color: str
     dash: Any
 
 
@@ -54,8 +54,8 @@ def svg(figure: Figure, name: str) -> str:
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", text)
     text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
-    for colour, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--grid"), (UNUSED_COLOR, "--faint")):
-        text = text.replace(colour, f"var({variable})")
+    for color, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--grid"), (UNUSED_COLOR, "--faint")):
+        text = text.replace(color, f"var({variable})")
     return text
 
 
@@ -108,7 +108,7 @@ def legend(figure: Figure, labels: Sequence[str], marked: bool = False) -> None:
 
     handles = [
         # The leading space is needed because matplotlib before 3.10 hides labels that start with an underscore.
-        Line2D([], [], color=style.colour, linestyle=style.dash, linewidth=2, label=" " + shorten(label, 28))
+        Line2D([], [], color=style.color, linestyle=style.dash, linewidth=2, label=" " + shorten(label, 28))
         for label, style in styles(labels).items()
     ]
     if marked:

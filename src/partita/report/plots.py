@@ -44,7 +44,7 @@ class Curve:
     megabytes: list[float] | None  # sent up by all clients so far
 
 
-def curve(runs: Sequence[RunRecord], metric: Metric) -> Curve:
+def curve_of(runs: Sequence[RunRecord], metric: Metric) -> Curve:
     """Compute the curve of one label."""
     by_round: dict[int, list[float]] = {}
     for run in runs:
@@ -120,15 +120,15 @@ def picture(records: Sequence[RunRecord], out: Path | str, metric: str | None = 
 
 
 def _curves(records: Sequence[RunRecord], metric: Metric) -> dict[str, Curve]:
-    curves = {label: curve(runs, metric) for label, runs in by_label(records).items()}
-    return {label: each for label, each in curves.items() if each.rounds}
+    curves = {label: curve_of(runs, metric) for label, runs in by_label(records).items()}
+    return {label: curve for label, curve in curves.items() if curve.rounds}
 
 
 def _draw_rounds(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> bool:
     """Draw the curves. Return whether a plan change was marked."""
     look = styles(by_label(records))
-    for label, each in curves.items():
-        _draw_line(axes, each.rounds, each, look[label], len(curves))
+    for label, curve in curves.items():
+        _draw_line(axes, curve.rounds, curve, look[label], len(curves))
     style_axes(axes, "rounds completed", f"test {metric.titled}{_band(curves)}")
     whole_rounds(axes)
     return _mark_stages(axes, records, look)
@@ -136,10 +136,10 @@ def _draw_rounds(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, 
 
 def _draw_bytes(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> None:
     look = styles(by_label(records))
-    spent = {label: each.megabytes for label, each in curves.items() if each.megabytes}
+    spent = {label: curve.megabytes for label, curve in curves.items() if curve.megabytes}
     for label, megabytes in spent.items():
         _draw_line(axes, megabytes, curves[label], look[label], len(curves))
-        axes.plot(megabytes[-1:], curves[label].mean[-1:], "o", color=look[label].colour, markersize=5, zorder=4)
+        axes.plot(megabytes[-1:], curves[label].mean[-1:], "o", color=look[label].color, markersize=5, zorder=4)
     ends = [megabytes[-1] for megabytes in spent.values()]
     starts = [megabytes[0] for megabytes in spent.values()]
     if ends and min(starts) > 0 and max(ends) > 8 * min(ends):
@@ -148,20 +148,20 @@ def _draw_bytes(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, C
 
 
 def _band(curves: Mapping[str, Curve]) -> str:
-    return "  (band: ±1 sd over seeds)" if any(any(each.sd) for each in curves.values()) else ""
+    return "  (band: ±1 sd over seeds)" if any(any(curve.sd) for curve in curves.values()) else ""
 
 
-def _draw_line(axes: Axes, x: Sequence[float], each: Curve, style: Style, count: int) -> None:
+def _draw_line(axes: Axes, x: Sequence[float], curve: Curve, style: Style, count: int) -> None:
     width, alpha = (1.8, 0.16) if count <= 6 else (1.4, 0.07)
-    look = {"color": style.colour, "linestyle": style.dash, "linewidth": width}
-    axes.plot(x, each.mean, marker=_dot(x), markersize=4, zorder=3, **look)
-    if any(each.sd):
-        low = [value - sd for value, sd in zip(each.mean, each.sd, strict=True)]
-        high = [value + sd for value, sd in zip(each.mean, each.sd, strict=True)]
-        axes.fill_between(x, low, high, color=style.colour, alpha=alpha, linewidth=0, zorder=2)
+    look = {"color": style.color, "linestyle": style.dash, "linewidth": width}
+    axes.plot(x, curve.mean, marker=_marker(x), markersize=4, zorder=3, **look)
+    if any(curve.sd):
+        low = [value - sd for value, sd in zip(curve.mean, curve.sd, strict=True)]
+        high = [value + sd for value, sd in zip(curve.mean, curve.sd, strict=True)]
+        axes.fill_between(x, low, high, color=style.color, alpha=alpha, linewidth=0, zorder=2)
 
 
-def _dot(x: Sequence[float]) -> str | None:
+def _marker(x: Sequence[float]) -> str | None:
     """Mark points on very short lines, which would be invisible otherwise."""
     return "o" if len(x) < 3 else None
 
@@ -176,7 +176,7 @@ def _mark_stages(axes: Axes, records: Sequence[RunRecord], look: Mapping[str, St
         for place, label in enumerate(labels):
             # Labels that change at the same round alternate along the line, so that each is visible.
             dash = (-6 * place, (6, 6 * (len(labels) - 1))) if len(labels) > 1 else (0, (3, 3))
-            axes.axvline(first + 0.5, color=look[label].colour, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1)
+            axes.axvline(first + 0.5, color=look[label].color, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1)
     return bool(marks)
 
 
@@ -205,8 +205,8 @@ def drift_by_role(records: Sequence[RunRecord], measure: str = "dispersion") -> 
         for label in groups:
             if (role, label) in lines:
                 rounds, values = zip(*lines[role, label], strict=True)
-                look = {"color": style[label].colour, "linestyle": style[label].dash, "linewidth": 1.5}
-                panel.plot(rounds, values, marker=_dot(rounds), markersize=4, **look)
+                look = {"color": style[label].color, "linestyle": style[label].dash, "linewidth": 1.5}
+                panel.plot(rounds, values, marker=_marker(rounds), markersize=4, **look)
         below = place + across >= len(roles)
         style_axes(panel, "rounds completed" if below else "", measure if place % across == 0 else "")
         panel.tick_params(labelbottom=below)
@@ -267,7 +267,7 @@ def _strips(
     for row, (label, seeds) in enumerate(values.items()):
         dots = sorted(scale * value for seed in seeds for value in seed)
         rise = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
-        axes.plot(dots, rise, "o", color=look[label].colour, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
+        axes.plot(dots, rise, "o", color=look[label].color, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
         centre, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed, metric) for seed in seeds])
         if centre is not None and worst is not None:
             axes.plot([scale * centre] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)

@@ -29,7 +29,7 @@ def spent(record: RunRecord) -> list[tuple[int, float]]:
     return [(completed, value) for completed, value in values if value is not None]
 
 
-def promises(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+def guarantees(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """Return one table row for each label with privacy. If seeds differ, use the one with the largest epsilon."""
     lines: list[tuple[str, ...]] = []
     for label, runs in by_label(records).items():
@@ -52,7 +52,7 @@ def promises(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     return lines
 
 
-def findings(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+def attack_results(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """Return one table row for each attack on each audited run."""
     lines: list[tuple[str, ...]] = []
     for record in records:
@@ -113,7 +113,7 @@ def epsilon_by_round(records: Sequence[RunRecord]) -> Figure | None:
         for points in lines[label]:
             rounds, values = zip(*points, strict=True)
             mark = "o" if len(rounds) < 3 else None
-            style = {"color": look[label].colour, "linestyle": look[label].dash}
+            style = {"color": look[label].color, "linestyle": look[label].dash}
             axes.plot(rounds, values, marker=mark, markersize=4, linewidth=1.8, **style)
     axes.set_ylim(bottom=0)
     style_axes(axes, "rounds completed", "epsilon spent")
@@ -134,7 +134,7 @@ def attack_curves(records: Sequence[RunRecord]) -> Figure | None:
         panel.plot([1e-3, 1], [1e-3, 1], color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
         for record in records:
             if attack := (record.audit.get("attacks") or {}).get(name):
-                style = {"color": look[record.label].colour, "linestyle": look[record.label].dash}
+                style = {"color": look[record.label].color, "linestyle": look[record.label].dash}
                 panel.plot(attack["false"], attack["true"], drawstyle="steps-post", linewidth=1.6, **style)
         panel.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
         first = panel.get_subplotspec().is_first_col()

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from partita.report.comparison import Comparison, Difference, Line, Reach
 from partita.report.metric import MISSING, Metric, short
-from partita.report.tables import Comparison, Difference, Line, Reach
 from partita.storage.safe_text import printable
 
 PERSONAL_GROUP, COSTS = "personal", ("per client-round", "per run")

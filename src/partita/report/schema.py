@@ -82,7 +82,7 @@ def maybe(shape: Shape) -> Shape:
     return lambda value, where: None if value is None else shape(value, where)
 
 
-def each(shape: Shape) -> Shape:
+def list_of(shape: Shape) -> Shape:
     """Accept a list of items of a shape."""
 
     def check(value: Any, where: str) -> Any:
@@ -128,13 +128,13 @@ ROW = record(
         **dict.fromkeys(("seconds", "lr", "train_loss"), real),
         **dict.fromkeys(("bytes", "up", "down", "test"), maybe(_NUMBERS)),
         **dict.fromkeys(("drift", "personal"), _BY_GROUP),
-        "cohort": maybe(each(text)),
+        "cohort": maybe(list_of(text)),
         "population": count,
         **dict.fromkeys(("lost", "refused"), maybe(table(text))),
         "bounded": maybe(_NUMBERS),
         "skipped": flag,
         "privacy": maybe(record({}, {"epsilon": real, "delta": real})),
-        "chosen": maybe(table(each(_LAYER))),
+        "chosen": maybe(table(list_of(_LAYER))),
         "scores": table(table(real, _LAYER)),
         "alarms": table(text),
     },
@@ -152,11 +152,14 @@ PLAN = record(
     {},
     {
         "metric": METRIC,
-        "stages": each(record({"first": count, "last": count, "rows": each(_PARAMETER)}, {"client": maybe(text)})),
+        "stages": list_of(
+            record({"first": count, "last": count, "rows": list_of(_PARAMETER)}, {"client": maybe(text)})
+        ),
     },
 )
 _ATTACK = record(
-    {"false": each(known), "true": each(known)}, dict.fromkeys(("auc", "true_at_1%", "members", "outsiders"), real)
+    {"false": list_of(known), "true": list_of(known)},
+    dict.fromkeys(("auc", "true_at_1%", "members", "outsiders"), real),
 )
 _BOUND = record(dict.fromkeys(("right", "guesses", "canaries", "confidence", "epsilon"), known))
 _CHECK = record({"what": text, "passed": flag}, dict.fromkeys(("found", "charged"), real))
@@ -166,7 +169,7 @@ AUDIT = record(
         "attacks": maybe(table(_ATTACK)),
         "bound": maybe(_BOUND),
         "claim": maybe(record({}, {"planned": real})),
-        "mechanism": maybe(each(_CHECK)),
+        "mechanism": maybe(list_of(_CHECK)),
     },
 )
 PRIVACY = record(
@@ -175,7 +178,7 @@ PRIVACY = record(
         **dict.fromkeys(("budget", "delta", "noise", "clip", "planned"), real),
         **dict.fromkeys(("unit", "sampling", "accountant"), text),
         "repeatable": flag,
-        **dict.fromkeys(("not_covered", "withheld"), each(text)),
+        **dict.fromkeys(("not_covered", "withheld"), list_of(text)),
     },
 )
 CONFIG = record({"label": text, "seed": whole}, {"rounds": count})

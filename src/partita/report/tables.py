@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from partita.report.comments import caveats, explain_columns
+from partita.report.comparison import WORST_SHARE, Comparison, Difference, Gain, Line, Reach
 from partita.report.load import (
     ReportError,
     RunRecord,
@@ -17,76 +19,11 @@ from partita.report.load import (
     personal,
     present,
     sent,
-    settings,
     tested,
 )
 from partita.report.metric import Metric
 
 LOCAL_BASELINES = ("local-only", "coop")  # methods in which clients train and share nothing
-# Default target as a fraction of the first label's final mean, by higher_is_better.
-WORST_SHARE = {True: 0.95, False: 1.05}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference of a label to the first one, paired over `n` common seeds, with the 95% interval of Student's t."""
-
-    n: int
-    mean: float | None = None
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
-    p_holm: float | None = None  # set if there are at least three labels
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Rounds until the target is reached. Seeds that did not reach it count as infinitely late."""
-
-    rounds: float | None  # median over seeds; None if it is infinite
-    reached: int  # seeds that reached the target
-    of: int  # all seeds
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Clients' gain over local training, over clients and common seeds."""
-
-    mean: float  # higher is better for every metric
-    better: float  # fraction of clients that gain
-
-
-@dataclass(frozen=True)
-class Line:
-    """Results of one label. Values are as recorded, `_sd` is the sample standard deviation, None means unknown."""
-
-    label: str
-    seeds: tuple[int, ...]
-    final: float | None
-    final_sd: float | None
-    stability: float | None
-    personal: float | None
-    personal_sd: float | None  # over clients
-    personal_worst: float | None
-    gain: Gain | None  # None if there is no local baseline, or this is it
-    difference: Difference | None  # None in the first line
-    up: float | None  # bytes per client and round
-    down: float | None
-    total_mb: float | None  # per run, both directions; 1 MB is 10^6 bytes
-    reach: Reach | None
-    seconds: float | None  # per round
-    epsilon: float | None = None  # after the last round, largest over seeds
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Results of all labels, with comments that explain them."""
-
-    metric: str
-    higher_is_better: bool
-    target: float | None
-    lines: tuple[Line, ...]
-    comments: tuple[str, ...]
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -126,8 +63,8 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
         for label, runs in groups.items()
     )
     comments = [
-        *_meaning(lines, target, asked is not None, judge, local_baseline(groups)),
-        *_reservations(groups, finals, differences, metric),
+        *explain_columns(lines, target, asked is not None, judge, local_baseline(groups)),
+        *caveats(groups, finals, differences, metric),
     ]
     return Comparison(metric, judge.higher_is_better, target, lines, tuple(comments))
 
@@ -153,8 +90,8 @@ def _line(
         personal_worst=mean([worst_tenth(values, judge) for values in own]),
         gain=_gain(gained),
         difference=difference,
-        up=mean([_each(run, "up") for run in runs]),
-        down=mean([_each(run, "down") for run in runs]),
+        up=mean([_bytes_per_client(run, "up") for run in runs]),
+        down=mean([_bytes_per_client(run, "down") for run in runs]),
         total_mb=mean([_total(run) for run in runs]),
         reach=None if target is None else _reach(runs, target, judge),
         seconds=mean([mean([number(row.get("seconds")) for row in run.rows]) for run in runs]),
@@ -166,7 +103,7 @@ def _epsilon(run: RunRecord) -> float | None:
     return number((run.rows[-1].get("privacy") or {}).get("epsilon"))
 
 
-def _each(run: RunRecord, way: str) -> float | None:
+def _bytes_per_client(run: RunRecord, way: str) -> float | None:
     """Return the bytes per client and round."""
     sizes, asked = sent(run, way), sum(clients(row) for row in run.rows)
     return None if sizes is None or not asked else sum(sizes) / asked
@@ -215,12 +152,12 @@ def gains(groups: Mapping[str, list[RunRecord]], judge: Metric) -> dict[str, lis
             continue
         pairs = [(personal(run, judge.name), before[run.seed]) for run in runs if run.seed in before]
         by_seed[label] = [
-            present(_less(value, past.get(client), sign) for client, value in own.items()) for own, past in pairs
+            present(_gain_over(value, past.get(client), sign) for client, value in own.items()) for own, past in pairs
         ]
     return {label: seeds for label, seeds in by_seed.items() if any(seeds)}
 
 
-def _less(value: float | None, past: float | None, sign: int) -> float | None:
+def _gain_over(value: float | None, past: float | None, sign: int) -> float | None:
     return None if value is None or past is None else sign * (value - past)
 
 
@@ -230,10 +167,10 @@ def _gain(seeds: Sequence[Sequence[float]]) -> Gain | None:
 
 
 def _reach(runs: list[RunRecord], target: float, judge: Metric) -> Reach:
-    def there(value: float | None) -> bool:
+    def reached(value: float | None) -> bool:
         return value is not None and (value >= target if judge.higher_is_better else value <= target)
 
-    late = [next((round + 1.0 for round, value in tested(run, judge.name) if there(value)), math.inf) for run in runs]
+    late = [next((round + 1.0 for round, value in tested(run, judge.name) if reached(value)), math.inf) for run in runs]
     return Reach(number(statistics.median(late)), sum(map(math.isfinite, late)), len(late))
 
 
@@ -270,9 +207,9 @@ def _difference(first: list[RunRecord], runs: list[RunRecord], metric: str) -> D
 
 
 def _corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
-    tests = {label: each.p for label, each in differences.items() if each.p is not None}
+    tests = {label: difference.p for label, difference in differences.items() if difference.p is not None}
     by_holm = dict(zip(tests, holm(list(tests.values())), strict=True))
-    return {label: replace(each, p_holm=by_holm.get(label)) for label, each in differences.items()}
+    return {label: replace(difference, p_holm=by_holm.get(label)) for label, difference in differences.items()}
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -282,99 +219,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
         corrected[index] = highest
     return corrected
-
-
-def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Metric, base: str | None) -> list[str]:
-    """Explain the columns that are shown."""
-    comments = [
-        f"{judge.name}: value of the last tested round, mean ± sample standard deviation over seeds"
-        f"{'' if judge.higher_is_better else '; lower is better'}.",
-        "stability: standard deviation over the last quarter of the rounds, averaged over seeds; lower is more stable.",
-    ]
-    compared = [line.difference for line in lines if line.difference]
-    if compared:
-        counts = sorted({difference.n for difference in compared})
-        over = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-        points = "in percentage points, " if judge.higher_is_better else ""
-        comments.append(
-            f"difference: to {lines[0].label}, {points}paired over common seeds ({over}), "
-            "with the 95% interval and p of a paired t test."
-        )
-    tests = [difference for difference in compared if difference.p is not None]
-    if any(difference.p_holm is not None for difference in tests):
-        comments.append(f"p: corrected by Holm for {len(tests)} comparisons; the intervals are not corrected.")
-    elif tests:
-        comments.append("p: not corrected for multiple comparisons.")
-    if any(line.personal is not None for line in lines):
-        comments.append(
-            "personal: on each client's own test set; spread is the standard deviation over clients, worst tenth the "
-            "mean over the worst 10% of them."
-        )
-    if any(line.gain for line in lines):
-        comments.append(
-            f"gain: difference to the client's result under {base}, where it trains alone, mean over clients and "
-            "common seeds; better off is the fraction of clients that gain."
-        )
-    if any(line.epsilon is not None for line in lines):
-        comments.append("ε: privacy cost of training after the last round, largest over seeds.")
-    comments.append("client-round: one client sampled in one round, whether or not it answered.")
-    comments.append("MB: sent in both directions in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
-    if target is not None:
-        share = f"{WORST_SHARE[judge.higher_is_better]:.0%}"
-        origin = "as requested" if asked else f"{share} of the final mean of {lines[0].label}"
-        comments.append(
-            f"rounds to {judge.show(target)}: {origin}; the first round counts as 1; median over seeds, where a seed "
-            "that did not reach it counts as infinitely late."
-        )
-    return comments
-
-
-def _reservations(
-    groups: dict[str, list[RunRecord]],
-    finals: dict[str, dict[int, float | None]],
-    differences: dict[str, Difference],
-    metric: str,
-) -> list[str]:
-    """List caveats for the reader."""
-    first, comments = next(iter(groups)), []
-    for label, runs in groups.items():
-        for run in runs:
-            if not run.finished:
-                so_far = f"{len(run.rows)} of {run.config.get('rounds', '?')} rounds"
-                comments.append(f"{label}, seed {run.seed}: unfinished ({so_far}); its last tested round is used.")
-        known = [settings(run) for run in runs]
-        if differing := [key for key in known[0] if any(values.get(key) != known[0][key] for values in known)]:
-            comments.append(
-                f"{label}: its runs differ in more than the seed ({', '.join(differing)}); they are not repeats."
-            )
-        if unknown := [str(seed) for seed, value in finals[label].items() if value is None]:
-            comments.append(f"{label}: no final {metric} for seed {', '.join(unknown)}; left out of the mean.")
-        own = [value for run in runs for value in personal(run, metric).values()]
-        if None in own:
-            comments.append(f"{label}: {own.count(None)} of {len(own)} personal values are missing and left out.")
-        if any(run.privacy.get("repeatable") for run in runs):
-            comments.append(f"{label}: anyone can recompute its noise from the seed, so its epsilon is only simulated.")
-        if len(runs) == 1:
-            comments.append(f"{label}: one seed, so no spread over seeds.")
-        if label != first:
-            comments += _paired_reservations(groups[first], runs, differences[label])
-    return comments
-
-
-def _paired_reservations(first: list[RunRecord], runs: list[RunRecord], difference: Difference) -> list[str]:
-    label, comments = runs[0].label, []
-    common = len({run.seed for run in runs} & {run.seed for run in first})
-    if difference.n < common:
-        comments.append(
-            f"{label}: {common - difference.n} of {common} common seeds left out of the difference, "
-            "because one run of the pair is behind or has no value."
-        )
-    if difference.n < 2:
-        comments.append(
-            f"{label}: no paired difference to {first[0].label}, which needs 2 pairs of runs; here n = {difference.n}."
-        )
-    elif difference.p is None:
-        comments.append(
-            f"{label}: the same difference to {first[0].label} for every seed, so there is nothing to test."
-        )
-    return comments

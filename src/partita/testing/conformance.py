@@ -195,20 +195,20 @@ class EngineProbe:
         _require(names <= plan.up, f"'{_some(names - plan.up)}' is in an update, but the plan does not send it up")
         self.trained |= plan.train
 
-    def after(self, each: RoundResult) -> None:
+    def after(self, result: RoundResult) -> None:
         """Check that the round did not change or copy parameters that no client trained."""
         before = self.model.initial if self.server is None else self.server.params
-        untouched = each.server.params.keys() - self.run.method.server_rule.affected_names(
+        untouched = result.server.params.keys() - self.run.method.server_rule.affected_names(
             self.model, frozenset(self.trained)
         )
-        moved = {name for name in untouched if not torch.equal(before[name], each.server.params[name])}
-        _require(not moved, f"'{_some(moved)}' changed in round {each.number}, but no client trained it")
-        copied = {name for name in untouched if before[name] is not each.server.params[name]}
+        moved = {name for name in untouched if not torch.equal(before[name], result.server.params[name])}
+        _require(not moved, f"'{_some(moved)}' changed in round {result.number}, but no client trained it")
+        copied = {name for name in untouched if before[name] is not result.server.params[name]}
         _require(
             not copied,
-            f"'{_some(copied)}' did not change in round {each.number}, but was copied, so it is sent to all clients",
+            f"'{_some(copied)}' did not change in round {result.number}, but was copied, so it is sent to all clients",
         )
-        self.server, self.trained = each.server, set()
+        self.server, self.trained = result.server, set()
 
 
 def _check_plan(run: Run, model: Model, population: Population) -> None:

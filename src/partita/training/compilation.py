@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from partita.core.tensors import Tensors
+from partita.core.torch_private import RecompileLimitError, limit_recompiles
 from partita.training.client_axis import ClientAxis, translate_errors
 
 SMALL_MODEL = 2**26  # parameters of a whole block, up to which launching kernels costs more than computing
@@ -44,7 +45,6 @@ class CompiledVmap:
 
 def _compiled(function: Callable[..., Any], combine: bool) -> Callable[..., Any]:
     """Compile a function. One program serves most shapes, except for one client, one example, or a mask."""
-    from torch import _dynamo  # the import takes a second
 
     def contiguous_gradients(trainable: Tensors, *rest: Any) -> Any:
         # Flattening makes each gradient contiguous, as the optimizer requires. The compiler does this at no cost; a
@@ -56,9 +56,9 @@ def _compiled(function: Callable[..., Any], combine: bool) -> Callable[..., Any]
 
     def call(*parts: Any) -> Any:
         try:
-            with _dynamo.config.patch(recompile_limit=MAX_PROGRAMS):
+            with limit_recompiles(MAX_PROGRAMS):
                 return program(*parts)
-        except _dynamo.exc.FailOnRecompileLimitHit as error:
+        except RecompileLimitError as error:
             raise RuntimeError(
                 f"its clients' plans and batches need more than {MAX_PROGRAMS} compiled programs"
             ) from error

@@ -20,6 +20,7 @@ from partita.core import tensors
 from partita.core.data import Batch
 from partita.core.optim import Optimizer
 from partita.core.tensors import Slots, Tensors
+from partita.core.torch_private import foreach_copy_
 from partita.training.client_axis import VmapError
 from partita.training.compilation import SMALL_MODEL, CompiledVmap
 from partita.training.gradients import PlainGradients
@@ -160,7 +161,7 @@ class GraphedSteps:
         if captured is None:
             return step(batch)
         held, (replay, losses) = captured
-        torch._foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
+        foreach_copy_(list(_tensors(held)), list(_tensors(batch)))
         replay()
         return losses.clone()
 

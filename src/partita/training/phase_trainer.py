@@ -15,6 +15,7 @@ from partita.core.data import Batch
 from partita.core.optim import Optimizer
 from partita.core.packed import layout_for
 from partita.core.tensors import Slots, Tensors
+from partita.core.torch_private import foreach_copy_, foreach_zero_
 from partita.training.client_axis import ClientVmap, leading_clients
 from partita.training.gradients import GradientEstimator, PlainGradients
 from partita.training.phase_work import PhaseWork
@@ -120,16 +121,16 @@ class PhaseTrainer:
         """Start other work of the same shape in the same tensors."""
         self._begin(work)
         if fixed := list(leaves([value for value, _ in self.fixed])):
-            torch._foreach_copy_(fixed, list(leaves([value for value, _ in work.fixed])))
+            foreach_copy_(fixed, list(leaves([value for value, _ in work.fixed])))
         start = [work.start_params[0][name] for name in self.names]
         others = work.start_params[1:]
         same_start = all(all(map(operator.is_, [params[name] for name in self.names], start)) for params in others)
         if same_start and not any(work.moments):
-            torch._foreach_copy_(list(self.trainable.values()), start)  # broadcast to all clients
+            foreach_copy_(list(self.trainable.values()), start)  # broadcast to all clients
             if self.moments:
-                torch._foreach_zero_(list(leaves(self.moments)))
+                foreach_zero_(list(leaves(self.moments)))
         else:
-            torch._foreach_copy_(list(leaves([self.trainable, self.moments])), list(leaves(list(work.stacked()))))
+            foreach_copy_(list(leaves([self.trainable, self.moments])), list(leaves(list(work.stacked()))))
 
     def step(self, batch: Batch) -> Tensor:
         """Take one step of the leading clients, those in the batch; the others have finished.

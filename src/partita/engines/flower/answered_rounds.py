@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from partita.core.client import ClientError, ClientState, Job
 from partita.engines.flower.fingerprints import Fingerprints
@@ -22,7 +21,7 @@ class HistoryError(ValueError):
     """A site's record cannot be read. Continuing without it would be unsafe."""
 
 
-def enter(path: Path, job_id: JobId) -> bool:
+def register_job(path: Path, job_id: JobId) -> bool:
     """Record a job and check that it is not a replay.
 
     Rounds never decrease within a session, and a session that was replaced by another does not return. So a replayed
@@ -38,26 +37,26 @@ def enter(path: Path, job_id: JobId) -> bool:
     Raises:
         ClientError: The message is an old one, or there were too many sessions.
     """
-    seen = _read(path) or {"session": "", "round": 0, "ended": []}
-    new = job_id.session != seen["session"]
-    if job_id.session in seen["ended"]:
+    record = _read(path) or {"session": "", "round": 0, "ended": []}
+    new = job_id.session != record["session"]
+    if job_id.session in record["ended"]:
         raise ClientError(job_id.client, f"session '{job_id.session}' has ended here; this is an old message")
-    if not new and job_id.round < seen["round"]:
+    if not new and job_id.round < record["round"]:
         raise ClientError(
-            job_id.client, f"was asked for round {job_id.round} after round {seen['round']}; this is an old message"
+            job_id.client, f"was asked for round {job_id.round} after round {record['round']}; this is an old message"
         )
-    if new and seen["session"]:
-        seen["ended"].append(seen["session"])
-    if len(seen["ended"]) >= SESSIONS_KEPT:
+    if new and record["session"]:
+        record["ended"].append(record["session"])
+    if len(record["ended"]) >= SESSIONS_KEPT:
         raise ClientError(
             job_id.client, f"has seen {SESSIONS_KEPT} sessions of this run; delete {path.name} to continue"
         )
-    if new or job_id.round > seen["round"]:
-        atomic_files.write(path, json.dumps({**seen, "session": job_id.session, "round": job_id.round}).encode())
+    if new or job_id.round > record["round"]:
+        atomic_files.write(path, json.dumps({**record, "session": job_id.session, "round": job_id.round}).encode())
     return new
 
 
-def claim(path: Path, round: int, asked: str) -> bool:
+def claim(path: Path, round: int, request: str) -> bool:
     """Claim a round's noise for a request.
 
     The first request of a round gets the noise, and so does an identical repetition. The claim is on disk before this
@@ -66,17 +65,19 @@ def claim(path: Path, round: int, asked: str) -> bool:
     Args:
         path: The site's record of answered rounds.
         round: The round.
-        asked: Fingerprint of the request.
+        request: Fingerprint of the request.
 
     Returns:
         Whether noise may be drawn for this request.
     """
-    with _locked(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the lock, two processes that answer at the same time would both find the round unclaimed.
+    with FileLock(path.with_suffix(".lock"), poll_interval=0.01, fallback_to_soft=False):
         answered = _read(path) or {}
-        first = answered.setdefault(str(round), asked)
-        if first == asked:
+        claimed = answered.setdefault(str(round), request)
+        if claimed == request:
             atomic_files.write(path, json.dumps(answered).encode())
-    return bool(first == asked)
+    return bool(claimed == request)
 
 
 def fingerprint(job: Job, state: ClientState, config: str, examples: int) -> str:
@@ -88,8 +89,8 @@ def fingerprint(job: Job, state: ClientState, config: str, examples: int) -> str
     parts |= {f"slot.{slot}": part for slot, part in job.slots.items()}
     parts |= {f"memory.{slot}": part for slot, part in state.memory.items()}
     fingerprints = {name: Fingerprints()(part) for name, part in sorted(parts.items())}
-    whole = json.dumps([config, examples, fingerprints, sorted(job.signal.items())])
-    return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
+    content = json.dumps([config, examples, fingerprints, sorted(job.signal.items())])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -102,12 +103,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         raise HistoryError(f"{path.name} in this site's folder is damaged; restore it from a copy")
     return record
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock the record: otherwise two processes that answer at the same time would both find the round unclaimed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

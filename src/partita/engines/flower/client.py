@@ -72,15 +72,15 @@ def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) 
     app = ClientApp()
 
     @app.query()
-    def meet(message: Message, context: Context) -> Message:
+    def answer_query(message: Message, context: Context) -> Message:
         return _reply(message, lambda: messages.encode_name(name(context)))
 
     @app.train()
-    def learn(message: Message, context: Context) -> Message:
+    def answer_train(message: Message, context: Context) -> Message:
         return _reply(message, lambda: train(site(context), message.content))
 
     @app.evaluate()
-    def judge(message: Message, context: Context) -> Message:
+    def answer_evaluate(message: Message, context: Context) -> Message:
         return _reply(message, lambda: evaluate(site(context), message.content))
 
     return app
@@ -88,9 +88,9 @@ def client_app(name: Callable[[Context], str], site: Callable[[Context], Site]) 
 
 def train(site: Site, content: RecordDict) -> RecordDict:
     """Answer a training job with an update, or with an error reply."""
-    request, plan, engine = _enter(site, content, done=0)
-    held = _held(site.folder / COPY)
-    job = _job(site, request, plan, held)
+    request, plan, engine = _accept(site, content, done=0)
+    copy = _read_copy(site.folder / COPY)
+    job = _job(site, request, plan, copy)
     if isinstance(job, ErrorReply):
         return messages.encode_error(job)
     if site.run.method.privacy and not _may_answer(site, engine, job):
@@ -102,7 +102,7 @@ def train(site: Site, content: RecordDict) -> RecordDict:
         )
     if request.sent:
         # Save the copy before answering: the server assumes that a client holds everything it has answered to.
-        atomic_files.write(site.folder / COPY, serialization.pack({"params": {**held, **request.sent}}))
+        atomic_files.write(site.folder / COPY, serialization.pack({"params": {**copy, **request.sent}}))
     [answer] = engine.train([job])
     if isinstance(answer, ClientFailure):
         return messages.encode_error(ErrorReply(answer.reason))
@@ -112,23 +112,23 @@ def train(site: Site, content: RecordDict) -> RecordDict:
 
 def evaluate(site: Site, content: RecordDict) -> RecordDict:
     """Answer an evaluation job with scores, or with an error reply."""
-    request, plan, engine = _enter(site, content, done=1)
+    request, plan, engine = _accept(site, content, done=1)
     if site.run.method.privacy and site.run.method.adapt:
         return messages.encode_error(
             ErrorReply(f"{site.run.method.name} adapts to training examples before it is scored, without adding noise")
         )
-    job = _job(site, request, plan, _held(site.folder / COPY))
+    job = _job(site, request, plan, _read_copy(site.folder / COPY))
     if isinstance(job, ErrorReply):
         return messages.encode_error(job)
     [(_, scores)] = engine.evaluate([job])
     return messages.encode_scores({name: value for name, value in scores.items() if is_valid_score(name, value)})
 
 
-def _enter(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Plan, SimulationEngine]:
+def _accept(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Plan, SimulationEngine]:
     """Return the request, its plan, and an engine for this one client. Check everything before changing any file."""
     request = messages.decode_job(content)
     plan = check_request(site.run, site.model, site.client, site.config, request, done)
-    if answered_rounds.enter(site.folder / SESSION, request.job_id):
+    if answered_rounds.register_job(site.folder / SESSION, request.job_id):
         (site.folder / COPY).unlink(missing_ok=True)
     store = DiskStore(site.folder / STATES, site.device)
     store.rewind(request.void)
@@ -149,20 +149,20 @@ def _enter(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Pla
 
 def _may_answer(site: Site, engine: SimulationEngine, job: Job) -> bool:
     state = engine.store.load(site.client, job.round)
-    asked = answered_rounds.fingerprint(job, state, site.config, len(site.data.train))
-    return answered_rounds.claim(site.answered or site.folder / ANSWERED, job.round, asked)
+    request_fingerprint = answered_rounds.fingerprint(job, state, site.config, len(site.data.train))
+    return answered_rounds.claim(site.answered or site.folder / ANSWERED, job.round, request_fingerprint)
 
 
-def _held(path: Path) -> Tensors:
+def _read_copy(path: Path) -> Tensors:
     try:
         return serialization.unpack(path.read_bytes()).get("params", {})
     except (FileNotFoundError, safetensors.SafetensorError):
         return {}  # the fingerprint check notices what is missing
 
 
-def _job(site: Site, request: SiteRequest, plan: Plan, held: Tensors) -> Job | ErrorReply:
+def _job(site: Site, request: SiteRequest, plan: Plan, copy: Tensors) -> Job | ErrorReply:
     """Return the job with all its parameters, or an error if they differ from the server's."""
-    initial, known = site.model.initial, {**held, **request.sent}
+    initial, known = site.model.initial, {**copy, **request.sent}
     params = {name: known[name] if name in known else initial[name].cpu() for name in sorted(plan.down)}
     if Fingerprints()(params) != request.fingerprint:
         return ErrorReply(

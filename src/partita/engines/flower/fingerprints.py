@@ -17,15 +17,15 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self.known: dict[str, tuple[Tensor, str]] = {}
+        self.cache: dict[str, tuple[Tensor, str]] = {}
 
     def __call__(self, params: Tensors) -> str:
-        whole = hashlib.blake2b(digest_size=16)
+        hasher = hashlib.blake2b(digest_size=16)
         for name, value in sorted(params.items()):
-            whole.update(f"{name} {self._one(name, value)} ".encode())
-        return whole.hexdigest()
+            hasher.update(f"{name} {self._digest(name, value)} ".encode())
+        return hasher.hexdigest()
 
-    def _one(self, name: str, value: Tensor) -> str:
-        if name not in self.known or self.known[name][0] is not value:
-            self.known[name] = (value, tensors.digest({name: value}))
-        return self.known[name][1]
+    def _digest(self, name: str, value: Tensor) -> str:
+        if name not in self.cache or self.cache[name][0] is not value:
+            self.cache[name] = (value, tensors.digest({name: value}))
+        return self.cache[name][1]

@@ -79,7 +79,7 @@ def deploy_locally(
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    port, *others = free_ports(1 + len(clients))
+    port, *node_ports = free_ports(1 + len(clients))
     with ExitStack() as stack:
         environment = _environment(folder, port)
         if modules is not None:
@@ -102,12 +102,12 @@ def deploy_locally(
 
         listen = ("--insecure", "--host", "127.0.0.1", "--port")
         link = launch("superlink", "flower-superlink", *listen, str(port), "--disable-runtime-dependency-installation")
-        _await(link, port, folder / "superlink.log")
-        started, door = {}, gate(port)
-        for client, own in zip(clients, others, strict=True):
+        _wait_until_healthy(link, port, folder / "superlink.log")
+        started, target_port = {}, gate(port)
+        for client, node_port in zip(clients, node_ports, strict=True):
             config = f'client={json.dumps(client)} folder="{folder / "sites"}" {nodes}'
-            address = ("--superlink", f"127.0.0.1:{door}", "--node-config", config)
-            started[client] = launch(client, "flower-supernode", *listen, str(own), *address)
+            address = ("--superlink", f"127.0.0.1:{target_port}", "--node-config", config)
+            started[client] = launch(client, "flower-supernode", *listen, str(node_port), *address)
         yield LocalDeployment(folder, environment, link, started)
 
 
@@ -147,9 +147,9 @@ def free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
-def _await(link: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    until = time.monotonic() + WAIT
-    while link.poll() is None and time.monotonic() < until:
+def _wait_until_healthy(link: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + WAIT
+    while link.poll() is None and time.monotonic() < end:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
                 return
@@ -160,13 +160,13 @@ def _await(link: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 def terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End the process groups: SIGTERM first, then SIGKILL for those still alive after `PATIENCE` seconds."""
-    for step in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, step)
-        until = time.monotonic() + PATIENCE
+                os.killpg(process.pid, signal_number)
+        end = time.monotonic() + PATIENCE
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, until - time.monotonic()))
+                process.wait(max(0.1, end - time.monotonic()))
     for process in processes:
         process.wait()

@@ -26,12 +26,12 @@ GRACE = 30.0  # seconds after the deadline to download replies that had arrived 
 class Deadline:
     """Start and end of waiting, in monotonic time. The end moves closer once enough clients have answered."""
 
-    begun: float
-    until: float
+    started: float
+    end: float
 
     @property
     def seconds(self) -> float:
-        return self.until - self.begun
+        return self.end - self.started
 
 
 class Mailbox:
@@ -52,34 +52,34 @@ class Mailbox:
         message = Message(content, node, kind, ttl=self.deadline + GRACE, group_id=group)
         return next(iter(self.grid.push_messages([message])), None) or None
 
-    def fetch(self, asked: Sequence[str | None], begun: float, enough: int) -> Iterator[Message | str]:
+    def fetch(self, message_ids: Sequence[str | None], started: float, enough: int) -> Iterator[Message | str]:
         """Collect replies in the order of the requests.
 
         Args:
-            asked: Ids of the sent messages; None for a message that could not be sent.
-            begun: Monotonic time at which the round began.
+            message_ids: Ids of the sent messages; None for a message that could not be sent.
+            started: Monotonic time at which the round began.
             enough: Number of results after which the remaining clients have `patience` seconds.
 
         Yields:
             Each reply, or the reason why there is none.
         """
-        limit = Deadline(begun, begun + self.deadline)
+        limit = Deadline(started, started + self.deadline)
         if self.patience == math.inf:
-            yield from (self._fetch(message, limit) for message in asked)
+            yield from (self._fetch(message, limit) for message in message_ids)
             return
         # Fetch all in parallel, to see who answers. The cost: replies are held in memory until it is their turn.
-        box: SimpleQueue[tuple[int, Message | str | Exception]] = SimpleQueue()
-        for place, message in enumerate(asked):
-            Thread(target=self._fetch_into, args=(box, place, message, limit), daemon=True).start()
+        queue: SimpleQueue[tuple[int, Message | str | Exception]] = SimpleQueue()
+        for place, message in enumerate(message_ids):
+            Thread(target=self._fetch_into, args=(queue, place, message, limit), daemon=True).start()
         received: dict[int, Message | str | Exception] = {}
         answers = 0
-        for place in range(len(asked)):
+        for place in range(len(message_ids)):
             while place not in received:
-                where, reply = box.get()
+                where, reply = queue.get()
                 received[where] = reply
                 answers += messages.has_result(reply)
                 if answers == enough and messages.has_result(reply):
-                    limit.until = min(limit.until, time.monotonic() + self.patience)
+                    limit.end = min(limit.end, time.monotonic() + self.patience)
             current = received.pop(place)
             if isinstance(current, Exception):
                 raise current
@@ -91,41 +91,45 @@ class Mailbox:
         return self._pull(message, Deadline(now, now + GRACE))
 
     def _fetch_into(
-        self, box: SimpleQueue[tuple[int, Message | str | Exception]], place: int, message: str | None, limit: Deadline
+        self,
+        queue: SimpleQueue[tuple[int, Message | str | Exception]],
+        place: int,
+        message: str | None,
+        limit: Deadline,
     ) -> None:
         try:
-            box.put((place, self._fetch(message, limit)))
+            queue.put((place, self._fetch(message, limit)))
         except Exception as error:
-            box.put((place, error))
+            queue.put((place, error))
 
     def _fetch(self, message: str | None, limit: Deadline) -> Message | str:
         """Wait for a reply. One that arrived by the deadline counts, even if it is fetched later."""
         while message:
-            late = time.monotonic() - limit.until
-            reply = self._pull(message, limit, max(GRACE, late + 1.0) if late >= 0 else 0.0)
-            if reply or late >= 0:
+            overdue = time.monotonic() - limit.end
+            reply = self._pull(message, limit, max(GRACE, overdue + 1.0) if overdue >= 0 else 0.0)
+            if reply or overdue >= 0:
                 return reply or f"gave no answer within {limit.seconds:.3g} s"
-            time.sleep(max(0.0, min(self.poll, limit.until - time.monotonic())))
+            time.sleep(max(0.0, min(self.poll, limit.end - time.monotonic())))
         return "is no longer connected"
 
     def _pull(self, message: str, limit: Deadline, grace: float = 0.0) -> Message | str | None:
         """Pull a reply in a thread: Flower blocks on an upload in progress, even if the sender died during it."""
-        box: SimpleQueue[Message | Exception | None] = SimpleQueue()
+        queue: SimpleQueue[Message | Exception | None] = SimpleQueue()
 
         def fetch() -> None:
             try:
-                box.put(next(iter(self.grid.pull_messages([message])), None))
+                queue.put(next(iter(self.grid.pull_messages([message])), None))
             except Exception as error:
-                box.put(error)
+                queue.put(error)
 
         Thread(target=fetch, daemon=True).start()
         while True:
             try:
-                reply = box.get(timeout=self.poll)
+                reply = queue.get(timeout=self.poll)
                 break
             except Empty:
                 # Check the limit every time, since it may have moved closer.
-                if time.monotonic() > limit.until + grace:
+                if time.monotonic() > limit.end + grace:
                     return f"had not sent its whole answer within {limit.seconds:.3g} s"
         if isinstance(reply, Exception):
             if isinstance(reply, OSError) or type(reply).__module__.startswith(CONNECTION):

@@ -66,12 +66,12 @@ class ErrorReply:
 def encode_job(job: Job, fingerprint: str, session: str, config: str, void: int, settled: int) -> RecordDict:
     """Encode a job. See `SiteRequest` for the arguments."""
     job_id = asdict(JobId(job.round, job.client, session))
-    about: dict[str, Any] = {"seal": fingerprint, "config": config, "void": void, "settled": settled}
+    fields: dict[str, Any] = {"seal": fingerprint, "config": config, "void": void, "settled": settled}
     return RecordDict(
         {
-            "job": ConfigRecord({**job_id, **about}),
+            "job": ConfigRecord({**job_id, **fields}),
             "signal": MetricRecord(dict(job.signal)),
-            "tensors": _blob({"params": tensors.select(job.params, job.stale), **job.slots}),
+            "tensors": _tensor_record({"params": tensors.select(job.params, job.stale), **job.slots}),
         }
     )
 
@@ -92,10 +92,10 @@ def decode_job(content: RecordDict) -> SiteRequest:
     )
 
 
-def with_job_id(answer: RecordDict, asked: RecordDict) -> RecordDict:
+def with_job_id(answer: RecordDict, request: RecordDict) -> RecordDict:
     """Add the job id of the request to an answer, if it can be read."""
     try:
-        job_id = decode_job_id(asked, "job")
+        job_id = decode_job_id(request, "job")
     except MessageError:
         return answer
     return RecordDict({**answer, "job_id": ConfigRecord(asdict(job_id))})
@@ -115,7 +115,7 @@ def encode_update(update: Update) -> RecordDict:
             "numbers": MetricRecord(numbers),
             "steps": MetricRecord(dict(update.steps)),
             "metrics": MetricRecord(dict(update.metrics)),
-            "tensors": _blob({"delta": update.delta, **update.slots}),
+            "tensors": _tensor_record({"delta": update.delta, **update.slots}),
         }
     )
 
@@ -192,7 +192,7 @@ def has_result(reply: object) -> bool:
     return isinstance(reply, Message) and reply.has_content() and "refusal" not in reply.content
 
 
-def _blob(slots: serialization.Message) -> ArrayRecord:
+def _tensor_record(slots: serialization.Message) -> ArrayRecord:
     if not any(slots.values()):
         return ArrayRecord()
     data = serialization.pack(slots)

@@ -13,53 +13,53 @@ from partita.engines.flower.mailbox import Mailbox
 from partita.engines.flower.messages import MessageError, printable_line
 
 _log = logging.getLogger(__name__)
-SHOWN = 3  # failures per node that are logged; a node may fail at every poll
+MAX_LOGGED = 3  # failures per node that are logged; a node may fail at every poll
 
 
 class NodeRegistry:
     """The nodes that are online and the clients they claim to be.
 
     Args:
-        post: The mailbox.
+        mailbox: The mailbox.
         population: The names of all clients.
     """
 
-    def __init__(self, post: Mailbox, population: Sequence[str]) -> None:
-        self.post, self.population = post, population
-        self.said: dict[int, str] = {}  # node -> the client it claims to be, in the order of the claims
-        self.asked: dict[int, str] = {}  # node -> id of the pending message that asks for its name
-        self.first: dict[int, str] = {}  # node -> the first client it claimed to be, which it cannot change
+    def __init__(self, mailbox: Mailbox, population: Sequence[str]) -> None:
+        self.mailbox, self.population = mailbox, population
+        self.claims: dict[int, str] = {}  # node -> the client it claims to be, in the order of the claims
+        self.pending: dict[int, str] = {}  # node -> id of the pending message that asks for its name
+        self.first_claims: dict[int, str] = {}  # node -> the first client it claimed to be, which it cannot change
         self.failures: Counter[int] = Counter()  # node -> failed answers
 
     def online(self) -> dict[str, int]:
         """Return the node of each connected client. New nodes are asked now and count once they have answered."""
-        online = set(self.post.grid.get_node_ids())
-        for node in sorted(online - self.said.keys() - self.asked.keys()):
-            if message := self.post.send(RecordDict(), node, MessageType.QUERY):
-                self.asked[node] = message
-        for node, message in list(self.asked.items()):
-            if reply := self.post.peek(message):
-                del self.asked[node]
-                self._note(node, reply)
+        online = set(self.mailbox.grid.get_node_ids())
+        for node in sorted(online - self.claims.keys() - self.pending.keys()):
+            if message := self.mailbox.send(RecordDict(), node, MessageType.QUERY):
+                self.pending[node] = message
+        for node, message in list(self.pending.items()):
+            if reply := self.mailbox.peek(message):
+                del self.pending[node]
+                self._record(node, reply)
         nodes: dict[str, int] = {}
-        for node, client in self.said.items():
-            if node in online and client in self.population and self.first[node] == client:
+        for node, client in self.claims.items():
+            if node in online and client in self.population and self.first_claims[node] == client:
                 nodes.setdefault(client, node)
         return nodes
 
-    def doubt(self, node: int) -> None:
+    def forget(self, node: int) -> None:
         """Ask a node for its name again after an unanswered job: Flower reports a dead node as online for a minute."""
-        self.said.pop(node, None)
+        self.claims.pop(node, None)
 
-    def _note(self, node: int, reply: Message | str) -> None:
+    def _record(self, node: int, reply: Message | str) -> None:
         try:
-            name = _read(reply)
+            name = _name_in(reply)
         except MessageError as error:
             self.failures[node] += 1
-            if self.failures[node] <= SHOWN:
+            if self.failures[node] <= MAX_LOGGED:
                 _log.warning("node %d did not report its client name and is asked again: %s", node, error)
             return
-        first = self.first.setdefault(node, name)
+        first = self.first_claims.setdefault(node, name)
         if first != name:
             _log.warning(
                 "node %d said it is '%s' and now '%s'; it is ignored",
@@ -71,14 +71,14 @@ class NodeRegistry:
             _log.warning(
                 "node %d says it is '%s', which is not a client of this run; it is ignored", node, printable_line(name)
             )
-        elif name in self.said.values():
+        elif name in self.claims.values():
             _log.warning(
                 "node %d says it is '%s', like another node; the other one is used while it is online", node, name
             )
-        self.said[node] = name
+        self.claims[node] = name
 
 
-def _read(reply: Message | str) -> str:
+def _name_in(reply: Message | str) -> str:
     if isinstance(reply, str):
         raise MessageError(reply)
     if not reply.has_content():

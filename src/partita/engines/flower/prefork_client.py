@@ -11,33 +11,38 @@ import socket
 import sys
 
 
-def main(place: str, program: str, *words: str) -> int:
+def main(socket_path: str, program: str, *arguments: str) -> int:
     """Run a program in a fork of the prefork server. The fork ends when this process ends for any reason.
 
     If the server cannot be reached, this process becomes the program itself.
 
     Args:
-        place: Path of the server's socket.
+        socket_path: Path of the server's socket.
         program: Path of the Flower program.
-        *words: Its arguments.
+        *arguments: Its arguments.
 
     Returns:
         The exit status of the fork.
     """
-    asked = {"words": [program, *words], "folder": os.getcwd(), "environment": dict(os.environ), "pid": os.getpid()}
-    with socket.socket(socket.AF_UNIX) as door:
+    request = {
+        "words": [program, *arguments],
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "pid": os.getpid(),
+    }
+    with socket.socket(socket.AF_UNIX) as connection:
         try:
-            door.connect(place)
+            connection.connect(socket_path)
         except OSError as error:
             print(
-                f"cannot connect to {place} ({error.strerror}); starting {program} without the prefork server",
+                f"cannot connect to {socket_path} ({error.strerror}); starting {program} without the prefork server",
                 file=sys.stderr,
                 flush=True,
             )
-            os.execv(program, [program, *words])
-        socket.send_fds(door, [b"\n"], [0, 1, 2])
-        door.sendall(json.dumps(asked).encode() + b"\n")
-        status = door.recv(1)
+            os.execv(program, [program, *arguments])
+        socket.send_fds(connection, [b"\n"], [0, 1, 2])
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        status = connection.recv(1)
     return status[0] if status else 1
 
 

@@ -48,9 +48,9 @@ def start_prefork_server(
     """
     folder = Path(tempfile.mkdtemp(prefix="warm-"))  # private, and short: a socket path is limited to 100 characters
     for name in PROGRAMS:
-        program, cold = folder / name, Path(sys.executable).with_name(name)
+        program, original = folder / name, Path(sys.executable).with_name(name)
         program.write_text(
-            f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT_MODULE}" "{folder / "door"}" "{cold}" "$@"\n'
+            f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT_MODULE}" "{folder / "door"}" "{original}" "$@"\n'
         )
         program.chmod(0o700)
     with ExitStack() as stack:
@@ -68,12 +68,12 @@ def start_prefork_server(
                 *modules,
             ]
             output = stack.enter_context(log.open("wb")) if log else None
-            waiting = subprocess.Popen(
+            server = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output,
                 pass_fds=[listener.fileno()], process_group=0,
             )  # fmt: skip
-        stack.enter_context(waiting)
-        stack.callback(_kill, waiting)
+        stack.enter_context(server)
+        stack.callback(_kill, server)
         yield {**QUICK, **environment, "PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
 
 
@@ -90,44 +90,44 @@ def main(handle: str, *modules: str) -> None:
     with socket.socket(fileno=int(handle)) as listener:
         # Nothing is ever written to stdin. It becomes readable (EOF) when the parent ends, even if it is killed.
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-            door, _ = listener.accept()
+            connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
-                work(door)
-            door.close()
+                run_program(connection)
+            connection.close()
 
 
-def work(door: socket.socket) -> NoReturn:
+def run_program(connection: socket.socket) -> NoReturn:
     """Run the caller's program in this fork, with the caller's arguments, files, folder and environment."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _, handles, _, _ = socket.recv_fds(door, 1, 3)
-    with door.makefile("rb") as lines:
-        asked: dict[str, Any] = json.loads(lines.readline())
+    _, handles, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as lines:
+        request: dict[str, Any] = json.loads(lines.readline())
     for place, handle in enumerate(handles):
         os.dup2(handle, place)
         os.close(handle)
     with suppress(PermissionError):  # a process can join a group of its own session only
-        os.setpgid(0, os.getpgid(asked["pid"]))
-    os.chdir(asked["folder"])
+        os.setpgid(0, os.getpgid(request["pid"]))
+    os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(asked["environment"])
-    threading.Thread(target=_end_with, args=(door,), daemon=True).start()
-    sys.argv = asked["words"]
+    os.environ.update(request["environment"])
+    threading.Thread(target=_die_with, args=(connection,), daemon=True).start()
+    sys.argv = request["words"]
     name = Path(sys.argv[0]).name
     [program] = entry_points(group="console_scripts", name=name)
     try:
         program.load()()
     except SystemExit as end:
         with suppress(OSError):
-            door.sendall(bytes([end.code % 256 if isinstance(end.code, int) else bool(end.code)]))
+            connection.sendall(bytes([end.code % 256 if isinstance(end.code, int) else bool(end.code)]))
         raise
-    door.sendall(b"\0")
+    connection.sendall(b"\0")
     sys.exit(0)
 
 
-def _end_with(door: socket.socket) -> None:
+def _die_with(connection: socket.socket) -> None:
     """Kill this process when the caller's end of the socket closes."""
-    if not door.recv(1):
+    if not connection.recv(1):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

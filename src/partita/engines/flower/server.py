@@ -94,15 +94,15 @@ class FlowerEngine:
         evaluator: Evaluator = ACCURACY,
     ) -> None:
         self.run, self.model, self.population = run, model, population
-        self.post, self.config, self.evaluator = Mailbox(grid, deadline, poll, patience), config, evaluator
+        self.mailbox, self.config, self.evaluator = Mailbox(grid, deadline, poll, patience), config, evaluator
         self.session, self.start, self.deadline = session, start, deadline
         self.device, self.poll, self.store = device or torch.device("cpu"), poll, RemoteClientStore()
         self.fingerprints = Fingerprints()
         self.answered: dict[str, int] = {}  # client -> the last round whose answer arrived
-        self.names = NodeRegistry(self.post, population)
+        self.registry = NodeRegistry(self.mailbox, population)
         self.nodes: dict[str, int] = {}  # client -> node
         self.enough = max(1, run.min_updates, run.cohort if isinstance(run.cohort, int) else 1)
-        self.need = max(self.enough, wait_for)  # clients needed before the first round; later `enough`
+        self.required = max(self.enough, wait_for)  # clients needed before the first round; later `enough`
 
     def clients(self) -> Sequence[str]:
         """Wait until enough clients are connected, and return them in the population's order.
@@ -110,25 +110,25 @@ class FlowerEngine:
         Raises:
             RunError: There are not enough clients after `deadline` seconds.
         """
-        until = time.monotonic() + self.deadline
-        while len(nodes := self.names.online()) < self.need:
-            if time.monotonic() > until:
+        end = time.monotonic() + self.deadline
+        while len(nodes := self.registry.online()) < self.required:
+            if time.monotonic() > end:
                 connected = ", ".join(sorted(nodes)) or "none"
                 raise RunError(
-                    f"{self.need} clients are needed, but after {self.deadline:g} s there are {len(nodes)} "
+                    f"{self.required} clients are needed, but after {self.deadline:g} s there are {len(nodes)} "
                     f"({connected}); start the SuperNodes of the others, or configure fewer clients"
                 )
             time.sleep(self.poll)
-        self.need, self.nodes = self.enough, nodes
+        self.required, self.nodes = self.enough, nodes
         return [client for client in self.population if client in nodes]
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
-        for expected, reply in self._ask(MessageType.TRAIN, jobs):
+        for expected, reply in self._exchange(MessageType.TRAIN, jobs):
             yield self._update(expected, reply)
 
     def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Score clients' models on their own test sets. With `on` there are no scores: examples are never sent."""
-        for expected, reply in self._ask(MessageType.EVALUATE, jobs) if on is None else ():
+        for expected, reply in self._exchange(MessageType.EVALUATE, jobs) if on is None else ():
             scores, client = self._scores(expected, reply), expected.job_id.client
             if isinstance(scores, ClientFailure):
                 _log.warning("no scores of client '%s': %s", client, scores.reason)
@@ -137,35 +137,35 @@ class FlowerEngine:
 
     def _scores(self, expected: ExpectedReply, reply: Message | str) -> dict[str, float] | ClientFailure:
         try:
-            opened = self._open(expected, reply)
-            if isinstance(opened, ClientFailure):
-                return opened
-            scores = messages.decode_scores(opened)
+            content = self._content_of(expected, reply)
+            if isinstance(content, ClientFailure):
+                return content
+            scores = messages.decode_scores(content)
             check_scores(scores, self.evaluator)
         except MessageError as error:
-            return self._useless(expected, error)
+            return self._unusable(expected, error)
         return scores
 
     def _update(self, expected: ExpectedReply, reply: Message | str) -> Update | ClientFailure:
         try:
-            opened = self._open(expected, reply)
-            if isinstance(opened, ClientFailure):
-                return opened
-            update = messages.decode_update(opened, expected.job_id, expected.limit)
+            content = self._content_of(expected, reply)
+            if isinstance(content, ClientFailure):
+                return content
+            update = messages.decode_update(content, expected.job_id, expected.limit)
         except MessageError as error:
-            return self._useless(expected, error)
+            return self._unusable(expected, error)
         # A site keeps its new state even if its update is refused later, as in the simulation.
         self.answered[update.client] = expected.job_id.round
         slots = {slot: tensors.to(part, self.device) for slot, part in update.slots.items()}
         return replace(update, delta=tensors.to(update.delta, self.device), slots=slots)
 
-    def _useless(self, expected: ExpectedReply, error: MessageError) -> ClientFailure:
+    def _unusable(self, expected: ExpectedReply, error: MessageError) -> ClientFailure:
         client, reason = expected.job_id.client, printable_line(f"its answer cannot be used: {error}")
         if not self.run.skip_failed_clients:
             raise ClientError(client, reason) from error
         return ClientFailure(client, reason, refused=True)
 
-    def _open(self, expected: ExpectedReply, reply: Message | str) -> RecordDict | ClientFailure:
+    def _content_of(self, expected: ExpectedReply, reply: Message | str) -> RecordDict | ClientFailure:
         client = expected.job_id.client
         if isinstance(reply, str):
             return ClientFailure(client, reply)
@@ -181,14 +181,14 @@ class FlowerEngine:
             raise ClientError(client, refusal.reason)
         return ClientFailure(client, refusal.reason, refusal.empty)
 
-    def _ask(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[ExpectedReply, Message | str]]:
-        begun = time.monotonic()
-        asked = [(expected_reply(self.run, self.model, job, self.session), self._send(kind, job)) for job in jobs]
-        enough = max(self.run.min_updates, -(-len(asked) // 2))
-        replies = self.post.fetch([message for _, message in asked], begun, enough)
-        for (expected, _), reply in zip(asked, replies, strict=True):
+    def _exchange(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[ExpectedReply, Message | str]]:
+        started = time.monotonic()
+        requests = [(expected_reply(self.run, self.model, job, self.session), self._send(kind, job)) for job in jobs]
+        enough = max(self.run.min_updates, -(-len(requests) // 2))
+        replies = self.mailbox.fetch([message for _, message in requests], started, enough)
+        for (expected, _), reply in zip(requests, replies, strict=True):
             if isinstance(reply, str):
-                self.names.doubt(self.nodes[expected.job_id.client])
+                self.registry.forget(self.nodes[expected.job_id.client])
             yield expected, reply
 
     def _send(self, kind: str, job: Job) -> str | None:
@@ -196,7 +196,7 @@ class FlowerEngine:
         content = messages.encode_job(
             job, self.fingerprints(job.params), self.session, self.config, void, self.store.commits[0]
         )
-        return self.post.send(content, self.nodes[job.client], kind, str(job.round))
+        return self.mailbox.send(content, self.nodes[job.client], kind, str(job.round))
 
 
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:

@@ -22,67 +22,68 @@ DUAL_ENCODERS = ("clip", "vision-text-dual-encoder")
 class ImageTowerSpec:
     """How to run an image tower. States are (example, token, width); the first token represents the image."""
 
-    enter: Callable[[Any, Tensor], Tensor]  # from pixels to the input of the first layer
+    first_states: Callable[[Any, Tensor], Tensor]  # from pixels to the input of the first layer
     layers: str  # path of the layers
-    leave: Callable[[Any, Tensor], Tensor]  # applied to each token after the last layer
-    beside: tuple[None, ...] = ()  # further positional arguments of a layer: CLIP's requires a mask, here None
+    finish: Callable[[Any, Tensor], Tensor]  # applied to each token after the last layer
+    layer_args: tuple[None, ...] = ()  # further positional arguments of a layer: CLIP's requires a mask, here None
 
 
 @dataclass(frozen=True)
 class TextTowerSpec:
-    """How to run a text tower. States are (text, token, width); `seen` (text, token) is false for padding."""
+    """How to run a text tower. States are (text, token, width); `attention_mask` (text, token) is false for padding."""
 
-    words: str  # path of the token embedding
-    enter: Callable[[Any, Tensor], Tensor]  # from embedded tokens to the input of the first layer
+    token_embedding: str  # path of the token embedding
+    first_states: Callable[[Any, Tensor], Tensor]  # from embedded tokens to the input of the first layer
     layers: str  # path of the layers
     causal: bool
     pool: Callable[[Any, Tensor, Tensor], Tensor]  # from states and `seen` to (text, width)
 
 
-def _clip_words(tower: Any, states: Tensor) -> Tensor:
-    places: Tensor = tower.embeddings.position_embedding.weight[: states.shape[1]]
-    return states + places
+def _add_positions(tower: Any, states: Tensor) -> Tensor:
+    positions: Tensor = tower.embeddings.position_embedding.weight[: states.shape[1]]
+    return states + positions
 
 
-def _last(tower: Any, states: Tensor, seen: Tensor) -> Tensor:
+def _last_token(tower: Any, states: Tensor, attention_mask: Tensor) -> Tensor:
     """Return the state of the last token that is not padding, (text, width)."""
     # A product instead of indexing: it is deterministic on a GPU, also in the backward pass.
-    ends = torch.arange(seen.shape[1], device=seen.device) == seen.sum(1, keepdim=True) - 1  # (text, token)
-    normed: Tensor = tower.final_layer_norm((states * ends.unsqueeze(-1)).sum(1))
-    return normed
+    positions = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    ends = positions == attention_mask.sum(1, keepdim=True) - 1  # (text, token)
+    normalized: Tensor = tower.final_layer_norm((states * ends.unsqueeze(-1)).sum(1))
+    return normalized
 
 
 IMAGE_TOWERS = {
     "clip_vision_model": ImageTowerSpec(
-        enter=lambda tower, pixels: tower.pre_layrnorm(tower.embeddings(pixels)),
+        first_states=lambda tower, pixels: tower.pre_layrnorm(tower.embeddings(pixels)),
         layers="encoder.layers",
-        leave=lambda tower, states: tower.post_layernorm(states),
-        beside=(None,),
+        finish=lambda tower, states: tower.post_layernorm(states),
+        layer_args=(None,),
     ),
     **dict.fromkeys(
         ("dinov2", "dinov2_with_registers"),
         ImageTowerSpec(
-            enter=lambda tower, pixels: tower.embeddings(pixels),
+            first_states=lambda tower, pixels: tower.embeddings(pixels),
             layers="encoder.layer",
-            leave=lambda tower, states: tower.layernorm(states),
+            finish=lambda tower, states: tower.layernorm(states),
         ),
     ),
 }
 
 TEXT_TOWERS = {
     "clip_text_model": TextTowerSpec(
-        words="embeddings.token_embedding",
-        enter=_clip_words,
+        token_embedding="embeddings.token_embedding",
+        first_states=_add_positions,
         layers="encoder.layers",
         causal=True,
-        pool=_last,
+        pool=_last_token,
     ),
     "bert": TextTowerSpec(
-        words="embeddings.word_embeddings",
-        enter=lambda tower, states: tower.embeddings(inputs_embeds=states),
+        token_embedding="embeddings.word_embeddings",
+        first_states=lambda tower, states: tower.embeddings(inputs_embeds=states),
         layers="encoder.layer",
         causal=False,
-        pool=lambda tower, states, seen: tower.pooler(states),
+        pool=lambda tower, states, attention_mask: tower.pooler(states),
     ),
 }
 

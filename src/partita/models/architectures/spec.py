@@ -22,7 +22,7 @@ Forward = Callable[[Any, Tensors], Output]
 class InputSide:
     """The path from an input to the first layer. Paths are relative to the module's body."""
 
-    takes: str  # name of the input
+    input_name: str
     embeds: tuple[str, ...]  # submodules before the first layer; some modules lack some of them
     layers: str  # path of the layers
 

@@ -67,7 +67,7 @@ def clip(
     words = sorted({word for text in (template.format(""), *task.classes) for word in _words(text)})
     with loading.seeded(key):
         module = CLIPModel(_config(shape, task, len(words)))
-    return freeze(f"random {shape} clip", module, _by_word(words), task.classes, template, DTYPES[dtype])
+    return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, DTYPES[dtype])
 
 
 def _tokenizer(path: str) -> Tokenize:
@@ -86,18 +86,21 @@ def _tokenizer(path: str) -> Tokenize:
 
 
 def _config(shape: str, task: Task, words: int) -> CLIPConfig:
-    sight, reading, common = SHAPES[shape]
-    side = task.size
-    patch = 16 if shape == "b16" else next(part for part in (side // 4, side // 2, 1) if part and side % part == 0)
-    if side % patch:
-        raise ModelError(f"image size {side} is not divisible by patch size {patch}; resize them to a multiple of it")
-    vocabulary = max(PAD + 1 + words, reading.get("vocab_size", 0))
+    vision, text_tower, projection = SHAPES[shape]
+    image_size = task.size
+    divisors = (part for part in (image_size // 4, image_size // 2, 1) if part and image_size % part == 0)
+    patch = 16 if shape == "b16" else next(divisors)
+    if image_size % patch:
+        raise ModelError(
+            f"image size {image_size} is not divisible by patch size {patch}; resize them to a multiple of it"
+        )
+    vocabulary = max(PAD + 1 + words, text_tower.get("vocab_size", 0))
     ids = {"bos_token_id": START, "eos_token_id": END, "pad_token_id": PAD, "vocab_size": vocabulary}
-    images = {"image_size": side, "patch_size": patch, "num_channels": task.channels}
-    return CLIPConfig(text_config={**reading, **ids}, vision_config={**sight, **images}, projection_dim=common)
+    images = {"image_size": image_size, "patch_size": patch, "num_channels": task.channels}
+    return CLIPConfig(text_config={**text_tower, **ids}, vision_config={**vision, **images}, projection_dim=projection)
 
 
-def _by_word(words: Sequence[str]) -> Tokenize:
+def _word_tokenizer(words: Sequence[str]) -> Tokenize:
     known = {word: place for place, word in enumerate(words, PAD + 1)}
 
     def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:

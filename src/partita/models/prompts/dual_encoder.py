@@ -33,8 +33,9 @@ class DualEncoder(Model):
         name: Name of the model.
         module: A CLIPModel or VisionTextDualEncoderModel.
         tokenize: Tokenizes texts.
-        held: Tensors computed once: "texts", the features of each class's template text (class, feature); "words", the
-            embedded tokens of each class name (class, token, width); "seen", their padding mask (class, token).
+        precomputed: Tensors computed once: "texts", the features of each class's template text (class, feature);
+            "words", the embedded tokens of each class name (class, token, width); "seen", their attention mask (class,
+            token).
         initial: Initial value of the temperature, as a log scale.
         tags: Tags of the temperature.
     """
@@ -42,19 +43,19 @@ class DualEncoder(Model):
     name: str
     module: Any
     tokenize: Tokenize
-    held: Tensors
+    precomputed: Tensors
     initial: Tensors
     tags: Mapping[str, Names]
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        return self.compare(params, self.see(inputs)[:, 0], self.held["texts"])
+        return self.compare(params, self.image_features(inputs)[:, 0], self.precomputed["texts"])
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return losses_for("single", out.logits, targets)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)
-        self.held.update(tensors.to(self.held, device))
+        self.precomputed.update(tensors.to(self.precomputed, device))
         self.initial.update(tensors.to(self.initial, device))
 
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
@@ -73,15 +74,17 @@ class DualEncoder(Model):
         """Return the hidden size of a tower, "vision" or "text"."""
         return int(getattr(self.module, f"{tower}_model").config.hidden_size)
 
-    def remember(self, inputs: Tensors, patches: bool = False) -> Tensor:
+    def features_to_cache(self, inputs: Tensors, patches: bool = False) -> Tensor:
         """Compute the image features to cache, (example, token, feature). They are the same in every round."""
-        return self.look(inputs["pixel_values"].to(self.module.device), patches=patches).cpu()
+        return self.encode_image(inputs["pixel_values"].to(self.module.device), patches=patches).cpu()
 
-    def see(self, inputs: Tensors, patches: bool = False) -> Tensor:
+    def image_features(self, inputs: Tensors, patches: bool = False) -> Tensor:
         """Return image features without prompts, from the cache if the inputs have cached states."""
-        return inputs[CACHED_STATES] if CACHED_STATES in inputs else self.look(inputs["pixel_values"], patches=patches)
+        if CACHED_STATES in inputs:
+            return inputs[CACHED_STATES]
+        return self.encode_image(inputs["pixel_values"], patches=patches)
 
-    def look(self, pixels: Tensor, prompts: Tensor | None = None, patches: bool = False) -> Tensor:
+    def encode_image(self, pixels: Tensor, prompts: Tensor | None = None, patches: bool = False) -> Tensor:
         """Run the image tower.
 
         Args:
@@ -94,22 +97,22 @@ class DualEncoder(Model):
             (example, token, feature).
         """
         tower: Any = self.module.vision_model
-        sight, settings = image_tower_spec(str(tower.config.model_type)), tower.config
-        states = sight.enter(tower, pixels.to(self.module.dtype))  # (example, token, width)
+        spec, settings = image_tower_spec(str(tower.config.model_type)), tower.config
+        states = spec.first_states(tower, pixels.to(self.module.dtype))  # (example, token, width)
         length = 0 if prompts is None else prompts.shape[-2]
-        for number, layer in enumerate(tower.get_submodule(sight.layers)):
+        for number, layer in enumerate(tower.get_submodule(spec.layers)):
             if prompts is not None and number < len(prompts):
                 own = prompts[number].to(states.dtype).expand(len(states), -1, -1)
                 states = torch.cat([states[:, :1], own, states[:, 1 + (length if number else 0) :]], 1)
-            states = layer(states, *sight.beside)
+            states = layer(states, *spec.layer_args)
         if patches:
             first = 1 + length + getattr(settings, "num_register_tokens", 0)
             states = torch.cat([states[:, :1], states[:, first:]], 1)
         else:
             states = states[:, :1]
-        return tensors.upcast(self.module.visual_projection(sight.leave(tower, states)))
+        return tensors.upcast(self.module.visual_projection(spec.finish(tower, states)))
 
-    def glance(self, tokens: int, depth: int) -> Tensor:
+    def gray_image_states(self, tokens: int, depth: int) -> Tensor:
         """Run a gray image, the mean color of the data, through the image tower.
 
         Args:
@@ -120,50 +123,53 @@ class DualEncoder(Model):
             The inputs of each of the first layers at these patches, (layer, token, width).
         """
         tower: Any = self.module.vision_model
-        sight, settings = image_tower_spec(str(tower.config.model_type)), tower.config
+        spec, settings = image_tower_spec(str(tower.config.model_type)), tower.config
         side = int(settings.image_size)
-        grey = torch.zeros(1, settings.num_channels, side, side, dtype=self.module.dtype, device=self.module.device)
+        gray = torch.zeros(1, settings.num_channels, side, side, dtype=self.module.dtype, device=self.module.device)
         inputs = []
         with torch.no_grad():
-            states = sight.enter(tower, grey)  # (1, token, width)
+            states = spec.first_states(tower, gray)  # (1, token, width)
             first = 1 + getattr(settings, "num_register_tokens", 0)
-            places = torch.linspace(first, states.shape[1] - 1, tokens).round().long()
-            for layer in tower.get_submodule(sight.layers)[:depth]:
-                inputs.append(states[0, places])
-                states = layer(states, *sight.beside)
+            positions = torch.linspace(first, states.shape[1] - 1, tokens).round().long()
+            for layer in tower.get_submodule(spec.layers)[:depth]:
+                inputs.append(states[0, positions])
+                states = layer(states, *spec.layer_args)
         return torch.stack(inputs)
 
-    def read(self, context: Tensor) -> Tensor:
+    def text_features(self, context: Tensor) -> Tensor:
         """Return the text features (class, feature) with `context` (token, width) before each class name."""
-        words, seen = self.held["words"], self.held["seen"]
+        words, attention_mask = self.precomputed["words"], self.precomputed["seen"]
         own = context.to(words.dtype).expand(len(words), -1, -1)
         states = torch.cat([words[:, :1], own, words[:, 1:]], 1)  # (class, token, width)
-        return self.encode(states, torch.cat([seen.new_ones(len(seen), len(context)), seen], 1))
+        context_mask = attention_mask.new_ones(len(attention_mask), len(context))
+        return self.encode_text(states, torch.cat([context_mask, attention_mask], 1))
 
-    def encode(self, states: Tensor, seen: Tensor) -> Tensor:
+    def encode_text(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """Run the text tower.
 
         Args:
             states: Embedded tokens, (text, token, width).
-            seen: False for padding, (text, token).
+            attention_mask: False for padding, (text, token).
 
         Returns:
             (text, feature).
         """
         tower: Any = self.module.text_model
-        reading = text_tower_spec(str(tower.config.model_type))
-        states = reading.enter(tower, states)
-        for layer in tower.get_submodule(reading.layers):
+        spec = text_tower_spec(str(tower.config.model_type))
+        states = spec.first_states(tower, states)
+        for layer in tower.get_submodule(spec.layers):
             # In a causal tower, tokens do not attend to later tokens, so padding at the end needs no mask.
-            states = layer(states, None, is_causal=True) if reading.causal else layer(states, seen[:, None, None])
-        return tensors.upcast(self.module.text_projection(reading.pool(tower, states, seen)))
+            states = (
+                layer(states, None, is_causal=True) if spec.causal else layer(states, attention_mask[:, None, None])
+            )
+        return tensors.upcast(self.module.text_projection(spec.pool(tower, states, attention_mask)))
 
     def embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return embedded tokens (text, token, width) and their padding mask (text, token), false for padding."""
-        ids, seen = self.tokenize(texts)
+        ids, attention_mask = self.tokenize(texts)
         tower: Any = self.module.text_model
-        table = tower.get_submodule(text_tower_spec(str(tower.config.model_type)).words).weight
-        return table[ids.to(table.device)], seen.to(table.device)
+        table = tower.get_submodule(text_tower_spec(str(tower.config.model_type)).token_embedding).weight
+        return table[ids.to(table.device)], attention_mask.to(table.device)
 
     def compare(self, params: Tensors, image: Tensor, texts: Tensor) -> Output:
         """Compute logits: cosine similarities of image (example, feature) and texts (class, feature) / temperature."""
@@ -202,15 +208,19 @@ def freeze(
         module.set_attn_implementation(attention.NAME)
     towers = DualEncoder(name, module, tokenize, {}, {SCALE: scale}, {SCALE: frozenset({"head"})})
     with torch.no_grad():
-        towers.held["texts"] = towers.encode(*_read(towers, [template.format(label) for label in classes], classes))
+        towers.precomputed["texts"] = towers.encode_text(
+            *_embed_classes(towers, [template.format(label) for label in classes], classes)
+        )
         # With a learned context, the end of the template still follows the class name.
         rest = template.partition("{}")[2]
-        towers.held["words"], towers.held["seen"] = _read(towers, [label + rest for label in classes], classes)
+        towers.precomputed["words"], towers.precomputed["seen"] = _embed_classes(
+            towers, [label + rest for label in classes], classes
+        )
     return towers
 
 
-def _read(towers: DualEncoder, texts: Sequence[str], classes: Sequence[str]) -> tuple[Tensor, Tensor]:
-    ids, seen = towers.tokenize(texts)
+def _embed_classes(towers: DualEncoder, texts: Sequence[str], classes: Sequence[str]) -> tuple[Tensor, Tensor]:
+    ids, attention_mask = towers.tokenize(texts)
     rows = [tuple(row) for row in ids.tolist()]
     # If a folder lacks the vocabulary, transformers builds a tokenizer with special tokens only.
     if duplicates := [name for name, row in zip(classes, rows, strict=True) if rows.count(row) > 1]:
@@ -218,15 +228,15 @@ def _read(towers: DualEncoder, texts: Sequence[str], classes: Sequence[str]) -> 
             f"the tokenizer of {towers.name} gives the same tokens for '{duplicates[0]}' and '{duplicates[1]}'; "
             "give a folder with the tokenizer's files, and classes with different names"
         )
-    check_length(towers, int(seen.sum(1).max()))
+    check_length(towers, int(attention_mask.sum(1).max()))
     return towers.embed(texts)
 
 
 def check_length(towers: DualEncoder, length: int) -> None:
     """Raise a ModelError if the text tower cannot take `length` tokens."""
-    most = int(towers.module.text_model.config.max_position_embeddings)
-    if length > most:
+    limit = int(towers.module.text_model.config.max_position_embeddings)
+    if length > limit:
         raise ModelError(
-            f"the longest class text has {length} tokens, but {towers.name} takes at most {most}; "
+            f"the longest class text has {length} tokens, but {towers.name} takes at most {limit}; "
             "use a shorter context or template, or shorter class names"
         )

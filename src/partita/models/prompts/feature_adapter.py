@@ -20,8 +20,8 @@ class FeatureAdapter(PromptModel):
     """A frozen dual encoder whose image features are multiplied by a learned gate."""
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        image = self.towers.see(inputs)[:, 0]  # (example, feature)
-        return self.towers.compare(params, image * gate(params, image), self.towers.held["texts"])
+        image = self.towers.image_features(inputs)[:, 0]  # (example, feature)
+        return self.towers.compare(params, image * gate(params, image), self.towers.precomputed["texts"])
 
 
 def gate(params: Tensors, image: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def gate(params: Tensors, image: Tensor) -> Tensor:
 
 def feature_adapter(towers: DualEncoder, key: Key) -> FeatureAdapter:
     """Add an adapter with random initial weights to a dual encoder."""
-    width = towers.held["texts"].shape[1]
+    width = towers.precomputed["texts"].shape[1]
     initial, tags = dict(towers.initial), dict(towers.tags)
     for part in ("in", "out"):
         for leaf, shape in ("weight", (width, width)), ("bias", (width,)):

@@ -33,11 +33,11 @@ class LowRankPrompts(PromptModel):
     """A frozen dual encoder with the context shared + left @ right."""
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        own = self.towers.read(params[SHARED] + params[LEFT] @ params[RIGHT])
-        out = self.towers.compare(params, self.towers.see(inputs)[:, 0], own)
+        own = self.towers.text_features(params[SHARED] + params[LEFT] @ params[RIGHT])
+        out = self.towers.compare(params, self.towers.image_features(inputs)[:, 0], own)
 
         def texts() -> tuple[Tensor, Tensor, Tensor]:
-            return own, self.towers.read(params[SHARED]), self.towers.held["texts"]
+            return own, self.towers.text_features(params[SHARED]), self.towers.precomputed["texts"]
 
         return WithTexts(out.logits, out.features, texts)
 

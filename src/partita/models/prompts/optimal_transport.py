@@ -30,16 +30,16 @@ class OptimalTransportPrompts(PromptModel):
     iterations: int
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        states = functional.normalize(self.towers.see(inputs, patches=True), dim=-1)
-        texts = torch.stack([self.towers.read(params[f"prompt.text.{owner}"]) for owner in OWNERS])
+        states = functional.normalize(self.towers.image_features(inputs, patches=True), dim=-1)
+        texts = torch.stack([self.towers.text_features(params[f"prompt.text.{owner}"]) for owner in OWNERS])
         texts = functional.normalize(texts, dim=-1)  # (owner, class, feature)
         similarity = torch.einsum("epf,ocf->ecpo", states[:, 1:], texts)  # (example, class, patch, owner)
         # As in the paper, no gradient flows through the transport plan.
         moved = sinkhorn(1 - similarity.detach(), self.mass, self.smoothing, self.iterations)
         return Output(params[SCALE].exp() * (moved * similarity).sum((-1, -2)), states[:, 0])
 
-    def remember(self, inputs: Tensors) -> Tensor:
-        return self.towers.remember(inputs, patches=True)
+    def features_to_cache(self, inputs: Tensors) -> Tensor:
+        return self.towers.features_to_cache(inputs, patches=True)
 
 
 def optimal_transport_prompts(

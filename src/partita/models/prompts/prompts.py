@@ -19,11 +19,11 @@ from partita.models import ModelError
 from partita.models.prompts.dual_encoder import DualEncoder, check_length
 
 Fusion = Literal["local_queries", "global_queries", "both", "mean", "none"]
-View = Literal["nothing", "grey"]
-SPREAD = 0.02  # standard deviation of initial prompts
+VisionInit = Literal["nothing", "grey"]
+INITIAL_STD = 0.02  # standard deviation of initial prompts
 # For each fusion, the owners whose prompts are the queries. The other owner's prompts are keys and values.
-ASKING: dict[str, tuple[str, ...]] = {"local_queries": ("local",), "global_queries": ("global",)}
-ASKING |= {"both": ("local", "global"), "mean": (), "none": ()}
+QUERY_OWNERS: dict[str, tuple[str, ...]] = {"local_queries": ("local",), "global_queries": ("global",)}
+QUERY_OWNERS |= {"both": ("local", "global"), "mean": (), "none": ()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +38,9 @@ class PromptModel(Model):
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.towers.losses(out, targets)
 
-    def remember(self, inputs: Tensors) -> Tensor:
-        """Compute the image features to cache; see `DualEncoder.remember`."""
-        return self.towers.remember(inputs)
+    def features_to_cache(self, inputs: Tensors) -> Tensor:
+        """Compute the image features to cache; see `DualEncoder.features_to_cache`."""
+        return self.towers.features_to_cache(inputs)
 
     def to(self, device: torch.device) -> None:
         self.towers.to(device)
@@ -54,18 +54,21 @@ class DualPrompts(PromptModel):
     fusion: Fusion
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
-        context, seen = (fuse(params, tower, self.fusion) for tower in ("text", "vision"))
-        texts = self.towers.held["texts"] if context is None else self.towers.read(context)
-        states = self.towers.see(inputs) if seen is None else self.towers.look(inputs["pixel_values"], seen)
+        context, vision_prompts = (fuse(params, tower, self.fusion) for tower in ("text", "vision"))
+        texts = self.towers.precomputed["texts"] if context is None else self.towers.text_features(context)
+        if vision_prompts is None:
+            states = self.towers.image_features(inputs)
+        else:
+            states = self.towers.encode_image(inputs["pixel_values"], vision_prompts)
         return self.towers.compare(params, states[:, 0], texts)
 
-    def remember(self, inputs: Tensors) -> Tensor:
+    def features_to_cache(self, inputs: Tensors) -> Tensor:
         if any({"prompt", "vision"} <= tags for tags in self.tags.values()):
             raise ModelError(
                 "engine.cache_frozen: vision prompts change every layer of the image tower, so nothing can be cached; "
                 "set it to false"
             )
-        return super().remember(inputs)
+        return super().features_to_cache(inputs)
 
 
 def dual_prompts(
@@ -98,13 +101,16 @@ def dual_prompts(
     Raises:
         ModelError: If an option is invalid or the texts become too long.
     """
-    for option, given, known in ("fusion", fusion, get_args(Fusion)), ("vision_init", vision_init, get_args(View)):
+    for option, given, known in (
+        ("fusion", fusion, get_args(Fusion)),
+        ("vision_init", vision_init, get_args(VisionInit)),
+    ):
         if given not in known:
             raise ModelError(f"{option} is '{given}'; {closest_match(given, known)}")
     if min(text_tokens, vision_tokens) < 0:
         raise ModelError(f"text_tokens is {text_tokens} and vision_tokens is {vision_tokens}; set both to 0 or more")
-    if not 1 <= depth <= (most := towers.depth()):
-        raise ModelError(f"depth is {depth}, but {towers.name} has {most} layers; set it to 1 to {most}")
+    if not 1 <= depth <= (layers := towers.depth()):
+        raise ModelError(f"depth is {depth}, but {towers.name} has {layers} layers; set it to 1 to {layers}")
     initial, tags = dict(towers.initial), dict(towers.tags)
     for tower, shape in ("text", (text_tokens,)), ("vision", (depth, vision_tokens)):
         width = towers.width(tower)
@@ -112,29 +118,29 @@ def dual_prompts(
             name = f"prompt.{tower}.{owner}"
             initial[name] = random_prompts(key / name, *shape, width)
             if tower == "text" and init_text:
-                initial[name] = _saying(towers, init_text, initial[name])
+                initial[name] = _start_from_text(towers, init_text, initial[name])
             if tower == "vision" and vision_init == "grey":
                 # Add the random draw: equal prompts at the same position would never diverge.
-                initial[name] = initial[name] + towers.glance(vision_tokens, depth).to(initial[name])
+                initial[name] = initial[name] + towers.gray_image_states(vision_tokens, depth).to(initial[name])
             tags[name] = frozenset({"prompt", owner, tower})
-        for asking in ASKING[fusion] if shape[-1] and len(owners) > 1 else ():
+        for query_owner in QUERY_OWNERS[fusion] if shape[-1] and len(owners) > 1 else ():
             for part in ("query", "key", "value", "output"):
-                name = f"fusion.{tower}.{asking}.{part}"
-                start = random_prompts(key / name, width, width, spread=None)
+                name = f"fusion.{tower}.{query_owner}.{part}"
+                start = random_prompts(key / name, width, width, std=None)
                 initial[name] = output * start if part == "output" else start
                 tags[name] = frozenset({"fusion", tower})
     together = text_tokens * (len(owners) if fusion == "none" else 1)
-    check_length(towers, together + int(towers.held["seen"].sum(1).max()))
+    check_length(towers, together + int(towers.precomputed["seen"].sum(1).max()))
     return DualPrompts(towers, towers.name, initial, tags, fusion)  # type: ignore[arg-type]
 
 
-def random_prompts(key: Key, *shape: int, spread: float | None = SPREAD) -> Tensor:
-    """Draw normal numbers with standard deviation `spread`. None: 1 / sqrt(last dimension), which preserves norms."""
+def random_prompts(key: Key, *shape: int, std: float | None = INITIAL_STD) -> Tensor:
+    """Draw normal numbers with standard deviation `std`. None: 1 / sqrt(last dimension), which preserves norms."""
     memory.require(
         4 * math.prod(shape), f"prompts of the shape {shape}", "lower method.text_tokens or method.vision_tokens"
     )
-    spread = shape[-1] ** -0.5 if spread is None else spread
-    return spread * torch.randn(shape, generator=key.generator())
+    std = shape[-1] ** -0.5 if std is None else std
+    return std * torch.randn(shape, generator=key.generator())
 
 
 def fuse(params: Tensors, tower: str, fusion: str) -> Tensor | None:
@@ -156,18 +162,18 @@ def fuse(params: Tensors, tower: str, fusion: str) -> Tensor | None:
         return torch.cat([by_owner["global"], by_owner["local"]], -2)
     if fusion == "mean":
         return (by_owner["global"] + by_owner["local"]) / 2
-    answers = [_attend(params, f"fusion.{tower}.{owner}", by_owner, owner) for owner in ASKING[fusion]]
-    return sum(answers[1:], start=answers[0]) / len(answers)
+    attended = [_attend(params, f"fusion.{tower}.{owner}", by_owner, owner) for owner in QUERY_OWNERS[fusion]]
+    return sum(attended[1:], start=attended[0]) / len(attended)
 
 
-def _attend(params: Tensors, name: str, prompts: Mapping[str, Tensor], asking: str) -> Tensor:
+def _attend(params: Tensors, name: str, prompts: Mapping[str, Tensor], query_owner: str) -> Tensor:
     query, key, value, output = (params[f"{name}.{part}"] for part in ("query", "key", "value", "output"))
-    own, other = prompts[asking], prompts["global" if asking == "local" else "local"]
+    own, other = prompts[query_owner], prompts["global" if query_owner == "local" else "local"]
     scores = (own @ query.mT) @ (other @ key.mT).mT / math.sqrt(own.shape[-1])  # (..., token, token)
     return own + (scores.softmax(-1) @ (other @ value.mT)) @ output.mT
 
 
-def _saying(towers: DualEncoder, init_text: str, context: Tensor) -> Tensor:
+def _start_from_text(towers: DualEncoder, init_text: str, context: Tensor) -> Tensor:
     words = towers.embed([init_text])[0][0, 1:-1].to(context)  # without the start and end tokens
     if len(words) > len(context):
         raise ModelError(f"init_text '{init_text}' has {len(words)} tokens; set text_tokens to {len(words)} or more")

@@ -1,0 +1,72 @@
+"""Names that torch does not promise to keep. No other module uses a private name of torch.
+
+`tests/core/test_torch_private.py` says which of them a new version of torch lacks or changed. The last column is the
+public replacement, where there is one.
+
+    foreach_*              one kernel for a list of tensors; on a GPU, launching a      a loop over the list
+                           kernel per tensor costs more than the arithmetic
+    fused_adamw_           AdamW with the step count and learning rate on the device,   torch.optim.AdamW(fused=True)
+                           as a CUDA graph requires
+    is_view                whether a tensor shares the memory of another
+    is_batchedtensor       whether a function runs under torch.vmap
+    is_gradtrackingtensor  whether a function runs under torch.func.grad
+    own_parameters         the dict that a module reads its parameters from             torch.func.functional_call
+    create_jit_fn          compiles a CUDA kernel from source
+    limit_recompiles       number of programs that torch.compile may make of a function
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor as is_batchedtensor
+from torch._C._functorch import is_gradtrackingtensor as is_gradtrackingtensor
+
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_addcdiv_ = torch._foreach_addcdiv_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sqrt = torch._foreach_sqrt
+foreach_sub = torch._foreach_sub
+foreach_sub_ = torch._foreach_sub_
+foreach_zero_ = torch._foreach_zero_
+fused_adamw_ = torch._fused_adamw_
+create_jit_fn = torch.cuda.jiterator._create_jit_fn
+
+
+class RecompileLimitError(RuntimeError):
+    """A compiled function needs more programs than allowed."""
+
+
+def is_view(tensor: Tensor) -> bool:
+    return tensor._is_view()
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict of a module's own parameters. Entries may be replaced, also by plain tensors."""
+    return module._parameters
+
+
+@contextmanager
+def limit_recompiles(limit: int) -> Iterator[None]:
+    """Let torch.compile make at most `limit` programs of a function that is called in this context.
+
+    Raises:
+        RecompileLimitError: A function compiled with `fullgraph` needs more.
+    """
+    from torch import _dynamo  # the import takes a second
+
+    try:
+        with _dynamo.config.patch(recompile_limit=limit):
+            yield
+    except _dynamo.exc.FailOnRecompileLimitHit as error:
+        raise RecompileLimitError(f"a function needs more than {limit} compiled programs") from error

@@ -1,0 +1,107 @@
+"""Comments below a comparison: what its columns mean, and caveats of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partita.report.comparison import WORST_SHARE, Difference, Line
+from partita.report.load import RunRecord, personal, settings
+from partita.report.metric import Metric
+
+
+def explain_columns(
+    lines: Sequence[Line], target: float | None, asked: bool, judge: Metric, base: str | None
+) -> list[str]:
+    """Explain the columns that are shown."""
+    comments = [
+        f"{judge.name}: value of the last tested round, mean ± sample standard deviation over seeds"
+        f"{'' if judge.higher_is_better else '; lower is better'}.",
+        "stability: standard deviation over the last quarter of the rounds, averaged over seeds; lower is more stable.",
+    ]
+    compared = [line.difference for line in lines if line.difference]
+    if compared:
+        counts = sorted({difference.n for difference in compared})
+        over = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
+        points = "in percentage points, " if judge.higher_is_better else ""
+        comments.append(
+            f"difference: to {lines[0].label}, {points}paired over common seeds ({over}), "
+            "with the 95% interval and p of a paired t test."
+        )
+    tests = [difference for difference in compared if difference.p is not None]
+    if any(difference.p_holm is not None for difference in tests):
+        comments.append(f"p: corrected by Holm for {len(tests)} comparisons; the intervals are not corrected.")
+    elif tests:
+        comments.append("p: not corrected for multiple comparisons.")
+    if any(line.personal is not None for line in lines):
+        comments.append(
+            "personal: on each client's own test set; spread is the standard deviation over clients, worst tenth the "
+            "mean over the worst 10% of them."
+        )
+    if any(line.gain for line in lines):
+        comments.append(
+            f"gain: difference to the client's result under {base}, where it trains alone, mean over clients and "
+            "common seeds; better off is the fraction of clients that gain."
+        )
+    if any(line.epsilon is not None for line in lines):
+        comments.append("ε: privacy cost of training after the last round, largest over seeds.")
+    comments.append("client-round: one client sampled in one round, whether or not it answered.")
+    comments.append("MB: sent in both directions in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
+    if target is not None:
+        share = f"{WORST_SHARE[judge.higher_is_better]:.0%}"
+        origin = "as requested" if asked else f"{share} of the final mean of {lines[0].label}"
+        comments.append(
+            f"rounds to {judge.show(target)}: {origin}; the first round counts as 1; median over seeds, where a seed "
+            "that did not reach it counts as infinitely late."
+        )
+    return comments
+
+
+def caveats(
+    groups: dict[str, list[RunRecord]],
+    finals: dict[str, dict[int, float | None]],
+    differences: dict[str, Difference],
+    metric: str,
+) -> list[str]:
+    """List caveats for the reader."""
+    first, comments = next(iter(groups)), []
+    for label, runs in groups.items():
+        for run in runs:
+            if not run.finished:
+                so_far = f"{len(run.rows)} of {run.config.get('rounds', '?')} rounds"
+                comments.append(f"{label}, seed {run.seed}: unfinished ({so_far}); its last tested round is used.")
+        known = [settings(run) for run in runs]
+        if differing := [key for key in known[0] if any(values.get(key) != known[0][key] for values in known)]:
+            comments.append(
+                f"{label}: its runs differ in more than the seed ({', '.join(differing)}); they are not repeats."
+            )
+        if unknown := [str(seed) for seed, value in finals[label].items() if value is None]:
+            comments.append(f"{label}: no final {metric} for seed {', '.join(unknown)}; left out of the mean.")
+        own = [value for run in runs for value in personal(run, metric).values()]
+        if None in own:
+            comments.append(f"{label}: {own.count(None)} of {len(own)} personal values are missing and left out.")
+        if any(run.privacy.get("repeatable") for run in runs):
+            comments.append(f"{label}: anyone can recompute its noise from the seed, so its epsilon is only simulated.")
+        if len(runs) == 1:
+            comments.append(f"{label}: one seed, so no spread over seeds.")
+        if label != first:
+            comments += _paired_caveats(groups[first], runs, differences[label])
+    return comments
+
+
+def _paired_caveats(first: list[RunRecord], runs: list[RunRecord], difference: Difference) -> list[str]:
+    label, comments = runs[0].label, []
+    common = len({run.seed for run in runs} & {run.seed for run in first})
+    if difference.n < common:
+        comments.append(
+            f"{label}: {common - difference.n} of {common} common seeds left out of the difference, "
+            "because one run of the pair is behind or has no value."
+        )
+    if difference.n < 2:
+        comments.append(
+            f"{label}: no paired difference to {first[0].label}, which needs 2 pairs of runs; here n = {difference.n}."
+        )
+    elif difference.p is None:
+        comments.append(
+            f"{label}: the same difference to {first[0].label} for every seed, so there is nothing to test."
+        )
+    return comments
