@@ -29,15 +29,17 @@ CORE = [
 ]
 
 # Part -> what it may import of partita beside all of core and itself.
-PARTS = ["methods", "compression", "models", "data", "evaluation"]
+ON_CORE = ["methods", "compression", "tasks"]
+ON_TASKS = ["models", "data", "evaluation"]
 ABOVE_CORE = {
-    **{part: [] for part in PARTS},
+    **{part: [] for part in ON_CORE},
+    **{part: ["tasks"] for part in ON_TASKS},
     "training": [],
     "privacy": ["training"],
     "engines": ["training", "evaluation"],
     "testing": ["engines"],
     "lab": ["methods", "report"],
-    "experiment": [*PARTS, "training", "privacy", "engines"],
+    "experiment": [*ON_CORE, *ON_TASKS, "training", "privacy", "engines"],
 }
 TOP = ["__init__", "__main__", "cli"]  # may import anything, and no other may import them
 ALONE = ["report"]  # reads recorded rows, so it may import nothing of partita but itself and how files are read
@@ -55,8 +57,8 @@ LIBRARIES = {
     "matplotlib": ["report", "lab.figures"],
     "transformers": ["models", "data.tokenization"],
     "peft": ["models.lora"],
-    "sklearn": ["data", "evaluation"],
-    "seqeval": ["evaluation"],
+    "sklearn": ["data", "tasks.evaluators"],
+    "seqeval": ["tasks.evaluators"],
     "datasets": ["data"],
     "flwr_datasets": ["data"],
     "PIL": ["data"],
@@ -183,7 +185,7 @@ MODULES = {
         ("experiment.builder", "import typer", "only these may: cli"),
         ("report.page", "from partita.core.tensors import Names", "it may import: report"),
         ("data.text", "from transformers import AutoTokenizer", "only these may: models"),
-        ("models.vit", "import sklearn.datasets", "only these may: data, evaluation"),
+        ("models.vit", "import sklearn.datasets", "only these may: data, tasks.evaluators"),
         ("evaluation", "if TYPE_CHECKING:\n    import matplotlib", "evaluation.py:2: imports matplotlib;"),
         ("core.client", 'importlib.import_module("partita.cli.main")', "imports partita.cli.main;"),
         ("core.client", 'need("flwr", "flower")', "only these may: engines.flower"),

@@ -15,6 +15,7 @@ from partita.data.loading import DatasetPart, TestPart, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
 from partita.data.tokenization import TextEncoder, text_encoder
+from partita.tasks import LM
 
 
 def lm(
@@ -39,7 +40,7 @@ def lm(
     held_out, _ = _blocks(source.test, encode, text, group)
     columns = {} if group is None else {group: np.array(names)}
     words = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, (), columns, kind="lm", words=words)
+    return Task(source.name, train, held_out, (), columns, kind=LM, words=words)
 
 
 def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:

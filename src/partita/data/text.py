@@ -12,6 +12,7 @@ from partita.data.loading import TestPart, load_dataset
 from partita.data.ragged import ragged
 from partita.data.task import Task
 from partita.data.tokenization import text_encoder
+from partita.tasks import MULTI_LABEL_TEXT, TEXT
 
 
 def text(
@@ -39,4 +40,4 @@ def text(
     )
     columns = source.train.columns(text, label)
     words = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, classes, columns, kind="text", multi_label=multi, words=words)
+    return Task(source.name, train, held_out, classes, columns, kind=MULTI_LABEL_TEXT if multi else TEXT, words=words)

@@ -16,6 +16,7 @@ from partita.data.loading import DatasetPart, TestPart, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
 from partita.data.tokenization import TextEncoder, text_encoder
+from partita.tasks import TOKENS
 
 TAG = re.compile(r"O|[BI]-.+")
 
@@ -47,7 +48,7 @@ def tokens(
         tables.append(_aligned(part, encode, sentences, tagged, truncate))
     train, held_out = tables
     vocabulary = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, classes, source.train.columns(), kind="tokens", words=vocabulary)
+    return Task(source.name, train, held_out, classes, source.train.columns(), kind=TOKENS, words=vocabulary)
 
 
 def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:

@@ -157,8 +157,8 @@ def _roc_over(parts: list[tuple[Array, Array]]) -> Found:
 def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Found) -> Found:
     """Retrain with canaries in the same rounds and cohorts as the run, so that its guarantee applies here too."""
     key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
-    single = task.kind in ("image", "text") and not task.multi_label
-    canaries = choose_canaries(experiment.federation, count, key, len(task.classes) if single else 0)
+    classes = len(task.classes) if task.kind.one_class else 0
+    canaries = choose_canaries(experiment.federation, count, key, classes)
     heard, losses = _play(experiment, CanaryPopulation(experiment.federation, canaries), not _trusts_server(experiment))
     included = canaries.included
     delta = DELTA if guard is None else guard.privacy_config.delta

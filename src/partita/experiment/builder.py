@@ -19,7 +19,7 @@ from partita.core.settings import Run, RunError
 from partita.data import Federation
 from partita.engines.autotune import bf16_slowdown, check_block, choose_block, choose_graphs, configure_backends
 from partita.engines.availability import Availability, read_trace
-from partita.evaluation import Evaluator, evaluator_for
+from partita.evaluation import Evaluator
 from partita.experiment.config import Config, EngineConfig, shared_digest
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
@@ -103,7 +103,8 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     plan_for(method.plan, model, RoundInfo(run.rounds - 1, run.rounds, federation.clients[0]))
     if method.adapt:
         method.adapt(model)  # fail now on an invalid phase, not after hours of training
-    return Experiment(config, run, model, federation, availability, device, block, evaluator_for(task), guard, graphs)
+    evaluator = task.kind.evaluator(task.classes)
+    return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs)
 
 
 class _Sizes(Mapping[str, int]):

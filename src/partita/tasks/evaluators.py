@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +23,21 @@ class EvaluationError(ValueError):
 
 @dataclass(frozen=True)
 class Metric:
-    """The metric that a run is judged by. If higher is better, its values are in [0, 1]."""
+    """A score.
+
+    Attributes:
+        name: Name in rows and reports.
+        higher_is_better: Direction.
+        fraction: Whether all values are in [0, 1]. Reports show fractions in percent.
+    """
 
     name: str
     higher_is_better: bool = True
+    fraction: bool = True
+
+
+LOSS = Metric("loss", higher_is_better=False, fraction=False)
+PERPLEXITY = Metric("perplexity", higher_is_better=False, fraction=False)
 
 
 @dataclass(frozen=True)
@@ -38,12 +49,33 @@ class Predictions:
     losses: Tensor  # (example,)
 
 
+class Evaluator(Protocol):
+    """Computes scores from batches of predictions. Scores that are undefined for the examples are omitted."""
+
+    @property
+    def primary(self) -> Metric:
+        """The metric that a run is judged by."""
+        ...
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """All metrics that it can return."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """The batch size for evaluation."""
+        ...
+
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]: ...
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """Accuracy and mean loss only: cheap for large test sets."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy"), LOSS)
     batch: ClassVar[int] = 512  # large, because no activations are kept for a backward pass
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
@@ -61,7 +93,13 @@ class SingleLabel:
     """Single-label classification. Macro averages are over the classes that occur. AUROC is one-vs-rest."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "macro_f1", "micro_f1", "auroc", "loss")
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("accuracy"),
+        Metric("macro_f1"),
+        Metric("micro_f1"),
+        Metric("auroc"),
+        LOSS,
+    )
     batch: ClassVar[int] = 64
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
@@ -81,7 +119,7 @@ class MultiLabel:
     """Multi-label classification with threshold 0.5. Macro averages are over the classes that occur."""
 
     primary: ClassVar[Metric] = Metric("micro_f1")
-    metrics: ClassVar[tuple[str, ...]] = ("macro_f1", "micro_f1", "auroc", "loss")
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("macro_f1"), Metric("micro_f1"), Metric("auroc"), LOSS)
     batch: ClassVar[int] = 64
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
@@ -97,7 +135,13 @@ class Entities:
     tags: tuple[str, ...]
 
     primary: ClassVar[Metric] = Metric("f1")
-    metrics: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1", "accuracy", "loss")
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("precision"),
+        Metric("recall"),
+        Metric("f1"),
+        Metric("accuracy"),
+        LOSS,
+    )
     batch: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
@@ -125,8 +169,8 @@ class Entities:
 class NextToken:
     """Mean loss per token, and its exponential, the perplexity."""
 
-    primary: ClassVar[Metric] = Metric("perplexity", higher_is_better=False)
-    metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
+    primary: ClassVar[Metric] = PERPLEXITY
+    metrics: ClassVar[tuple[Metric, ...]] = (LOSS, PERPLEXITY)
     batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
