@@ -62,9 +62,9 @@ def pretrained(
             f"prompt is '{prompt}' for a '{config.model_type}' and a task of kind '{kind.name}'; it needs a 'clip' "
             "model, an image task, and {} as the placeholder of the class"
         )
-    if fresh_head and (prompt is not None or not kind.new_head):
+    if fresh_head and (prompt is not None or kind.outputs == "vocabulary"):
         raise ModelError("fresh_head = true, but this model has no head to initialize; remove fresh_head")
-    has_head = prompt is None and kind.new_head
+    has_head = prompt is None and kind.outputs != "vocabulary"
     auto_class = AutoModel if prompt is not None else getattr(transformers, kind.auto_class)
     module = load_module(path, config, auto_class, key, has_head, fresh_head)
     return from_module(
@@ -85,7 +85,8 @@ def check_has_images(task: TaskInfo) -> None:
 
 
 def set_labels(config: PreTrainedConfig, task: TaskInfo) -> None:
-    """Write the class names of the task into the config."""
+    """Write the names of the outputs and the problem type of the task into the config."""
+    config.problem_type = task.kind.problem_type
     config.id2label = dict(enumerate(task.classes))
     config.label2id = {label: index for index, label in enumerate(task.classes)}
 
@@ -124,10 +125,8 @@ def config_for(path: str, task: TaskInfo) -> Any:
     if isinstance(config, CLIPVisionConfig):  # a CLIP checkpoint with only the image tower
         config = CLIPConfig(vision_config=config.to_dict())
     config.architectures = []  # if a head has several classes in transformers, use the plain one
-    if task.kind.new_head:
+    if task.kind.outputs != "vocabulary":
         set_labels(config, task)
-    if task.kind.problem_type is not None:
-        config.problem_type = task.kind.problem_type
     if task.kind.head == "text" and config.pad_token_id is None:
         # partita marks padding by the mask, but transformers rejects batches for a decoder without a padding token.
         ends = config.eos_token_id

@@ -51,4 +51,4 @@ def vit(
     set_labels(config, task)
     with seeded(key):
         module = ViTForImageClassification(config)
-    return from_module("vit", module, frozen)
+    return from_module("vit", module, frozen, kind=task.kind)

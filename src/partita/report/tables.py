@@ -295,7 +295,7 @@ def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Me
     if compared:
         counts = sorted({difference.n for difference in compared})
         over = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-        points = "in percentage points, " if judge.higher_is_better else ""
+        points = "in percentage points, " if judge.fraction else ""
         comments.append(
             f"difference: to {lines[0].label}, {points}paired over common seeds ({over}), "
             "with the 95% interval and p of a paired t test."

@@ -13,6 +13,8 @@ from partita.tasks.evaluators import Accuracy, Entities, Evaluator, MultiLabel, 
 
 Inputs = Literal["image", "text"]
 Head = Literal["image", "text", "tokens", "lm"]  # one prediction per image, text or token; logits of the next token
+Outputs = Literal["classes", "vocabulary"]
+ProblemType = Literal["multi_label_classification"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, targets) -> (example,)
 
 
@@ -39,8 +41,9 @@ class TaskKind:
         loss: Loss of each example.
         evaluator: Builds the evaluator from the names of the outputs. The evaluator's `primary` metric judges a run.
         one_class: Whether the target of an example is one class (example,). Splits by label need it.
-        new_head: Whether the head belongs to the task, with one output for each name in `TaskInfo.classes`, and may be
-            missing in a checkpoint. If not, there are no classes and the checkpoint's head is used.
+        outputs: What the logits stand for. "classes": the names in `TaskInfo.classes`. The head belongs to the task and
+            may be missing in a checkpoint. "vocabulary": the tokens. The task has no names, and the head is the
+            checkpoint's.
         problem_type: `problem_type` in the config of transformers, which then uses the same loss.
     """
 
@@ -51,8 +54,8 @@ class TaskKind:
     loss: Loss
     evaluator: Callable[[tuple[str, ...]], Evaluator]
     one_class: bool = False
-    new_head: bool = True
-    problem_type: str | None = None
+    outputs: Outputs = "classes"
+    problem_type: ProblemType | None = None
 
 
 class TaskInfo(Protocol):
@@ -133,6 +136,6 @@ LM = TaskKind(
     auto_class="AutoModelForCausalLM",
     loss=losses.token_cross_entropy,
     evaluator=AnyClasses(NextToken()),
-    new_head=False,
+    outputs="vocabulary",
 )
 KINDS = {kind.name: kind for kind in (IMAGE, MULTI_LABEL_IMAGE, TEXT, MULTI_LABEL_TEXT, TOKENS, LM)}
