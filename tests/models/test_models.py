@@ -569,7 +569,7 @@ def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None
     for wrong in ("a photo", None):
         where = path if wrong else str(tmp_path / "vit")
         small().save_pretrained(small().initial, tmp_path / "vit")
-        with pytest.raises(ModelError, match=r"it needs a 'clip' model, an image task, and \{\} as"):
+        with pytest.raises(ModelError, match=r"it needs a 'clip' model, an image task with classes, and \{\} as"):
             pretrained(TASK, KEY, path=where, prompt=wrong or "a {}")
 
 

@@ -94,7 +94,7 @@ class Task:
         name: Name of the task, used in error messages.
         train: Train examples, which a split assigns to clients.
         test: Central test examples, which no client holds.
-        classes: Class names. Empty for language modeling.
+        classes: Names of the classes or of the regression targets. Empty for language modeling.
         columns: For each column, one value per train row. Splits such as `by_column` read them.
         channels: Channels of the images; 0 for other inputs.
         size: Side of the square images in pixels; 0 for other inputs.

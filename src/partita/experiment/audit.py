@@ -62,7 +62,11 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
         raise PrivacyError("--shadows needs canaries; set their number with --canaries")
     identity = run_folder.verify(folder)
     experiment = build(load(folder / run_folder.CONFIG))
-    guard = experiment.guard
+    guard, task = experiment.guard, experiment.federation.task
+    if shadows and task.kind.outputs == "numbers":
+        raise PrivacyError(
+            f"{task.name} is a regression, and --shadows compares the probabilities of answers; leave out --shadows"
+        )
     saved = checkpoint.newest(
         folder / run_folder.CHECKPOINTS, identity, initial_server(experiment.run, experiment.model), experiment.device
     )

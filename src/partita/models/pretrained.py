@@ -44,7 +44,7 @@ def pretrained(
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the forward pass and of frozen weights"] = "float32",
     checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False,
 ) -> FunctionalModel:
-    """A pretrained model from a folder or the Hub. Its head is kept if it has as many classes as the task.
+    """A pretrained model from a folder or the Hub. Its head is kept if it has as many outputs as the task.
 
     With `prompt`, such as "a photo of a {}", a CLIP model has no head and compares images with the text of each class.
     Trainable parameters are float32 whatever `dtype` is.
@@ -57,10 +57,12 @@ def pretrained(
     if kind.inputs == "image":
         check_images(path, config, task)
     _check_tokens(path, config, task)
-    if prompt is not None and (config.model_type != "clip" or kind.inputs != "image" or "{}" not in prompt):
+    if prompt is not None and (
+        config.model_type != "clip" or (kind.inputs, kind.outputs) != ("image", "classes") or "{}" not in prompt
+    ):
         raise ModelError(
             f"prompt is '{prompt}' for a '{config.model_type}' and a task of kind '{kind.name}'; it needs a 'clip' "
-            "model, an image task, and {} as the placeholder of the class"
+            "model, an image task with classes, and {} as the placeholder of the class"
         )
     if fresh_head and (prompt is not None or kind.outputs == "vocabulary"):
         raise ModelError("fresh_head = true, but this model has no head to initialize; remove fresh_head")

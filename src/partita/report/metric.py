@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MISSING = "–"
-LOWER = ("loss", "perplexity")  # lower is better; for all other metrics higher is better
+LOWER = ("loss", "perplexity", "mse", "mae")  # lower is better; for all other metrics higher is better
+UNBOUNDED = ("r2",)  # higher is better, but values can be negative
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Metric:
     @property
     def fraction(self) -> bool:
         """Whether values are from 0 to 1 and shown in percent. Others are shown as they are."""
-        return self.higher_is_better
+        return self.higher_is_better and self.name not in UNBOUNDED
 
     @property
     def scale(self) -> float:

@@ -23,8 +23,6 @@ from partita.report.load import (
 from partita.report.metric import Metric
 
 LOCAL_BASELINES = ("local-only", "coop")  # methods in which clients train and share nothing
-# Default target as a fraction of the first label's final mean, by higher_is_better.
-WORST_SHARE = {True: 0.95, False: 1.05}
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,7 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
 
     Args:
         records: The runs.
-        target: Target of the column "rounds to". Default: 95% of the first label's mean final value, or 105% if lower
-            is better.
+        target: Target of the column "rounds to". Default: 5% worse than the first label's mean final value.
         metric: Metric to compare. Default: the runs' own.
     """
     groups, judge = by_label(records), metric_of(records, metric)
@@ -116,7 +113,7 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
     first = next(iter(groups))
     asked = target
     if target is None and (reference := mean(list(finals[first].values()))) is not None:
-        target = WORST_SHARE[judge.higher_is_better] * reference
+        target = _worse_share(judge, reference) * reference
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
         differences = _corrected(differences)
@@ -130,6 +127,11 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
         *_reservations(groups, finals, differences, metric),
     ]
     return Comparison(metric, judge.higher_is_better, target, lines, tuple(comments))
+
+
+def _worse_share(judge: Metric, reference: float) -> float:
+    """Return the factor that makes a value 5% worse. It is the default target, relative to the first label's mean."""
+    return 0.95 if judge.higher_is_better == (reference >= 0) else 1.05
 
 
 def _line(
@@ -320,8 +322,9 @@ def _meaning(lines: Sequence[Line], target: float | None, asked: bool, judge: Me
     comments.append("client-round: one client sampled in one round, whether or not it answered.")
     comments.append("MB: sent in both directions in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
     if target is not None:
-        share = f"{WORST_SHARE[judge.higher_is_better]:.0%}"
-        origin = "as requested" if asked else f"{share} of the final mean of {lines[0].label}"
+        origin = "as requested"
+        if not asked and (reference := lines[0].final) is not None:
+            origin = f"{_worse_share(judge, reference):.0%} of the final mean of {lines[0].label}"
         comments.append(
             f"rounds to {judge.show(target)}: {origin}; the first round counts as 1; median over seeds, where a seed "
             "that did not reach it counts as infinitely late."

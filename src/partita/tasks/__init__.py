@@ -9,12 +9,12 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from partita.tasks import losses
-from partita.tasks.evaluators import Accuracy, Entities, Evaluator, MultiLabel, NextToken, SingleLabel
+from partita.tasks.evaluators import Accuracy, Entities, Evaluator, MultiLabel, NextToken, Regression, SingleLabel
 
 Inputs = Literal["image", "text"]
 Head = Literal["image", "text", "tokens", "lm"]  # one prediction per image, text or token; logits of the next token
-Outputs = Literal["classes", "vocabulary"]
-ProblemType = Literal["multi_label_classification"]
+Outputs = Literal["classes", "numbers", "vocabulary"]
+ProblemType = Literal["multi_label_classification", "regression"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, targets) -> (example,)
 
 
@@ -41,9 +41,9 @@ class TaskKind:
         loss: Loss of each example.
         evaluator: Builds the evaluator from the names of the outputs. The evaluator's `primary` metric judges a run.
         one_class: Whether the target of an example is one class (example,). Splits by label need it.
-        outputs: What the logits stand for. "classes": the names in `TaskInfo.classes`. The head belongs to the task and
-            may be missing in a checkpoint. "vocabulary": the tokens. The task has no names, and the head is the
-            checkpoint's.
+        outputs: What the logits stand for. "classes" and "numbers": one class or one target for each name in
+            `TaskInfo.classes`. The head belongs to the task and may be missing in a checkpoint. "vocabulary": the
+            tokens. The task has no names, and the head is the checkpoint's.
         problem_type: `problem_type` in the config of transformers, which then uses the same loss.
     """
 
@@ -66,7 +66,7 @@ class TaskInfo(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the model's outputs. Empty for language modeling."""
+        """The names of the model's outputs: classes or targets. Empty for language modeling."""
         ...
 
     @property
@@ -138,4 +138,27 @@ LM = TaskKind(
     evaluator=AnyClasses(NextToken()),
     outputs="vocabulary",
 )
-KINDS = {kind.name: kind for kind in (IMAGE, MULTI_LABEL_IMAGE, TEXT, MULTI_LABEL_TEXT, TOKENS, LM)}
+IMAGE_REGRESSION = TaskKind(
+    name="image regression",
+    inputs="image",
+    head="image",
+    auto_class="AutoModelForImageClassification",
+    loss=losses.squared_error,
+    evaluator=AnyClasses(Regression()),
+    outputs="numbers",
+    problem_type="regression",
+)
+TEXT_REGRESSION = TaskKind(
+    name="text regression",
+    inputs="text",
+    head="text",
+    auto_class="AutoModelForSequenceClassification",
+    loss=losses.squared_error,
+    evaluator=AnyClasses(Regression()),
+    outputs="numbers",
+    problem_type="regression",
+)
+KINDS = {
+    kind.name: kind
+    for kind in (IMAGE, MULTI_LABEL_IMAGE, IMAGE_REGRESSION, TEXT, MULTI_LABEL_TEXT, TEXT_REGRESSION, TOKENS, LM)
+}

@@ -38,6 +38,9 @@ class Metric:
 
 LOSS = Metric("loss", higher_is_better=False, fraction=False)
 PERPLEXITY = Metric("perplexity", higher_is_better=False, fraction=False)
+MSE = Metric("mse", higher_is_better=False, fraction=False)
+MAE = Metric("mae", higher_is_better=False, fraction=False)
+R2 = Metric("r2", fraction=False)  # at most 1, and negative if the mean of the targets would be a better prediction
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,26 @@ class NextToken:
         return {"loss": mean.value, "perplexity": math.exp(mean.value) if mean.value < 700 else math.inf}
 
 
+@dataclass(frozen=True)
+class Regression:
+    """Errors in the units of the targets, as means over targets. R² is a mean over the targets that vary."""
+
+    # Not R²: it is undefined for a single example, and a client whose targets hardly vary would dominate every mean.
+    primary: ClassVar[Metric] = MSE
+    metrics: ClassVar[tuple[Metric, ...]] = (MSE, MAE, R2, LOSS)
+    batch: ClassVar[int] = 64
+
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
+        predictions, targets, loss = _gathered(batches)
+        errors, targets = predictions.double() - targets.double(), targets.double()  # (example, target)
+        return {
+            "mse": float(errors.square().mean()),
+            "mae": float(errors.abs().mean()),
+            **_r2(errors, targets),
+            "loss": loss,
+        }
+
+
 class _MeanPerToken:
     """Turns per-example mean losses into the mean over all tokens."""
 
@@ -221,6 +244,14 @@ def _auroc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
     if not len(both) or not np.isfinite(scores).all():
         return {}
     return {"auroc": float(np.mean([roc_auc_score(truth[:, place], scores[:, place]) for place in both]))}
+
+
+def _r2(errors: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return the mean R² over the targets that vary. For a constant target it is undefined."""
+    varies = targets.amin(0) < targets.amax(0)  # (target,)
+    deviations = (targets - targets.mean(0)).square().sum(0)[varies]
+    value = float((1 - errors.square().sum(0)[varies] / deviations).mean())  # NaN if no target varies
+    return {"r2": value} if math.isfinite(value) else {}
 
 
 def _entity_scores(truths: list[list[str]], guesses: list[list[str]]) -> dict[str, float]:

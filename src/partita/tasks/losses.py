@@ -30,3 +30,8 @@ def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     ).unflatten(0, targets.shape)  # (example, token), zero where ignored
     # An example without targets has loss 0, not NaN.
     return per_token.sum(1) / (targets != IGNORE_INDEX).sum(1).clamp(min=1)
+
+
+def squared_error(predictions: Tensor, targets: Tensor) -> Tensor:
+    """Return the squared error as a mean over targets. Predictions and targets are (example, target)."""
+    return (predictions - targets).square().mean(-1)
