@@ -136,6 +136,10 @@ def test_images_come_from_paths_in_a_table_or_from_the_table_itself(tmp_path: Pa
     pixels = task.train.inputs["pixel_values"][:, 0, 0, 0].double()
     torch.testing.assert_close(task.train.targets[:, 0].double(), pixels / 64)
     assert set(task.columns) == {"site"}
+    for part in ("train", "test"):
+        table(tmp_path / f"{part}.csv", rows)
+    parts = load("image_regression", Key(0), path=tmp_path, target="age", channels=1)
+    assert len(parts.train) == len(parts.test) == len(rows), "the paths of each part are relative to the folder"
     whole = [{**row, "image": str(tmp_path / row["image"])} for row in rows]
     features = datasets.Features(image=datasets.Image(), age=datasets.Value("float64"), site=datasets.Value("string"))
     datasets.DatasetDict(train=datasets.Dataset.from_list(whole, features)).save_to_disk(tmp_path / "saved")
