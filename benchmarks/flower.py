@@ -33,7 +33,7 @@ from partita.engines.autotune import configure_backends
 from partita.engines.flower.local_deployment import LocalDeployment, deploy_locally
 from partita.experiment import flower_app, run_folder, runner
 from partita.experiment.config import load
-from partita.models import ImageTask
+from partita.tasks import TaskInfo
 
 ROUNDS = 4  # the first also asks for names and the last also evaluates: those between are measured
 CONFIG = """
@@ -297,7 +297,7 @@ class Payload(Model):
 
     name = "payload"
 
-    def __init__(self, task: ImageTask, key: Key, megabytes: float) -> None:
+    def __init__(self, task: TaskInfo, key: Key, megabytes: float) -> None:
         self.tags = {"head.weight": frozenset({"head"}), "table": frozenset({"embedding"})}
         self.initial = {
             "head.weight": torch.zeros(len(task.classes), task.channels * task.size**2),
@@ -317,7 +317,7 @@ class Payload(Model):
         return functional.cross_entropy(out.logits, targets, reduction="none")
 
 
-def payload(task: ImageTask, key: Key, megabytes: float = 1.0) -> Payload:
+def payload(task: TaskInfo, key: Key, megabytes: float = 1.0) -> Payload:
     return Payload(task, key, megabytes)
 
 

@@ -23,6 +23,7 @@ from partita.core.serialization import HEADER
 from partita.data import Federation, Table, Task
 from partita.engines.autotune import configure_backends
 from partita.models.adapter import FunctionalModel, from_module
+from partita.tasks import LM
 
 WORDS, RANK = 32_000, 8
 SHAPE: dict[str, Any] = {
@@ -115,7 +116,7 @@ def billion(device: torch.device, dtype: torch.dtype) -> FunctionalModel:
                 drawn[value.shape] = value
             value.copy_(drawn[value.shape])
     frozen = ("embedding", *(f"layer.{layer}" for layer in range(SHAPE["num_hidden_layers"])))
-    return from_module("llama", module, frozen, objective="lm", dtype=None if dtype == torch.float32 else dtype)
+    return from_module("llama", module, frozen, kind=LM, dtype=None if dtype == torch.float32 else dtype)
 
 
 def texts(clients: int, tokens: int) -> Federation:
@@ -123,7 +124,7 @@ def texts(clients: int, tokens: int) -> Federation:
     ids = torch.randint(WORDS, (4 * clients, tokens + 1), generator=(Key(0) / "texts").generator())
     inputs = {"input_ids": ids[:, :-1], "attention_mask": torch.ones_like(ids[:, :-1])}
     table = Table(inputs, ids[:, 1:])
-    return data.split(Task("texts", table, table, (), kind="lm"), "iid", clients=clients, key=Key(0))
+    return data.split(Task("texts", table, table, (), kind=LM), "iid", clients=clients, key=Key(0))
 
 
 def peak() -> int:

@@ -14,11 +14,10 @@ from torch import Tensor
 from partita.core.data import IGNORE_INDEX, Batch, ClientData
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models import Kind
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ARCHITECTURES
-from partita.models.losses import Objective
 from partita.models.pretrained import seeded
+from partita.tasks import KINDS, TaskKind
 
 CLASSES, WORDS, PAD, END, TOKENS, EXAMPLES, LAYERS = 3, 20, 1, 19, 6, 4, 2
 SIZES = {"hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 24}
@@ -26,7 +25,6 @@ IMAGES = {**SIZES, "image_size": 8, "patch_size": 4, "num_channels": 1}
 TEXTS = {**SIZES, "vocab_size": WORDS, "pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
 ENCODER = {**TEXTS, "max_position_embeddings": 12}
 DECODER = {**TEXTS, "num_key_value_heads": 1, "max_position_embeddings": 12}
-OBJECTIVES: dict[str, Objective] = {"image": "single", "text": "single", "tokens": "tokens", "lm": "lm"}
 SUFFIX = {
     "image": "ForImageClassification",
     "text": "ForSequenceClassification",
@@ -64,11 +62,11 @@ class Case:
     model: FunctionalModel
     params: Tensors
     plain: Any  # the same weights in transformers' own hands, with its attention written out
-    kind: Kind
+    kind: TaskKind
 
     @property
     def each_token(self) -> bool:
-        return self.kind in ("tokens", "lm")
+        return self.kind.head in ("tokens", "lm")
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -80,8 +78,8 @@ def moved(params: Tensors, seed: int = 1) -> Tensors:
     return {name: value + 0.3 * noise(seed, *value.shape) for name, value in params.items()}
 
 
-def kind_of(case: str) -> Kind:
-    return "image" if case == "clip-towers" else case.partition("-")[2]  # type: ignore[return-value]
+def kind_of(case: str) -> TaskKind:
+    return KINDS["image" if case == "clip-towers" else case.partition("-")[2]]
 
 
 def class_of(case: str) -> Any:
@@ -103,7 +101,7 @@ def adapted(
 ) -> FunctionalModel:
     fixed = prompts() if case == "clip-towers" else None
     module = module_of(case, **(sizes or {}))
-    return from_module(case, module, frozen, objective=OBJECTIVES[kind_of(case)], fixed=fixed, **options)
+    return from_module(case, module, frozen, kind=kind_of(case), fixed=fixed, **options)
 
 
 @cache
@@ -132,7 +130,7 @@ def prompts() -> Tensors:
 
 
 def inputs_of(case: Case, seed: int = 0, left: bool = False) -> Tensors:
-    return {"pixel_values": noise(seed, EXAMPLES, 1, 8, 8)} if case.kind == "image" else words(seed, left)
+    return {"pixel_values": noise(seed, EXAMPLES, 1, 8, 8)} if case.kind.inputs == "image" else words(seed, left)
 
 
 def targets_of(case: Case, seed: int = 0) -> Tensor:

@@ -21,6 +21,7 @@ from partita.models.lora import LowRankModel
 from partita.models.prompts.clip import clip
 from partita.models.prompts.dual_encoder import DualEncoder
 from partita.models.vit import vit
+from partita.tasks import IMAGE, TaskKind
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Pictures:
     classes: tuple[str, ...] = ("cat", "dog", "emu")
     channels: int = 1
     size: int = 2
-    kind: str = "image"
-    multi_label: bool = False
+    kind: TaskKind = IMAGE
+    words: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)

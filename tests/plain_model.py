@@ -7,7 +7,7 @@ from torch import Tensor
 from partita.core.model import Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models import ImageTask
+from partita.tasks import TaskInfo
 from partita.testing.toy import ToyTransformer
 
 
@@ -18,5 +18,5 @@ class Plain(ToyTransformer):
         return super()._run(params, {"x": inputs["pixel_values"].reshape(-1, 4, 4)})
 
 
-def plain(task: ImageTask, key: Key) -> Plain:
+def plain(task: TaskInfo, key: Key) -> Plain:
     return Plain(classes=len(task.classes), key=key)

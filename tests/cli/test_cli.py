@@ -183,6 +183,8 @@ def test_compare_over_methods_and_seeds(jobs: int, partita: Shell, config: Path,
     for words, first in (([], "fedavg"), (["--against", "fedprox(mu=0.5)"], "fedprox(mu=0.5)")):
         assert json.loads(partita(*told, *words)[1])["lines"][0]["label"] == first
     assert "did you mean 'fedavg'?" in partita(*told, "--against", "fedavgg")[2]
+    assert "loss: value of the last tested round" in partita(*told, "--metric", "loss")[1]
+    assert "--metric is 'los', which no run has recorded; did you mean 'loss'?" in partita(*told, "--metric", "los")[2]
 
 
 def _children(pid: int) -> list[int]:

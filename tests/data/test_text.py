@@ -28,7 +28,7 @@ from partita.core.settings import Run, Training
 from partita.data import DataError, Task, load, split
 from partita.data.ragged import RaggedExamples, ragged
 from partita.engines.simulation import SimulationEngine
-from partita.evaluation import ACCURACY, EvaluationError, evaluator_for, score
+from partita.evaluation import ACCURACY, EvaluationError, score
 from partita.evaluation.metrics import Entities, MultiLabel, NextToken, Predictions, SingleLabel
 from partita.experiment import run_folder
 from partita.experiment.config import parse
@@ -37,6 +37,7 @@ from partita.methods.fedavg import fedavg
 from partita.models import build
 from partita.models.pretrained import seeded
 from partita.report import compare, load_run
+from partita.tasks import LM, MULTI_LABEL_TEXT, TEXT, TOKENS
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
@@ -208,7 +209,7 @@ def as_saved(folder: Path) -> Path:
 def test_every_format_gives_the_same_task(make: Callable[[Path], Path], tmp_path: Path, bert: Path) -> None:
     task = load("text", Key(0), path=str(make(tmp_path / "notes")), tokenizer=str(bert), max_length=16)
     rows = notes(12)
-    assert (task.name, task.kind, task.multi_label) == ("notes", "text", False)
+    assert (task.name, task.kind) == ("notes", TEXT)
     assert task.classes == ("cough", "fever")
     assert task.labels().tolist() == [task.classes.index(row["label"]) for row in rows]
     assert task.test.targets.tolist() == [task.classes.index(row["label"]) for row in notes(12, 1)]
@@ -252,7 +253,7 @@ def test_several_labels_are_zeros_and_ones(tmp_path: Path, bert: Path) -> None:
         )
     for folder in tmp_path, tmp_path / "other":
         task = load("text", Key(0), path=folder, label="labels", tokenizer=str(bert), max_length=8)
-        assert task.multi_label
+        assert task.kind is MULTI_LABEL_TEXT
         assert task.classes == ("x", "y", "z")
         assert task.train.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [0, 0, 1]]
         with pytest.raises(DataError, match="one class per example"):
@@ -429,7 +430,7 @@ def test_the_first_piece_of_a_word_bears_its_tag(tmp_path: Path, bert: Path) -> 
     for part in "train", "test":
         write(tmp_path / f"{part}.jsonl", [{"tokens": words, "tags": names}, {"tokens": ["a"], "tags": ["O"]}])
     task = load("tokens", Key(0), path=tmp_path, tokenizer=str(bert), max_length=16)
-    assert task.kind == "tokens"
+    assert task.kind is TOKENS
     assert task.classes == ("B-Sign", "I-Sign", "O")
     batch = task.train.take(torch.tensor([0, 1]))
     pieces = ["[CLS]", "patient", "reports", "severe", "heart", "##burn", "##s", "[UNK]", "[UNK]", "fever", "[SEP]"]
@@ -509,7 +510,7 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
     write(tmp_path / "test.csv", [{"text": "or", "role": "c"}])
     options = {"path": tmp_path, "tokenizer": str(gpt), "block_size": 8}
     task = load("lm", Key(0), group="role", **options)
-    assert (task.kind, task.classes) == ("lm", ())
+    assert (task.kind, task.classes) == (LM, ())
     end = [tokenizer.eos_token_id]
     for role, texts in ("a", ["to be or not", "to be"]), ("b", ["ayes", "not"]):
         stream = [token for text in texts for token in tokenizer(text)["input_ids"] + end]
@@ -630,7 +631,7 @@ def test_entities_are_judged_as_seqeval_does() -> None:
 def test_without_seqeval_the_remedy_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partita.evaluation.metrics.find_spec", lambda name: None)
     with pytest.raises(EvaluationError, match=re.escape("pip install 'partita[text]'")):
-        evaluator_for(Task("toy", tokens_table(), tokens_table(), tuple(TAGS), kind="tokens"))
+        TOKENS.evaluator(tuple(TAGS))
 
 
 def tokens_table() -> RaggedExamples:

@@ -39,7 +39,8 @@ from partita.methods.fedfrozen import fedfrozen
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import tags_of
-from partita.models.losses import losses_for
+from partita.tasks import LM, MULTI_LABEL_TEXT
+from partita.tasks.losses import token_cross_entropy
 from partita.testing.conformance import check_method
 
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in KIN else name for name in NAMES]
@@ -63,7 +64,7 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_are_those_of_transformers_before_and_after_saving(case: str) -> None:
     it = made(case)
-    for left in (False,) if it.kind == "image" else (False, True):
+    for left in (False,) if it.kind.head == "image" else (False, True):
         inputs = inputs_of(it, left=left)
         with torch.no_grad():
             out, plain = it.model(it.params, inputs), logits_of(it.plain(**inputs, **it.model.fixed))
@@ -274,7 +275,7 @@ def test_the_loss_of_several_labels_is_that_of_transformers() -> None:
     targets = (noise(5, EXAMPLES, CLASSES) > 0).float()
     with torch.no_grad():
         reference = module(**words(0), labels=targets).loss
-        model = from_module("bert", module, objective="multi")
+        model = from_module("bert", module, kind=MULTI_LABEL_TEXT)
         losses = model.losses(model(model.initial, words(0)), targets)
     assert losses.shape == (EXAMPLES,)
     assert close(losses.mean(), reference)
@@ -282,7 +283,7 @@ def test_the_loss_of_several_labels_is_that_of_transformers() -> None:
 
 def test_an_example_without_a_target_that_counts_has_no_loss() -> None:
     logits, targets = noise(0, 2, 3, 4).requires_grad_(), torch.tensor([[IGNORE_INDEX] * 3, [1, IGNORE_INDEX, 2]])
-    losses = losses_for("tokens", logits, targets)
+    losses = token_cross_entropy(logits, targets)
     assert losses[0] == 0
     assert torch.autograd.grad(losses.sum(), logits)[0].isfinite().all()
 
@@ -358,4 +359,4 @@ def test_older_names_of_a_parameter_have_the_same_role() -> None:
 
 def test_a_head_that_an_architecture_lacks_is_named() -> None:
     with pytest.raises(ModelError, match="supports 'bert' for tasks of kind text or tokens, not lm; choose"):
-        from_module("bert", module_of("bert-text"), objective="lm")
+        from_module("bert", module_of("bert-text"), kind=LM)

@@ -41,7 +41,7 @@ TAGS = {"O": 0, "B-drug": 1, "I-drug": 2}
 
 def case_of(case: str) -> Case:
     it = made(case)
-    if it.kind == "tokens":
+    if it.kind.head == "tokens":
         it.model.module.config.label2id = TAGS
     return it
 
@@ -86,7 +86,7 @@ def marks_of(it: Case, batch: Batch, tokens: str, count: int) -> tuple[Tensor, T
             chosen = valid[:1]
         elif tokens == "entities":
             chosen = [place for place in valid if int(batch.targets[row, place]) in (1, 2)]
-        elif it.kind == "image":
+        elif it.kind.head == "image":
             chosen = valid[1 + registers + it.model.name.startswith("deit") :]
         elif "lm" in it.model.name or it.model.name.startswith(("gpt2", "llama", "mistral", "qwen")):
             chosen = [place for place in valid[1:] if int(batch.inputs["input_ids"][row, place]) not in (PAD, END)]
@@ -99,11 +99,11 @@ def marks_of(it: Case, batch: Batch, tokens: str, count: int) -> tuple[Tensor, T
 @pytest.mark.parametrize("case", CASES)
 def test_scores_are_those_of_the_maps_of_attention(case: str) -> None:
     it = case_of(case)
-    for left in (False,) if it.kind == "image" else (False, True):
+    for left in (False,) if it.kind.head == "image" else (False, True):
         batch = batch_of(it, left)
         plain = maps(it, batch.inputs)
         decodes = case.startswith(("gpt2", "llama", "mistral", "qwen"))
-        words = ["content"] + (["entities"] if it.kind == "tokens" else []) + ([] if decodes else ["cls"])
+        words = ["content"] + (["entities"] if it.kind.head == "tokens" else []) + ([] if decodes else ["cls"])
         for tokens in words:
             found = stacked(it.model.attention(it.params, batch, tokens))
             marked, seen = marks_of(it, batch, tokens, plain[0].shape[-1])

@@ -27,6 +27,7 @@ from partita.methods.fedavg import fedavg
 from partita.models import ModelError, frozen_cache
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.frozen_cache import CACHED_STATES, CHUNK, CachedExamples, cache_frozen, frozen_depth
+from partita.tasks import LM
 from partita.testing.toy import ToyTransformer
 
 LOWEST = ("embedding", "layer.0")
@@ -188,7 +189,7 @@ def test_the_type_that_the_model_computes_in_is_remembered() -> None:
 def test_what_trains_in_a_module_of_half_precision_is_held_in_float32() -> None:
     module = module_of("llama-lm").to(torch.bfloat16)
     weights = dict(module.named_parameters())
-    model = from_module("llama", module, LOWEST, objective="lm", dtype=torch.bfloat16)
+    model = from_module("llama", module, LOWEST, kind=LM, dtype=torch.bfloat16)
     assert {value.dtype for value in model.initial.values()} == {torch.float32}
     assert all(torch.equal(value, weights[name].float()) for name, value in model.initial.items())
     for name, value in model.module.named_parameters():

@@ -52,12 +52,14 @@ from partita.core.memory import SizeError
 from partita.core.model import TagError
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models import INDEX, Kind, ModelError, architectures, build
+from partita.models import INDEX, ModelError, architectures, build
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.architectures import ROLES, Architecture, tags_of
 from partita.models.attention import ALIGNMENT, attention_hook, scaled_dot_product
 from partita.models.pretrained import pretrained, seeded
 from partita.models.vit import vit
+from partita.tasks import IMAGE, LM, MULTI_LABEL_TEXT, TEXT, TaskKind
+from partita.tasks import TOKENS as TAGGED
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ class Images:
     classes: tuple[str, ...] = ("cat", "dog", "emu")
     channels: int = 1
     size: int = 4
-    kind: Kind = "image"
-    multi_label: bool = False
+    kind: TaskKind = IMAGE
     words: int = 0
 
 
@@ -437,7 +438,7 @@ def test_a_missing_folder(path: str, message: str) -> None:
 class Texts(Images):
     channels: int = 0
     size: int = 0
-    kind: Kind = "text"
+    kind: TaskKind = TEXT
 
 
 TINY_TEXT = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} | {
@@ -460,28 +461,26 @@ def test_texts_cut_by_another_tokenizer_than_the_models_are_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("task", "objective", "shape"),
+    ("task", "shape"),
     [
-        (Texts(), "single", (2, 3)),
-        (Texts(multi_label=True), "multi", (2, 3)),
-        (Texts(kind="tokens"), "tokens", (2, 3, 3)),
-        (Texts(kind="lm", classes=()), "lm", (2, 3, 9)),
+        (Texts(), (2, 3)),
+        (Texts(kind=MULTI_LABEL_TEXT), (2, 3)),
+        (Texts(kind=TAGGED), (2, 3, 3)),
+        (Texts(kind=LM, classes=()), (2, 3, 9)),
     ],
 )
-def test_one_checkpoint_serves_every_kind_of_task(
-    task: Texts, objective: str, shape: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_one_checkpoint_serves_every_kind_of_task(task: Texts, shape: tuple[int, ...], tmp_path: Path) -> None:
     """Written by transformers for one task and read for another: the body stays, the head is drawn from the key."""
     path = saved(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
     model = pretrained(task, KEY, path=path, frozen=("embedding",), checkpointing=True)
     body = load_file(tmp_path / "model.safetensors")["transformer.h.0.attn.c_attn.weight"]
     assert torch.equal(model.initial["transformer.h.0.attn.c_attn.key.weight"], body[:, 16:32])
-    assert model.objective == objective
+    assert model.kind is task.kind
     assert model(model.initial, WORDS).logits.shape == shape
     assert "transformer.wte.weight" not in model.initial
     again = pretrained(task, KEY, path=path, frozen=("embedding",))
     assert tensors.equal(model.initial, again.initial)
-    if objective == "lm":
+    if task.kind is LM:
         return
     head = min(model.names("head"))
     other = pretrained(task, Key(8), path=path)
@@ -492,7 +491,7 @@ def test_one_checkpoint_serves_every_kind_of_task(
     assert tensors.equal(tensors.select(tuned.initial, model.all_names()), tensors.select(params, model.all_names()))
     config = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"}
-    assert (config.get("problem_type") == "multi_label_classification") == (objective == "multi")
+    assert config.get("problem_type") == task.kind.problem_type
 
 
 def test_a_tuned_decoder_reads_texts_in_plain_transformers(tmp_path: Path) -> None:
@@ -510,12 +509,12 @@ def test_what_a_checkpoint_was_pretrained_for_is_left_behind_and_what_it_lacks_i
     model = pretrained(Texts(), KEY, path=path)  # its predictions are left behind, its pooler and head are drawn
     assert model.initial["bert.pooler.dense.weight"].abs().max() < 0.2
     with pytest.raises(ModelError, match="supports 'bert' for tasks of kind text or tokens, not lm"):
-        pretrained(Texts(kind="lm"), KEY, path=path)
+        pretrained(Texts(kind=LM), KEY, path=path)
     saved(GPT2Model, GPT2Config(**TINY_TEXT, tie_word_embeddings=False), tmp_path / "body")
     with pytest.raises(ModelError, match=r"lacks: lm_head\.weight; give a complete checkpoint"):
-        pretrained(Texts(kind="lm"), KEY, path=str(tmp_path / "body"))
+        pretrained(Texts(kind=LM), KEY, path=str(tmp_path / "body"))
     with pytest.raises(ModelError, match="fresh_head = true, but this model has no head"):
-        pretrained(Texts(kind="lm"), KEY, path=str(tmp_path / "body"), fresh_head=True)
+        pretrained(Texts(kind=LM), KEY, path=str(tmp_path / "body"), fresh_head=True)
 
 
 def test_a_distilled_deit_gets_the_plain_head(tmp_path: Path) -> None:
@@ -570,7 +569,7 @@ def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None
     for wrong in ("a photo", None):
         where = path if wrong else str(tmp_path / "vit")
         small().save_pretrained(small().initial, tmp_path / "vit")
-        with pytest.raises(ModelError, match=r"it needs a 'clip' model, an image task, and \{\} as"):
+        with pytest.raises(ModelError, match=r"it needs a 'clip' model, an image task with classes, and \{\} as"):
             pretrained(TASK, KEY, path=where, prompt=wrong or "a {}")
 
 

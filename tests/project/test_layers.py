@@ -30,16 +30,17 @@ CORE = [
 ]
 
 # Part -> what it may import of partita beside all of core and itself.
-PARTS = ["methods", "compression", "models", "data", "evaluation"]
+ON_CORE = ["methods", "compression", "evaluation", "storage", "training"]
+ON_TASKS = ["models", "data"]
 ABOVE_CORE = {
-    **{part: [] for part in PARTS},
-    "storage": [],
-    "training": [],
+    **{part: [] for part in ON_CORE},
+    "tasks": ["evaluation"],
+    **{part: ["tasks"] for part in ON_TASKS},
     "privacy": ["training", "storage"],
     "engines": ["training", "storage", "evaluation"],
     "testing": ["engines", "storage"],
     "lab": ["methods", "report"],
-    "experiment": [*PARTS, "training", "storage", "privacy", "engines"],
+    "experiment": [*ON_CORE, "tasks", *ON_TASKS, "privacy", "engines"],
 }
 TOP = ["__init__", "__main__", "cli"]  # may import anything, and no other may import them
 ALONE = ["report"]  # reads recorded rows, so it may import nothing of partita but itself and how files are read

@@ -277,6 +277,18 @@ def test_rounds_without_a_test_and_values_that_are_no_numbers(tmp_path: Path) ->
         picture([never], tmp_path / "none.png")
 
 
+@pytest.mark.parametrize("value", [0.5, -0.5])
+def test_r2_is_no_percentage_and_its_default_target_is_a_little_worse(value: float, tmp_path: Path) -> None:
+    scores = {"r2": value, "mse": abs(value)}
+    run = load_run(write_run(tmp_path, "fedavg", 0, edit=lambda row: {**row, "test": scores, "personal": None}))
+    comparison = compare([run], metric="r2")
+    assert comparison.target == pytest.approx(value - 0.025)
+    assert ("95%" if value > 0 else "105%") in "".join(comparison.comments)
+    [final] = [column for column in columns(comparison) if column.heading == "r2"]
+    assert final.cells == (("0.50" if value > 0 else "−0.50"),)
+    assert compare([run], metric="mse").target == pytest.approx(0.525)
+
+
 def test_a_seed_that_never_reached_the_target_counts(tmp_path: Path) -> None:
     slow, fast, late = [0.1, 0.2, 0.3], [0.6, 0.7, 0.8], [0.1, 0.2, 0.9]
 

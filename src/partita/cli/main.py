@@ -225,11 +225,13 @@ def report_command(
     against: Annotated[
         str | None, typer.Option(help="Label of the baseline for differences. Default: fedavg, else the first label.")
     ] = None,
+    metric: Annotated[str | None, typer.Option(help="Recorded metric to compare. Default: the task's own.")] = None,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
     """Write a self-contained HTML report on recorded runs and print their comparison table."""
-    _print_comparison(folders, out or folders[0] / "report.html", target, as_json, markdown, against, "fedavg")
+    page = out or folders[0] / "report.html"
+    _print_comparison(folders, page, target, as_json, markdown, against, "fedavg", metric)
 
 
 @app.command(name="methods")
@@ -326,6 +328,7 @@ def _print_comparison(
     markdown: bool = False,
     against: str | None = None,
     default_baseline: str | None = None,
+    metric: str | None = None,
 ) -> None:
     """Print the comparison table and optionally write the report.
 
@@ -339,12 +342,15 @@ def _print_comparison(
     labels = {record.label for record in records}
     if against is not None and against not in labels:
         raise OptionError(f"--against is '{against}', but no run has that label; {closest_match(against, labels)}")
+    recorded = {name for record in records for row in record.rows for name in row.get("test") or ()}
+    if metric is not None and metric not in recorded:
+        raise OptionError(f"--metric is '{metric}', which no run has recorded; {closest_match(metric, recorded)}")
     records.sort(key=lambda record: record.label != (against or default_baseline))
-    comparison = report.compare(records, target)
+    comparison = report.compare(records, target, metric)
     show = report.to_json if as_json else report.to_markdown if markdown else report.to_text
     print(show(comparison))
     if page:
-        written = report.page(records, page, target=target)
+        written = report.page(records, page, target=target, metric=metric)
         print(f"report: {written}", file=sys.stderr if as_json or markdown else sys.stdout)
 
 

@@ -13,10 +13,12 @@ from partita.data.task import Federation, Subset, Table, Task
 
 INDEX = {
     "digits": "partita.data.digits:digits",
+    "image_regression": "partita.data.regression:image_regression",
     "images": "partita.data.images:images",
     "lm": "partita.data.language_modeling:lm",
     "synthetic": "partita.data.synthetic:synthetic",
     "text": "partita.data.text:text",
+    "text_regression": "partita.data.regression:text_regression",
     "tokens": "partita.data.tokens:tokens",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,10 +19,17 @@ from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.data.errors import DataError, need, reading
 from partita.data.labels import one_label
-from partita.data.loading import DatasetPart, TestPart, load_dataset
+from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, TestPart, load_dataset
 from partita.data.task import Side, Table, Task
 
 MODES = {1: "L", 3: "RGB"}
+
+Size = Annotated[Side | None, "resize images to this side length in pixels"]
+Channels = Annotated[Literal[1, 3], "1: grayscale, 3: RGB"]
+PixelMean = Annotated[
+    tuple[Annotated[float, Range(low=-MAX_NUMBER, high=MAX_NUMBER)], ...], "mean to subtract, per channel"
+]
+PixelStd = Annotated[tuple[Positive, ...], "standard deviation to divide by, per channel"]
 
 
 @dataclass(frozen=True)
@@ -39,18 +46,16 @@ class Normalize:
 
 
 def images(
-    path: Annotated[str | Path, "file, folder, or Hugging Face Hub id"],
+    path: DataPath,
     key: Key,
     image: Annotated[str, "image column"] = "image",
     label: Annotated[str, "label column"] = "label",
-    size: Annotated[Side | None, "resize images to this side length in pixels"] = None,
-    channels: Annotated[Literal[1, 3], "1: grayscale, 3: RGB"] = 3,
-    mean: Annotated[
-        tuple[Annotated[float, Range(low=-MAX_NUMBER, high=MAX_NUMBER)], ...], "mean to subtract, per channel"
-    ] = (0.5,),
-    std: Annotated[tuple[Positive, ...], "standard deviation to divide by, per channel"] = (0.5,),
-    config: Annotated[str | None, "configuration of a Hub dataset"] = None,
-    test: Annotated[TestPart, "name of the test part, or share of the rows to hold out if there is no test part"] = 0.2,
+    size: Size = None,
+    channels: Channels = 3,
+    mean: PixelMean = (0.5,),
+    std: PixelStd = (0.5,),
+    config: HubConfig = None,
+    test: TestPart = 0.2,
 ) -> Task:
     """Image classification. Only the parts train and test are read: each client splits off its own validation part.
 
@@ -58,26 +63,40 @@ def images(
     equal size. A mean and std of 0.5 put pixels in [-1, 1]; for a pretrained model, set the values it was trained with.
     Columns of type text, integer or class become the task's columns.
     """
-    for name, values in ("mean", mean), ("std", std):
-        if len(values) not in (1, channels):
-            raise DataError(f"{name} has {len(values)} values for {channels} channels; give 1 or {channels}")
+    normalize = normalization(mean, std, channels)
     source = load_dataset(path, key, config, test)
     for part in (source.train, source.test):
         _check(part, image, label)
     classes, *targets = one_label(source, label)
-    pixels, held_out = (_pixels(part, image, size, channels) for part in (source.train, source.test))
-    if held_out.shape[1:] != pixels.shape[1:]:
-        raise DataError(f"images of '{path}' differ in size between train and test; set size to resize them")
-    normalize = Normalize(mean, std)
-    return Task(
-        source.name,
-        Table({"pixel_values": pixels}, targets[0], normalize),
-        Table({"pixel_values": held_out}, targets[1], normalize),
-        classes=classes,
-        columns=source.train.columns(label),
-        channels=channels,
-        size=pixels.shape[-1],
+    train, held_out = read_images(source, image, targets, size, channels, normalize)
+    columns = source.train.columns(label)
+    return Task(source.name, train, held_out, classes, columns, channels, size=side_of(train))
+
+
+def normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> Normalize:
+    """Return the normalization. Raise a DataError if a number of values does not fit the channels."""
+    for name, values in ("mean", mean), ("std", std):
+        if len(values) not in (1, channels):
+            raise DataError(f"{name} has {len(values)} values for {channels} channels; give 1 or {channels}")
+    return Normalize(mean, std)
+
+
+def read_images(
+    source: Dataset, column: str, targets: Iterable[Tensor], size: int | None, channels: int, normalize: Normalize
+) -> tuple[Table, Table]:
+    """Decode an image column. Returns the train and test examples with their targets, each (row, ...)."""
+    pixels = [_pixels(part, column, size, channels) for part in (source.train, source.test)]
+    if pixels[0].shape[1:] != pixels[1].shape[1:]:
+        raise DataError(f"images of '{source.path}' differ in size between train and test; set size to resize them")
+    train, test = (
+        Table({"pixel_values": part}, of_rows, normalize) for part, of_rows in zip(pixels, targets, strict=True)
     )
+    return train, test
+
+
+def side_of(table: Table) -> int:
+    """Return the side of the images in pixels."""
+    return table.inputs["pixel_values"].shape[-1]
 
 
 def _check(part: DatasetPart, image: str, label: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -11,21 +10,22 @@ import numpy as np
 from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
-from partita.data.loading import DatasetPart, TestPart, load_dataset
+from partita.data.loading import DataPath, DatasetPart, HubConfig, TestPart, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
 from partita.data.tokenization import TextEncoder, text_encoder
+from partita.tasks import LM
 
 
 def lm(
-    path: Annotated[str | Path, "file, folder, or Hugging Face Hub id"],
+    path: DataPath,
     key: Key,
     text: Annotated[str, "text column"] = "text",
     tokenizer: Annotated[str | None, "folder or Hub id; default: the model's tokenizer"] = None,
     block_size: Annotated[Count, "tokens per example"] = 128,
     group: Annotated[str | None, "column, such as an author; texts with the same value are concatenated"] = None,
-    config: Annotated[str | None, "configuration of a Hub dataset"] = None,
-    test: Annotated[TestPart, "name of the test part, or share of the rows to hold out if there is no test part"] = 0.2,
+    config: HubConfig = None,
+    test: TestPart = 0.2,
 ) -> Task:
     """Causal language modeling on blocks of tokens, cut from the concatenated rows of each value of `group`.
 
@@ -39,7 +39,7 @@ def lm(
     held_out, _ = _blocks(source.test, encode, text, group)
     columns = {} if group is None else {group: np.array(names)}
     words = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, (), columns, kind="lm", words=words)
+    return Task(source.name, train, held_out, (), columns, kind=LM, words=words)
 
 
 def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:

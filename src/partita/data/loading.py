@@ -27,7 +27,13 @@ REMEDY = (
 )
 
 Opener = Callable[[], Any]  # returns a datasets.Dataset
-TestPart = Annotated[float, Range(above=0, below=1)] | str
+# Options that all readers of files share.
+DataPath = Annotated[str | Path, "file, folder, or Hugging Face Hub id"]
+HubConfig = Annotated[str | None, "configuration of a Hub dataset"]
+TestPart = Annotated[
+    Annotated[float, Range(above=0, below=1)] | str,
+    "name of the test part, or share of the rows to hold out if there is no test part",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +98,7 @@ class Dataset:
     """A dataset with a train and a test part."""
 
     name: str
+    path: str | Path
     train: DatasetPart
     test: DatasetPart
     cut: bool  # whether the test part was split off the train part
@@ -119,8 +126,8 @@ def load_dataset(path: str | Path, key: Key, config: str | None = None, test: fl
     if isinstance(test, str) and test not in parts:
         raise DataError(f"'{path}' has no part '{test}' to test on; {closest_match(test, parts)}")
     if isinstance(test, str) or "test" in parts:
-        return Dataset(name, train, _open_part(parts, test if isinstance(test, str) else "test", path), cut=False)
-    return Dataset(name, *_hold_out(train, test, key), cut=True)
+        return Dataset(name, path, train, _open_part(parts, test if isinstance(test, str) else "test", path), cut=False)
+    return Dataset(name, path, *_hold_out(train, test, key), cut=True)
 
 
 def _open_part(parts: Mapping[str, Opener], name: str, path: str | Path) -> DatasetPart:

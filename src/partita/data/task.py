@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import floor
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from partita.core.tensors import Tensors
 from partita.data.client_ids import NamedClients
 from partita.data.errors import DataError
 from partita.data.ragged import RaggedExamples
+from partita.tasks import IMAGE, TaskKind
 
 Ints = NDArray[np.int64]
 Side = Annotated[int, Range(low=1, high=2**16)]  # side of an image in pixels
@@ -93,13 +94,11 @@ class Task:
         name: Name of the task, used in error messages.
         train: Train examples, which a split assigns to clients.
         test: Central test examples, which no client holds.
-        classes: Class names. Empty for "lm".
+        classes: Names of the classes or of the regression targets. Empty for language modeling.
         columns: For each column, one value per train row. Splits such as `by_column` read them.
         channels: Channels of the images; 0 for other inputs.
         size: Side of the square images in pixels; 0 for other inputs.
-        kind: "image" and "text" predict one class per example ("multi_label": any number of classes), "tokens" predicts
-            a tag for each token, "lm" predicts the next token.
-        multi_label: Whether an example may have any number of classes.
+        kind: Kind of the task: what a model takes and predicts, its loss and its metrics.
         words: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
     """
 
@@ -110,8 +109,7 @@ class Task:
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     channels: int = 0
     size: int = 0
-    kind: Literal["image", "text", "tokens", "lm"] = "image"
-    multi_label: bool = False
+    kind: TaskKind = IMAGE
     words: int = 0
 
     def __post_init__(self) -> None:
@@ -126,7 +124,7 @@ class Task:
             DataError: If the task does not have exactly one class per example.
         """
         targets = self.train.targets
-        if targets.ndim != 1 or targets.is_floating_point() or self.kind in ("tokens", "lm"):
+        if targets.ndim != 1 or targets.is_floating_point() or not self.kind.one_class:
             raise DataError(
                 f"{self.name} has targets of shape {tuple(targets.shape)} and type {targets.dtype}, but this split "
                 "needs exactly one class per example; use 'iid', 'quantity' or 'by_column'"

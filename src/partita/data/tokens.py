@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 from partita.core.data import IGNORE_INDEX
@@ -12,24 +11,25 @@ from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.labels import label_lists
-from partita.data.loading import DatasetPart, TestPart, load_dataset
+from partita.data.loading import DataPath, DatasetPart, HubConfig, TestPart, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
 from partita.data.tokenization import TextEncoder, text_encoder
+from partita.tasks import TOKENS
 
 TAG = re.compile(r"O|[BI]-.+")
 
 
 def tokens(
-    path: Annotated[str | Path, "file, folder, or Hugging Face Hub id"],
+    path: DataPath,
     key: Key,
     tokens: Annotated[str, "column with the list of words"] = "tokens",
     tags: Annotated[str, "column with the list of BIO tags"] = "tags",
     tokenizer: Annotated[str | None, "folder or Hub id; default: the model's tokenizer"] = None,
     max_length: Annotated[Count, "maximum number of tokens per sentence"] = 256,
     truncate: Annotated[bool, "truncate longer sentences instead of raising an error"] = False,
-    config: Annotated[str | None, "configuration of a Hub dataset"] = None,
-    test: Annotated[TestPart, "name of the test part, or share of the rows to hold out if there is no test part"] = 0.2,
+    config: HubConfig = None,
+    test: TestPart = 0.2,
 ) -> Task:
     """Token classification from a column of words and a column of BIO tags (O, B-type, I-type).
 
@@ -47,7 +47,7 @@ def tokens(
         tables.append(_aligned(part, encode, sentences, tagged, truncate))
     train, held_out = tables
     vocabulary = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, classes, source.train.columns(), kind="tokens", words=vocabulary)
+    return Task(source.name, train, held_out, classes, source.train.columns(), kind=TOKENS, words=vocabulary)
 
 
 def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:

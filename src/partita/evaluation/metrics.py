@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +23,24 @@ class EvaluationError(ValueError):
 
 @dataclass(frozen=True)
 class Metric:
-    """The metric that a run is judged by. If higher is better, its values are in [0, 1]."""
+    """A score.
+
+    Attributes:
+        name: Name in rows and reports.
+        higher_is_better: Direction.
+        fraction: Whether all values are in [0, 1]. Reports show fractions in percent.
+    """
 
     name: str
     higher_is_better: bool = True
+    fraction: bool = True
+
+
+LOSS = Metric("loss", higher_is_better=False, fraction=False)
+PERPLEXITY = Metric("perplexity", higher_is_better=False, fraction=False)
+MSE = Metric("mse", higher_is_better=False, fraction=False)
+MAE = Metric("mae", higher_is_better=False, fraction=False)
+R2 = Metric("r2", fraction=False)  # at most 1, and negative if the mean of the targets would be a better prediction
 
 
 @dataclass(frozen=True)
@@ -38,12 +52,33 @@ class Predictions:
     losses: Tensor  # (example,)
 
 
+class Evaluator(Protocol):
+    """Computes scores from batches of predictions. Scores that are undefined for the examples are omitted."""
+
+    @property
+    def primary(self) -> Metric:
+        """The metric that a run is judged by."""
+        ...
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """All metrics that it can return."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """The batch size for evaluation."""
+        ...
+
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]: ...
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """Accuracy and mean loss only: cheap for large test sets."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy"), LOSS)
     batch: ClassVar[int] = 512  # large, because no activations are kept for a backward pass
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
@@ -61,7 +96,13 @@ class SingleLabel:
     """Single-label classification. Macro averages are over the classes that occur. AUROC is one-vs-rest."""
 
     primary: ClassVar[Metric] = Metric("accuracy")
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "macro_f1", "micro_f1", "auroc", "loss")
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("accuracy"),
+        Metric("macro_f1"),
+        Metric("micro_f1"),
+        Metric("auroc"),
+        LOSS,
+    )
     batch: ClassVar[int] = 64
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
@@ -81,7 +122,7 @@ class MultiLabel:
     """Multi-label classification with threshold 0.5. Macro averages are over the classes that occur."""
 
     primary: ClassVar[Metric] = Metric("micro_f1")
-    metrics: ClassVar[tuple[str, ...]] = ("macro_f1", "micro_f1", "auroc", "loss")
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("macro_f1"), Metric("micro_f1"), Metric("auroc"), LOSS)
     batch: ClassVar[int] = 64
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
@@ -97,7 +138,13 @@ class Entities:
     tags: tuple[str, ...]
 
     primary: ClassVar[Metric] = Metric("f1")
-    metrics: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1", "accuracy", "loss")
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("precision"),
+        Metric("recall"),
+        Metric("f1"),
+        Metric("accuracy"),
+        LOSS,
+    )
     batch: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
@@ -125,8 +172,8 @@ class Entities:
 class NextToken:
     """Mean loss per token, and its exponential, the perplexity."""
 
-    primary: ClassVar[Metric] = Metric("perplexity", higher_is_better=False)
-    metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
+    primary: ClassVar[Metric] = PERPLEXITY
+    metrics: ClassVar[tuple[Metric, ...]] = (LOSS, PERPLEXITY)
     batch: ClassVar[int] = 16  # logits are as wide as the vocabulary
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
@@ -134,6 +181,26 @@ class NextToken:
         for batch in batches:
             mean.add(batch)
         return {"loss": mean.value, "perplexity": math.exp(mean.value) if mean.value < 700 else math.inf}
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Errors in the units of the targets, as means over targets. R² is a mean over the targets that vary."""
+
+    # Not R²: it is undefined for a single example, and a client whose targets hardly vary would dominate every mean.
+    primary: ClassVar[Metric] = MSE
+    metrics: ClassVar[tuple[Metric, ...]] = (MSE, MAE, R2, LOSS)
+    batch: ClassVar[int] = 64
+
+    def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]:
+        predictions, targets, loss = _gathered(batches)
+        errors, targets = predictions.double() - targets.double(), targets.double()  # (example, target)
+        return {
+            "mse": float(errors.square().mean()),
+            "mae": float(errors.abs().mean()),
+            **_r2(errors, targets),
+            "loss": loss,
+        }
 
 
 class _MeanPerToken:
@@ -177,6 +244,14 @@ def _auroc(truth: NDArray[Any], scores: NDArray[Any]) -> dict[str, float]:
     if not len(both) or not np.isfinite(scores).all():
         return {}
     return {"auroc": float(np.mean([roc_auc_score(truth[:, place], scores[:, place]) for place in both]))}
+
+
+def _r2(errors: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return the mean R² over the targets that vary. For a constant target it is undefined."""
+    varies = targets.amin(0) < targets.amax(0)  # (target,)
+    deviations = (targets - targets.mean(0)).square().sum(0)[varies]
+    value = float((1 - errors.square().sum(0)[varies] / deviations).mean())  # NaN if no target varies
+    return {"r2": value} if math.isfinite(value) else {}
 
 
 def _entity_scores(truths: list[list[str]], guesses: list[list[str]]) -> dict[str, float]:

@@ -63,7 +63,11 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
         raise PrivacyError("--shadows needs canaries; set their number with --canaries")
     identity = run_folder.verify(folder)
     experiment = build(load(folder / run_folder.CONFIG))
-    guard = experiment.guard
+    guard, task = experiment.guard, experiment.federation.task
+    if shadows and task.kind.outputs == "numbers":
+        raise PrivacyError(
+            f"{task.name} is a regression, and --shadows compares the probabilities of answers; leave out --shadows"
+        )
     saved = checkpoint.newest(
         folder / run_folder.CHECKPOINTS, identity, initial_server(experiment.run, experiment.model), experiment.device
     )
@@ -158,8 +162,8 @@ def _roc_over(parts: list[tuple[Array, Array]]) -> Found:
 def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Found) -> Found:
     """Retrain with canaries in the same rounds and cohorts as the run, so that its guarantee applies here too."""
     key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
-    single = task.kind in ("image", "text") and not task.multi_label
-    canaries = choose_canaries(experiment.federation, count, key, len(task.classes) if single else 0)
+    classes = len(task.classes) if task.kind.one_class else 0
+    canaries = choose_canaries(experiment.federation, count, key, classes)
     heard, losses = _train_with_canaries(
         experiment, CanaryPopulation(experiment.federation, canaries), not _trusts_server(experiment)
     )

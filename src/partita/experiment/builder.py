@@ -21,7 +21,7 @@ from partita.data import Federation, Task
 from partita.engines.autotune import bf16_slowdown, check_block, choose_block, choose_graphs, configure_backends
 from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
-from partita.evaluation import Evaluator, evaluator_for
+from partita.evaluation import Evaluator
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
@@ -74,7 +74,8 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     if device.type == "cpu":
         check_block(run, model, federation.clients, block)
     _check_plan(run, model, federation.clients[0])
-    evaluator = evaluator_for(raw_federation.task)
+    task = raw_federation.task
+    evaluator = task.kind.evaluator(task.classes)
     return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs)
 
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -84,9 +84,9 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     run_folder.write(folder / run_folder.CONFIG, _resolved(experiment).to_toml().encode())
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
-    run_folder.write_json(
-        folder / run_folder.PLAN, {"metric": asdict(experiment.evaluator.primary), "stages": stages(experiment)}
-    )
+    primary = experiment.evaluator.primary
+    metric = {"name": primary.name, "higher_is_better": primary.higher_is_better}
+    run_folder.write_json(folder / run_folder.PLAN, {"metric": metric, "stages": stages(experiment)})
     written = [run_folder.CONFIG, run_folder.ENVIRONMENT, run_folder.PLAN]
     if experiment.guard:
         run_folder.write_json(folder / PRIVACY, {**experiment.guard.about(), "secret": _fingerprint(experiment)})

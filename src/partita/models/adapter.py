@@ -23,8 +23,8 @@ from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, tags_of
-from partita.models.losses import KINDS, Objective, losses_for
 from partita.models.vmap_layers import use_vmap_layers
+from partita.tasks import IMAGE, TEXT, TaskKind
 
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
@@ -43,7 +43,7 @@ class FunctionalModel(Model):
         initial: Initial values of the trainable parameters.
         tags: Tags of each trainable parameter.
         parameter_slots: Slots of each trainable parameter in the module. Tied parameters have several.
-        objective: Selects the loss.
+        kind: Kind of task that the model is for.
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass. Trainable parameters stay in float32 and are cast in each call.
     """
@@ -54,7 +54,7 @@ class FunctionalModel(Model):
     initial: Tensors
     tags: Mapping[str, Names]
     parameter_slots: Mapping[str, tuple[ParameterSlot, ...]]
-    objective: Objective = field(default="single", kw_only=True)
+    kind: TaskKind = field(kw_only=True)
     fixed: Tensors = field(default_factory=dict, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
 
@@ -68,7 +68,7 @@ class FunctionalModel(Model):
         return Output(out.logits.float(), None if out.features is None else out.features.float())
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
-        return losses_for(self.objective, out.logits, targets)
+        return self.kind.loss(out.logits, targets)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def from_module(
     module: PreTrainedModel,
     frozen: Iterable[str] = (),
     *,
-    objective: Objective = "single",
+    kind: TaskKind | None = None,
     fixed: Tensors | None = None,
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
@@ -135,7 +135,7 @@ def from_module(
         name: Name of the model.
         module: Module to convert.
         frozen: Names or tags of parameters that are never trained or sent.
-        objective: Selects the loss.
+        kind: Kind of task. Default: images or texts with one class each, whichever the architecture takes.
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass and of frozen parameters.
         checkpointing: Whether to recompute activations in the backward pass.
@@ -144,7 +144,9 @@ def from_module(
         ModelError: If the architecture is unknown, or `frozen` matches no parameter or all parameters.
     """
     model_type = str(module.config.model_type)
-    forward = forward_of(model_type, *KINDS[objective])
+    if kind is None:
+        kind = IMAGE if IMAGE.head in architecture(model_type).heads else TEXT
+    forward = forward_of(model_type, kind.head)
     if split := architecture(model_type).split:
         split(module)
     # Every random draw must come from a key, but dropout draws from global state. So it stays off (decision 0003).
@@ -174,7 +176,7 @@ def from_module(
         initial=initial,
         tags={path: tags[path] for path in initial},
         parameter_slots=parameter_slots,
-        objective=objective,
+        kind=kind,
         fixed=dict(fixed or {}),
         dtype=dtype,
     )

@@ -76,11 +76,11 @@ def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
         raise ModelError(f"tokens is '{tokens}'; {closest_match(tokens, TOKENS)}")
     if tokens == "cls" and is_decoder:
         raise ModelError(f"tokens = 'cls' is for encoders, but {model.name} is a decoder; {_remedy(model)}")
-    if tokens == "entities" and model.objective != "tokens":
+    if tokens == "entities" and model.kind.head != "tokens":
         raise ModelError(f"tokens = 'entities' is for token classification tasks; {_remedy(model)}")
     if tokens != "auto":
         return tokens
-    return "entities" if model.objective == "tokens" else "content" if is_decoder else "cls"
+    return "entities" if model.kind.head == "tokens" else "content" if is_decoder else "cls"
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ def _is_decoder(model: FunctionalModel) -> bool:
 
 def _remedy(model: FunctionalModel) -> str:
     supported = [word for word in TOKENS[1:] if word != ("cls" if _is_decoder(model) else "")]
-    fit = [word for word in supported if word != "entities" or model.objective == "tokens"]
+    fit = [word for word in supported if word != "entities" or model.kind.head == "tokens"]
     return f"set it to 'auto', {' or '.join(repr(word) for word in fit)}"
 
 

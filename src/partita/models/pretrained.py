@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     CLIPConfig,
     CLIPVisionConfig,
@@ -26,24 +23,18 @@ from transformers import (
 from partita.core import memory
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.models import ImageTask, Kind, ModelError, Task
+from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module, without_logs
 from partita.models.architectures import forward_of, heads_among
-from partita.models.losses import Objective
+from partita.tasks import TaskInfo
 
-MODULES: dict[Kind, Any] = {
-    "image": AutoModelForImageClassification,
-    "text": AutoModelForSequenceClassification,
-    "tokens": AutoModelForTokenClassification,
-    "lm": AutoModelForCausalLM,
-}
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 REMEDY = "give a folder written by save_pretrained, or the id of a model on the Hub"
 
 
 def pretrained(
-    task: Task,
+    task: TaskInfo,
     key: Key,
     *,
     path: Annotated[str, "folder written by save_pretrained, or Hugging Face Hub id"],
@@ -53,47 +44,51 @@ def pretrained(
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the forward pass and of frozen weights"] = "float32",
     checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False,
 ) -> FunctionalModel:
-    """A pretrained model from a folder or the Hub. Its head is kept if it has as many classes as the task.
+    """A pretrained model from a folder or the Hub. Its head is kept if it has as many outputs as the task.
 
     With `prompt`, such as "a photo of a {}", a CLIP model has no head and compares images with the text of each class.
     Trainable parameters are float32 whatever `dtype` is.
     """
-    if task.kind == "image":
+    kind = task.kind
+    if kind.inputs == "image":
         check_has_images(task)
     config = config_for(path, task)
-    objective = _objective(task)
-    forward_of(config.model_type, task.kind)  # reject unsupported architectures before loading weights
-    if task.kind == "image":
+    forward_of(config.model_type, kind.head)  # reject unsupported architectures before loading weights
+    if kind.inputs == "image":
         check_images(path, config, task)
     _check_tokens(path, config, task)
-    if prompt is not None and (config.model_type != "clip" or task.kind != "image" or "{}" not in prompt):
+    if prompt is not None and (
+        config.model_type != "clip" or (kind.inputs, kind.outputs) != ("image", "classes") or "{}" not in prompt
+    ):
         raise ModelError(
-            f"prompt is '{prompt}' for a '{config.model_type}' and a task of kind '{task.kind}'; it needs a 'clip' "
-            "model, an image task, and {} as the placeholder of the class"
+            f"prompt is '{prompt}' for a '{config.model_type}' and a task of kind '{kind.name}'; it needs a 'clip' "
+            "model, an image task with classes, and {} as the placeholder of the class"
         )
-    if fresh_head and (prompt is not None or task.kind == "lm"):
+    if fresh_head and (prompt is not None or kind.outputs == "vocabulary"):
         raise ModelError("fresh_head = true, but this model has no head to initialize; remove fresh_head")
-    has_head = prompt is None and task.kind != "lm"
-    module = load_module(path, config, MODULES[task.kind] if prompt is None else AutoModel, key, has_head, fresh_head)
+    has_head = prompt is None and kind.outputs != "vocabulary"
+    auto_class = AutoModel if prompt is not None else getattr(transformers, kind.auto_class)
+    module = load_module(path, config, auto_class, key, has_head, fresh_head)
     return from_module(
         config.model_type,
         module,
         frozen,
-        objective=objective,
+        kind=kind,
         fixed=None if prompt is None else _texts(path, prompt, task),
         dtype=None if dtype == "float32" else torch.bfloat16,
         checkpointing=checkpointing,
     )
 
 
-def check_has_images(task: ImageTask) -> None:
+def check_has_images(task: TaskInfo) -> None:
     """Raise a ModelError if the task has no square images."""
     if not (task.channels and task.size):
         raise ModelError("this model needs square images, but the task has none; choose an image task")
 
 
-def set_labels(config: PreTrainedConfig, task: ImageTask) -> None:
-    """Write the class names of the task into the config."""
+def set_labels(config: PreTrainedConfig, task: TaskInfo) -> None:
+    """Write the names of the outputs and the problem type of the task into the config."""
+    config.problem_type = task.kind.problem_type
     config.id2label = dict(enumerate(task.classes))
     config.label2id = {label: index for index, label in enumerate(task.classes)}
 
@@ -109,13 +104,7 @@ def seeded(key: Key) -> Iterator[None]:
         yield
 
 
-def _objective(task: Task) -> Objective:
-    if task.kind in ("image", "text"):
-        return "multi" if task.multi_label else "single"
-    return "tokens" if task.kind == "tokens" else "lm"
-
-
-def config_for(path: str, task: Task) -> Any:
+def config_for(path: str, task: TaskInfo) -> Any:
     """Load the config of a model and adapt it to the task.
 
     Raises:
@@ -138,18 +127,16 @@ def config_for(path: str, task: Task) -> Any:
     if isinstance(config, CLIPVisionConfig):  # a CLIP checkpoint with only the image tower
         config = CLIPConfig(vision_config=config.to_dict())
     config.architectures = []  # if a head has several classes in transformers, use the plain one
-    if task.kind != "lm":
+    if task.kind.outputs != "vocabulary":
         set_labels(config, task)
-    if task.multi_label:
-        config.problem_type = "multi_label_classification"
-    if task.kind == "text" and config.pad_token_id is None:
+    if task.kind.head == "text" and config.pad_token_id is None:
         # partita marks padding by the mask, but transformers rejects batches for a decoder without a padding token.
         ends = config.eos_token_id
         config.pad_token_id = ends[0] if isinstance(ends, list) else ends
     return config
 
 
-def check_images(path: str, config: Any, task: ImageTask) -> None:
+def check_images(path: str, config: Any, task: TaskInfo) -> None:
     """Raise a ModelError if the model does not take the task's image size or channels."""
     config = getattr(config, "vision_config", config)
     if config.num_channels != task.channels:
@@ -172,7 +159,7 @@ def check_images(path: str, config: Any, task: ImageTask) -> None:
         )
 
 
-def _check_tokens(path: str, config: Any, task: Task) -> None:
+def _check_tokens(path: str, config: Any, task: TaskInfo) -> None:
     known = getattr(config, "vocab_size", None)
     if known is not None and task.words > known:
         raise ModelError(
@@ -250,7 +237,7 @@ def _refuse(path: str, fault: str, names: set[str]) -> None:
         raise ModelError(f"'{path}' {fault}: {shown}; give a complete checkpoint, with or without a head")
 
 
-def _texts(path: str, prompt: str, task: Task) -> Tensors:
+def _texts(path: str, prompt: str, task: TaskInfo) -> Tensors:
     """Tokenize the prompt of each class, (class, token)."""
     try:
         with without_logs():

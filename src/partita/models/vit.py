@@ -9,13 +9,14 @@ from transformers import ViTConfig, ViTForImageClassification
 from partita.core import memory
 from partita.core.options import Count, Range
 from partita.core.rng import Key
-from partita.models import ImageTask, ModelError
+from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module
 from partita.models.pretrained import check_has_images, seeded, set_labels
+from partita.tasks import TaskInfo
 
 
 def vit(
-    task: ImageTask,
+    task: TaskInfo,
     key: Key,
     *,
     layers: Annotated[int, Range(low=1, high=1000), "number of layers"] = 2,
@@ -50,4 +51,4 @@ def vit(
     set_labels(config, task)
     with seeded(key):
         module = ViTForImageClassification(config)
-    return from_module("vit", module, frozen)
+    return from_module("vit", module, frozen, kind=task.kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partita.report.comparison import WORST_SHARE, Difference, Line
+from partita.report.comparison import Difference, Line, worse_share
 from partita.report.load import RunRecord, personal, settings
 from partita.report.metric import Metric
 
@@ -22,7 +22,7 @@ def explain_columns(
     if compared:
         counts = sorted({difference.n for difference in compared})
         over = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-        points = "in percentage points, " if judge.higher_is_better else ""
+        points = "in percentage points, " if judge.fraction else ""
         comments.append(
             f"difference: to {lines[0].label}, {points}paired over common seeds ({over}), "
             "with the 95% interval and p of a paired t test."
@@ -47,8 +47,9 @@ def explain_columns(
     comments.append("client-round: one client sampled in one round, whether or not it answered.")
     comments.append("MB: sent in both directions in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
     if target is not None:
-        share = f"{WORST_SHARE[judge.higher_is_better]:.0%}"
-        origin = "as requested" if asked else f"{share} of the final mean of {lines[0].label}"
+        origin = "as requested"
+        if not asked and (reference := lines[0].final) is not None:
+            origin = f"{worse_share(judge, reference):.0%} of the final mean of {lines[0].label}"
         comments.append(
             f"rounds to {judge.show(target)}: {origin}; the first round counts as 1; median over seeds, where a seed "
             "that did not reach it counts as infinitely late."

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Default target as a fraction of the first label's final mean, by higher_is_better.
-WORST_SHARE = {True: 0.95, False: 1.05}
+from partita.report.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -68,3 +67,8 @@ class Comparison:
     target: float | None
     lines: tuple[Line, ...]
     comments: tuple[str, ...]
+
+
+def worse_share(judge: Metric, reference: float) -> float:
+    """Return the factor that makes a value 5% worse. It is the default target, relative to the first label's mean."""
+    return 0.95 if judge.higher_is_better == (reference >= 0) else 1.05

@@ -5,39 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MISSING = "–"
-LOWER = ("loss", "perplexity")  # lower is better; for all other metrics higher is better
+LOWER = ("loss", "perplexity", "mse", "mae")  # lower is better; for all other metrics higher is better
+UNBOUNDED = ("r2",)  # higher is better, but values can be negative
 
 
 @dataclass(frozen=True)
 class Metric:
     """A metric of test results.
 
-    If higher is better, it is a fraction from 0 to 1, shown in percent. Otherwise it is shown as it is. Old runs that
-    record no metric use accuracy, the only metric at that time.
+    Old runs that record no metric use accuracy, the only metric at that time.
     """
 
     name: str = "accuracy"
     higher_is_better: bool = True
 
     @property
+    def fraction(self) -> bool:
+        """Whether values are from 0 to 1 and shown in percent. Others are shown as they are."""
+        return self.higher_is_better and self.name not in UNBOUNDED
+
+    @property
     def scale(self) -> float:
         """Factor from recorded to shown values."""
-        return 100.0 if self.higher_is_better else 1.0
+        return 100.0 if self.fraction else 1.0
 
     @property
     def titled(self) -> str:
         """Name with the unit."""
-        return f"{self.name}, %" if self.higher_is_better else self.name
+        return f"{self.name}, %" if self.fraction else self.name
 
     def text(self, value: float | None, sign: str = "") -> str:
         """Format a value without its unit, which the column heading shows."""
-        if value is None or not self.higher_is_better:
+        if value is None or not self.fraction:
             return short(value, sign)
         return f"{100 * value:{sign}.1f}".replace("-", "−")
 
     def show(self, value: float | None) -> str:
         """Format a value with its unit."""
-        unit = "%" if self.higher_is_better and value is not None else ""
+        unit = "%" if self.fraction and value is not None else ""
         return self.text(value) + unit
 
 

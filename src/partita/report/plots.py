@@ -240,7 +240,7 @@ def personal_by_client(records: Sequence[RunRecord], name: str | None = None) ->
 def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
     """Draw each client's gain over local training. Clients on the right of the line gain. None without a baseline."""
     groups, judge = by_label(records), metric_of(records, name)
-    unit = "percentage points" if judge.higher_is_better else judge.name
+    unit = "percentage points" if judge.fraction else judge.name
     better = replace(judge, higher_is_better=True)  # a higher gain is better for every metric
     figure = _strips(
         records, gains(groups, judge), better, f"a client's gain over {local_baseline(groups)}, {unit}", judge.scale

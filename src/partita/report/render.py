@@ -39,7 +39,7 @@ def columns(comparison: Comparison) -> list[Column]:
         (
             has_personal,
             PERSONAL_GROUP,
-            "mean, %" if metric.higher_is_better else "mean",
+            "mean, %" if metric.fraction else "mean",
             lambda line: metric.text(line.personal),
         ),
         (has_personal, PERSONAL_GROUP, "spread", lambda line: metric.text(line.personal_sd)),

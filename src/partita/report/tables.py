@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from partita.report.comments import caveats, explain_columns
-from partita.report.comparison import WORST_SHARE, Comparison, Difference, Gain, Line, Reach
+from partita.report.comparison import Comparison, Difference, Gain, Line, Reach, worse_share
 from partita.report.load import (
     ReportError,
     RunRecord,
@@ -43,8 +43,7 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
 
     Args:
         records: The runs.
-        target: Target of the column "rounds to". Default: 95% of the first label's mean final value, or 105% if lower
-            is better.
+        target: Target of the column "rounds to". Default: 5% worse than the first label's mean final value.
         metric: Metric to compare. Default: the runs' own.
     """
     groups, judge = by_label(records), metric_of(records, metric)
@@ -53,7 +52,7 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
     first = next(iter(groups))
     asked = target
     if target is None and (reference := mean(list(finals[first].values()))) is not None:
-        target = WORST_SHARE[judge.higher_is_better] * reference
+        target = worse_share(judge, reference) * reference
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
         differences = _corrected(differences)

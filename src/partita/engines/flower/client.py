@@ -26,7 +26,7 @@ from partita.core.tensors import Tensors
 from partita.engines.availability import Availability
 from partita.engines.flower import answered_rounds, messages
 from partita.engines.flower.fingerprints import Fingerprints
-from partita.engines.flower.message_checks import check_reply, check_request, is_valid_score
+from partita.engines.flower.message_checks import check_reply, check_request, valid_scores
 from partita.engines.flower.messages import ErrorReply, SiteRequest
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
@@ -121,7 +121,7 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
     if isinstance(job, ErrorReply):
         return messages.encode_error(job)
     [(_, scores)] = engine.evaluate([job])
-    return messages.encode_scores({name: value for name, value in scores.items() if is_valid_score(name, value)})
+    return messages.encode_scores(valid_scores(scores, site.evaluator))
 
 
 def _accept(site: Site, content: RecordDict, done: int) -> tuple[SiteRequest, Plan, SimulationEngine]:

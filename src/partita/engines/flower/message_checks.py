@@ -17,11 +17,10 @@ from partita.core.settings import Run
 from partita.core.tensors import Names, Slots
 from partita.core.update import Update
 from partita.engines.flower.messages import JobId, MessageError, SiteRequest, first_unknown, printable_line
-from partita.evaluation import Evaluator
+from partita.evaluation import Evaluator, Metric
 
 MAX_ABS = 1e100  # largest number in a message: squares and sums of such numbers stay finite
 MAX_ENTRY_BYTES = 256  # size of a tensor's header entry without its name
-UNIT_INTERVAL_METRICS = frozenset({"accuracy", "macro_f1", "micro_f1", "auroc", "precision", "recall", "f1"})
 
 
 # ---- server
@@ -57,26 +56,31 @@ def expected_reply(run: Run, model: Model, job: Job, session: str) -> ExpectedRe
 
 def check_scores(scores: Mapping[str, float], evaluator: Evaluator) -> None:
     """Raise a MessageError if a score is of an unknown metric or out of range."""
+    metrics = {metric.name: metric for metric in evaluator.metrics}
     for name, value in scores.items():
-        if name not in evaluator.metrics:
+        if name not in metrics:
             raise MessageError(
-                f"sent a score for the unknown metric '{printable_line(name)}'; known metrics: "
-                f"{', '.join(evaluator.metrics)}"
+                f"sent a score for the unknown metric '{printable_line(name)}'; known metrics: {', '.join(metrics)}"
             )
-        if not is_valid_score(name, value):
-            raise MessageError(f"sent {value} for {name}; it must be {_range(name)}")
+        if not _is_valid_score(metrics[name], value):
+            raise MessageError(f"sent {value} for {name}; it must be {_range(metrics[name])}")
 
 
-def is_valid_score(name: str, value: float) -> bool:
-    """Return whether a score can be recorded and averaged."""
-    return 0 <= value <= 1 if name in UNIT_INTERVAL_METRICS else abs(value) <= MAX_ABS
+def _is_valid_score(metric: Metric, value: float) -> bool:
+    return 0 <= value <= 1 if metric.fraction else abs(value) <= MAX_ABS
 
 
-def _range(name: str) -> str:
-    return "a number from 0 to 1" if name in UNIT_INTERVAL_METRICS else f"a finite number up to {MAX_ABS:g}"
+def _range(metric: Metric) -> str:
+    return "a number from 0 to 1" if metric.fraction else f"a finite number up to {MAX_ABS:g}"
 
 
 # ---- site
+
+
+def valid_scores(scores: Mapping[str, float], evaluator: Evaluator) -> dict[str, float]:
+    """Return the scores that can be recorded and averaged. A diverged model may have others."""
+    metrics = {metric.name: metric for metric in evaluator.metrics}
+    return {name: value for name, value in scores.items() if _is_valid_score(metrics[name], value)}
 
 
 def check_request(run: Run, model: Model, client: str, config: str, request: SiteRequest, done: int) -> Plan:

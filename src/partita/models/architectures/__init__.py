@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable
 
 from partita.core.tensors import Names
-from partita.models import Kind, ModelError
+from partita.models import ModelError
 from partita.models.architectures import clip, decoders, encoders, vision
 from partita.models.architectures.spec import ROLES, Architecture, Forward
+from partita.tasks import Head
 
 __all__ = [
     "ARCHITECTURES",
@@ -50,18 +51,13 @@ def architecture(model_type: str) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def forward_of(model_type: str, *wanted: Kind) -> Forward:
-    """Return the forward function for the first of the wanted task kinds that the architecture has a head for.
-
-    Raises:
-        ModelError: If it has a head for none of them.
-    """
+def forward_of(model_type: str, head: Head) -> Forward:
+    """Return the forward function of an architecture for a head. Raise a ModelError if it does not have that head."""
     heads = architecture(model_type).heads
-    for kind in wanted:
-        if kind in heads:
-            return heads[kind]
+    if head in heads:
+        return heads[head]
     raise ModelError(
-        f"partita supports '{model_type}' for tasks of kind {' or '.join(heads)}, not {' or '.join(wanted)}; "
+        f"partita supports '{model_type}' for tasks of kind {' or '.join(heads)}, not {head}; "
         f"choose another model, or add that head to ARCHITECTURES in {__name__}"
     )
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
-from partita.models import Kind
+from partita.tasks import Head
 
 ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head")
 
@@ -33,13 +33,13 @@ class Architecture:
 
     Attributes:
         roles: Tag rules. The group "layer" of a pattern becomes the tag "layer.N".
-        heads: Forward function for each supported kind of task.
+        heads: Forward function for each supported head.
         split: Splits fused parameters of a module, in place.
         start: The input side. Skipping layers needs it too.
     """
 
     roles: tuple[TagRule, ...]
-    heads: Mapping[Kind, Forward]
+    heads: Mapping[Head, Forward]
     split: Callable[[nn.Module], None] | None = None
     transposed: bool = False  # weights are (in, out), as GPT-2's Conv1D holds them, and not (out, in) as nn.Linear does
     start: InputSide | None = None  # without it, frozen layers cannot be cached

@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
 
 from partita.core.rng import Key
-from partita.models import ModelError, Task
+from partita.models import ModelError
 from partita.models import pretrained as loading
 from partita.models.adapter import without_logs
 from partita.models.architectures.dual_encoders import check_dual_encoder
 from partita.models.prompts.dual_encoder import DualEncoder, Tokenize, freeze
+from partita.tasks import TaskInfo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # For each shape: config of the image tower, config of the text tower, and width of the shared embedding.
@@ -36,7 +37,7 @@ START, END, PAD = 0, 1, 2
 
 
 def clip(
-    task: Task,
+    task: TaskInfo,
     key: Key,
     *,
     path: Annotated[str | None, "folder or Hub id, with a tokenizer"] = None,
@@ -50,7 +51,7 @@ def clip(
     methods that do not learn one. `dtype` applies to the towers; trainable parameters are float32.
     """
     loading.check_has_images(task)
-    if task.kind != "image" or task.multi_label:
+    if task.kind.inputs != "image" or not task.kind.one_class:
         raise ModelError("clip predicts one class per image; choose a single-label image task")
     if (path is None) == (shape is None):
         raise ModelError(
@@ -85,7 +86,7 @@ def _tokenizer(path: str) -> Tokenize:
     return tokenize
 
 
-def _config(shape: str, task: Task, words: int) -> CLIPConfig:
+def _config(shape: str, task: TaskInfo, words: int) -> CLIPConfig:
     vision, text_tower, projection = SHAPES[shape]
     image_size = task.size
     divisors = (part for part in (image_size // 4, image_size // 2, 1) if part and image_size % part == 0)

@@ -18,7 +18,7 @@ from partita.core.tensors import Names, Tensors
 from partita.models import CACHED_STATES, ModelError, attention
 from partita.models.adapter import without_logs
 from partita.models.architectures.dual_encoders import image_tower_spec, text_tower_spec
-from partita.models.losses import losses_for
+from partita.tasks.losses import cross_entropy
 
 SCALE = "logit_scale"
 # From texts to token ids and a mask that is false for padding, each (text, token).
@@ -51,7 +51,7 @@ class DualEncoder(Model):
         return self.compare(params, self.image_features(inputs)[:, 0], self.precomputed["texts"])
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
-        return losses_for("single", out.logits, targets)
+        return cross_entropy(out.logits, targets)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)

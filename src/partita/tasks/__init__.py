@@ -1,0 +1,164 @@
+"""The kinds of tasks. A kind says what a model takes and predicts, by which loss it trains, and how it is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from partita.evaluation.metrics import Accuracy, Entities, Evaluator, MultiLabel, NextToken, Regression, SingleLabel
+from partita.tasks import losses
+
+Inputs = Literal["image", "text"]
+Head = Literal["image", "text", "tokens", "lm"]  # one prediction per image, text or token; logits of the next token
+Outputs = Literal["classes", "numbers", "vocabulary"]
+ProblemType = Literal["multi_label_classification", "regression"]
+Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, targets) -> (example,)
+
+
+@dataclass(frozen=True)
+class AnyClasses:
+    """Builds the same evaluator for all classes. Not a lambda, because kinds are pickled with their models."""
+
+    evaluator: Evaluator
+
+    def __call__(self, classes: tuple[str, ...]) -> Evaluator:
+        return self.evaluator
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """A kind of task. Everything that depends on the kind reads it here.
+
+    Attributes:
+        name: Name for error messages.
+        inputs: "image": "pixel_values" (example, channel, size, size).
+            "text": "input_ids" and "attention_mask" (example, token).
+        head: What the model predicts. Selects the forward function of an architecture.
+        auto_class: Class of transformers that loads a pretrained model with this head.
+        loss: Loss of each example.
+        evaluator: Builds the evaluator from the names of the outputs. The evaluator's `primary` metric judges a run.
+        one_class: Whether the target of an example is one class (example,). Splits by label need it.
+        outputs: What the logits stand for. "classes" and "numbers": one class or one target for each name in
+            `TaskInfo.classes`. The head belongs to the task and may be missing in a checkpoint. "vocabulary": the
+            tokens. The task has no names, and the head is the checkpoint's.
+        problem_type: `problem_type` in the config of transformers, which then uses the same loss.
+    """
+
+    name: str
+    inputs: Inputs
+    head: Head
+    auto_class: str
+    loss: Loss
+    evaluator: Callable[[tuple[str, ...]], Evaluator]
+    one_class: bool = False
+    outputs: Outputs = "classes"
+    problem_type: ProblemType | None = None
+
+
+class TaskInfo(Protocol):
+    """The properties of a task that models need."""
+
+    @property
+    def kind(self) -> TaskKind: ...
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the model's outputs: classes or targets. Empty for language modeling."""
+        ...
+
+    @property
+    def channels(self) -> int:
+        """Channels of the images; 0 for other inputs."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Side of the square images in pixels; 0 for other inputs."""
+        ...
+
+    @property
+    def words(self) -> int:
+        """Upper bound of token ids, exclusive; 0 for inputs that are not text."""
+        ...
+
+
+IMAGE = TaskKind(
+    name="image",
+    inputs="image",
+    head="image",
+    auto_class="AutoModelForImageClassification",
+    loss=losses.cross_entropy,
+    evaluator=AnyClasses(Accuracy()),
+    one_class=True,
+)
+MULTI_LABEL_IMAGE = TaskKind(
+    name="multi-label image",
+    inputs="image",
+    head="image",
+    auto_class="AutoModelForImageClassification",
+    loss=losses.binary_cross_entropy,
+    evaluator=AnyClasses(MultiLabel()),
+    problem_type="multi_label_classification",
+)
+TEXT = TaskKind(
+    name="text",
+    inputs="text",
+    head="text",
+    auto_class="AutoModelForSequenceClassification",
+    loss=losses.cross_entropy,
+    evaluator=AnyClasses(SingleLabel()),
+    one_class=True,
+)
+MULTI_LABEL_TEXT = TaskKind(
+    name="multi-label text",
+    inputs="text",
+    head="text",
+    auto_class="AutoModelForSequenceClassification",
+    loss=losses.binary_cross_entropy,
+    evaluator=AnyClasses(MultiLabel()),
+    problem_type="multi_label_classification",
+)
+TOKENS = TaskKind(
+    name="tokens",
+    inputs="text",
+    head="tokens",
+    auto_class="AutoModelForTokenClassification",
+    loss=losses.token_cross_entropy,
+    evaluator=Entities,
+)
+LM = TaskKind(
+    name="lm",
+    inputs="text",
+    head="lm",
+    auto_class="AutoModelForCausalLM",
+    loss=losses.token_cross_entropy,
+    evaluator=AnyClasses(NextToken()),
+    outputs="vocabulary",
+)
+IMAGE_REGRESSION = TaskKind(
+    name="image regression",
+    inputs="image",
+    head="image",
+    auto_class="AutoModelForImageClassification",
+    loss=losses.squared_error,
+    evaluator=AnyClasses(Regression()),
+    outputs="numbers",
+    problem_type="regression",
+)
+TEXT_REGRESSION = TaskKind(
+    name="text regression",
+    inputs="text",
+    head="text",
+    auto_class="AutoModelForSequenceClassification",
+    loss=losses.squared_error,
+    evaluator=AnyClasses(Regression()),
+    outputs="numbers",
+    problem_type="regression",
+)
+KINDS = {
+    kind.name: kind
+    for kind in (IMAGE, MULTI_LABEL_IMAGE, IMAGE_REGRESSION, TEXT, MULTI_LABEL_TEXT, TEXT_REGRESSION, TOKENS, LM)
+}
