@@ -55,7 +55,8 @@ def update_of(delta: Tensors, **slots: Tensors) -> Update:
 
 def there_and_back(transform: UpdateTransform, update: Update, key: Key = Key(0)) -> tuple[Update, Update]:  # noqa: B008
     """Encoded and packed for real, and opened."""
-    sent = transform.encode(update, key)
+    sent, remembered = transform.encode(update, {}, key)
+    assert remembered == {}
     slots = serialization.unpack(serialization.pack({"delta": sent.delta, **sent.slots}))
     assert sum(serialization.byte_counts({"delta": sent.delta, **sent.slots}).values()) == len(
         serialization.pack({"delta": sent.delta, **sent.slots})
@@ -113,7 +114,7 @@ def test_small_tensors_and_the_slots_of_others_travel_whole() -> None:
 def test_what_travels_is_never_more_than_the_whole_and_the_places_cost_at_most_a_bit_a_number(
     size: int, keep: float, seed: int
 ) -> None:
-    sent = TopKMagnitude(keep).encode(update_of({"w": draw(seed, size)}), Key(0))
+    sent, _ = TopKMagnitude(keep).encode(update_of({"w": draw(seed, size)}), {}, Key(0))
     slots = {slot: part["w"].nbytes for slot, part in sent.slots.items() if slot != SHAPE}
     assert sum(slots.values()) <= -(-size // 8)
     assert sent.delta["w"].numel() <= size
@@ -303,7 +304,7 @@ def spoil(change: Callable[[Update], Update], method: Method, skip_failed_client
         delta = {name: draw(1, *value.shape) for name, value in WIDE.initial.items()}
         update = Update(job.client, delta, {}, 1.0, dict.fromkeys(delta, 1), 0.5)
         for index, transform in enumerate(method.transforms):
-            update = transform.encode(update, Key(0) / index)
+            update, _ = transform.encode(update, {}, Key(0) / index)
         return change(update) if job.client == "a" else update
 
     return next(iter(rounds(run, WIDE, Script(answer))))
