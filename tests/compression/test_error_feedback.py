@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 from compression_fixtures import FOUR, WIDE, draw, update_of
-from flower_fixtures import flower, wired
-from flower_fixtures import one_task as one_task
 from helpers import Clients, Script, last, play, run_of, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +37,6 @@ from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.engines.availability import Availability
-from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
 from partita.methods import build
 from partita.methods.fedavg import fedavg
@@ -296,27 +293,6 @@ def test_a_run_resumes_in_the_middle_bit_for_bit(tmp_path: Path) -> None:
     assert tensors.equal(last(resumed), last(played))
     one, two = residuals_of(run, whole), residuals_of(run, again)
     assert all(tensors.equal(one[client], two[client]) for client in FOUR.clients)
-
-
-def test_workers_keep_the_residuals_that_one_process_keeps() -> None:
-    alone, made = engine_of(), engine_of()
-    run = alone.run
-    played = list(rounds(run, WIDE, alone))
-    engine = MultiprocessEngine(made, 2, None)
-    try:
-        many = list(rounds(run, WIDE, engine))
-        kept = residuals_of(run, engine.engine)
-    finally:
-        engine.close()
-    assert tensors.equal(last(many), last(played))
-    assert all(tensors.equal(kept[client], state) for client, state in residuals_of(run, alone).items())
-
-
-def test_over_flower_the_residual_stays_at_the_site(tmp_path: Path) -> None:
-    run = run_of(fed_back(keep=KEEP), 3)
-    grid = wired(run, WIDE, FOUR, tmp_path)
-    served = list(rounds(run, WIDE, flower(run, WIDE, grid, FOUR.clients, deadline=60.0)))
-    assert tensors.equal(last(served), last(play(run, WIDE, FOUR)))
 
 
 def test_a_residual_does_not_travel() -> None:
