@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from compression_fixtures import draw, there_and_back, update_of
+from torch import Tensor
 
+from partita.compression import CompressionError
 from partita.compression.quantize import SCALE, Int8Quantizer
 from partita.core import tensors
 from partita.core.rng import Key
@@ -52,3 +54,20 @@ def test_what_is_not_finite_stays_so_and_is_noticed(odd: float) -> None:
     value = draw(0, 70)
     value[3] = odd
     assert not bool(there_and_back(Int8Quantizer(), update_of({"w": value}))[1].delta["w"].isfinite().all())
+
+
+def test_each_name_has_draws_of_its_own_in_the_type_of_its_values() -> None:
+    value = draw(5, 9, 30).double()
+    sent, _ = Int8Quantizer().encode(update_of({"v": value, "w": value}), {}, Key(3))
+    assert not torch.equal(sent.delta["v"], sent.delta["w"])
+    steps = value / sent.slots[SCALE]["w"][:, None]
+    uniform = torch.rand(9, 30, generator=(Key(3) / "w").generator(), dtype=torch.float64)
+    assert torch.equal(sent.delta["w"], (steps + uniform).floor().clamp(-127, 127).to(torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("value", "scale"), [(torch.ones(9, 30), torch.ones(9)), (torch.ones(9, 30).int(), torch.ones(9))]
+)
+def test_only_eight_bits_have_a_scale(value: Tensor, scale: Tensor) -> None:
+    with pytest.raises(CompressionError, match=r"'w' is torch\.\w+32 \(9, 30\) with a scale of shape \(9,\)"):
+        Int8Quantizer().decode_update(update_of({"w": value}, **{SCALE: {"w": scale}}))
