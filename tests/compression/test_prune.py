@@ -12,6 +12,7 @@ from helpers import last, play, run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partita.compression.error_feedback import ErrorFeedback
 from partita.compression.prune import (
     MARKS,
     PLACES,
@@ -92,6 +93,13 @@ def test_keeping_all_is_fedavg_bit_for_bit() -> None:
     one, two = (play(run_of(method, 2, cohort=2), WIDE, FOUR) for method in (prune(keep=1.0), fedavg()))
     assert tensors.equal(last(one), last(two))
     assert [each.traffic for each in one] == [each.traffic for each in two]
+
+
+def test_error_feedback_is_an_option_of_pruning_by_magnitude() -> None:
+    assert prune(keep=0.1).transforms == (TopKMagnitude(0.1),)
+    assert prune(keep=0.1, error_feedback=True).transforms == (ErrorFeedback(TopKMagnitude(0.1)),)
+    with pytest.raises(MethodError, match=r"method\.error_feedback is true with by = 'heads'"):
+        prune("heads", error_feedback=True)
 
 
 # ---- heads
