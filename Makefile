@@ -37,7 +37,7 @@ wheel: $(READY)  ## build the wheel, install it elsewhere, and use it from there
 docs: $(READY)  ## build the site with the reference into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
-mutate: $(READY)  ## break core, training, privacy and methods in every way known, and see that a test fails; takes long
+mutate: $(READY)  ## break core, training, compression, privacy and methods in every way known, and see that a test fails; takes long
 	$(PY) scripts/mutate.py --jobs $(WORKERS)
 
 bench: $(READY)  ## the speed benchmarks

@@ -20,10 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_SHIPPED = ("__pycache__", "*.egg-info")
 
 LOOK = """
-from importlib.resources import files
 import partita
+from partita.methods import INDEX
+from partita.methods.cards import card
 print(partita.__file__)
-print(sum(path.name.endswith(".md") for path in files("partita.methods").iterdir()))
+print(sum(bool(card(name)) for name in INDEX))
 """
 
 

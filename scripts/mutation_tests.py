@@ -7,11 +7,12 @@ from trials import PACKAGE, ROOT
 CONFORMANCE = "tests/testing/test_conformance.py::test_every_method_and_supported_composition_conforms"
 LAWS = ("tests/laws/test_theorems.py", "tests/laws/test_reductions.py")
 
-MUTATED = ("core", "training", "storage", "methods", "privacy")
+MUTATED = ("core", "training", "storage", "compression", "methods", "privacy")
 # Files that no test on a CPU can hold, or that compute nothing that a run relies on.
 LEFT_OUT = {
     "training/cuda_graphs.py": "it records and replays programs of a GPU; a CPU never runs most of it",
     "core/__init__.py": "nothing in it",
+    "compression/__init__.py": "nothing in it but an error",
     "privacy/__init__.py": "nothing in it",
     "storage/__init__.py": "nothing in it",
     "training/compilation.py": "it compiles for a GPU; the tests on a CPU are slow and exercise one path",
@@ -146,8 +147,12 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "privacy/secret.py": ("tests/privacy/test_secret.py",),
 }
 
-# Every method is held by tests/methods/test_<file>.py and by its line of the conformance test; some by more than that.
+# Every file of methods and compression is held by the test file of its name, tests/methods/test_<file>.py for example,
+# and by the lines of its methods in the conformance test; some by more than that.
+OF_METHODS = ("methods", "compression")
 MORE_TESTS: dict[str, tuple[str, ...]] = {
+    "compression/prune.py": ("tests/compression/test_compression.py",),
+    "compression/quantize.py": ("tests/compression/test_compression.py",),
     "methods/centralized.py": LAWS,
     "methods/fedavg.py": LAWS,
     "methods/fedfrozen.py": (*LAWS, "tests/methods/test_auto_warmup.py"),
@@ -158,11 +163,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
 
 def known() -> list[str]:
     """The files that are mutated."""
-    found = [
-        f"{part}/{path.name}"
-        for part in ("core", "training", "methods", "privacy")
-        for path in (PACKAGE / part).glob("*.py")
-    ]
+    found = [f"{part}/{path.name}" for part in MUTATED for path in (PACKAGE / part).glob("*.py")]
     return sorted(set(found) - LEFT_OUT.keys())
 
 
@@ -171,9 +172,9 @@ def tests_of(file: str) -> tuple[str, ...]:
     from partita.methods import INDEX
 
     part, _, name = file.partition("/")
-    if part != "methods":
+    if part not in OF_METHODS:
         return HELD_BY.get(file, ())
-    own = f"tests/methods/test_{name}"
-    place = f"partita.methods.{name.removesuffix('.py')}:"
+    own = f"tests/{part}/test_{name}"
+    place = f"partita.{part}.{name.removesuffix('.py')}:"
     conform = [f"{CONFORMANCE}[{each}]" for each, where in INDEX.items() if where.startswith(place)]
     return (*([own] if (ROOT / own).exists() else []), *MORE_TESTS.get(file, ()), *conform)

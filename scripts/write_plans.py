@@ -22,7 +22,7 @@ def replaced(text: str, pattern: str, by: str) -> str:
 
 def main() -> None:
     for name in INDEX:
-        path = ROOT / "src" / "partita" / "methods" / path_of(name)
+        path = ROOT / "src" / "partita" / path_of(name)
         path.write_text(replaced(path.read_text(), r"## Plan\n(.*?)\n\n## ", plan_section(name)))
     readme = ROOT / "README.md"
     shown = preview(load(ROOT / "examples" / "digits.toml"), 12, "c3").to_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
 from partita.core.client import ClientError, ClientState, Job, begin_round, finish_round
 from partita.core.data import Examples
-from partita.core.method import ClientRule, Context, LayerSelection, Method, MethodError
+from partita.core.method import ClientRule, Context, LayerSelection, Method, MethodError, UpdateTransform
 from partita.core.model import Model, Output
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, share
@@ -26,6 +26,7 @@ from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job, rounds
 from partita.core.settings import Run, RunError, Training
 from partita.core.tensors import Names, Slots, Tensors
+from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
 from partita.methods.centralized import centralized
@@ -230,6 +231,53 @@ class Foreign(ClientRule):
 def test_a_slot_that_is_not_the_rules_own_is_refused(remembers: bool) -> None:
     with pytest.raises(ClientError, match="client 'c': Foreign returns the slot 'foreign', which is not in its slots"):
         attend(run_of(Method("m", client_rules=(Foreign(remembers),))), small(), ALONE["c"].train)
+
+
+@dataclass(frozen=True)
+class Sums(UpdateTransform):
+    """Remembers the sum of the client's deltas. Writes down what it was given."""
+
+    slots: Names = frozenset({"sums"})
+    returns: str = "sums"
+    given: list[Slots] = field(default_factory=list)
+
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        self.given.append(memory)
+        old = memory.get(self.returns, {})
+        sums = {name: old[name] + value if name in old else value for name, value in update.delta.items()}
+        return update, {self.returns: {**sums, "elsewhere": torch.ones(1)}}
+
+
+def test_a_transform_gets_back_what_it_remembered_and_nothing_else() -> None:
+    """First nothing, then its own slots with every name so far. A name that does not go up keeps its value."""
+    model, one, two = small(), Sums(), Sums(frozenset({"more", "unused"}), "more")
+    whole, part = (run_of(Method("m", fedfrozen(warmup=warmup).plan, (Remember(),), (one, two))) for warmup in (1, 0))
+    _, first, before = attend(whole, model, ALONE["c"].train)
+    assert before.memory.keys() == {"moved", "sums", "more"}
+    assert tensors.equal(before.memory["sums"], dict(first.delta)), "the name outside the plan is dropped"
+    _, second, after = attend(part, model, ALONE["c"].train, before)
+    assert second.delta.keys() == model.all_names() - KERNEL
+    for transform, slot in ((one, "sums"), (two, "more")):
+        assert transform.given[0] == {}
+        assert transform.given[1].keys() == {slot}
+        assert tensors.equal(transform.given[1][slot], before.memory[slot])
+        assert after.memory[slot].keys() == model.all_names()
+        for name, value in after.memory[slot].items():
+            old = before.memory[slot][name]
+            assert torch.equal(value, old if name in KERNEL else old + second.delta[name])
+
+
+def test_rules_do_not_see_what_transforms_remember() -> None:
+    """Otherwise blocks would stack it, and clients with different residuals could not train together."""
+    model = small()
+    state = ClientState(memory={"moved": dict(model.initial), "sums": {"head.weight": torch.ones(3, 4)}})
+    run = run_of(Method("m", client_rules=(Remember(),), transforms=(Sums(),)))
+    assert begin_round(run, model, job_of(model), state, ALONE["c"].train).ctx.memory.keys() == {"moved"}
+
+
+def test_a_slot_that_is_not_the_transforms_own_is_refused() -> None:
+    with pytest.raises(ClientError, match="client 'c': Sums returns the slot 'mine', which is not in its slots"):
+        attend(run_of(Method("m", transforms=(Sums(returns="mine"),))), small(), ALONE["c"].train)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from helpers import run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core.method import ClientRule, Method, MethodError
+from partita.core.method import ClientRule, Method, MethodError, UpdateTransform
 from partita.core.optim import SGD
 from partita.core.options import (
     OptionError,
@@ -223,7 +223,13 @@ def test_settings_that_make_no_sense_are_refused_by_name() -> None:
         run_of(fedavg(), 1, cohort=-0.5).cohort_size(4)
     with pytest.raises(MethodError, match="a slot cannot be called 'delta'"):
         Method("m", client_rules=(TakesDelta(),))
+    with pytest.raises(MethodError, match="a slot cannot be called 'two words'"):
+        Method("m", transforms=(TwoWords(),))
 
 
 class TakesDelta(ClientRule):
     slots = frozenset({"delta"})
+
+
+class TwoWords(UpdateTransform):
+    slots = frozenset({"two words"})

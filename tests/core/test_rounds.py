@@ -404,8 +404,8 @@ def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it
 
 
 class Spoil(UpdateTransform):
-    def encode(self, update: Update, key: Key) -> Update:
-        return replace(update, delta={name: value * float("nan") for name, value in update.delta.items()})
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        return replace(update, delta={name: value * float("nan") for name, value in update.delta.items()}), {}
 
 
 def test_what_a_transform_made_is_looked_at() -> None:
@@ -457,8 +457,8 @@ class Affine(UpdateTransform):
     factor: float
     late: bool
 
-    def encode(self, update: Update, key: Key) -> Update:
-        return replace(update, delta={name: value * self.factor + 1 for name, value in update.delta.items()})
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        return replace(update, delta={name: value * self.factor + 1 for name, value in update.delta.items()}), {}
 
     def decode_update(self, update: Update) -> Update:
         return update if self.late else replace(update, delta=self._undo(update.delta))
@@ -484,8 +484,8 @@ def test_transforms_are_undone_in_reverse(late: bool) -> None:
 class Noted(UpdateTransform):
     """Draws from its key."""
 
-    def encode(self, update: Update, key: Key) -> Update:
-        return replace(update, delta={name: value + key.uniform() for name, value in update.delta.items()})
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        return replace(update, delta={name: value + key.uniform() for name, value in update.delta.items()}), {}
 
 
 def test_transforms_draw_by_round_client_and_place() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import image_fixtures
 import pytest
 import torch
+from compression_fixtures import WIDE
 from flower_fixtures import (
     THREE,
     Reply,
@@ -37,6 +38,7 @@ from typer.testing import CliRunner
 
 from partita import data
 from partita.cli import flower as flower_commands
+from partita.compression.prune import prune
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, ClientState
 from partita.core.data import Population
@@ -124,6 +126,19 @@ def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(
     assert alike(here, there)
     jobs = [make_job(run, model, one.server, one.number, client)[0] for client in population.clients]
     assert list(engine.evaluate(jobs)) == list(embedded.evaluate(jobs))
+
+
+def test_what_transforms_remember_stays_at_the_site(tmp_path: Path) -> None:
+    run = run_of(prune(keep=0.02, error_feedback=True), 3)
+    embedded = SimulationEngine(run, WIDE, FOUR)
+    engine = flower(run, WIDE, wired(run, WIDE, FOUR, tmp_path), FOUR.clients, deadline=60.0)
+    for one, two in zip(rounds(run, WIDE, embedded), rounds(run, WIDE, engine), strict=True):
+        assert tensors.equal(one.server.params, two.server.params)
+        assert one.traffic == two.traffic
+    there = states(run, lambda client: DiskStore(tmp_path / client / "states").load(client, run.rounds), FOUR.clients)
+    here = states(run, lambda client: embedded.store.load(client, run.rounds), FOUR.clients)
+    assert alike(here, there)
+    assert all(embedded.store.load(client, run.rounds).memory for client in FOUR.clients)
 
 
 # ---- sites that fail

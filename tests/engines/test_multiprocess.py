@@ -16,9 +16,11 @@ from threading import Thread
 
 import pytest
 import torch
+from compression_fixtures import WIDE
 from helpers import Clients, run_of, small, small_config
 from torch import Tensor
 
+from partita.compression.prune import prune
 from partita.core import tensors
 from partita.core.client import ClientError
 from partita.core.method import Server
@@ -92,6 +94,19 @@ def test_workers_give_what_the_engine_gives(name: str, block: int, anew: bool) -
             assert tensors.equal(kept[client], expected), client
         jobs = [make_job(run, model, one[-1].server, 3, client)[0] for client in CLIENTS.clients]
         assert dict(engine.evaluate(jobs)) == dict(alone.evaluate(jobs))
+
+
+def test_workers_keep_what_transforms_remember() -> None:
+    run = run_of(prune(keep=0.02, error_feedback=True), count=3, cohort=3)
+    alone, shared = (SimulationEngine(run, WIDE, CLIENTS) for _ in range(2))
+    one = list(rounds(run, WIDE, alone))
+    with workers(lambda: shared) as engine:
+        many = list(rounds(run, WIDE, engine))
+        kept = states_of(run, engine.engine)
+    assert tensors.equal(many[-1].server.params, one[-1].server.params)
+    expected = states_of(run, alone)
+    assert all(tensors.equal(kept[client], expected[client]) for client in CLIENTS.clients)
+    assert any(state for state in expected.values())
 
 
 def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:

@@ -237,7 +237,7 @@ def tune(model: Any) -> tuple[Phase, ...]:
         ),
         (
             (Method("a", client_rules=(Slotted(),)), Method("b", client_rules=(Slotted(),))),
-            "two client rules use the slot 'h'",
+            "a[+]b: Slotted and Slotted use the slot 'h'",
         ),
         ((Method("a", adapt=tune), Method("b", adapt=lambda model: ())), "both set the adapt"),
     ],
@@ -247,9 +247,21 @@ def test_a_composition_that_would_have_to_guess_is_refused(parts: tuple[Method, 
         compose(*parts)
 
 
-def test_a_method_with_one_slot_twice_is_refused() -> None:
-    with pytest.raises(MethodError, match="m: two client rules use the slot 'h'; use one of them"):
-        Method("m", client_rules=(Slotted(), Slotted()))
+class Remembering(UpdateTransform):
+    slots = frozenset({"h"})
+
+
+@pytest.mark.parametrize(
+    ("rules", "transforms", "owners"),
+    [
+        ((Slotted(), Slotted()), (), "Slotted and Slotted"),
+        ((Slotted(),), (Remembering(),), "Slotted and Remembering"),
+        ((), (Remembering(), Remembering()), "Remembering and Remembering"),
+    ],
+)
+def test_a_method_with_one_slot_twice_is_refused(rules: Any, transforms: Any, owners: str) -> None:
+    with pytest.raises(MethodError, match=f"m: {owners} use the slot 'h'; use one of them"):
+        Method("m", client_rules=rules, transforms=transforms)
 
 
 def test_composing_one_method_gives_it_back() -> None:

@@ -16,8 +16,9 @@ from helpers import Clients, play, run_of, small
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from partita.compression.prune import prune
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import ClientRule, Method, PrivacyRelease
+from partita.core.method import ClientRule, Method, MethodError, PrivacyRelease
 from partita.core.model import Model
 from partita.core.options import OptionError
 from partita.core.plan import Phase, Plan, RoundInfo
@@ -167,8 +168,8 @@ def test_what_a_client_releases_in_a_round() -> None:
     assert releases_of(run_of(choosing), plain, 3) == [Choosing.release, PrivacyRelease(TRAINING, 2.0, 1.0, 1)]
 
 
-def guarded(privacy_config: PrivacyConfig, **more: object) -> PrivacyGuard:
-    return make_private(run_of(fedavg(), **more), small(), SIZES, privacy_config)  # type: ignore[arg-type]
+def guarded(privacy_config: PrivacyConfig, method: Method | None = None, **more: object) -> PrivacyGuard:
+    return make_private(run_of(method or fedavg(), **more), small(), SIZES, privacy_config)  # type: ignore[arg-type]
 
 
 SIZES = {"a": 12, "b": 40, "c": 20, "d": 16}
@@ -221,6 +222,16 @@ def plan_of(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
 def test_terms_that_promise_nothing_are_refused(privacy_config: dict[str, object], said: str) -> None:
     with pytest.raises(PrivacyError, match=said):
         guarded(PrivacyConfig(**privacy_config))  # type: ignore[arg-type]
+
+
+def test_under_client_level_privacy_transforms_with_memory_need_all_clients_in_every_round() -> None:
+    """What other clients remember reveals earlier cohorts, and sampled cohorts must stay unknown."""
+    feedback, of_clients = prune(error_feedback=True), PrivacyConfig("client", noise=20.0)
+    assert guarded(of_clients, feedback).run.method.transforms[1:] == feedback.transforms
+    with pytest.raises(MethodError, match=r"prune: ErrorFeedback remembers .*set federation\.cohort = 1\.0, or leave"):
+        guarded(of_clients, feedback, cohort=2)
+    guarded(of_clients, prune(), cohort=2)
+    guarded(PrivacyConfig(noise=20.0), feedback, cohort=2)
 
 
 def test_delta_is_small_beside_the_examples() -> None:

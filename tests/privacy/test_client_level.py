@@ -42,7 +42,8 @@ def length(each: Update) -> float:
 @pytest.mark.parametrize("size", [1e-3, 10.0])
 def test_delta_and_slots_are_clipped_together_and_nothing_else_is_told(size: float) -> None:
     before = replace(update(3, size), metrics={"score": 1.0})
-    after = ClippedUpdates(1.0, 0.0, 2).encode(before, Key(0))
+    after, remembered = ClippedUpdates(1.0, 0.0, 2).encode(before, {}, Key(0))
+    assert remembered == {}
     assert length(after) == pytest.approx(min(1.0, length(before)), rel=1e-5)
     ratio = after.delta["w"] / before.delta["w"]
     assert torch.allclose(ratio, after.slots["control"]["w"] / before.slots["control"]["w"])

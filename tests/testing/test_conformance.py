@@ -142,9 +142,9 @@ class Drag(ClientRule):
 class Rounded(UpdateTransform):
     """Rounds at random, by its key."""
 
-    def encode(self, update: Update, key: Key) -> Update:
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         delta = {name: value + 1e-3 * (key / name).uniform() for name, value in update.delta.items()}
-        return replace(update, delta=delta)
+        return replace(update, delta=delta), {}
 
 
 def test_a_method_with_every_kind_of_state_conforms() -> None:
@@ -215,8 +215,8 @@ class GlobalNoise(ClientRule):
 class OtherNoise(UpdateTransform):
     """Draws from Python's global state."""
 
-    def encode(self, update: Update, key: Key) -> Update:
-        return replace(update, delta={name: value + random.random() for name, value in update.delta.items()})
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        return replace(update, delta={name: value + random.random() for name, value in update.delta.items()}), {}
 
 
 @dataclass(frozen=True)
@@ -242,17 +242,17 @@ class InPlace(ServerRule):
 class Leaks(UpdateTransform):
     """Adds a personal name to the update, after the plan's gate."""
 
-    def encode(self, update: Update, key: Key) -> Update:
-        return replace(update, delta={**update.delta, "head.weight": torch.zeros(3, 4)})
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        return replace(update, delta={**update.delta, "head.weight": torch.zeros(3, 4)}), {}
 
 
 @dataclass(frozen=True)
 class Adds(UpdateTransform):
     """Sends a frozen name."""
 
-    def encode(self, update: Update, key: Key) -> Update:
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         extra = torch.zeros(4, 4, dtype=update.delta["head.weight"].dtype)
-        return replace(update, delta={**update.delta, "layers.0.key.weight": extra})
+        return replace(update, delta={**update.delta, "layers.0.key.weight": extra}), {}
 
 
 @dataclass
@@ -301,9 +301,45 @@ class Writes(ClientRule):
 class SendsLess(UpdateTransform):
     """Sends fewer names when the update is small, which no plan foretells."""
 
-    def encode(self, update: Update, key: Key) -> Update:
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         small = {name for name, value in update.delta.items() if float(value.abs().max()) < 0.02}
-        return replace(update, delta={name: value for name, value in update.delta.items() if name not in small})
+        return replace(update, delta={name: value for name, value in update.delta.items() if name not in small}), {}
+
+
+@dataclass(frozen=True)
+class Momentum(UpdateTransform):
+    """Sends a velocity that it remembers, as one of the mistakes that there are."""
+
+    mistake: str = ""
+    slots: Names = frozenset({"velocity"})
+
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        old = memory.get("velocity", {})
+        if self.mistake == "writes memory":
+            for value in old.values():
+                value.mul_(0.5)
+        if self.mistake == "writes the update":
+            next(iter(update.delta.values())).add_(1e-3)
+        new = {name: value + 0.5 * old[name] if name in old else value for name, value in update.delta.items()}
+        return replace(update, delta=new), {"other" if self.mistake == "another slot" else "velocity": new}
+
+
+def test_a_transform_with_memory_conforms() -> None:
+    check(Method("momentum", transforms=(Momentum(), Rounded())), tolerance=2e-5)
+
+
+@dataclass
+class MemoryInSelf(UpdateTransform):
+    """Remembers in self, by round, so that runs from the start agree."""
+
+    last: dict[str, Tensors] = field(default_factory=dict)
+
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        old = self.last.get(update.client, {}) if update.round else {}
+        self.last[update.client] = new = {
+            name: value + 0.5 * old[name] if name in old else value for name, value in update.delta.items()
+        }
+        return replace(update, delta=new), {}
 
 
 @dataclass(frozen=True)
@@ -318,7 +354,7 @@ class Copies(ServerRule):
 WRONG: dict[str, tuple[Method, str]] = {
     "hidden memory": (Method("m", client_rules=(HiddenMemory(),)), "the same run gives two results"),
     "global noise": (Method("m", client_rules=(GlobalNoise(),)), "torch's global random state"),
-    "python's noise": (Method("m", transforms=(OtherNoise(),)), "the same run gives two results"),
+    "python's noise": (Method("m", transforms=(OtherNoise(),)), "OtherNoise.encode gives two results for the same"),
     "a velocity in self": (Method("m", server_rule=ForgetsOnResume()), "resumed after round 0 .* the result differs"),
     "a plan with a counter": (Method("m", plan=Restless()), "its plan for .* differs from one call to the next"),
     "hands on copies": (
@@ -341,6 +377,22 @@ WRONG: dict[str, tuple[Method, str]] = {
     "follows other clients": (Method("m", client_rules=(FollowsOthers(),)), "differs|depends"),
     "sees the block": (Method("m", client_rules=(SeesTheBlock(),)), "in blocks of"),
     "changes what it was sent": (Method("m", client_rules=(Writes(),)), "it modifies the tensors it was sent"),
+    "writes its memory": (
+        Method("m", transforms=(Momentum("writes memory"),)),
+        r"Momentum\.encode modifies the update or the memory that it is given",
+    ),
+    "writes the update": (
+        Method("m", transforms=(Momentum("writes the update"),)),
+        r"Momentum\.encode modifies the update or the memory that it is given",
+    ),
+    "remembers another slot": (
+        Method("m", transforms=(Momentum("another slot"),)),
+        r"Momentum\.encode remembers 'other', which is not in its slots",
+    ),
+    "remembers in self": (
+        Method("m", transforms=(MemoryInSelf(),)),
+        r"MemoryInSelf\.encode gives two results for the same update and memory",
+    ),
     "sends other names than planned": (Method("m", transforms=(SendsLess(),)), "the dry run predicts other bytes"),
 }
 

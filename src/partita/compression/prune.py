@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.compression import CompressionError
+from partita.compression.error_feedback import ErrorFeedback
 from partita.core.method import ClientRule, Context, Method, MethodError, UpdateTransform
 from partita.core.model import ATTENTION, layer_tag
 from partita.core.options import PositiveShare
@@ -23,19 +24,28 @@ ROWS, COLUMNS = "prune_rows", "prune_columns"  # masks of the heads that are sen
 MIN_ELEMENTS = 1024  # tensors up to this size are sent whole: the headers would cost more than pruning saves
 
 
-def prune(by: Literal["magnitude", "heads"] = "magnitude", keep: PositiveShare = 0.5) -> Method:
-    """Build pruning of updates.
+def prune(
+    by: Literal["magnitude", "heads"] = "magnitude", keep: PositiveShare = 0.5, error_feedback: bool = False
+) -> Method:
+    """Build pruning of updates. By magnitude it is top-k sparsification.
 
     Args:
         by: "magnitude" keeps the largest elements of each tensor. "heads" keeps the heads of each layer that pay most
             attention to the tokens chosen in safl, which measures it.
         keep: Fraction to send: of each tensor's elements, or of each layer's heads.
+        error_feedback: Add what was not sent to the client's next update. Only by magnitude.
     """
     if not 0 < keep <= 1:
         raise MethodError(f"method.keep is {keep}; give a fraction above 0.0 and up to 1.0")
     if by == "heads":
+        if error_feedback:
+            raise MethodError(
+                "method.error_feedback is true with by = 'heads': heads that attention never selects are never sent, "
+                "so their residual only grows; set by = 'magnitude'"
+            )
         return Method("prune", client_rules=(HeadSelector(keep),), transforms=(HeadPruner(),))
-    return Method("prune", transforms=(TopKMagnitude(keep),))
+    top = TopKMagnitude(keep)
+    return Method("prune", transforms=(ErrorFeedback(top) if error_feedback else top,))
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class TopKMagnitude(UpdateTransform):
 
     keep: float
 
-    def encode(self, update: Update, key: Key) -> Update:
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         parts: dict[str, Tensors] = {"delta": {}, SHAPE: {}, PLACES: {}, MARKS: {}}
         for name, value in update.delta.items():
             if value.numel() <= max(MIN_ELEMENTS, self._count(value.numel())):
@@ -61,9 +71,8 @@ class TopKMagnitude(UpdateTransform):
             slot, encoded = _say(places, flat.numel())
             parts[slot][name] = encoded
         delta = parts.pop("delta")
-        return replace(
-            update, delta=delta, slots={**update.slots, **{slot: part for slot, part in parts.items() if part}}
-        )
+        slots = {**update.slots, **{slot: part for slot, part in parts.items() if part}}
+        return replace(update, delta=delta, slots=slots), {}
 
     def decode_update(self, update: Update) -> Update:
         delta, shapes = dict(update.delta), update.slots.get(SHAPE, {})
@@ -153,13 +162,13 @@ class HeadSelector(ClientRule):
 class HeadPruner(UpdateTransform):
     """Remove the pruned heads from their parameters: rows of the projections and columns of the output projection."""
 
-    def encode(self, update: Update, key: Key) -> Update:
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         delta = dict(update.delta)
         for dim, slot in enumerate((ROWS, COLUMNS)):
             for name, kept in update.slots.get(slot, {}).items():
                 heads = delta[name].unflatten(dim, (len(kept), -1))
                 delta[name] = heads.index_select(dim, kept.nonzero().flatten()).flatten(dim, dim + 1)
-        return replace(update, delta=delta)
+        return replace(update, delta=delta), {}
 
     def decode_update(self, update: Update) -> Update:
         delta = dict(update.delta)

@@ -10,7 +10,7 @@ from torch import Tensor
 from partita.compression import CompressionError
 from partita.core.method import Method, UpdateTransform
 from partita.core.rng import Key
-from partita.core.tensors import Tensors
+from partita.core.tensors import Slots, Tensors
 from partita.core.update import Update
 
 SCALE = "quantize_scale"
@@ -29,7 +29,7 @@ class Int8Quantizer(UpdateTransform):
 
     rows: bool = True
 
-    def encode(self, update: Update, key: Key) -> Update:
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         delta: Tensors = {}
         scales: Tensors = {}
         for name, value in update.delta.items():
@@ -40,7 +40,7 @@ class Int8Quantizer(UpdateTransform):
             draw = torch.rand(value.shape, generator=(key / name).generator(), dtype=value.dtype).to(value.device)
             steps = value / _along(scales[name], value).clamp(min=torch.finfo(value.dtype).tiny)
             delta[name] = (steps + draw).floor().clamp(-MAX_LEVEL, MAX_LEVEL).to(torch.int8)
-        return replace(update, delta=delta, slots={**update.slots, **({SCALE: scales} if scales else {})})
+        return replace(update, delta=delta, slots={**update.slots, **({SCALE: scales} if scales else {})}), {}
 
     def decode_update(self, update: Update) -> Update:
         delta, scales = dict(update.delta), update.slots.get(SCALE, {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule, poisson_batches, shuffled_batches
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, ForbiddenData
+from partita.core.method import ClientRule, Context, ForbiddenData, UpdateTransform
 from partita.core.model import Model
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, plan_for
 from partita.core.rng import Key
@@ -62,7 +63,7 @@ class ClientState:
 
     Attributes:
         personal: The parameters that its plans kept (`plan.keep`).
-        memory: The slots of its rules; also the optimizer state if `Method.carry_optimizer` is set.
+        memory: The slots of its rules and transforms; also the optimizer state if `Method.carry_optimizer` is set.
     """
 
     personal: Tensors = field(default_factory=dict)
@@ -161,8 +162,13 @@ def begin_round(
     """
     plan, anchor = client_params(run, model, job, state)
     key = (run.secret or run.key) / "round" / job.round / "client" / job.client
-    fresh = {slot: value for rule in run.method.client_rules for slot, value in rule.memory(anchor).items()}
-    memory = {slot: part for slot, part in state.memory.items() if not slot.startswith(OPTIMIZER_PREFIX)}
+    fresh: dict[str, Tensors] = {}
+    for rule in run.method.client_rules:
+        own = rule.memory(anchor)
+        _check_own_slots(job.client, rule, own.keys())
+        fresh |= own
+    own = frozenset[str]().union(*(rule.slots for rule in run.method.client_rules))
+    memory = {slot: part for slot, part in state.memory.items() if slot in own}
     ctx = Context(
         client_model(run, model, job),
         plan,
@@ -235,10 +241,11 @@ def _batch_schedules(
 def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> tuple[Update, ClientState]:
     """Call `ClientRule.finish` and `UpdateTransform.encode`; return the update to send and the state to keep.
 
-    Slots to send are restricted to `plan.up`, slots to remember to `plan.train`.
+    Slots to send are restricted to `plan.up`. Slots to remember are restricted to `plan.train` for rules and to
+    `plan.up` for transforms, and merged by name into the memory.
 
     Raises:
-        ClientError: If a loss is not finite, or if a rule returns a slot that is not its own.
+        ClientError: If a loss is not finite, or if a rule or transform returns a slot that is not its own.
     """
     client, plan, ctx = client_round.job.client, client_round.plan, client_round.ctx
     # Under example-level privacy the loss has no noise, so neither its value nor a failure may reach the server.
@@ -256,10 +263,7 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
         if type(rule).finish is ClientRule.finish:
             continue  # do not build the dict of all parameters for a hook that does not use it
         send, remember = rule.finish({**ctx.anchor, **learned.params}, learned.steps, ctx)
-        if stray := (send.keys() | remember.keys()) - rule.slots:
-            raise ClientError(
-                client, f"{type(rule).__name__} returns the slot '{sorted(stray)[0]}', which is not in its slots"
-            )
+        _check_own_slots(client, rule, send.keys() | remember.keys())
         slots |= tensors.restrict_slots(send, plan.up)
         for slot, part in tensors.restrict_slots(remember, plan.train).items():
             memory[slot] = {**ctx.memory.get(slot, {}), **part}
@@ -280,12 +284,23 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
         learned.facts,
     )
     for index, transform in enumerate(run.method.transforms):
-        update = transform.encode(update, client_round.key / "channel" / index)
+        known = {slot: memory[slot] for slot in sorted(transform.slots & memory.keys())}
+        update, remember = transform.encode(update, known, client_round.key / "channel" / index)
+        _check_own_slots(client, transform, remember.keys())
+        for slot, part in tensors.restrict_slots(remember, plan.up).items():
+            memory[slot] = {**known.get(slot, {}), **part}
     kept = {name: learned.params[name] if name in learned.params else ctx.anchor[name] for name in sorted(plan.keep)}
     personal = {**client_round.state.personal, **kept}
     return update, ClientState(
         tensors.clone_views(personal), {slot: tensors.clone_views(part) for slot, part in memory.items()}
     )
+
+
+def _check_own_slots(client: str, owner: ClientRule | UpdateTransform, returned: AbstractSet[str]) -> None:
+    if stray := returned - owner.slots:
+        raise ClientError(
+            client, f"{type(owner).__name__} returns the slot '{sorted(stray)[0]}', which is not in its slots"
+        )
 
 
 def carried_optimizer_state(run: Run, each: ClientRound) -> dict[str, Tensors]:

@@ -159,7 +159,8 @@ class ClientRule:
     `torch.vmap`, so `penalty` and `gradient` must not branch on tensor values or modify tensors in place.
 
     Attributes:
-        slots: The slots that `finish` may return and `memory` fills. Two rules of a method cannot share a slot.
+        slots: The slots that `finish` may return and `memory` fills. No other rule or transform of the method can have
+            them.
         optimizers: The names of the local optimizers for which the rule is valid; None for any.
         uses_data: Whether `narrow` reads the client's examples, so that its choice reveals something about them.
         release: The privacy of that choice in each round; None if it has none. A method with example-level privacy
@@ -282,24 +283,38 @@ class UpdateTransform:
     With several transforms, clients call `encode` in the order of `Method.transforms`; the server decodes in reverse.
 
     Attributes:
+        slots: The slots that `encode` may remember. They stay with the client: no message contains them. No other
+            transform or client rule of the method can have them.
         hides: Whether the transform protects whole clients. If True, no single client's update norm is recorded, and
             all clients of a round must send the same names.
     """
 
+    slots: Names = NO_NAMES
     hides = False
 
-    def encode(self, update: Update, key: Key) -> Update:
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         """Encode an update at the client, after all `ClientRule.finish` hooks.
+
+        The client stores what it remembers together with its other memory, before the server has seen the update. It
+        does not learn whether the update was used: if it is lost or rejected, its content is lost and the memory stays.
+        A client that does not reach `encode` in a round (not sampled, dropped out, failed) keeps its memory as it was.
+
+        Dry runs also call it, with a delta of zeros and no memory. So names, shapes and types of what it sends should
+        depend on those of the update only.
 
         Args:
             update: The update. `delta` and `slots` are restricted to the narrowed `plan.up`.
+            memory: The slots that this transform remembers, with every name that it has returned for this client so
+                far. A slot or name that it has never returned is missing, so it is empty in the client's first round.
             key: The random key of this transform, client and round.
 
         Returns:
-            The update to send. Its delta and slots may have any tensor type that the wire format supports, and it may
-            have additional slots.
+            `(update to send, slots to remember)`. The delta and slots to send may have any tensor type that the wire
+            format supports, and there may be additional slots. Slots to remember may use only `self.slots`; any other
+            slot is an error. They are restricted to `plan.up` and merged by name into the memory; names that are not
+            returned keep their value.
         """
-        return update
+        return update, {}
 
     def decode_update(self, update: Update) -> Update:
         """Decode one update at the server, as it arrives.
@@ -429,13 +444,17 @@ class Method:
     privacy: DPSGDSettings | None = None
 
     def __post_init__(self) -> None:
-        taken: set[str] = set()
+        owners: dict[str, str] = {}
+        parts: tuple[ClientRule | UpdateTransform, ...] = (*self.client_rules, *self.transforms)
+        for part in parts:
+            owner = type(part).__name__
+            for slot in sorted(part.slots):
+                if slot in RESERVED or not slot.isidentifier():
+                    raise MethodError(f"{self.name}: a slot cannot be called '{slot}'; give it another name")
+                if slot in owners:
+                    raise MethodError(f"{self.name}: {owners[slot]} and {owner} use the slot '{slot}'; use one of them")
+                owners[slot] = owner
         for rule in self.client_rules:
-            if wrong := {slot for slot in rule.slots if slot in RESERVED or not slot.isidentifier()}:
-                raise MethodError(f"{self.name}: a slot cannot be called '{sorted(wrong)[0]}'; give it another name")
-            if clash := taken & rule.slots:
-                raise MethodError(f"{self.name}: two client rules use the slot '{sorted(clash)[0]}'; use one of them")
-            taken |= rule.slots
             if self.privacy and rule.uses_data and rule.release is None:
                 raise MethodError(
                     f"{self.name}: {type(rule).__name__} selects by a client's examples and adds no noise to the "

@@ -26,12 +26,13 @@ def card(name: str) -> str:
     """Return the Markdown text of a method's card."""
     if name not in INDEX:
         raise OptionError(f"unknown method '{name}'; {closest_match(name, INDEX)}")
-    return files("partita.methods").joinpath(path_of(name)).read_text()
+    return files("partita").joinpath(path_of(name)).read_text()
 
 
 def path_of(name: str) -> str:
-    """Return the file name of a card: the name of the method's function, next to its module."""
-    return INDEX[name].partition(":")[2] + ".md"
+    """Return the path of a card within the package: next to the method's module, named like the method's function."""
+    module, _, function = INDEX[name].removeprefix("partita.").partition(":")
+    return "/".join([*module.split(".")[:-1], f"{function}.md"])
 
 
 def listing() -> list[dict[str, Any]]:

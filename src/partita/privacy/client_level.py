@@ -34,8 +34,8 @@ class ClippedUpdates(UpdateTransform):
         if not 0 <= self.noise < float("inf"):
             raise PrivacyError(f"privacy.noise is {self.noise}; it must be a number from 0 up")
 
-    def encode(self, update: Update, key: Key) -> Update:
-        return self._clipped(update)
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        return self._clipped(update), {}
 
     def decode_update(self, update: Update) -> Update:
         """Clip again at the server: clients and the transforms in between are not trusted."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import PrivacyRelease
+from partita.core.method import Method, MethodError, PrivacyRelease
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Positive, Range
 from partita.core.plan import RoundInfo, plan_for
@@ -153,9 +153,12 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
 
     Raises:
         PrivacyError: If the noise cannot be found, or is too small for the budget.
+        MethodError: If the method cannot be made private.
     """
     of_clients = privacy_config.unit == "client"
     cohort = run.cohort_size(len(sizes))
+    if of_clients and cohort < len(sizes):
+        _refuse_memory(run.method)
     units = len(sizes) if of_clients else max(sizes.values(), default=0)
     delta = _delta(privacy_config, units)
     by = (
@@ -203,6 +206,21 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
         )
     resolved = replace(privacy_config, noise=noise, delta=delta)
     return PrivacyGuard(under(noise), model, resolved, sizes, planned, PrivacySpending(delta, by, of_clients))
+
+
+def _refuse_memory(method: Method) -> None:
+    """Refuse transforms with memory if cohorts are sampled.
+
+    Amplification by sampling needs a round that depends on its own cohort and on what was published. What other clients
+    remember depends on whether they were in earlier cohorts. Cohorts have a fixed size, so it also reveals whether the
+    protected client was in them.
+    """
+    if transforms := [type(transform).__name__ for transform in method.transforms if transform.slots]:
+        raise MethodError(
+            f"{method.name}: {transforms[0]} remembers earlier rounds, so updates depend on earlier cohorts, which the "
+            "accounting of sampled cohorts does not cover; set federation.cohort = 1.0, or leave the memory out "
+            "(method.error_feedback = false)"
+        )
 
 
 def _delta(privacy_config: PrivacyConfig, units: int) -> float:

@@ -13,15 +13,15 @@ import torch
 from partita.core import serialization, tensors
 from partita.core.client import ClientState, Job, client_params
 from partita.core.data import Examples, Population
-from partita.core.method import ClientRule, Method, Server, ServerRule
+from partita.core.method import ClientRule, Method, Server, ServerRule, UpdateTransform
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.plan import RoundInfo
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, Engine, RoundResult, make_job, rounds
 from partita.core.settings import Run, Training
-from partita.core.tensors import Tensors
-from partita.core.update import Update
+from partita.core.tensors import Slots, Tensors
+from partita.core.update import Aggregate, Update
 from partita.engines.availability import Availability
 from partita.engines.dry_run import DryRunEngine
 from partita.engines.simulation import SimulationEngine
@@ -78,7 +78,8 @@ def check_method(
     make = _maker(run, model, population)
     _check_plan(run, model, population)
     before = torch.get_rng_state()
-    whole = _play(run, model, make(), EngineProbe(run, model))
+    probed = replace(run, method=replace(method, transforms=tuple(map(TransformProbe, method.transforms))))
+    whole = _play(probed, model, _maker(probed, model, population)(), EngineProbe(run, model))
     run = replace(run, drift=False)  # one run with drift is enough; it takes a tenth of the time and changes no result
     _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
     _require(_same(whole, _play(run, model, make())), "the same run gives two results, so it depends on outside state")
@@ -157,6 +158,35 @@ def states_of(run: Run, engine: SimulationEngine) -> dict[str, Tensors]:
         slots = {"personal": state.personal, **state.memory}
         states[client] = {f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}
     return states
+
+
+class TransformProbe(UpdateTransform):
+    """Wraps a transform and checks that `encode` is pure. Purity is hard to see in the result of a run with memory."""
+
+    def __init__(self, inner: UpdateTransform) -> None:
+        self.inner, self.slots, self.hides = inner, inner.slots, inner.hides
+
+    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
+        name = type(self.inner).__name__
+        given: tuple[Slots, Slots] = {"delta": dict(update.delta), **update.slots}, memory
+        held = [{slot: tensors.clone_all(part) for slot, part in slots.items()} for slots in given]
+        sent, remembered = self.inner.encode(update, memory, key)
+        for slots, before in zip(given, held, strict=True):
+            _require(_equal_slots(slots, before), f"{name}.encode modifies the update or the memory that it is given")
+        again, twice = self.inner.encode(update, memory, key)
+        same = tensors.equal(sent.delta, again.delta) and _equal_slots(sent.slots, again.slots)
+        _require(
+            same and _equal_slots(remembered, twice), f"{name}.encode gives two results for the same update and memory"
+        )
+        stray = remembered.keys() - self.slots
+        _require(not stray, f"{name}.encode remembers '{_some(stray)}', which is not in its slots")
+        return sent, remembered
+
+    def decode_update(self, update: Update) -> Update:
+        return self.inner.decode_update(update)
+
+    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
+        return self.inner.decode_aggregate(aggregate, key)
 
 
 class EngineProbe:
@@ -311,6 +341,10 @@ def _params(played: RunTrace) -> Tensors:
 def _same(one: RunTrace, two: RunTrace) -> bool:
     states = all(tensors.equal(one.states[client], two.states[client]) for client in one.states)
     return states and tensors.equal(one.params, two.params)
+
+
+def _equal_slots(one: Slots, two: Slots) -> bool:
+    return one.keys() == two.keys() and all(tensors.equal(one[slot], two[slot]) for slot in one)
 
 
 def _some(names: Iterable[str]) -> str:
