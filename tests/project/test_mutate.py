@@ -265,7 +265,7 @@ def test_lines_are_recorded_by_test(tmp_path: Path) -> None:
 
 
 def trial(source: str, limit: float = 60.0) -> Any:
-    return trials.Trial((), "fake.py", source, limit)
+    return trials.Trial((), "fake.py", source, {"test": limit})
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -303,3 +303,14 @@ def test_a_mutant_stands_in_for_its_file_wherever_it_is_imported(
     monkeypatch.chdir(tmp_path)
     asked = [trials.Trial((str(test),), "core/optim.py", f"{source}\nMARK = {mark}\n") for mark in (1, 2)]
     assert [each.passed for each in trials.outcomes(asked, 1)] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_test_that_never_ends_is_stopped_at_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = tmp_path / "test_loop.py"
+    test.write_text("def test_loop():\n    while True:\n        pass\ndef test_last():\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    limits = {"test_loop.py::test_loop": 0.1, "test_loop.py::test_last": 1000.0}
+    [found] = trials.outcomes([trials.Trial((str(test),), limits=limits)], 1)
+    assert not found.passed
+    assert found.seconds < 60
