@@ -23,6 +23,7 @@ from types import CodeType
 
 import pytest
 from coverage_by_test import Recorder, Trace
+from kept import FOLDER
 from mutants import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +78,8 @@ def preload() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, str(ROOT / "src"))
+    # Compile what is not mutated once, whatever the environment says, and leave nothing beside the sources.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(FOLDER / "compiled")
     for name in HEAVY:
         importlib.import_module(name)
     import torch

@@ -236,6 +236,12 @@ def test_cohorts_overlap_as_often_as_draws_without_replacement() -> None:
     assert again.p == pytest.approx(min(1.0, 2 * above))
     _, apart = mechanism_clients._check_cohorts([["a", "b"], ["c", "d"]], 5, 2)
     assert (apart.found, apart.p) == (0.0, pytest.approx(min(1.0, 2 * pmf[0])))
+    _, later = mechanism_clients._check_cohorts(
+        [["a", "b"], ["c", "d"], ["c", "e"], ["a", "e"], ["b", "c"], ["b", "d"]], 5, 2
+    )
+    assert (later.found, later.numbers) == (2 / 6, 3), "rounds 1 and 2, 3 and 4, 5 and 6"
+    _, third = mechanism_clients._check_cohorts([["a"], ["b"], ["c"], ["b"]], 5, 1)
+    assert (third.found, third.numbers) == (0.0, 2)
     assert len(mechanism_clients._check_cohorts(cohorts[:1], 5, 2)) == 1, "one round has no next"
     assert len(mechanism_clients._check_cohorts(cohorts, 2, 2)) == 1, "where all are asked, nothing is drawn"
 
@@ -269,9 +275,11 @@ def test_the_lean_of_choices_is_compared_with_honest_draws() -> None:
     assert found.found == pytest.approx(told[:, 0].mean())
     assert found.p == pytest.approx(ks_2samp(told[:, 0], honest).pvalue, rel=1e-3)
     assert found.numbers == 300
+    honestly = mechanism_choice._check_lean(np.column_stack([honest[:300], told[:, 1:]]), release)
+    assert honestly.p > 1e-3 > found.p
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_the_noise_of_choices_is_compared_between_rounds_and_clients(rounds: int) -> None:
     """Only in layers where there is nothing else, and each choice is in one pair at most."""
     told = np.random.default_rng(6).standard_normal((13, 4))
@@ -302,4 +310,6 @@ def test_only_rules_that_look_and_say_so_release_anything() -> None:
     run = run_of(replace(method, privacy=DPSGDSettings(1.0, 1.0)))
     assert mechanism_choice.releasing(run) == [(rule, rule.release)]
     assert mechanism_choice.releasing(run_of(fedavg())) == []
+    unread = replace(method, client_rules=(replace(rule, uses_data=False), replace(rule, release=None)))  # type: ignore[type-var]
+    assert mechanism_choice.releasing(run_of(unread)) == []
     assert mechanism_choice.check_choice(run_of(fedavg()), small(), Clients(a=4), None) == []  # type: ignore[arg-type]

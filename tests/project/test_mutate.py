@@ -239,6 +239,10 @@ def test_a_mutant_is_held_by_the_tests_that_run_its_lines(monkeypatch: pytest.Mo
     monkeypatch.setattr(coverage, "ENOUGH", 0.25)
     assert coverage.tests_for(outside, traces) == (["a::fast"], ["b::elsewhere", "c::other"])
     assert coverage.tests_for(inside, {}) == ([], [])
+    monkeypatch.setattr(coverage, "FEW", 1.0)
+    seconds = {"a::1": 0.1, "a::2": 1.5, "a::3": 1.6, "b::1": 0.2, "b::2": 0.3, "b::3": 0.4}
+    found = coverage.tests_for(outside, {test: coverage.Trace(spent, {}) for test, spent in seconds.items()})
+    assert found[0] == ["b::1", "b::2", "b::3"], "the file with most tests in a second"
 
 
 def test_lines_are_recorded_by_test(tmp_path: Path) -> None:
