@@ -259,6 +259,31 @@ EQUIVALENT: dict[Spot, str] = {
         "total = sum(pulled.weight.values()) or 1.0",
         "1.0 -> 2.0",
     ): "only where all weights are zero, and then zero is divided by it",
+    (
+        "privacy/mechanism.py",
+        "dots[at] += product",
+        "dots[at] += product -> dots[at] -= product",
+    ): "a cosine counts by its size, whatever its sign",
+    (
+        "privacy/mechanism.py",
+        "own[at] += square",
+        "own[at] += square -> own[at] -= square",
+    ): "norms enter as products of two, whatever their sign",
+    (
+        "privacy/mechanism.py",
+        "dots[at] += table @ table.T",
+        "dots[at] += table @ table.T -> dots[at] -= table @ table.T",
+    ): "a cosine counts by its size, whatever its sign",
+    (
+        "privacy/mechanism.py",
+        "own[at] += table**2 @ filled.T",
+        "own[at] += table ** 2 @ filled.T -> own[at] -= table ** 2 @ filled.T",
+    ): "norms enter as products of two, whatever their sign",
+    (
+        "privacy/mechanism.py",
+        "loud = altered(group[0].ctx.model, losses=lambda out, targets, plain=plain: LOUD * plain(out, targets))",
+        "LOUD * plain(out, targets) -> LOUD / plain(out, targets)",
+    ): "any loss with gradients far above the clip: every example then contributes exactly the clip",
 }
 
 # The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.

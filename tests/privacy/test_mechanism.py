@@ -92,6 +92,8 @@ def test_the_same_noise_twice_is_found_in_one_small_tensor() -> None:
     repeated = replace(two, noise={**two.noise, "b": one.noise["b"]})
     [lie] = mechanism._check_streams([one, repeated])
     assert lie.p < 1e-12
+    two_numbers = stream("x", 0, 0, 1, a=2), stream("x", 0, 1, 2, a=2)
+    assert [found.numbers for found in mechanism._check_streams(two_numbers)] == [1]
     single = stream("x", 0, 0, 1, a=1), stream("x", 0, 1, 2, a=1)
     assert mechanism._check_streams(single) == [], "a single number has no direction"
 
@@ -113,6 +115,26 @@ def test_tensors_of_one_step_are_compared_from_their_beginning() -> None:
     assert found.p == pytest.approx(min(1.0, 3 * min(chances)))
     assert (found.charged, found.numbers) == (0.0, 3)
     assert mechanism._check_tensors([stream("x", 0, 0, 1, a=8)]) == []
+
+
+def test_two_tensors_with_the_same_noise_are_found() -> None:
+    one, two, three = (np.random.default_rng(seed).standard_normal(12) for seed in range(3))
+    [found] = mechanism._check_tensors([Stream("x", 0, (0, 0), {"a": one, "b": two, "c": np.append(one, three)}, {})])
+    assert found.found == pytest.approx(1.0)
+    assert found.p < 1e-6
+    noise = {"a": one, "b": 0.8 * one + 0.6 * two}
+    [some] = mechanism._check_tensors([Stream("x", 0, (0, 0), noise, {})])
+    assert 0 < some.p < 0.1
+    assert some.p == pytest.approx(chance(cosine(*noise.values()), 12))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_correlations_do_not_depend_on_the_size_of_the_noise(scale: float) -> None:
+    streams = [stream("x", 0, 0, 1, a=8, b=5), stream("x", 0, 1, 2, a=8, b=5)]
+    scaled = [replace(each, noise={name: scale * value for name, value in each.noise.items()}) for each in streams]
+    for check in (mechanism._check_streams, mechanism._check_tensors):
+        [plain], [other] = check(streams), check(scaled)
+        assert (other.found, other.p) == pytest.approx((plain.found, plain.p))
 
 
 # ---- who is replayed
@@ -160,9 +182,11 @@ def test_gradients_are_told_apart_by_client_phase_and_step() -> None:
     tape.blocks = [
         (["a", "b"], [{"w": torch.tensor([[1.0], [2.0]])}, {"w": torch.tensor([[3.0]])}]),
         (["a"], [{"w": torch.tensor([4.0, 5.0])}]),
+        (["b"], [{"w": torch.tensor(6.0)}]),
     ]
     found = {where: grads["w"].tolist() for where, grads in tape.gradients().items()}
-    assert found == {("a", 0, 0): [1.0], ("b", 0, 0): [2.0], ("a", 0, 1): [3.0], ("a", 1, 0): [4.0, 5.0]}
+    side_by_side = {("a", 0, 0): [1.0], ("b", 0, 0): [2.0], ("a", 0, 1): [3.0]}
+    assert found == {**side_by_side, ("a", 1, 0): [4.0, 5.0], ("b", 2, 0): 6.0}
 
 
 # ---- sampling
@@ -206,6 +230,10 @@ def test_examples_in_common_are_counted_up_to_the_smaller_client() -> None:
     [found] = mechanism._check_overlap("clients", [(({0, 4, 5}, 6, 0.5), ({0, 4, 5}, 5, 0.2))])
     assert found == check_counts("examples in common between batches of two clients", {0.1: (2, 5)})
     assert mechanism._check_overlap("clients", [(({0}, 1, 1.0), ({0}, 1, 1.0))]) == []
+    certain, likely = ({0, 1}, 2, 1.0), ({0}, 2, 0.4)
+    for pair in ((certain, likely), (likely, certain)):
+        [found] = mechanism._check_overlap("clients", [pair])
+        assert (found.charged, found.found, found.numbers) == (0.4, 0.5, 2)
 
 
 def test_sums_are_divided_by_the_batch_or_by_all_examples() -> None:

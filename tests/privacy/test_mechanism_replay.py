@@ -223,8 +223,8 @@ def test_updates_are_made_ten_times_as_long_and_one_client_fails() -> None:
 # ---- private examples
 
 
-def private(noise: float = 0.8, sampling: str = "poisson", count: int = 5) -> Run:
-    settings = DPSGDSettings(0.5, noise, sampling)  # type: ignore[arg-type]
+def private(noise: float = 0.8, sampling: str = "poisson", count: int = 5, clip: float = 0.5) -> Run:
+    settings = DPSGDSettings(clip, noise, sampling)  # type: ignore[arg-type]
     return run_of(replace(fedavg(), privacy=settings), count, batch_size=4, epochs=2)
 
 
@@ -267,13 +267,13 @@ def test_client_rounds_are_grouped_as_an_engine_groups_them() -> None:
         assert ["".join(visit.job.client for visit in group) for group in groups] == wanted
 
 
-@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize(("block", "noise"), [(1, 4.0), (3, 0.01)])
 def test_the_noise_of_steps_is_what_differs_from_a_replay_without_it(
-    monkeypatch: pytest.MonkeyPatch, block: int
+    monkeypatch: pytest.MonkeyPatch, block: int, noise: float
 ) -> None:
     """In units of what was charged, for clients above and below the batch size."""
     monkeypatch.setattr(mechanism, "STEPS", 2)
-    run = private()
+    run = private(noise)
     visits = [mechanism._shortened(visit) for visit in visits_of(run, a=9, b=9, c=3)]
     groups = mechanism._grouped(run, visits, block)
     streams = [stream for group in groups for stream in mechanism._streams(run, settings_of(run), group)]
@@ -285,15 +285,16 @@ def test_the_noise_of_steps_is_what_differs_from_a_replay_without_it(
         assert squares / SIZE == pytest.approx(1.0, abs=5 * math.sqrt(2 / SIZE))
 
 
-@pytest.mark.parametrize("block", [1, 2])
-def test_an_example_far_above_the_clip_contributes_exactly_the_clip(block: int) -> None:
-    run = private()
+@pytest.mark.parametrize(("block", "clip"), [(1, 0.5), (2, 1000.0)])
+def test_an_example_contributes_exactly_the_clip_where_the_loss_is_loud(block: int, clip: float) -> None:
+    """Also where no plain gradient would be as long."""
+    run = private(clip=clip)
     groups = mechanism._grouped(run, [mechanism._shortened(visit) for visit in visits_of(run, a=9, b=3)], block)
     [check] = mechanism._check_clip(run, settings_of(run), groups)
     assert check.found == pytest.approx(1.0, rel=1e-4)
     assert (check.charged, check.p, check.numbers) == (1.0, 1.0, 4 + 2)
-    [wider] = mechanism._check_clip(run, replace(settings_of(run), clip=2.0), groups)
-    assert wider.found == pytest.approx(1.0, rel=1e-4)
+    [none] = mechanism._check_clip(run, settings_of(run), [])
+    assert (none.found, none.numbers) == (0.0, 0)
 
 
 def test_an_example_that_contributes_more_than_the_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
