@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import FrameType
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from mutants import Mutant
 
-FEW = 5.0  # seconds of tests from one file
+FEW = 1.0  # seconds of tests from one file: the one with most tests that fit
 ENOUGH = 30.0  # seconds of tests, as long as they take unbroken, after which a mutant is believed to survive
 
 
@@ -82,9 +82,10 @@ def tests_for(mutant: Mutant, traces: Mapping[str, Trace]) -> tuple[list[str], l
         return mutant.lines is None or not set(mutant.lines).isdisjoint(trace.lines.get(mutant.file, ()))
 
     found = sorted((test for test in traces if runs(traces[test])), key=lambda test: traces[test].seconds)
-    files = Counter(test.partition("::")[0] for test in found)
-    [(most, _)] = files.most_common(1) or [("", 0)]
-    first = _until(FEW, [test for test in found if test.startswith(f"{most}::")], traces)
+    by_file: dict[str, list[str]] = {}
+    for test in found:
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    first = max((_until(FEW, tests, traces) for tests in by_file.values()), key=len, default=[])
     return first, _until(ENOUGH, [test for test in found if test not in first], traces)
 
 

@@ -170,8 +170,8 @@ def outlast(tried: Sequence[Mutant], traces: Mapping[str, Trace], jobs: int) -> 
         trials = []
         for mutant in left:
             if tests := chosen[mutant][stage]:
-                limit = 20 + 5 * sum(traces[test].seconds for test in tests)
-                trials.append(Trial(tuple(tests), mutant.file, mutant.source, limit, mutant))
+                limits = {test: 5 + 5 * traces[test].seconds for test in tests}
+                trials.append(Trial(tuple(tests), mutant.file, mutant.source, limits, mutant))
         killed = {trial.mutant for trial, passed in judge(trials, jobs, what) if not passed}
         left = [mutant for mutant in left if mutant not in killed]
     return left

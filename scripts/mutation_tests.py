@@ -29,7 +29,7 @@ LEARNING = (
 ROUNDS = ("tests/core/test_rounds.py", "tests/storage/test_checkpoint.py", "tests/core/test_laws_of_small_parts.py")
 PRIVATE = ("tests/training/test_dp_sgd.py", "tests/training/test_ghost_clipping.py")
 GRAPHS = "tests/training/test_cuda_graphs.py"
-LIES = ("tests/privacy/test_audit_lies.py",)
+AUDIT = ("tests/privacy/test_mechanism.py", "tests/privacy/test_mechanism_replay.py")
 DETAILS = ("tests/core/test_details.py",)
 COST = ("tests/privacy/test_budget.py", "tests/privacy/test_client_level.py")
 
@@ -133,17 +133,17 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/storage/test_checkpoint.py",
     ),
     "privacy/accountant.py": COST,
-    "privacy/membership.py": ("tests/privacy/test_audit.py",),
-    "privacy/canaries.py": ("tests/privacy/test_audit.py",),
+    "privacy/membership.py": ("tests/privacy/test_membership.py",),
+    "privacy/canaries.py": ("tests/privacy/test_canaries.py",),
     "privacy/budget.py": COST[:1],
     "privacy/client_level.py": COST[::-1],
     "privacy/disclosure.py": ("tests/privacy/test_disclosure.py",),
-    "privacy/evidence.py": ("tests/privacy/test_evidence.py", *LIES),
+    "privacy/evidence.py": ("tests/privacy/test_evidence.py",),
     "privacy/guard.py": (*DETAILS, *COST),
-    "privacy/spending.py": (*COST, "tests/training/test_dp_sgd.py"),
-    "privacy/mechanism.py": ("tests/privacy/test_mechanism.py", *LIES),
-    "privacy/mechanism_choice.py": ("tests/privacy/test_mechanism.py", *LIES),
-    "privacy/mechanism_clients.py": ("tests/privacy/test_mechanism.py", *LIES),
+    "privacy/spending.py": COST[:1],
+    "privacy/mechanism.py": AUDIT,
+    "privacy/mechanism_choice.py": AUDIT,
+    "privacy/mechanism_clients.py": AUDIT,
     "privacy/secret.py": ("tests/privacy/test_secret.py",),
 }
 

@@ -21,11 +21,14 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import CodeType
 
+import pytest
 from coverage_by_test import Recorder, Trace
+from kept import FOLDER
 from mutants import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "partita"
+LOADING = 30.0  # seconds of computing that a mutant may take until its first test
 MEMORY = 8 * 2**30  # bytes that a mutant may take: some ask for all there is
 
 # What tests import and what takes long to: loaded once, before the processes part. The package brings its own needs.
@@ -49,7 +52,7 @@ class Trial:
     tests: tuple[str, ...]
     file: str = ""  # below src/partita, such as training/local_training.py
     source: str = ""
-    limit: float = float("inf")  # seconds of computing; it may wait for ten times as long
+    limits: Mapping[str, float] = field(default_factory=dict)  # seconds of computing by test; it may wait longer
     mutant: Mutant | None = None
     traced: tuple[str, ...] = ()  # the files of which it is recorded which test runs which lines
 
@@ -75,6 +78,8 @@ def preload() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, str(ROOT / "src"))
+    # Compile what is not mutated once, whatever the environment says, and leave nothing beside the sources.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(FOLDER / "compiled")
     for name in HEAVY:
         importlib.import_module(name)
     import torch
@@ -89,27 +94,40 @@ def forget() -> None:
 
 def attempt(trial: Trial, folder: Path) -> None:
     """In a process of its own, which ends with pytest's exit status."""
-    import pytest
-
     log = os.open(folder / "log", os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
     # Failing examples of a mutant must not be kept for the real thing.
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no test here needs one, and each takes time to load
-    if trial.limit < float("inf"):
-        # Of computing, since a machine that others use too may take any time.
-        used = time.process_time()
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used + trial.limit) + 1, resource.RLIM_INFINITY))
+    if trial.limits:
+        limit_computing(LOADING)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
     forget()
     if trial.file:
         install(trial.file, trial.source)
     recorder = Recorder({str(PACKAGE / file): file for file in trial.traced})
     plain = ("-x", "-q", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}")
-    status = pytest.main([*plain, *trial.tests], plugins=[recorder] if trial.traced else [])
+    status = pytest.main([*plain, *trial.tests], plugins=[recorder if trial.traced else _Limiter(trial.limits)])
     (folder / "traces").write_text(json.dumps(recorder.found()))
     sys.exit(status)
+
+
+class _Limiter:
+    """Stops a test that never ends, long before all the others could have run."""
+
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        self.limits = limits
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if item.nodeid in self.limits:
+            limit_computing(self.limits[item.nodeid])
+
+
+def limit_computing(seconds: float) -> None:
+    """From now on. Not of time, since a machine that others use too may take any."""
+    until = int(time.process_time() + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
 
 
 class _Planted(SourceFileLoader):
@@ -154,7 +172,7 @@ def outcomes(trials: Sequence[Trial], jobs: int) -> Iterator[Outcome]:
             wait(running, timeout=0.5)
             for sentinel, (process, trial, since, folder) in list(running.items()):
                 seconds = time.monotonic() - since
-                if process.exitcode is None and seconds < 10 * trial.limit:
+                if process.exitcode is None and (not trial.limits or seconds < 10 * sum(trial.limits.values())):
                     continue
                 stopped = process.exitcode in (None, -signal.SIGXCPU)
                 process.kill()

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
 from partita.methods import build as method_of
 from partita.methods.fedavg import fedavg
-from partita.privacy import budget
+from partita.privacy import budget, spending
 from partita.privacy.accountant import INTERVAL, ORDERS, epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
 from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
@@ -338,10 +339,49 @@ def test_the_least_noise_is_found_wherever_it_lies(share: float, count: int, tar
 
 @pytest.mark.parametrize(
     ("noise", "rounded"),
-    [(1.2341, 1.235), (123.41, 123.5), (0.012341, 0.01235), (1.234, 1.234), (0.5, 0.5), (10.0, 10.0), (9.9991, 10.0)],
+    [
+        (1.2341, 1.235),
+        (123.41, 123.5),
+        (0.012341, 0.01235),
+        (1.234, 1.234),
+        (0.5, 0.5),
+        (10.0, 10.0),
+        (9.9991, 10.0),
+        (0.1 + 0.2, 0.3),
+    ],
 )
 def test_a_noise_is_rounded_up_to_four_digits(noise: float, rounded: float) -> None:
     assert round_up(noise) == rounded
+
+
+def costing(monkeypatch: pytest.MonkeyPatch, cost: Callable[[float], float], *clients: str) -> PrivacySpending:
+    """An account where epsilon is this function of the noise, and the same for all these clients."""
+    monkeypatch.setattr(spending, "epsilon", lambda bill, *_: max((cost(release.noise) for release in bill), default=0))
+    release = PrivacyRelease(TRAINING, 1.0, 1.0)
+    return PrivacySpending(1e-5, bills={client: Counter({release: 1}) for client in clients})
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.5, 2.0, 30.0, 149.0, 999.0])
+def test_a_noise_that_costs_the_budget_exactly_is_found(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
+    """It is on the grid of four digits, and as large as the noise may be."""
+    assert find_noise(costing(monkeypatch, lambda other: 1 / other, "a", "b"), 1 / noise) == noise
+
+
+def test_no_noise_above_the_largest_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PrivacyError, match=r"no noise up to 1000 keeps epsilon at 0\.000998"):
+        find_noise(costing(monkeypatch, lambda noise: 1 / noise, "a"), 1 / 1002)
+
+
+@pytest.mark.parametrize("step", [0.37051, 1.5001, 2.00101, 17.3302, 60.0901])
+def test_the_noise_found_suffices_where_the_cost_falls_in_steps(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+    """A search by secants ends on either side of a step; below it, the noise is raised until it suffices."""
+    account = costing(monkeypatch, lambda noise: 3.0 if noise < step else 1.0, "a")
+    assert step <= find_noise(account, 2.0) <= round_up(1.0004 * step)
+
+
+def test_who_releases_nothing_needs_no_noise() -> None:
+    assert find_noise(PrivacySpending(1e-5), 1.0) == 0.0
+    assert find_noise(PrivacySpending(1e-5, bills={"a": Counter()}), 1.0) == 0.0
 
 
 def test_a_client_is_billed_for_its_steps_and_its_share() -> None:

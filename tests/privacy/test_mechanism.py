@@ -92,6 +92,8 @@ def test_the_same_noise_twice_is_found_in_one_small_tensor() -> None:
     repeated = replace(two, noise={**two.noise, "b": one.noise["b"]})
     [lie] = mechanism._check_streams([one, repeated])
     assert lie.p < 1e-12
+    two_numbers = stream("x", 0, 0, 1, a=2), stream("x", 0, 1, 2, a=2)
+    assert [found.numbers for found in mechanism._check_streams(two_numbers)] == [1]
     single = stream("x", 0, 0, 1, a=1), stream("x", 0, 1, 2, a=1)
     assert mechanism._check_streams(single) == [], "a single number has no direction"
 
@@ -113,6 +115,26 @@ def test_tensors_of_one_step_are_compared_from_their_beginning() -> None:
     assert found.p == pytest.approx(min(1.0, 3 * min(chances)))
     assert (found.charged, found.numbers) == (0.0, 3)
     assert mechanism._check_tensors([stream("x", 0, 0, 1, a=8)]) == []
+
+
+def test_two_tensors_with_the_same_noise_are_found() -> None:
+    one, two, three = (np.random.default_rng(seed).standard_normal(12) for seed in range(3))
+    [found] = mechanism._check_tensors([Stream("x", 0, (0, 0), {"a": one, "b": two, "c": np.append(one, three)}, {})])
+    assert found.found == pytest.approx(1.0)
+    assert found.p < 1e-6
+    noise = {"a": one, "b": 0.8 * one + 0.6 * two}
+    [some] = mechanism._check_tensors([Stream("x", 0, (0, 0), noise, {})])
+    assert 0 < some.p < 0.1
+    assert some.p == pytest.approx(chance(cosine(*noise.values()), 12))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_correlations_do_not_depend_on_the_size_of_the_noise(scale: float) -> None:
+    streams = [stream("x", 0, 0, 1, a=8, b=5), stream("x", 0, 1, 2, a=8, b=5)]
+    scaled = [replace(each, noise={name: scale * value for name, value in each.noise.items()}) for each in streams]
+    for check in (mechanism._check_streams, mechanism._check_tensors):
+        [plain], [other] = check(streams), check(scaled)
+        assert (other.found, other.p) == pytest.approx((plain.found, plain.p))
 
 
 # ---- who is replayed
@@ -160,9 +182,11 @@ def test_gradients_are_told_apart_by_client_phase_and_step() -> None:
     tape.blocks = [
         (["a", "b"], [{"w": torch.tensor([[1.0], [2.0]])}, {"w": torch.tensor([[3.0]])}]),
         (["a"], [{"w": torch.tensor([4.0, 5.0])}]),
+        (["b"], [{"w": torch.tensor(6.0)}]),
     ]
     found = {where: grads["w"].tolist() for where, grads in tape.gradients().items()}
-    assert found == {("a", 0, 0): [1.0], ("b", 0, 0): [2.0], ("a", 0, 1): [3.0], ("a", 1, 0): [4.0, 5.0]}
+    side_by_side = {("a", 0, 0): [1.0], ("b", 0, 0): [2.0], ("a", 0, 1): [3.0]}
+    assert found == {**side_by_side, ("a", 1, 0): [4.0, 5.0], ("b", 2, 0): 6.0}
 
 
 # ---- sampling
@@ -206,6 +230,10 @@ def test_examples_in_common_are_counted_up_to_the_smaller_client() -> None:
     [found] = mechanism._check_overlap("clients", [(({0, 4, 5}, 6, 0.5), ({0, 4, 5}, 5, 0.2))])
     assert found == check_counts("examples in common between batches of two clients", {0.1: (2, 5)})
     assert mechanism._check_overlap("clients", [(({0}, 1, 1.0), ({0}, 1, 1.0))]) == []
+    certain, likely = ({0, 1}, 2, 1.0), ({0}, 2, 0.4)
+    for pair in ((certain, likely), (likely, certain)):
+        [found] = mechanism._check_overlap("clients", [pair])
+        assert (found.charged, found.found, found.numbers) == (0.4, 0.5, 2)
 
 
 def test_sums_are_divided_by_the_batch_or_by_all_examples() -> None:
@@ -236,6 +264,12 @@ def test_cohorts_overlap_as_often_as_draws_without_replacement() -> None:
     assert again.p == pytest.approx(min(1.0, 2 * above))
     _, apart = mechanism_clients._check_cohorts([["a", "b"], ["c", "d"]], 5, 2)
     assert (apart.found, apart.p) == (0.0, pytest.approx(min(1.0, 2 * pmf[0])))
+    _, later = mechanism_clients._check_cohorts(
+        [["a", "b"], ["c", "d"], ["c", "e"], ["a", "e"], ["b", "c"], ["b", "d"]], 5, 2
+    )
+    assert (later.found, later.numbers) == (2 / 6, 3), "rounds 1 and 2, 3 and 4, 5 and 6"
+    _, third = mechanism_clients._check_cohorts([["a"], ["b"], ["c"], ["b"]], 5, 1)
+    assert (third.found, third.numbers) == (0.0, 2)
     assert len(mechanism_clients._check_cohorts(cohorts[:1], 5, 2)) == 1, "one round has no next"
     assert len(mechanism_clients._check_cohorts(cohorts, 2, 2)) == 1, "where all are asked, nothing is drawn"
 
@@ -269,9 +303,11 @@ def test_the_lean_of_choices_is_compared_with_honest_draws() -> None:
     assert found.found == pytest.approx(told[:, 0].mean())
     assert found.p == pytest.approx(ks_2samp(told[:, 0], honest).pvalue, rel=1e-3)
     assert found.numbers == 300
+    honestly = mechanism_choice._check_lean(np.column_stack([honest[:300], told[:, 1:]]), release)
+    assert honestly.p > 1e-3 > found.p
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_the_noise_of_choices_is_compared_between_rounds_and_clients(rounds: int) -> None:
     """Only in layers where there is nothing else, and each choice is in one pair at most."""
     told = np.random.default_rng(6).standard_normal((13, 4))
@@ -302,4 +338,6 @@ def test_only_rules_that_look_and_say_so_release_anything() -> None:
     run = run_of(replace(method, privacy=DPSGDSettings(1.0, 1.0)))
     assert mechanism_choice.releasing(run) == [(rule, rule.release)]
     assert mechanism_choice.releasing(run_of(fedavg())) == []
+    unread = replace(method, client_rules=(replace(rule, uses_data=False), replace(rule, release=None)))  # type: ignore[type-var]
+    assert mechanism_choice.releasing(run_of(unread)) == []
     assert mechanism_choice.check_choice(run_of(fedavg()), small(), Clients(a=4), None) == []  # type: ignore[arg-type]

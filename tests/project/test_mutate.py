@@ -239,6 +239,10 @@ def test_a_mutant_is_held_by_the_tests_that_run_its_lines(monkeypatch: pytest.Mo
     monkeypatch.setattr(coverage, "ENOUGH", 0.25)
     assert coverage.tests_for(outside, traces) == (["a::fast"], ["b::elsewhere", "c::other"])
     assert coverage.tests_for(inside, {}) == ([], [])
+    monkeypatch.setattr(coverage, "FEW", 1.0)
+    seconds = {"a::1": 0.1, "a::2": 1.5, "a::3": 1.6, "b::1": 0.2, "b::2": 0.3, "b::3": 0.4}
+    found = coverage.tests_for(outside, {test: coverage.Trace(spent, {}) for test, spent in seconds.items()})
+    assert found[0] == ["b::1", "b::2", "b::3"], "the file with most tests in a second"
 
 
 def test_lines_are_recorded_by_test(tmp_path: Path) -> None:
@@ -265,7 +269,7 @@ def test_lines_are_recorded_by_test(tmp_path: Path) -> None:
 
 
 def trial(source: str, limit: float = 60.0) -> Any:
-    return trials.Trial((), "fake.py", source, limit)
+    return trials.Trial((), "fake.py", source, {"test": limit})
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -303,3 +307,14 @@ def test_a_mutant_stands_in_for_its_file_wherever_it_is_imported(
     monkeypatch.chdir(tmp_path)
     asked = [trials.Trial((str(test),), "core/optim.py", f"{source}\nMARK = {mark}\n") for mark in (1, 2)]
     assert [each.passed for each in trials.outcomes(asked, 1)] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_test_that_never_ends_is_stopped_at_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = tmp_path / "test_loop.py"
+    test.write_text("def test_loop():\n    while True:\n        pass\ndef test_last():\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    limits = {"test_loop.py::test_loop": 0.1, "test_loop.py::test_last": 1000.0}
+    [found] = trials.outcomes([trials.Trial((str(test),), limits=limits)], 1)
+    assert not found.passed
+    assert found.seconds < 60

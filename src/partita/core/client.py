@@ -158,15 +158,15 @@ def begin_round(
         fraction: The fraction of its steps that the client completes; below 1 for a straggler.
 
     Raises:
-        ClientError: If the client has no examples.
+        ClientError: If the client has no examples, or if the memory of a rule has a slot that is not its own.
     """
     plan, anchor = client_params(run, model, job, state)
     key = (run.secret or run.key) / "round" / job.round / "client" / job.client
     fresh: dict[str, Tensors] = {}
     for rule in run.method.client_rules:
-        own = rule.memory(anchor)
-        _check_own_slots(job.client, rule, own.keys())
-        fresh |= own
+        first = rule.memory(anchor)
+        _check_own_slots(job.client, rule, first.keys())
+        fresh |= first
     own = frozenset[str]().union(*(rule.slots for rule in run.method.client_rules))
     memory = {slot: part for slot, part in state.memory.items() if slot in own}
     ctx = Context(

@@ -39,7 +39,8 @@ from partita.training.phase_trainer import PhaseTrainer
 from partita.training.phase_work import PhaseWork
 
 T = TypeVar("T")
-CLIENTS, STEPS = 4, 4  # clients to replay, and steps of each phase
+CLIENTS = 4  # clients to replay
+STEPS = 4  # steps of each phase to replay
 VISITS = 64  # client rounds whose batches are inspected without training
 PREFIX = 4096  # elements of a tensor that are compared with those of other steps
 LOUD = 1e6  # factor on the loss that puts every example's gradient far above the clip
@@ -73,8 +74,8 @@ class GradientRecorder:
         gradients: dict[tuple[str, int, int], Tensors] = {}
         for phase, (clients, steps) in enumerate(self.blocks):
             for step, grads in enumerate(steps):
-                rows = len(next(iter(grads.values()))) if len(clients) > 1 else 1
-                for row, client in enumerate(clients[:rows]):
+                training = clients[: len(next(iter(grads.values())))] if len(clients) > 1 else clients
+                for row, client in enumerate(training):
                     own = {name: value[row] if len(clients) > 1 else value for name, value in grads.items()}
                     gradients[client, phase, step] = own
         return gradients
@@ -247,7 +248,7 @@ def _check_streams(streams: Sequence[Stream]) -> list[Check]:
         here = [place for place, stream in enumerate(streams) if name in stream.noise]
         table = np.stack([streams[place].noise[name] for place in here])
         at = np.ix_(here, here)
-        product, square = table @ table.T, np.sum(table**2, 1)[:, None] * np.ones(len(here))
+        product, square = table @ table.T, np.sum(table**2, 1)[:, None]
         chance = np.ones((count, count))
         chance[at] = _chances(product, square, np.full(product.shape, table.shape[1]))
         chances.append(chance)
@@ -292,11 +293,11 @@ def _check_tensors(streams: Sequence[Stream]) -> list[Check]:
         dots[at] += table @ table.T
         own[at] += table**2 @ filled.T
         lengths[at] += np.minimum(sizes[:, None], sizes)
-    upper = np.triu_indices(len(names), 1)
-    chance = float(_chances(dots, own, lengths)[upper].min()) * len(upper[0])
-    largest = float(np.abs(_cosines(dots, own))[upper].max())
+    rows, columns = np.triu_indices(len(names), 1)
+    chance = float(_chances(dots, own, lengths)[rows, columns].min()) * len(rows)
+    largest = float(np.abs(_cosines(dots, own))[rows, columns].max())
     what = "noise: largest correlation between tensors"
-    return [Check(what, 0.0, largest, min(1.0, chance), len(upper[0]))]
+    return [Check(what, 0.0, largest, min(1.0, chance), len(rows))]
 
 
 def _cosines(dots: Array, own: Array) -> Array:

@@ -71,7 +71,7 @@ def _ask_often(run: Run, model: Model, population: Population, server: Server, r
     layers, loudest = layer_tags(model), ""
 
     def attention(params: object, batch: Batch, tokens: str) -> dict[str, Tensor]:
-        zero = torch.zeros(len(batch.targets), 1, dtype=torch.float64)
+        zero = torch.zeros(len(batch.targets), 1)
         return {layer: zero + LOUD * (layer == loudest) for layer in layers}
 
     known, client = altered(model, attention=attention), population.clients[0]
@@ -108,7 +108,7 @@ def _check_repeats(scores: Array, rounds: int) -> list[Check]:
         noise = rows[:, 1:] / np.maximum(np.linalg.norm(rows[:, 1:], axis=1, keepdims=True), 1e-300)
         pairs = len(noise) // 2
         if pairs > 1:
-            one, two = noise[: 2 * pairs : 2].ravel(), noise[1 : 2 * pairs : 2].ravel()
+            one, two = noise[: 2 * pairs : 2].ravel(), noise[1::2].ravel()
             cosine = np.array(one @ two / np.sqrt((one @ one) * (two @ two)))
             chance = float(chance_of_cosine(cosine, np.array(len(one))))
             name = f"layer choice: correlation of noise between {what}"

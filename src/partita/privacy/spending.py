@@ -131,13 +131,13 @@ def _search(account: PrivacySpending, target: float) -> float:
         cost = account.with_noise(math.exp(log_noise)).epsilon()
         return math.log(cost / target) if cost > 0 else -math.inf
 
-    low, high = -1.0, 1.0
+    low, high, highest = -1.0, 1.0, math.log(MAX_NOISE)
     while excess(high) > 0:
-        low, high = high, high + 2
-        if high > math.log(MAX_NOISE):
+        if high >= highest:
             raise PrivacyError(
                 f"no noise up to {MAX_NOISE:g} keeps epsilon at {target:g}; allow more, or train fewer rounds or epochs"
             )
+        low, high = high, min(high + 2, highest)
     while excess(low) < 0:
         low -= 1
     noise = round_up(math.exp(brentq(excess, low, high, xtol=1e-4)))
