@@ -267,9 +267,7 @@ def test_penalty_and_gradient_enter_as_written() -> None:
         for (name, value), slope in zip(model.initial.items(), slopes, strict=True)
     }
     assert distance(learned.params, expected) < 1e-6
-    assert float(learned.losses[0]) == pytest.approx(
-        float(loss.detach()), rel=1e-6
-    )  # the task loss alone
+    assert float(learned.losses[0]) == pytest.approx(float(loss.detach()), rel=1e-6)  # the task loss alone
 
 
 @dataclass(frozen=True)

@@ -284,9 +284,7 @@ def test_keys_neither_read_nor_move_global_random_state() -> None:
 
 def test_uniform_draws_are_uniform() -> None:
     drawn = np.sort([(Key(1) / number).uniform() for number in range(2000)])
-    assert np.abs(drawn - np.linspace(0, 1, 2000)).max() < 1.63 / np.sqrt(
-        2000
-    )  # Kolmogorov-Smirnov at one percent
+    assert np.abs(drawn - np.linspace(0, 1, 2000)).max() < 1.63 / np.sqrt(2000)  # Kolmogorov-Smirnov at one percent
 
 
 class Lazy(Sequence[int]):

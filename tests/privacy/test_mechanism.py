@@ -1,4 +1,4 @@
-"""The parts of an audit's checks by themselves, on numbers small enough to count by hand."""
+"""The parts of the audit's mechanism checks, on numbers small enough to verify by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_squares_are_summed_over_streams_by_name() -> None:
 
 
 def test_noise_is_compared_between_steps_rounds_and_clients() -> None:
-    """Over all tensors that two steps share, and in each; the chance is that of the worst of all comparisons."""
+    """Over all tensors that two steps share, and for each one; the p-value is that of the worst comparison."""
     streams = [
         stream("x", 0, 0, 1, a=8, b=5),
         stream("x", 0, 1, 2, a=8, b=5),
@@ -93,7 +93,7 @@ def test_the_same_noise_twice_is_found_in_one_small_tensor() -> None:
     [lie] = mechanism._check_streams([one, repeated])
     assert lie.p < 1e-12
     single = stream("x", 0, 0, 1, a=1), stream("x", 0, 1, 2, a=1)
-    assert mechanism._check_streams(single) == [], "a single number has no direction"
+    assert mechanism._check_streams(single) == [], "a single number has no correlation"
 
 
 def test_tensors_of_one_step_are_compared_from_their_beginning() -> None:
@@ -115,7 +115,7 @@ def test_tensors_of_one_step_are_compared_from_their_beginning() -> None:
     assert mechanism._check_tensors([stream("x", 0, 0, 1, a=8)]) == []
 
 
-# ---- who is replayed
+# ---- replayed clients
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_without_its_first_example_a_batch_is_shorter_or_masked() -> None:
 
 
 def test_gradients_are_told_apart_by_client_phase_and_step() -> None:
-    """Side by side they have a row for each client, and in the last steps only for those who are still training."""
+    """A block has one row per client, and in its last steps only rows of clients that still train."""
     tape = mechanism.GradientRecorder("sgd")
     tape.blocks = [
         (["a", "b"], [{"w": torch.tensor([[1.0], [2.0]])}, {"w": torch.tensor([[3.0]])}]),
@@ -192,7 +192,7 @@ def test_sampling_is_checked_by_its_rate_its_variance_and_its_overlaps() -> None
 
 
 def test_what_is_certain_is_not_checked_for_chance() -> None:
-    """A client smaller than a batch takes all its examples in every step."""
+    """A client smaller than a batch uses all its examples in every step."""
     run = run_of(fedavg(), batch_size=4)
     found = mechanism._check_sampling(run, [visit(3, [0, 1, 2], [0, 1, 2])] * 2, 1)
     assert [each.what for each in found] == ["sampling rate"]
@@ -231,13 +231,13 @@ def test_cohorts_overlap_as_often_as_draws_without_replacement() -> None:
     cohorts = [["a", "b"], ["a", "c"], ["d", "e"], ["d", "e"], ["a", "b"]]
     _, again = mechanism_clients._check_cohorts(cohorts, 5, 2)
     pmf = hypergeom.pmf([0, 1, 2], 5, 2, 2)
-    above = 2 * pmf[1] * pmf[2] + pmf[2] ** 2  # three or four clients of two pairs
+    above = 2 * pmf[1] * pmf[2] + pmf[2] ** 2  # an overlap of three or four over two pairs of rounds
     assert (again.charged, again.found, again.numbers) == (2 / 5, 3 / 4, 2)
     assert again.p == pytest.approx(min(1.0, 2 * above))
     _, apart = mechanism_clients._check_cohorts([["a", "b"], ["c", "d"]], 5, 2)
     assert (apart.found, apart.p) == (0.0, pytest.approx(min(1.0, 2 * pmf[0])))
-    assert len(mechanism_clients._check_cohorts(cohorts[:1], 5, 2)) == 1, "one round has no next"
-    assert len(mechanism_clients._check_cohorts(cohorts, 2, 2)) == 1, "where all are asked, nothing is drawn"
+    assert len(mechanism_clients._check_cohorts(cohorts[:1], 5, 2)) == 1, "one round has no next round"
+    assert len(mechanism_clients._check_cohorts(cohorts, 2, 2)) == 1, "nothing is drawn when all clients take part"
 
 
 def test_a_mean_over_the_cohort_becomes_a_sum() -> None:
@@ -246,7 +246,7 @@ def test_a_mean_over_the_cohort_becomes_a_sum() -> None:
     assert found["delta/w"].dtype == torch.float64
 
 
-# ---- choices
+# ---- layer selection
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_the_lean_of_choices_is_compared_with_honest_draws() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_noise_of_choices_is_compared_between_rounds_and_clients(rounds: int) -> None:
-    """Only in layers where there is nothing else, and each choice is in one pair at most."""
+    """Only layers that hold pure noise are compared, and each selection is in at most one pair."""
     told = np.random.default_rng(6).standard_normal((13, 4))
     told[3, 1:] = 0.0
     found = mechanism_choice._check_repeats(told, rounds)
