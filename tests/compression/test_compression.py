@@ -1,4 +1,4 @@
-"""Pruning and quantization: whole again at the server, counted to the byte, and what they save with SAFL."""
+"""Pruning and quantization: encoding and decoding, exact byte counts, and savings with SAFL."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def update_of(delta: Tensors, **slots: Tensors) -> Update:
 
 
 def there_and_back(transform: UpdateTransform, update: Update, key: Key = Key(0)) -> tuple[Update, Update]:  # noqa: B008
-    """Encoded and packed for real, and opened."""
+    """The encoded update, and the update decoded from its packed bytes."""
     sent = transform.encode(update, key)
     slots = serialization.unpack(serialization.pack({"delta": sent.delta, **sent.slots}))
     assert sum(serialization.byte_counts({"delta": sent.delta, **sent.slots}).values()) == len(
@@ -63,7 +63,7 @@ def there_and_back(transform: UpdateTransform, update: Update, key: Key = Key(0)
     return sent, transform.decode_update(replace(update, delta=slots.pop("delta"), slots=slots))
 
 
-# ---- the largest numbers
+# ---- pruning by magnitude
 
 
 @pytest.mark.parametrize("shape", [(1025,), (40, 30), (8, 8, 30), (300, 300)])
@@ -125,7 +125,7 @@ def test_keeping_all_is_fedavg_bit_for_bit() -> None:
     assert [each.traffic for each in one] == [each.traffic for each in two]
 
 
-# ---- heads
+# ---- pruning of heads
 
 
 def heads_of(case: str, method: Method, **more: Any) -> list[RoundResult]:
@@ -198,7 +198,7 @@ def test_head_pruning_needs_safl_and_more_than_one_head_and_is_open_about_lookin
         prune(keep=0.0)
 
 
-# ---- eight bits
+# ---- quantization
 
 
 @pytest.mark.parametrize("rows", [True, False])
@@ -232,7 +232,7 @@ def test_whole_steps_and_zeros_arrive_exactly() -> None:
     given = {"grid": grid, "still": torch.zeros(70), "few": draw(0, 64)}
     sent, opened = there_and_back(Int8Quantizer(), update_of(given))
     assert tensors.equal(opened.delta, given)
-    assert sent.slots[SCALE].keys() == {"grid", "still"}, "64 numbers are too few for a scale to pay"
+    assert sent.slots[SCALE].keys() == {"grid", "still"}, "64 numbers are too few for a scale to save bytes"
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
@@ -242,7 +242,7 @@ def test_what_is_not_finite_stays_so_and_is_noticed(odd: float) -> None:
     assert not bool(there_and_back(Int8Quantizer(), update_of({"w": value}))[1].delta["w"].isfinite().all())
 
 
-# ---- together
+# ---- compositions
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_what_is_not_finite_stays_so_and_is_noticed(odd: float) -> None:
     ],
 )
 def test_the_channel_keeps_its_promises(name: str, options: dict[str, Any], model: ToyTransformer) -> None:
-    """Among them: with messages packed for real nothing differs, neither the result nor the bytes."""
+    """Conformance includes that serialized messages change neither the result nor the bytes."""
     found = check_method(build(name, options), model, Clients(c0=3, c1=9, c2=12, c3=6), tolerance=1e-4)
     plain = check_method(fedavg(), model, Clients(c0=3, c1=9, c2=12, c3=6), tolerance=1e-4)
     assert 0 < found.bytes_up < 0.5 * plain.bytes_up
@@ -275,7 +275,7 @@ def shrunk(method: Method, model: Any, population: Any) -> int:
 
 
 def test_a_third_of_the_layers_with_pruned_heads_is_three_quarters_less_than_fedavg() -> None:
-    """BERT-base at an eighth of its width: the parts have the proportions that they have at full size."""
+    """BERT-base at an eighth of its width, which keeps the proportions of its parts."""
     sizes = {"hidden_size": 96, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 384}
     model = adapted("bert-text", sizes={**sizes, "vocab_size": 3815, "max_position_embeddings": 64})
     clients = Few(made("bert-text"))
@@ -292,11 +292,11 @@ def test_a_third_of_the_layers_with_pruned_heads_is_three_quarters_less_than_fed
     assert less["safl+prune"] > 0.75
 
 
-# ---- what cannot be opened
+# ---- updates that cannot be decoded
 
 
 def spoil(change: Callable[[Update], Update], method: Method, skip_failed_clients: bool) -> RoundResult:
-    """A round in which client a's message arrives changed."""
+    """A round in which client a's update arrives changed."""
     run = run_of(method, 1, skip_failed_clients=skip_failed_clients)
 
     def answer(job: Job) -> Update:
