@@ -568,7 +568,7 @@ def test_one_class_is_judged_as_scikit_learn_does() -> None:
     plain = ACCURACY(answers(logits, targets, losses))
     assert plain == pytest.approx({name: found[name] for name in ("accuracy", "loss")})
     alone = SingleLabel()(answers(logits[:1], targets[:1], losses[:1]))
-    assert "auroc" not in alone  # one class has nothing to be told from
+    assert "auroc" not in alone  # one class cannot be ranked against others
     unsound = SingleLabel()(answers(logits * math.nan, targets, losses))
     assert "auroc" not in unsound
 
@@ -579,7 +579,7 @@ def test_several_classes_are_judged_as_scikit_learn_does() -> None:
     truth = (draws(60, 5, seed=1) > 0.5).float()
     truth[:, 4] = 0.0
     logits = draws(60, 5) + truth
-    logits[:, 4] = -1.0  # a class that neither occurs nor is told
+    logits[:, 4] = -1.0  # a class that neither occurs nor is predicted
     losses = functional.binary_cross_entropy_with_logits(logits, truth, reduction="none").mean(1)
     found = MultiLabel()(answers(logits, truth, losses))
     guesses = (logits.sigmoid() > 0.5).long()
@@ -624,7 +624,7 @@ def test_entities_are_judged_as_seqeval_does() -> None:
     )
     assert (found["precision"], found["recall"]) == (2 / 4, 2 / 4)  # I-Sign alone is no entity; half a one is wrong
     silent = Entities(tags)(answers(logits[2:] * 0, targets[2:], losses[2:]))
-    assert silent.keys() == {"accuracy", "loss"}  # no entity there and none told
+    assert silent.keys() == {"accuracy", "loss"}  # no entity present and none predicted
 
 
 def test_without_seqeval_the_remedy_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
