@@ -139,13 +139,13 @@ def ranges_of(hint: Any) -> list[Range]:
 
 
 @st.composite
-def tables(draw: st.DrawFn, options: Mapping[str, Option], availability: bool, small: bool = False) -> Raw:
-    """Sets the required options and some others; with `availability`, makes one or two of them invalid."""
+def tables(draw: st.DrawFn, options: Mapping[str, Option], faulty: bool, small: bool = False) -> Raw:
+    """Sets the required options and some others; with `faulty`, makes one or two of them invalid."""
     needed = [name for name, option in options.items() if option.default is MISSING]
     others = [name for name in options if name not in needed]
     chosen = [*needed, *(draw(st.lists(st.sampled_from(others), unique=True, max_size=4)) if others else ())]
     raw = {name: draw(fitting(options[name].hint, small)) for name in chosen}
-    if not availability:
+    if not faulty:
         return raw
     for _ in range(draw(st.integers(1, 2))):
         fault = draw(st.sampled_from(["strange", "strange", "beside", "beside", "unknown", "missing"]))
@@ -196,13 +196,13 @@ def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
     """A tiny experiment with one or two random tables, half of the time with invalid values; with `small`, one
     without invalid values that runs quickly.
     """
-    availability = not small and draw(st.booleans())
+    faulty = not small and draw(st.booleans())
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
     headings = [name for name in SCHEMA if name and not name.startswith(("data ", "model pretrained"))]
     for heading in draw(st.lists(st.sampled_from([*headings, "data synthetic"]), min_size=1, max_size=2)):
         table, _, name = heading.partition(" ")
         key = "name"
-        given = draw(tables(SCHEMA[heading], availability, small))
+        given = draw(tables(SCHEMA[heading], faulty, small))
         kept = {} if table == "split" or name in ("clip", "pretrained") else raw.get(table, {})
         kept = {} if table == "method" else kept
         raw[table] = {**kept, **given, **({key: name} if name else {})}

@@ -173,7 +173,7 @@ def test_a_method_takes_an_optimizer_if_all_its_rules_do() -> None:
 
 def test_in_a_composition_rules_queue_up_and_the_one_that_was_set_is_taken() -> None:
     def head(model: Model, round_info: RoundInfo) -> Plan:
-        return Plan((Phase(HEAD),), up=HEAD, down=model.every())
+        return Plan((Phase(HEAD),), up=HEAD, down=model.all_names())
 
     rules, transforms, server = (ForSgd(), ClientRule()), (UpdateTransform(), UpdateTransform()), ForAny()
     privacy_config = DPSGDSettings(1.0, 2.0)

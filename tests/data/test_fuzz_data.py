@@ -36,7 +36,7 @@ LINES = [
     "[]",
     "null",
     "3",
-    '{"text_tokens": 3}',
+    '{"text": 3}',
     '{"text": null, "label": null}',
     '{"text": "\\ud800", "label": "yes"}',
 ]

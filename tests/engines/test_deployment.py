@@ -288,7 +288,7 @@ SAME: dict[str, tuple[str, dict[str, str]]] = {
     "scaffold": ("", {}),
     "fedfrozen": (", warmup = 1", {}),
     "safl": (", k = 1, noise = 2.0, probe = 0.5", {"[engine]": f'{PRIVATE}[engine]\nsecret_file = "SECRET"'}),
-    "pfeddc": (", text = 2, vision = 2", {'name = "plain"': 'name = "clip"\nshape = "tiny"'}),
+    "pfeddc": (", text_tokens = 2, vision_tokens = 2", {'name = "plain"': 'name = "clip"\nshape = "tiny"'}),
 }
 
 

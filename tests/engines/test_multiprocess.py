@@ -40,7 +40,7 @@ from partita.testing.toy import ToyTransformer
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)
 CPU = torch.device("cpu")
-STARTS = pytest.mark.parametrize("anew", [False, True], ids=["forks", "new processes"])
+STARTS = pytest.mark.parametrize("spawn", [False, True], ids=["forks", "new processes"])
 
 
 def made(name: str, block: int = 1, lr: float = 0.05) -> SimulationEngine:
@@ -57,8 +57,8 @@ def broken() -> SimulationEngine:
 
 
 @contextmanager
-def workers(make: Callable[[], SimulationEngine], anew: bool = False, count: int = 2) -> Iterator[MultiprocessEngine]:
-    engine = MultiprocessEngine(make(), count, make if anew else None)
+def workers(make: Callable[[], SimulationEngine], spawn: bool = False, count: int = 2) -> Iterator[MultiprocessEngine]:
+    engine = MultiprocessEngine(make(), count, make if spawn else None)
     try:
         yield engine
     finally:
@@ -67,7 +67,7 @@ def workers(make: Callable[[], SimulationEngine], anew: bool = False, count: int
 
 
 @pytest.mark.parametrize(
-    ("name", "block", "anew"),
+    ("name", "block", "spawn"),
     [
         *(
             (name, block, False)
@@ -77,12 +77,12 @@ def workers(make: Callable[[], SimulationEngine], anew: bool = False, count: int
         *((name, block, True) for name, block in (("fedavg", 1), ("scaffold", 2), ("fedper", 2))),
     ],
 )
-def test_workers_give_what_the_engine_gives(name: str, block: int, anew: bool) -> None:
+def test_workers_give_what_the_engine_gives(name: str, block: int, spawn: bool) -> None:
     make = partial(made, name, block)
     alone = make()
     run, model = alone.run, alone.model
     one = list(rounds(run, model, alone))
-    with workers(make, anew) as engine:
+    with workers(make, spawn) as engine:
         many = list(rounds(run, model, engine))
         assert [each.lost for each in many] == [each.lost for each in one]
         assert [each.traffic for each in many] == [each.traffic for each in one]
@@ -106,17 +106,17 @@ def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:
 
 
 @STARTS
-def test_a_clients_fault_comes_through_with_its_name(anew: bool) -> None:
+def test_a_clients_fault_comes_through_with_its_name(spawn: bool) -> None:
     with (
-        workers(partial(made, "fedavg", lr=1e30), anew) as engine,
+        workers(partial(made, "fedavg", lr=1e30), spawn) as engine,
         pytest.raises(ClientError, match=r"client 'c\d': (the loss is nan|sent an update of norm)"),
     ):
         list(rounds(engine.engine.run, engine.engine.model, engine))
 
 
 @STARTS
-def test_a_dead_worker_is_an_error(anew: bool) -> None:
-    with workers(partial(made, "fedavg"), anew) as engine:
+def test_a_dead_worker_is_an_error(spawn: bool) -> None:
+    with workers(partial(made, "fedavg"), spawn) as engine:
         for process in engine.processes:
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         with pytest.raises(RunError, match="a worker process died"):
@@ -130,20 +130,20 @@ def at_work(pid: int) -> bool:
         return False
 
 
-def train_for_ever(anew: bool, tell: int) -> None:
+def train_for_ever(spawn: bool, tell: int) -> None:
     make = partial(made, "fedavg")
-    engine = MultiprocessEngine(make(), 3, make if anew else None)
+    engine = MultiprocessEngine(make(), 3, make if spawn else None)
     while True:
         list(rounds(engine.engine.run, engine.engine.model, engine))
         os.write(tell, " ".join(str(process.pid) for process in engine.processes).encode() + b"\n")
 
 
-@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
-def test_workers_end_with_a_parent_that_is_killed(anew: bool) -> None:
+@pytest.mark.parametrize("spawn", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
+def test_workers_end_with_a_parent_that_is_killed(spawn: bool) -> None:
     hear, tell = os.pipe()
     parent = os.fork()
     if parent == 0:
-        train_for_ever(anew, tell)
+        train_for_ever(spawn, tell)
     os.close(tell)
     with os.fdopen(hear) as told:
         pids = [int(word) for word in told.readline().split()]
@@ -247,7 +247,7 @@ def test_a_message_arrives_as_it_was_sent() -> None:
     grid = torch.arange(12.0).view(3, 4)
     parts = {
         "large": torch.randn(300_000),  # more than a pipe can buffer
-        "vision_init": grid[1:, ::2].t(),
+        "view": grid[1:, ::2].t(),
         "half": grid.bfloat16(),
         "number": torch.tensor(7),
         "none": torch.empty(0, 3),
@@ -256,12 +256,12 @@ def test_a_message_arrives_as_it_was_sent() -> None:
         **{f"small {number}": torch.tensor(number) for number in range(1100)},  # more than one system call can take
     }
     ours, theirs = Pipe()
-    sender = Thread(target=send, args=(theirs, {"parts": parts, "again": [parts["vision_init"]], "word": "x"}))
+    sender = Thread(target=send, args=(theirs, {"parts": parts, "again": [parts["view"]], "word": "x"}))
     sender.start()
     got = receive(ours, CPU)
     sender.join()
     assert tensors.equal(got["parts"], parts)
-    assert got["again"][0] is got["parts"]["vision_init"]
+    assert got["again"][0] is got["parts"]["view"]
     assert got["word"] == "x"
     assert all(value.data_ptr() % 64 == 0 for value in got["parts"].values())
     assert not any(value._is_view() for value in got["parts"].values())

@@ -210,11 +210,6 @@ def named_run(root: Path, name: str, place: int) -> Path:
     return folder
 
 
-def usable(name: str) -> bool:
-    """TOML has no NUL, and a label is not empty."""
-    return bool(name) and "\0" not in name
-
-
 def skeleton_of(root: Path, name: str) -> tuple[Skeleton, str, list[RunRecord]]:
     records = [load_run(named_run(root, name, place)) for place in (1, 2)]
     text = page(records, root / "page.html").read_text(encoding="utf-8")

@@ -270,7 +270,7 @@ def test_it_needs_no_plan_of_its_own_so_that_any_other_plan_goes_with_it() -> No
         pytest.param("safl", {"k": 1, "select": "random"}, id="random", marks=pytest.mark.slow),
         pytest.param("safl", {"k": 1, "select": "round-robin"}, id="round-robin", marks=pytest.mark.slow),
         pytest.param("safl", {"k": 1, "select": "static"}, id="static", marks=pytest.mark.slow),
-        pytest.param("safl", {"k": 1, "over": "cohort"}, id="cohort", marks=pytest.mark.slow),
+        pytest.param("safl", {"k": 1, "average_over": "cohort"}, id="cohort", marks=pytest.mark.slow),
         pytest.param("safl", {"capacity": {"c1": 2, "c3": 1.0}}, id="capacity", marks=pytest.mark.slow),
         pytest.param("fedfrozen+safl", {"k": 1, "every": 2, "warmup": 2}, id="fedfrozen", marks=pytest.mark.slow),
         pytest.param("safl+scaffold", {"k": 1}, id="scaffold", marks=pytest.mark.slow),

@@ -87,7 +87,7 @@ def test_every_method_and_supported_composition_conforms(name: str) -> None:
         ("feddyn", {"alpha": 1.0}),
         ("moon", {"mu": 5.0}),
         ("fedadam", {"debias": False}),
-        ("fedpart", {"full": 1, "each": 1}),
+        ("fedpart", {"full_rounds": 1, "rounds_per_layer": 1}),
         ("layer-skipping", {"layers": [0]}),
         ("fedper", {"personal": ["head", "norm"]}),
         ("fedrep", {"body_epochs": 2}),
