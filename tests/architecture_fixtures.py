@@ -1,4 +1,4 @@
-"""Small models of every architecture, and federations to try methods on them."""
+"""Small models of every architecture, with inputs, targets and federations for them."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NAMES = [f"{name}-{kind}" for name, row in ARCHITECTURES.items() for kind in row.heads] + ["clip-towers"]
 KIN = [f"{name}-{kind}" for name in ("mistral", "qwen2", "qwen3") for kind in ("text", "tokens")]
-KIN += ["roberta-tokens", "electra-tokens"]  # whose body is tried under another head, and whose head on another body
+KIN += ["roberta-tokens", "electra-tokens"]  # body and head are each covered by another case
 
 
 @dataclass(frozen=True)
 class Case:
     model: FunctionalModel
     params: Tensors
-    plain: Any  # the same weights in transformers' own hands, with its attention written out
+    plain: Any  # the same weights in transformers, with eager attention
     kind: TaskKind
 
     @property
@@ -74,7 +74,7 @@ def noise(seed: int, *shape: int) -> Tensor:
 
 
 def moved(params: Tensors, seed: int = 1) -> Tensors:
-    """Away from the initialisation, whose zeros and ones hide mistakes."""
+    """Parameters away from the initialization, whose zeros and ones hide mistakes."""
     return {name: value + 0.3 * noise(seed, *value.shape) for name, value in params.items()}
 
 
@@ -124,7 +124,7 @@ def words(seed: int, left: bool = False) -> Tensors:
 
 
 def prompts() -> Tensors:
-    """The texts of three classes, each with its end."""
+    """The texts of three classes, each with its end token."""
     ids = torch.tensor([[2, 3, END, PAD], [4, END, PAD, PAD], [5, 6, 7, END]])
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 

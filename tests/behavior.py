@@ -63,7 +63,7 @@ def digest(*parts: object) -> str:
 
 
 def values(found: Any) -> Any:
-    """Values in their order, without the names of fields; what the clock says is left out."""
+    """Values in their order, without field names and times."""
     if isinstance(found, dict):
         return [values(part) for name, part in found.items() if not any(word in name for word in TIMES)]
     if isinstance(found, list | tuple):

@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings for all tests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 import pytest
 from hypothesis import settings
 
-# One thread a worker: more would fight with the other workers, and tensors this small gain nothing. Said by the
-# environment, before torch is loaded, so that it reaches subprocesses and a test without torch need not wait for it.
+# One thread per worker: more would compete with the other workers, and tensors this small gain nothing. Set in the
+# environment before torch is imported, so that it reaches subprocesses and tests without torch need not import it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# A test that would download something fails at once, on every machine alike.
+# A test that would download something fails at once, on every machine.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# No test pulls the plug, so what the kernel holds is as safe as what the disk holds, and much sooner there.
+# No test cuts the power, so fsync would only cost time.
 os.fsync = lambda handle: None  # type: ignore[assignment]
 
-# Collecting imports torch, transformers and much else, and nearly all of that stays: nobody should look through it for
-# garbage, neither meanwhile nor later.
+# Collection imports torch, transformers and more, and nearly all of these objects stay alive: the garbage collector
+# should not scan them, neither during collection nor later.
 gc.disable()
 
 
@@ -35,7 +35,7 @@ settings.load_profile("partita")
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_kernels() -> None:
-    """As a run chooses them; several times faster on some machines."""
+    """Configure torch's backends as a run does, which is several times faster on some machines."""
     from partita.engines.autotune import configure_backends
 
     configure_backends("auto")

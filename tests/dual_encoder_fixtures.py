@@ -1,4 +1,4 @@
-"""Tiny pairs of towers in folders as transformers saves them, with tokenizers, for tests of prompts."""
+"""Tiny dual encoders saved by transformers with their tokenizers, for tests of prompts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def task(classes: tuple[str, ...] = CLASSES) -> Any:
 
 
 def byte_pairs() -> CLIPTokenizer:
-    """Knows every letter by itself, and the few words whole."""
+    """Has a token for every letter and for a few whole words."""
     letters = [chr(code) for code in range(33, 127)]
     vocabulary = {token: place for place, token in enumerate([*letters, *(letter + "</w>" for letter in letters)])}
     merges: list[tuple[str, str]] = []
@@ -82,7 +82,7 @@ def _sight(kind: str) -> Any:
 
 @cache
 def folder(pair: str) -> str:
-    """A saved pair, away from the initialisation, whose zeros and ones hide mistakes."""
+    """A saved pair with perturbed weights, because initial zeros and ones hide mistakes."""
     path = mkdtemp()
     with seeded(Key(1) / pair):
         if pair == "clip":
@@ -106,7 +106,7 @@ def folder(pair: str) -> str:
 
 
 def plain(pair: str) -> Any:
-    """The same weights in transformers' own hands, with its attention written out, in float64."""
+    """The same weights in transformers, with eager attention, in float64."""
     kind = CLIPModel if pair == "clip" else VisionTextDualEncoderModel
     return kind.from_pretrained(folder(pair), attn_implementation="eager").eval().double()
 
@@ -116,7 +116,7 @@ def loaded(pair: str = "clip", dtype: Any = "float64", **options: Any) -> DualEn
 
 
 def without(path: str, *files: str) -> str:
-    """A copy of a folder that lacks some files."""
+    """A copy of a folder without some files."""
     copy = Path(mkdtemp())
     for file in Path(path).iterdir():
         if file.name not in files:

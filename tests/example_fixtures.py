@@ -1,4 +1,4 @@
-"""Tiny data and models of the kinds that the examples name."""
+"""Tiny data and models of the kinds that the examples use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS = ["pain", "in", "the", "left", "arm", "."]
 
 
 def notes(folder: Path) -> Path:
-    """Sentences of two hospitals, as the comment in the example says."""
+    """Tagged sentences of two hospitals, as described in the example."""
     folder.mkdir()
     rows = [
         {"tokens": WORDS, "tags": ["B-SIGN", "O", "O", "B-PLACE", "I-PLACE", "O"], "hospital": hospital}

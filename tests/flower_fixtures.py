@@ -1,4 +1,4 @@
-"""Flower's grid without its processes: sites that answer in this one, and ways to change what they answer."""
+"""A Flower grid within one process, and ways to tamper with the replies of its sites."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Reply = Callable[[Message], Message | None]
 
 @pytest.fixture(autouse=True)
 def one_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower gives every process an identity; here server and sites share one."""
+    """Flower gives every process an identity; here the server and all sites share one."""
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 def carried(message: Message) -> Message:
-    """Through the bytes that Flower would send, and back."""
+    """The message after serialization and deserialization by Flower."""
     name = message.object_id
     contents = {key: part.deflate() for key, part in get_all_nested_objects(message).items()}
     arrived = inflate_object_from_contents(name, contents)
@@ -50,7 +50,7 @@ def carried(message: Message) -> Message:
 
 @dataclass
 class Scale:
-    """What training messages weigh on the wire: their tensors, and all the rest of them."""
+    """Sizes of training messages: bytes of tensors, and bytes of the rest."""
 
     tensors: Counter[str] = field(default_factory=Counter)
     rest: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Scale:
 
 @dataclass
 class Wire(Grid):
-    """Flower's grid with nothing but its messages: a node answers at once, and its reply waits until it is fetched."""
+    """A grid that only passes messages: a node replies at once, and the reply waits until it is pulled."""
 
     nodes: dict[int, Reply]
     replies: dict[str, Message] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Wire(Grid):
 def site_of(
     run: Run, model: Model, population: Population, folder: Path, client: str, availability: Availability
 ) -> Reply:
-    """Every message meets a new app and new objects, as in a process of its own."""
+    """Every message gets a new app and new objects, as in a separate process."""
 
     def answer(message: Message) -> Message:
         def site(context: Context) -> Site:
@@ -120,7 +120,7 @@ def wired(
     folder: Path,
     availability: Availability = Availability(),  # noqa: B008
 ) -> Wire:
-    """Nodes in an order that is not that of the clients."""
+    """A grid whose node order differs from the client order."""
     places = enumerate(reversed(population.clients), start=10)
     return Wire({node: site_of(run, model, population, folder, client, availability) for node, client in places})
 
@@ -132,7 +132,7 @@ def flower(run: Run, model: Model, grid: Wire, clients: Iterable[str], **more: A
     )
 
 
-Tamper = Callable[[Message, Message], Message | None]  # (what was asked, the honest reply) -> what arrives
+Tamper = Callable[[Message, Message], Message | None]  # (request, honest reply) -> reply that arrives
 
 
 def tampered(grid: Wire, node: int, tamper: Tamper, when: int = 0) -> None:
@@ -147,7 +147,7 @@ def tampered(grid: Wire, node: int, tamper: Tamper, when: int = 0) -> None:
 
 
 def rewritten(**changes: Any) -> Tamper:
-    """The update with other fields; a function is given the old value."""
+    """Change fields of the update; a callable gets the old value."""
 
     def tamper(message: Message, reply: Message) -> Message:
         update = messages.decode_update(reply.content, messages.decode_job_id(reply.content), 10**9)

@@ -1,4 +1,4 @@
-"""What the fuzz tests share: the oracle, and values and configs drawn from the schema of a config."""
+"""Shared by the fuzz tests: the oracle, and values and configs drawn from the config schema."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def refusal(call: Callable[[], object]) -> str | None:
 
 
 def strange() -> st.SearchStrategy[Any]:
-    """Values that hardly any option takes."""
+    """Values that hardly any option accepts."""
     return st.one_of(st.sampled_from(STRANGE), st.text(max_size=8), st.integers(), st.floats())
 
 
 def fitting(hint: Any, small: bool = False) -> st.SearchStrategy[Any]:
-    """Values that fit a type: with `small`, such as a tiny experiment can bear; otherwise up to the bounds."""
+    """Values that fit a type: with `small`, those a tiny experiment can run with; otherwise up to the bounds."""
     notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     kind = get_args(hint)[0] if notes else hint
     [bounds] = [note for note in notes if isinstance(note, Range)] or [Range()]
@@ -139,13 +139,13 @@ def ranges_of(hint: Any) -> list[Range]:
 
 
 @st.composite
-def tables(draw: st.DrawFn, options: Mapping[str, Option], availability: bool, small: bool = False) -> Raw:
-    """What is missing is filled in; some other options are set; with `faults`, one or two of all are spoiled."""
+def tables(draw: st.DrawFn, options: Mapping[str, Option], faulty: bool, small: bool = False) -> Raw:
+    """Sets the required options and some others; with `faulty`, makes one or two of them invalid."""
     needed = [name for name, option in options.items() if option.default is MISSING]
     others = [name for name in options if name not in needed]
     chosen = [*needed, *(draw(st.lists(st.sampled_from(others), unique=True, max_size=4)) if others else ())]
     raw = {name: draw(fitting(options[name].hint, small)) for name in chosen}
-    if not availability:
+    if not faulty:
         return raw
     for _ in range(draw(st.integers(1, 2))):
         fault = draw(st.sampled_from(["strange", "strange", "beside", "beside", "unknown", "missing"]))
@@ -161,7 +161,7 @@ def tables(draw: st.DrawFn, options: Mapping[str, Option], availability: bool, s
 
 @st.composite
 def configs(draw: st.DrawFn) -> Raw:
-    """A config of any tables; most have one kind of table in which something is wrong."""
+    """A config of any tables; most have one kind of table with an invalid value."""
     faulty = draw(st.sampled_from([[True, False, False], [False, True, False], [False, False, True], [False] * 3]))
     raw: Raw = dict(draw(tables(SCHEMA[""], faulty[0])))
     fixed = [name for name in SCHEMA if name and " " not in name]
@@ -193,16 +193,16 @@ ON_TOWERS = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip"
 
 @st.composite
 def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
-    """A tiny experiment of which one or two tables are drawn anew, every other time with faults; with `small`, one
-    without faults that takes little time to run.
+    """A tiny experiment with one or two random tables, half of the time with invalid values; with `small`, one
+    without invalid values that runs quickly.
     """
-    availability = not small and draw(st.booleans())
+    faulty = not small and draw(st.booleans())
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
     headings = [name for name in SCHEMA if name and not name.startswith(("data ", "model pretrained"))]
     for heading in draw(st.lists(st.sampled_from([*headings, "data synthetic"]), min_size=1, max_size=2)):
         table, _, name = heading.partition(" ")
         key = "name"
-        given = draw(tables(SCHEMA[heading], availability, small))
+        given = draw(tables(SCHEMA[heading], faulty, small))
         kept = {} if table == "split" or name in ("clip", "pretrained") else raw.get(table, {})
         kept = {} if table == "method" else kept
         raw[table] = {**kept, **given, **({key: name} if name else {})}
@@ -213,7 +213,7 @@ def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
     if "privacy" in raw and "epsilon" not in raw["privacy"] and "noise" not in raw["privacy"]:
         raw["privacy"]["noise"] = 1.0
     if small:
-        raw.setdefault("engine", {})["compile"] = False  # which takes half a minute
+        raw.setdefault("engine", {})["compile"] = False  # compiling takes half a minute
     if raw["model"].get("name") == "clip" and "shape" not in raw["model"]:
         raw["model"]["shape"] = "tiny"
     return raw

@@ -1,4 +1,4 @@
-"""A text model and texts for ghost clipping."""
+"""Tiny models and batches for ghost clipping."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch_of(kind: str, count: int = 5) -> Batch:
 
 
 class Texts:
-    """Clients with texts, of which the first is broken if asked."""
+    """Two clients with the same six texts."""
 
     clients = ("a", "b")
 

@@ -1,4 +1,4 @@
-"""Runs whose steps are recorded and replayed, as a GPU would, on a CPU."""
+"""Small ViT runs with optional CUDA graphs, for CPU and GPU tests."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def play(
 
 
 def farthest(left: Tensors, right: Tensors) -> float:
-    # Softmax cannot feel key biases, so AdamW moves them by rounding alone.
+    # Softmax does not depend on key biases, so AdamW moves them by rounding alone.
     felt = [name for name in left if "k_proj.bias" not in name]
     return max(float((left[name] - right[name]).abs().max() / right[name].abs().max().clamp(min=1e-3)) for name in felt)

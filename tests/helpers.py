@@ -1,4 +1,4 @@
-"""What several tests share: small federations, a plain loop with torch.optim, and ad hoc rules."""
+"""Shared test helpers: small federations, a plain torch.optim loop, a scripted engine and simple rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment.config import Config, parse
 from partita.testing.toy import ToyExamples, ToyTransformer
 
-# A table of a config: the smallest ViT for images of 4 x 4.
+# A config table: the smallest ViT for 4 x 4 images.
 SMALL_VIT = """
 [model]
 name = "vit"
@@ -36,7 +36,7 @@ width = 8
 heads = 2
 patch = 2
 """
-# Its last table is open, for a test to say how much is held out, or how many classes there are.
+# The last table is open, so that a test can append test_examples or classes.
 SMALL_TASK = """
 [training]
 optimizer = "sgd"
@@ -64,7 +64,7 @@ def small_config(method: str, count: int, **engine: object) -> Config:
 
 
 class Clients:
-    """Some clients by name, each with so many examples."""
+    """Clients by name, each with the given number of examples."""
 
     def __init__(self, **sizes: int) -> None:
         self.clients = tuple(sizes)
@@ -86,7 +86,7 @@ def small() -> ToyTransformer:
 def run_of(
     method: Method, count: int = 3, optimizer: Optimizer | None = None, lr: float = 0.05, seed: int = 7, **more: object
 ) -> Run:
-    """Options of Training go to it, all others to Run."""
+    """A run; options of Training go to its training settings, all others to Run."""
     own = {key: more.pop(key) for key in list(more) if key in Training.__dataclass_fields__}
     training = Training(lr=lr, optimizer=optimizer or SGD(), **{"batch_size": 4, **own})  # type: ignore[arg-type]
     return Run(method, training, rounds=count, key=Key(seed), **more)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def last(played: Sequence[RoundResult]) -> Tensors:
 
 
 class TorchLoop:
-    """One model, one torch.optim optimizer, and batches: nothing federated about it."""
+    """A plain training loop: one model, one torch.optim optimizer, given batches."""
 
     def __init__(self, model: Model, training: Training, start: Tensors | None = None) -> None:
         self.model, self.training = model, training
@@ -112,7 +112,7 @@ class TorchLoop:
         self.renew()
 
     def renew(self) -> None:
-        """A new optimizer on the same parameters."""
+        """Create a new optimizer for the same parameters."""
         ours, values = self.training.optimizer, list(self.params.values())
         if isinstance(ours, SGD):
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
@@ -153,7 +153,7 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
 
 @dataclass(frozen=True)
 class ServerMomentum(ServerRule):
-    """The server keeps a velocity of what clients sent."""
+    """Server momentum: the server keeps a velocity of the aggregated deltas."""
 
     beta: float = 0.5
 
@@ -169,7 +169,7 @@ class ServerMomentum(ServerRule):
 
 @dataclass
 class Script:
-    """An engine whose clients answer as a function of the job."""
+    """An engine whose clients reply with a function of the job."""
 
     answer: Callable[[Job], Update | ClientFailure]
     names: Sequence[str] = ("a", "b")
@@ -193,7 +193,7 @@ def files_in(folder: Path) -> set[str]:
 
 @contextmanager
 def no_slow_path() -> Iterator[None]:
-    """vmap says so when it runs an operation client by client."""
+    """Fail if vmap falls back to running an operation client by client."""
     torch._C._debug_only_display_vmap_fallback_warnings(True)
     try:
         with warnings.catch_warnings():

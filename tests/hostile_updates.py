@@ -1,4 +1,4 @@
-"""Hostile replies as data: named changes of an honest reply, and an engine in which one client sends them."""
+"""Hostile replies: named changes of an honest reply, and an engine in which one client sends them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from partita.engines.simulation import SimulationEngine
 from partita.storage.client_store import MemoryStore
 
 WHO, WHEN = "b", 1  # the hostile client and its round
-Change = Callable[[Update], list[object] | None]  # the replies that arrive in place of the honest one; None: cannot be
+Change = Callable[
+    [Update], list[object] | None
+]  # the replies sent instead of the honest one; None if the change does not apply
 
 
 @dataclass(frozen=True)
 class Case:
-    """`refused` is what must happen; None where both are fine, such as for a reply in the name of another."""
+    """`refused` is the expected outcome; None if both are fine, such as for a reply in another client's name."""
 
     name: str
     change: Change
@@ -30,7 +32,7 @@ class Case:
 
 
 class Hostile:
-    """An engine with one hostile client in one round. The client's own state stays as if it had been away."""
+    """An engine with one hostile client in one round. The client's state stays as if it had been absent."""
 
     def __init__(self, engine: SimulationEngine, case: Case) -> None:
         self.engine, self.case = engine, case
@@ -63,12 +65,12 @@ class Hostile:
 
 
 def every(change: Callable[[Tensor], object]) -> Change:
-    """All tensors of the delta."""
+    """Change all tensors of the delta."""
     return lambda u: [replace(u, delta={name: change(each) for name, each in u.delta.items()})] if u.delta else None
 
 
 def first(change: Callable[[Tensor], object]) -> Change:
-    """One tensor of the delta, of those that are not quantized."""
+    """Change one tensor of the delta, preferably one that is not quantized."""
 
     def changed(u: Update) -> list[object] | None:
         if not u.delta:
@@ -84,7 +86,7 @@ def put(**fields: object) -> Change:
 
 
 def in_slots(change: Callable[[dict[str, Tensor]], object]) -> Change:
-    """Every slot that the honest reply has."""
+    """Change every slot of the honest reply."""
     return lambda u: [replace(u, slots={slot: change(dict(p)) for slot, p in u.slots.items()})] if u.slots else None
 
 
@@ -101,7 +103,7 @@ def filled(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def spiked(value: float) -> Callable[[Tensor], Tensor]:
-    """One number among the honest ones."""
+    """Set one number and keep the others."""
 
     def change(each: Tensor) -> Tensor:
         spoilt = each.clone()
@@ -112,7 +114,7 @@ def spiked(value: float) -> Callable[[Tensor], Tensor]:
 
 
 class Trap(Mapping[Any, Any]):
-    """A mapping that fails when one of its methods is called."""
+    """A mapping that raises when one of its methods is called."""
 
     def __init__(self, inner: Mapping[Any, Any], fails: str) -> None:
         self.inner, self.fails = inner, fails
@@ -135,7 +137,7 @@ class Trap(Mapping[Any, Any]):
 
 
 class Shifty(Mapping[str, Tensor]):
-    """A mapping whose tensors are honest at the first look and not a number from the second on."""
+    """A mapping whose tensors are honest at the first access and NaN from the second on."""
 
     def __init__(self, inner: Mapping[str, Tensor]) -> None:
         self.inner, self.seen = inner, set[str]()
@@ -181,7 +183,7 @@ SHAPES: dict[str, Callable[[Tensor], object]] = {
 
 def _tensors() -> Iterator[Case]:
     for name, kind in KINDS.items():
-        # Cast from zero: what int8 means under a quantizing channel is decided there.
+        # Cast zeros, because a quantizing transform gives other int8 values a meaning.
         yield Case(f"delta as {name}", every(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
         yield Case(f"one of delta as {name}", first(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
     for name, change in SHAPES.items():

@@ -1,4 +1,4 @@
-"""A federation of pictures for methods that need a Hugging Face model: the smallest ViT, four clients."""
+"""An image federation for methods that need a Hugging Face model: the smallest ViT, four clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from partita.tasks import IMAGE, TaskKind
 
 @dataclass(frozen=True)
 class Pictures:
-    """Both a task and its examples."""
+    """Images that serve as a task and as its examples."""
 
     pixels: Tensor  # (example, channel, size, size)
     labels: Tensor
@@ -50,7 +50,7 @@ def pictures(count: int, seed: int = 0) -> Pictures:
 
 
 class Albums:
-    """Clients by name, each with so many pictures of its own, or all with the same ones."""
+    """Clients by name, each with the given number of images, different ones or the same."""
 
     def __init__(self, same: bool = False, **sizes: int) -> None:
         self.clients = tuple(sizes)
@@ -68,7 +68,7 @@ FOUR = Albums(a=9, b=5, c=12, h=7)
 
 @dataclass(frozen=True, eq=False)
 class Extensible(FunctionalModel):
-    """A ViT that takes low-rank factors, and stands for a pair of towers where prompts are asked for."""
+    """A ViT that supports low-rank factors, and uses a tiny CLIP where prompts are requested."""
 
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
         return towers().prompted(kind, key, **options)
@@ -80,7 +80,7 @@ def small(layers: int = 1, frozen: tuple[str, ...] = ()) -> FunctionalModel:
 
 
 def towers(dtype: Literal["float32", "bfloat16", "float64"] = "float64") -> DualEncoder:
-    """A random CLIP, in float64 so that blocks can be held to more than float32's rounding."""
+    """A random CLIP, in float64 so that blocks can be compared beyond float32 rounding."""
     return clip(pictures(1), Key(1), shape="tiny", dtype=dtype)  # type: ignore[arg-type]
 
 

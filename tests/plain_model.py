@@ -1,4 +1,4 @@
-"""A model for images that needs no transformers: a site that builds it starts in half the time."""
+"""An image model without transformers: a site that builds it starts in half the time."""
 
 from __future__ import annotations
 

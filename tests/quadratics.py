@@ -5,7 +5,7 @@ descent at rate lr take w to a_i + M_i (w - a_i) with M_i = (I - lr H_i)^E, so a
 
     w  ->  w - sum p_i (I - M_i) (w - a_i),
 
-which rests at (sum p_i (I - M_i))^-1 sum p_i (I - M_i) a_i. The optimum is (sum p_i H_i)^-1 sum p_i H_i a_i.
+with the fixed point (sum p_i (I - M_i))^-1 sum p_i (I - M_i) a_i. The optimum is (sum p_i H_i)^-1 sum p_i H_i a_i.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LR = 0.3  # below 2 over the largest curvature, so every client is stable
 
 
 class Quadratic(Model):
-    """w = (x, y), of which y is called a kernel so that FedFrozen freezes it."""
+    """w = (x, y), where y is tagged as the kernel so that FedFrozen freezes it."""
 
     name = "quadratic"
     tags = {"x": frozenset({"value", "head"}), "y": frozenset({"query", "key"})}  # noqa: RUF012
@@ -54,7 +54,7 @@ class Quadratic(Model):
 
 @dataclass(frozen=True)
 class Copies:
-    """The same example so many times: all of them are one batch, and their number is the client's weight."""
+    """The same example `count` times: all in one batch, and the count is the client's weight."""
 
     a: Tensor
     H: Tensor
@@ -69,7 +69,7 @@ class Copies:
 
 
 class Bowls:
-    """Four clients of different sizes (unless given), centres and, unless `alike`, curvatures between 0.3 and 3."""
+    """Four clients with different sizes, centers and, unless `alike`, curvatures between 0.3 and 3."""
 
     clients = ("c0", "c1", "c2", "c3")
 
@@ -79,7 +79,7 @@ class Bowls:
         self.p = self.sizes / self.sizes.sum()
         self.a = rng.normal(size=(4, X + Y))
         turns = [np.linalg.qr(rng.normal(size=(X + Y, X + Y)))[0] for _ in range(4)]
-        self.H = np.stack([round_info @ np.diag(rng.uniform(0.3, 3.0, X + Y)) @ round_info.T for round_info in turns])
+        self.H = np.stack([turn @ np.diag(rng.uniform(0.3, 3.0, X + Y)) @ turn.T for turn in turns])
         if alike:
             self.H[:] = self.H[0]
 
@@ -118,12 +118,12 @@ def powers(matrices: np.ndarray, steps: int) -> np.ndarray:
 
 
 def rest(p: np.ndarray, B: np.ndarray, a: np.ndarray) -> np.ndarray:
-    """Where sum p_i B_i (w - a_i) is zero."""
+    """The point where sum p_i B_i (w - a_i) is zero."""
     return np.linalg.solve(np.einsum("i,ijk->jk", p, B), np.einsum("i,ijk,ik->j", p, B, a))
 
 
 def pull(H: np.ndarray, steps: int, mu: float = 0.0) -> np.ndarray:
-    """B_i, by which a client moves: w - B_i (w - a_i).
+    """The matrices B_i of the client maps w -> w - B_i (w - a_i).
 
     A proximal term adds mu to the curvature, A_i = H_i + mu I, and pulls to the start: its bottom is at
     A_i^-1 (H_i a_i + mu w), so B_i = (I - (I - lr A_i)^E) A_i^-1 H_i.

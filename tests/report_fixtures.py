@@ -59,7 +59,7 @@ def write_run(
     root: Path, label: str, seed: int, rounds: int = ROUNDS, planned: int = ROUNDS, finished: bool = True,
     edit: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda row: row, height: float = 0.72,
 ) -> Path:  # fmt: skip
-    """A run that learns towards `height`; `edit` may change each row before it is written, or drop it by None."""
+    """A run whose accuracy approaches `height`; `edit` may change each row before it is written, or return None."""
     draw = np.random.default_rng([seed, *label.encode()])
     folder = root / f"{label.replace('/', '-')}-{seed}"
     folder.mkdir(parents=True)

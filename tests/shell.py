@@ -1,4 +1,4 @@
-"""Run partita commands in a folder, and look at what they print."""
+"""Run partita commands in this process and capture their output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Shell:
         self.monkeypatch, self.capsys = monkeypatch, capsys
 
     def __call__(self, *words: object) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error)."""
+        """Return (exit code, standard output, standard error)."""
         self.monkeypatch.setattr(sys, "argv", ["partita", *map(str, words)])
         try:
             main.main()

@@ -1,4 +1,4 @@
-"""A server's rule by itself, fed with deltas, and torch.optim fed with the same."""
+"""Server rules applied to given deltas, and torch.optim applied to the same deltas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partita.core.update import Aggregate
 
 
 class Two(Model):
-    """Two parameters and no use for them."""
+    """A model with two parameters and no forward pass."""
 
     name = "two"
     tags = {"a": frozenset({"query"}), "b": frozenset({"head"})}  # noqa: RUF012
@@ -25,7 +25,7 @@ class Two(Model):
 
 
 def drawn_deltas(count: int = 6) -> list[Tensors]:
-    """Large and small ones, so that second moments both grow and shrink."""
+    """Large and small deltas, so that second moments both grow and shrink."""
     draw = Key(1).generator()
     model = Two()
     return [

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in this process, through `main`, so that its words and exit codes are tested."""
+"""The command line through `main` in this process: output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def test_run_records_and_reports(partita: Shell, config: Path, tmp_path: Path) -
     code, out, err = partita("run", "-c", config, "--out", tmp_path / "run", "--report")
     assert code == 0
     assert "fedfrozen" in out
-    assert err == "", "quiet where there is no terminal"
+    assert err == "", "no progress output without a terminal"
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         "config.toml", "environment.json", "rows.jsonl", "plan.json", "result.json", "report.html", "checkpoints",
     }  # fmt: skip
     told = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert (told["block"], told["steps"]) == ("5", "taken plainly"), "what auto has chosen"
+    assert (told["block"], told["steps"]) == ("5", "taken plainly"), "the values that auto chose"
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(0 <= row["test"]["accuracy"] <= 1 for row in rows)
     assert [row["personal"] is not None for row in rows] == [False, True, False, True]
     assert len(rows[-1]["personal"]["accuracy"]) == 5
     assert {"query", "key", "value", "layer.0"} <= rows[1]["drift"].keys()
-    assert not {"query", "key"} & rows[2]["drift"].keys(), "what is frozen does not drift"
+    assert not {"query", "key"} & rows[2]["drift"].keys(), "frozen parameters have no drift"
     stages = json.loads((tmp_path / "run" / "plan.json").read_text())["stages"]
     assert [(stage["first"], stage["last"]) for stage in stages] == [(0, 1), (2, 3)]
     code, out, _ = partita("ls", tmp_path, "--json")
@@ -164,7 +164,7 @@ def test_resume_goes_on_and_a_second_start_is_refused(partita: Shell, config: Pa
     assert "holds no run" in err
 
 
-# A process imports torch and transformers, and a second one would do so once more.
+# With two jobs, each process imports torch and transformers again, which is slow.
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_compare_over_methods_and_seeds(jobs: int, partita: Shell, config: Path, tmp_path: Path) -> None:
     words = ["compare", "-c", config, "--methods", "fedavg, fedprox(mu=0.5)", "--seeds", 2, "--out", tmp_path / "out"]
@@ -173,12 +173,12 @@ def test_compare_over_methods_and_seeds(jobs: int, partita: Shell, config: Path,
     lines = json.loads(out)["lines"]
     assert [line["label"] for line in lines] == ["fedavg", "fedprox(mu=0.5)"]
     assert [line["seeds"] for line in lines] == [[0, 1], [0, 1]]
-    # Again: what is there is kept, so it is quick and says the same.
+    # The second call reuses the finished runs and prints the same.
     assert partita(*words, "--set", "rounds=2", "--json")[:2] == (0, out)
     code, _, err = partita(*words, "--set", "rounds=3")
     assert code == 1
     assert "holds another experiment" in err
-    # A report takes differences to fedavg, or to whom it is told.
+    # A report compares with fedavg, or with the label of --against.
     told = ["report", tmp_path / "out", "--json"]
     for words, first in (([], "fedavg"), (["--against", "fedprox(mu=0.5)"], "fedprox(mu=0.5)")):
         assert json.loads(partita(*told, *words)[1])["lines"][0]["label"] == first
@@ -280,7 +280,7 @@ def test_clients_too_small_for_a_test_part_still_train(partita: Shell, config: P
     changes = ["--set", "split.clients=160", "--set", "rounds=1"]
     assert partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
     row = json.loads((tmp_path / "run" / "rows.jsonl").read_text().splitlines()[-1])
-    assert row["personal"] == {}, "one example each, all of it for training"
+    assert row["personal"] == {}, "one example each, used for training"
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(partita: Shell, config: Path, tmp_path: Path) -> None:

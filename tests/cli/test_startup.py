@@ -1,4 +1,4 @@
-"""Nobody waits for a library that is not needed: each path is tried in a fresh interpreter."""
+"""Commands import only the libraries they need, tested in fresh interpreters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMAND = "import runpy, sys; sys.argv[1:] = {words}; runpy.run_module('partita'
 
 
 def imported(code: str, status: int = 0) -> set[str]:
-    """Which of the slow libraries the code brings in, also if it ends by exiting."""
+    """The slow libraries that the code imports, also if it ends with an exit."""
     ending = f"import atexit, sys; atexit.register(lambda: print('brought', *{{*{SLOW}}} & {{*sys.modules}}))\n"
     done = subprocess.run([sys.executable, "-c", ending + code], capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr

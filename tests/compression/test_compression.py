@@ -48,7 +48,7 @@ from partita.testing.toy import ToyTransformer
     ],
 )
 def test_the_channel_keeps_its_promises(name: str, options: dict[str, Any], model: ToyTransformer) -> None:
-    """Among them: with messages packed for real nothing differs, neither the result nor the bytes."""
+    """Conformance includes that serialized messages change neither the result nor the bytes."""
     found = check_method(build(name, options), model, Clients(c0=3, c1=9, c2=12, c3=6), tolerance=1e-4)
     plain = check_method(fedavg(), model, Clients(c0=3, c1=9, c2=12, c3=6), tolerance=1e-4)
     assert 0 < found.bytes_up < 0.5 * plain.bytes_up
@@ -68,7 +68,7 @@ def shrunk(method: Method, model: Any, population: Any) -> int:
 
 
 def test_a_third_of_the_layers_with_pruned_heads_is_three_quarters_less_than_fedavg() -> None:
-    """BERT-base at an eighth of its width: the parts have the proportions that they have at full size."""
+    """BERT-base at an eighth of its width, which keeps the proportions of its parts."""
     sizes = {"hidden_size": 96, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 384}
     model = adapted("bert-text", sizes={**sizes, "vocab_size": 3815, "max_position_embeddings": 64})
     clients = Few(made("bert-text"))
@@ -85,11 +85,11 @@ def test_a_third_of_the_layers_with_pruned_heads_is_three_quarters_less_than_fed
     assert less["safl+prune"] > 0.75
 
 
-# ---- what cannot be opened
+# ---- updates that cannot be decoded
 
 
 def spoil(change: Callable[[Update], Update], method: Method, skip_failed_clients: bool) -> RoundResult:
-    """A round in which client a's message arrives changed."""
+    """A round in which client a's update arrives changed."""
     run = run_of(method, 1, skip_failed_clients=skip_failed_clients)
 
     def answer(job: Job) -> Update:

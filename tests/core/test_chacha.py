@@ -1,4 +1,4 @@
-"""Random numbers for privacy: the cipher against its standard, and the noise that is made of it."""
+"""Random numbers for privacy: the ChaCha20 stream against RFC 8439, and the noise drawn from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_cipher_is_that_of_the_standard() -> None:
 
 
 def test_the_source_of_the_kernel_for_gpus_computes_the_stream(tmp_path: Path) -> None:
-    """A CPU can compile the C++ of the kernel. On a GPU, tests/training/test_devices.py runs the kernel itself."""
+    """Compiles the kernel's C++ for the CPU. tests/training/test_devices.py runs the kernel itself on a GPU."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no C++ compiler here")
@@ -59,7 +59,7 @@ def test_normal_numbers_are_normal_and_independent() -> None:
     draw = chacha.normal(KEYS[:1], [400_000])[0].numpy()
     assert stats.kstest(draw, "norm").pvalue > 1e-4
     assert abs(float(stats.kurtosis(draw))) < 0.05
-    assert np.sort(np.abs(draw))[-1] > 4.0, "the tails are there"
+    assert np.sort(np.abs(draw))[-1] > 4.0, "the draws have tails"
     for lag in (1, 2, 3, 4, 5, 8, 64):  # the two of a Box-Muller pair are 4 apart
         assert abs(np.corrcoef(draw[:-lag], draw[lag:])[0, 1]) < 5 / math.sqrt(len(draw))
         assert abs(np.corrcoef(draw[:-lag] ** 2, draw[lag:] ** 2)[0, 1]) < 5 / math.sqrt(len(draw))
@@ -73,7 +73,7 @@ def test_the_extremes_of_the_integers_give_finite_numbers() -> None:
 
 
 def test_normal_numbers_are_those_of_the_formula() -> None:
-    """Box and Muller's formula in plain Python, on the words of the cipher and on those at the ends of their range."""
+    """The Box-Muller formula in plain Python, on cipher words and on words at the ends of the integer range."""
     ends = [1, 2, 2**63 - 1, -(2**63), 0, -1, 2**62, -(2**62)]
     words = [*ends, *ends[::-1], *np.frombuffer(chacha._cipher_stream(KEYS[1], 50), np.int64).tolist()]
     wanted = []
@@ -101,7 +101,7 @@ def test_normal_numbers_are_those_of_the_formula() -> None:
 def test_a_pass_takes_as_many_draws_as_fit(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], wanted: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(chacha, "_PASS", 2)  # blocks, that is 16 numbers
+    monkeypatch.setattr(chacha, "_PASS", 2)  # two blocks hold 16 numbers
     assert list(chacha._passes(counts)) == wanted
 
 
@@ -114,7 +114,7 @@ def test_a_draw_below_the_probability_is_true_and_one_that_equals_it_is_not() ->
 
 
 def test_the_kernel_is_given_the_index_of_each_word_and_the_words_of_its_key() -> None:
-    """A stand-in for the kernel, on the CPU: it looks the words up in the stream of the library."""
+    """A fake kernel on the CPU looks the words up in the library's stream."""
     streams = {key: torch.from_numpy(np.frombuffer(chacha._cipher_stream(key, 5), np.int64).copy()) for key in KEYS}
 
     def kernel(index: torch.Tensor, *words: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_poisson_draws_have_their_rate(rate: float) -> None:
 
 
 def test_every_bit_of_a_secret_changes_the_noise() -> None:
-    """Nothing is cut off: neither 32 bits, as torch's generator keeps on a CPU, nor 64, as on a GPU."""
+    """All 256 bits count, while torch's generator keeps 32 bits of a seed on a CPU and 64 on a GPU."""
     like = {"w": torch.empty(64)}
     root = int.from_bytes(KEYS[2], "big")
     noise = gaussian_noise(like, Key(root), 1.0)["w"]
@@ -175,7 +175,7 @@ def test_every_bit_of_a_secret_changes_the_noise() -> None:
 
 
 def test_public_draws_use_more_than_the_32_bits_of_a_seed() -> None:
-    """With 32 bits, 300,000 keys share about ten first draws; with 53, none."""
+    """With 32 bits, about ten of 300,000 keys would share their first draw; with 53 bits none does."""
     keys = [Key(0) / number for number in range(300_000)]
     assert len({key.uniform() for key in keys}) == len(keys)
     first = {torch.randint(2**62, (1,), generator=(Key(1) / number).generator()).item() for number in range(2000)}
@@ -192,19 +192,19 @@ def test_a_generator_from_a_key_is_uniform_and_normal() -> None:
     assert stats.kstest(normal, "norm").pvalue > 1e-4
 
 
-# ---- what is released
+# ---- releasing noisy values
 
 
 @pytest.mark.parametrize("std", [1e-6, 0.3, 700.0])
 def test_what_is_released_lies_on_a_grid_that_does_not_depend_on_the_value(std: float) -> None:
-    """Mironov's attack reads a value off the gaps between the sums that floating point can make of it."""
+    """Mironov's attack infers the value from the gaps between representable floating-point sums."""
     grid = 2.0 ** (math.floor(math.log2(std)) - GRID_BITS)
     noise = gaussian_noise({"w": torch.empty(20_000)}, Key(5), std)["w"]
     for value in (0.0, 0.1 * std, math.pi * std):
         released = add_noise(torch.full((20_000,), value), noise, std)
         steps = released.double() / grid
         assert torch.equal(steps, steps.round())
-        assert bool((steps % 2).any()), "no coarser than it has to be"
+        assert bool((steps % 2).any()), "the grid is no coarser than needed"
         assert released.dtype == torch.float32
         assert float(released.double().std()) == pytest.approx(std, rel=0.02)
         assert float(released.double().mean()) == pytest.approx(value, abs=0.05 * std)
@@ -217,7 +217,7 @@ def test_what_is_released_is_the_nearest_grid_point_to_value_plus_noise() -> Non
 
 
 def test_each_name_has_noise_of_its_own() -> None:
-    """Otherwise a server could subtract one noisy tensor from another. A name's noise is the same beside any others."""
+    """Shared noise would cancel when a server subtracts two tensors. A name's noise does not depend on other names."""
     like = {"a": torch.empty(64), "b": torch.empty(64), "c": torch.empty(2, 32)}
     noise = gaussian_noise(like, Key(9), 2.0)
     drawn = [noise[name].flatten() for name in like]
@@ -230,7 +230,7 @@ def test_each_name_has_noise_of_its_own() -> None:
 
 
 def test_on_the_grid_neighbouring_values_reach_the_same_points() -> None:
-    """With the noise of a coarse generator, the sums of two values would hardly meet; on the grid all of them do."""
+    """Without the grid, the sums of two nearby values hardly overlap; on the grid they reach the same points."""
     noise = gaussian_noise({"w": torch.empty(200_000)}, Key(6), 1.0)["w"]
     reached = [set(add_noise(torch.full((200_000,), value), noise, 1.0).tolist()) for value in (0.0, 1e-3)]
     core = [step * 2.0**-GRID_BITS for step in range(-512, 512)]  # half a standard deviation: each is hit 80 times

@@ -1,4 +1,4 @@
-"""One client's visit against plain loops with torch.optim; phases, rules and their gates; dealing; what goes wrong."""
+"""Client rounds against plain torch.optim loops: phases, rules, batch order, blocks, adaptation and errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def job_of(model: Model, client: str = "c", number: int = 0, **more: Any) -> Job
 
 
 def attend(run: Run, model: Model, examples: Examples, state: ClientState | None = None, **more: Any) -> Any:
-    """One visit from job to reply: (learned, update, state)."""
+    """Run one client round and return (local result, update, client state)."""
     each = begin_round(run, model, job_of(model), state or ClientState(), examples, **more)
     [learned] = train_clients(run, [each])
     return learned, *finish_round(run, each, learned)
@@ -170,7 +170,7 @@ def test_a_name_in_two_phases_counts_the_steps_of_both() -> None:
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_phases_that_overlap_train_alike_in_blocks(kind: str) -> None:
-    """The second phase goes on with the optimizer of the first, whose age differs among clients of different sizes."""
+    """The second phase continues the optimizer of the first, whose age differs between clients of different sizes."""
     model, population = Float64Model(small()), Float64Population(Clients(c=4, d=17))
     method = Method("overlap", in_phases(Phase(HEAD), Phase(model.all_names())))
     run = run_of(method, 2, OPTIMIZERS[kind])
@@ -178,12 +178,12 @@ def test_phases_that_overlap_train_alike_in_blocks(kind: str) -> None:
     assert distance(single, block) < 1e-10
 
 
-# ---- rules and their gates
+# ---- client rules
 
 
 @dataclass(frozen=True)
 class Remember(ClientRule):
-    """Sends and remembers how far every name moved, whatever the plan says."""
+    """Sends and stores the movement of every name, ignoring the plan."""
 
     slots: Names = frozenset({"moved"})
 
@@ -282,7 +282,7 @@ def test_a_slot_that_is_not_the_transforms_own_is_refused() -> None:
 
 @dataclass(frozen=True)
 class Pull(ClientRule):
-    """A penalty and a gradient that ask for motion of every name, frozen ones too."""
+    """A penalty and a gradient that try to move every name, including frozen ones."""
 
     def penalty(self, out: Output, params: Tensors, batch: Any, ctx: Context) -> Tensor:
         return sum((value.sum() for value in params.values()), start=torch.zeros(()))
@@ -301,7 +301,7 @@ def test_no_rule_can_move_a_frozen_name() -> None:
 
 
 def test_penalty_and_gradient_enter_as_written() -> None:
-    """The penalty's slope is 1 everywhere and the correction adds the anchor: the loop does both by hand."""
+    """The penalty has gradient 1 everywhere and the correction adds the anchor; the reference applies both by hand."""
     model, examples = small(), ALONE["c"].train
     run = run_of(Method("m", client_rules=(Pull(),)), steps=1)
     learned, _, _ = attend(run, model, examples)
@@ -315,12 +315,12 @@ def test_penalty_and_gradient_enter_as_written() -> None:
         for (name, value), slope in zip(model.initial.items(), slopes, strict=True)
     }
     assert distance(learned.params, expected) < 1e-6
-    assert float(learned.losses[0]) == pytest.approx(float(loss.detach()), rel=1e-6)  # the task's alone
+    assert float(learned.losses[0]) == pytest.approx(float(loss.detach()), rel=1e-6)  # the task loss alone
 
 
 @dataclass(frozen=True)
 class Only(ClientRule):
-    """Trains only the names asked for; the first batch of data may be looked at."""
+    """Trains only the wanted names, and reads a batch of the client's data."""
 
     wanted: Names
 
@@ -344,7 +344,7 @@ def test_a_client_that_narrows_to_nothing_answers_with_nothing() -> None:
 
 @dataclass(frozen=True)
 class Inertia(ClientRule):
-    """Steps also along the way it went at its last visit; a first visit has none."""
+    """Adds the movement of the client's previous round to each step; the first round has none."""
 
     slots: Names = frozenset({"way"})
 
@@ -357,7 +357,7 @@ class Inertia(ClientRule):
 
 
 def test_newcomers_and_returning_clients_train_side_by_side_as_alone() -> None:
-    """In the second round one client has memory and the other none yet."""
+    """In the second round one client has rule memory and the other has none yet."""
     model, population = Float64Model(small()), Float64Population(PAIR)
     run, availability = run_of(Method("inertia", client_rules=(Inertia(),)), 2), Availability(trace={(0, "d"): 0.0})
     single = last(play(run, model, population, availability=availability))
@@ -368,7 +368,7 @@ def test_newcomers_and_returning_clients_train_side_by_side_as_alone() -> None:
 
 @dataclass(frozen=True)
 class Started(Inertia):
-    """The same with a memory from the first visit on."""
+    """The same rule with a memory from the first round on."""
 
     def memory(self, anchor: Tensors) -> Slots:
         return {"way": {name: torch.zeros_like(value) for name, value in anchor.items()}}
@@ -383,7 +383,7 @@ def test_clients_side_by_side_remember_each_for_itself() -> None:
 
 
 def test_clients_with_equal_phases_and_unequal_plans_train_side_by_side_as_alone() -> None:
-    """A proximal term holds what came from the server: for one client the head, for the other not."""
+    """The proximal term covers parameters from the server: the head for one client, not for the other."""
     model, population = Float64Model(small()), Float64Population(PAIR)
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
@@ -409,7 +409,7 @@ def test_a_rule_says_which_optimizers_it_is_right_for() -> None:
         run_of(method, optimizer=SGD(momentum=0.9))
 
 
-# ---- dealing
+# ---- batch order
 
 
 @given(
@@ -448,7 +448,7 @@ def test_dealing_follows_its_key_its_phase_and_its_steps() -> None:
 
     assert flat("a") == flat("a") != flat("b")
     assert len(shuffled_batches(10, training, None, Key(0))) == 7
-    assert len(shuffled_batches(10, training, 2, Key(0))) == 6  # a phase's own epochs come before the run's steps
+    assert len(shuffled_batches(10, training, 2, Key(0))) == 6  # a phase's own epochs override the run's steps
     assert flat("a")[:10] == flat("a", epochs=1)
     assert flat("a")[:10] != flat("a")[10:20]
 
@@ -483,7 +483,7 @@ def test_a_straggler_takes_its_share_of_the_same_steps() -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_block_is_each_client_alone(kind: str) -> None:
-    """Of different sizes, so that short batches are padded and some finish early."""
+    """Clients differ in size, so short batches are padded and some clients finish early."""
     model, population = Float64Model(small()), Float64Population(Clients(a=5, b=14, c=9))
     run = run_of(fedavg(), optimizer=OPTIMIZERS[kind], clip=0.5, epochs=2)
     visits = [
@@ -499,7 +499,7 @@ def test_a_block_is_each_client_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_delta_is_the_parameters_less_the_anchor_bit_for_bit(count: int) -> None:
-    """Also where phases overlap, and where each client has an anchor of its own."""
+    """Also when phases overlap and when each client has its own anchor."""
     model, population = small(), Clients(a=5, b=14, c=9)
     middle = frozenset({"layers.0.value.weight"})
     phases = in_phases(Phase(HEAD | middle, epochs=2), Phase(model.all_names() - HEAD), keep=HEAD)
@@ -534,7 +534,7 @@ def test_carried_optimizers_of_different_ages_are_not_mixed_up_in_a_block(kind: 
         assert distance(states[0][client], states[1][client]) < 1e-9
 
 
-# ---- adapting before an evaluation
+# ---- adaptation before an evaluation
 
 
 def test_a_client_adapts_a_copy_and_nothing_of_it_remains() -> None:
@@ -577,7 +577,7 @@ def test_a_client_is_evaluated_as_it_is_after_the_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("local", [(), (Pull(),)], ids=["plain", "with a rule"])
 def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[ClientRule, ...]) -> None:
-    """Plainly: the method's rules belong to its own rounds."""
+    """The method's client rules apply to its rounds only, not to adaptation."""
     model, examples = small(), ALONE["c"].train
     method = replace(fedavg(), client_rules=local, adapt=lambda model: (Phase(HEAD, epochs=2),))
     run = run_of(method)
@@ -604,10 +604,10 @@ def test_bfloat16_is_near_float32_and_keeps_the_weights_in_float32() -> None:
         assert {value.dtype for value in two.values()} == {torch.float32}
         assert 0 < distance(one, two) < 0.02
     moved = distance(one, model.initial)
-    assert moved > 0.1  # so that 0.02 says something
+    assert moved > 0.1  # so that the bound of 0.02 is meaningful
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def test_a_loss_that_is_not_a_number_names_client_and_step() -> None:
@@ -627,7 +627,7 @@ def test_a_client_without_examples_is_named() -> None:
 
 
 class Branching(ToyTransformer):
-    """Takes a different way for different data."""
+    """Branches on its data, which vmap cannot lift."""
 
     name = "branching model"
 
@@ -679,7 +679,7 @@ def test_a_visit_starts_from_what_was_sent_what_is_kept_and_what_was_loaded() ->
     assert initial_server(run, model).params.keys() == model.all_names()
 
 
-# ---- what a mutation check found untested
+# ---- found by mutation testing
 
 
 def test_rules_see_the_plan_as_it_was_narrowed() -> None:
@@ -691,7 +691,7 @@ def test_rules_see_the_plan_as_it_was_narrowed() -> None:
 
 
 def test_a_name_without_an_age_is_not_one_year_old() -> None:
-    """A carried optimizer may know some names only. Clients whose ages differ must not share a block."""
+    """A carried optimizer may have state for some names only. Clients with different ages must not share a block."""
     model, run = small(), run_of(local_only(), optimizer=AdamW())
     names = sorted(model.all_names())
 
@@ -706,7 +706,7 @@ def test_a_name_without_an_age_is_not_one_year_old() -> None:
 
 
 class Spare(ToyTransformer):
-    """A parameter that the loss does not depend on."""
+    """Has a parameter that the loss does not depend on."""
 
     def __init__(self) -> None:
         super().__init__(width=4, layers=1)
@@ -748,7 +748,7 @@ def test_mixed_precision_is_not_blamed_for_what_blocks_cannot_do() -> None:
 )
 @pytest.mark.parametrize("hook", ["penalty", "gradient"])
 def test_a_rule_cannot_read_in_a_step_what_a_step_does_not_know(hook: str, read: Any) -> None:
-    """A weight that grows with the round would otherwise silently see round 0."""
+    """Otherwise a penalty weight that grows with the round would silently use round 0."""
 
     class Growing(ClientRule):
         def penalty(self, out: Any, params: Any, batch: Any, ctx: Context) -> Any:

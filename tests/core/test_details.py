@@ -1,4 +1,4 @@
-"""Small promises of core and privacy that a mutation check found untested. Each test fails for one mutant at least."""
+"""Details of core and privacy found by mutation testing. Each test kills at least one mutant."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def state(number: float) -> ClientState:
 
 
 def test_states_that_no_checkpoint_needs_are_dropped(tmp_path: Path) -> None:
-    """The last two checkpoints stay usable: what the older one needs is the newest state before it."""
+    """The older of the last two checkpoints needs the newest state before it."""
     disk = DiskStore(tmp_path)
     for number in range(6):
         disk.save("a", number, state(number))
@@ -114,11 +114,11 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
     assert disk.known() == ["b"]
 
 
-# ---- privacy of clients
+# ---- client-level privacy
 
 
 def test_clients_cost_the_same_whether_or_not_their_examples_are_counted() -> None:
-    """The unit is a client, so the number of its examples has no say."""
+    """The privacy unit is a client, so its number of examples does not count."""
     privacy_config = PrivacyConfig(unit="client", noise=4.0, accountant="rdp")
     known, unknown = (
         make_private(run_of(fedavg(), 2, cohort=2), MODEL, sizes, privacy_config)
@@ -136,7 +136,7 @@ def test_the_server_keeps_its_types_whatever_a_mean_is_computed_in(kind: torch.d
     after = ServerRule().apply(server, Aggregate({"a": torch.full((2,), 0.5)}, {}, 1))
     assert after.params["a"].dtype == kind
     assert after.params["a"].tolist() == [1.5, 1.5]
-    assert after.params["b"] is server.params["b"], "what nobody sent stays the same object"
+    assert after.params["b"] is server.params["b"], "a name nobody sent stays the same object"
 
 
 def test_a_transform_hides_nothing_unless_it_says_so() -> None:
@@ -160,7 +160,7 @@ def test_a_method_takes_an_optimizer_if_all_its_rules_do() -> None:
 
 def test_in_a_composition_rules_queue_up_and_the_one_that_was_set_is_taken() -> None:
     def head(model: Model, round_info: RoundInfo) -> Plan:
-        return Plan((Phase(HEAD),), up=HEAD, down=model.every())
+        return Plan((Phase(HEAD),), up=HEAD, down=model.all_names())
 
     rules, transforms, server = (ForSgd(), ClientRule()), (UpdateTransform(), UpdateTransform()), ForAny()
     privacy_config = DPSGDSettings(1.0, 2.0)

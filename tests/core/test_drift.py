@@ -22,7 +22,7 @@ from partita.methods.fedavg import fedavg
 
 
 class Tagged(Model):
-    """Names and tags alone: drift looks at nothing else."""
+    """Has only names and tags, which is all that drift uses."""
 
     name = "tagged"
     tags = {"a": frozenset({"x"}), "b": frozenset({"x", "y"}), "c": frozenset({"y"}), "d": frozenset({"z"})}  # noqa: RUF012
@@ -50,7 +50,7 @@ def flat(delta: Tensors, names: list[str]) -> np.ndarray:
 
 
 def by_hand(updates: list[Update], tag: str) -> dict[str, float]:
-    """All clients sent all names: the formulas as they stand."""
+    """The formulas for the case that all clients sent all names."""
     names = [name for name in SHAPES if tag in Tagged.tags[name] and name in updates[0].delta]
     d = np.stack([flat(update.delta, names) for update in updates])  # (client, number)
     p = np.array([update.weight for update in updates])
@@ -75,7 +75,7 @@ def test_measures_are_numpys(clients: list[tuple[int, float]], scale: float) -> 
     assert result.keys() == {"x", "y", "z"}
     for tag, measures in result.items():
         expected = by_hand(updates, tag)
-        # The spread is a difference of two large sums where all agree.
+        # The dispersion is a difference of two large sums when all clients agree.
         assert measures["dispersion"] == pytest.approx(expected["dispersion"], rel=1e-4, abs=1e-3)
         assert measures["cosine"] == pytest.approx(expected["cosine"], rel=1e-5, abs=1e-6)
         assert measures["distance"] == pytest.approx(expected["distance"], rel=1e-5)
@@ -130,7 +130,7 @@ def test_senders_that_differ_by_name() -> None:
 
 @pytest.mark.parametrize("lot", [1, 100, drift._MAX_ELEMENTS])
 def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, some together, and all that have the same names."""
+    """One update at a time, a few at once, and all updates with equal names at once."""
     monkeypatch.setattr(drift, "_MAX_ELEMENTS", lot)
     looks: list[int] = []
     point = Drift._point
@@ -145,7 +145,7 @@ def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytes
 
 
 def test_clients_who_send_nothing_in_common_do_not_point_one_way() -> None:
-    """Two of equal length at right angles: each is at 45 degrees to the mean."""
+    """Two updates of equal norm at right angles: each is at 45 degrees to the mean."""
     apart = [Update("a", {"a": torch.ones(2)}, {}, 1.0, {}, None), Update("b", {"b": torch.ones(2)}, {}, 1.0, {}, None)]
     assert measured(apart)["x"]["cosine"] == pytest.approx(np.sqrt(0.5))
 

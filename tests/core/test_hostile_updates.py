@@ -1,4 +1,4 @@
-"""No reply of one client stops a federation that tolerates faults, and none that is refused leaves a trace."""
+"""No reply of one client stops a run that skips failed clients, and a refused reply does not change the result."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ PRIVATE = {
     "example-level": lambda: replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0)),
 }
 COMPOSED = ("fedfrozen+scaffold", "fedper+moon+fedadam", "safl+prune+quantize")
-# Those that need another model are not here, nor the one that has a single client.
+# Without methods that extend the model, and without the one that pools all clients.
 TOY = [name for name in INDEX if not (made := build(name)).extend and not made.pool]
 FEDERATIONS = (*TOY, *COMPOSED, *PRIVATE)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A federation after its first round, and how it ends if the hostile client is away in the second."""
+    """A federation after round 0, and its final parameters if the hostile client is absent in round 1."""
 
     run: Run
     model: ToyTransformer
@@ -74,7 +74,7 @@ class Setting:
         return SimulationEngine(self.run, self.model, THREE, store=store, availability=availability)
 
     def play(self, case: Case, **settings: object) -> list[RoundResult] | None:
-        """None where the case cannot be: there is no slot to spoil, say."""
+        """Play the remaining rounds; None if the case does not apply, such as a slot case without slots."""
         engine = Hostile(self.engine(), case)
         try:
             played = list(rounds(replace(self.run, **settings), self.model, engine, self.server, WHEN))  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def was_refused(played: list[RoundResult]) -> bool:
 
 
 def harmless(name: str, case: Case) -> bool:
-    """What the federation's own channel makes good: client-level privacy clips and casts, whatever was sent."""
+    """Whether the method's own transforms neutralize the case: client-level privacy clips and casts every update."""
     if name.startswith("client-level"):
         huge = any(word in case.name for word in ("3e38", "1e30", "1e12")) and "weight" not in case.name
         return huge or "as " in case.name
@@ -111,7 +111,7 @@ def harmless(name: str, case: Case) -> bool:
 
 
 def try_out(name: str, case: Case) -> str | None:
-    """What became of the reply; None where there is no such reply."""
+    """'refused' or 'accepted'; None if the case does not apply."""
     at = setting(name)
     played = at.play(case)
     if played is None:
@@ -123,9 +123,9 @@ def try_out(name: str, case: Case) -> str | None:
         assert not case.refused or harmless(name, case), "it was accepted"
         return "accepted"
     assert case.refused is not False, played[0].lost
-    if case.name != "client is the next":  # there, b speaks for c, whose own reply then comes second
+    if case.name != "client is the next":  # b replies in the name of c, whose own reply then comes second
         assert tensors.equal(last(played), at.without), "a refused reply left a trace"
-    if case.name == "no reply":  # nobody to blame
+    if case.name == "no reply":  # no client to blame
         assert tensors.equal(last(at.play(case, skip_failed_clients=False) or []), at.without)
         return "refused"
     with pytest.raises(ClientError) as caught:
@@ -138,11 +138,11 @@ def _floats(part: Mapping[str, torch.Tensor]) -> bool:
     return bool(part) and all(value.is_floating_point() for value in part.values())
 
 
-# ---- the whole list
+# ---- all cases
 
 
 def _some() -> Iterator[Any]:
-    """Every other case, in turn over the federations; those about slots where there are slots."""
+    """Every second case, cycling over the federations; slot cases run on scaffold, which has slots."""
     others = [name for name in FEDERATIONS if name != "zero-shot"]
     for place, case in enumerate(CASES[::2]):
         name = "scaffold" if "slot" in case.name else others[place % len(others)]
@@ -162,11 +162,11 @@ def test_no_hostile_reply_stops_any_federation(name: str) -> None:
     assert found["accepted"] >= 10
 
 
-# ---- size
+# ---- norms
 
 
 def scaled(factor: float, names: str = "abc") -> Script:
-    """Clients who all send ones, but for b, whose update is so many times as long."""
+    """All clients send equal updates, except the hostile one, whose update is `factor` times as large."""
 
     def answer(job: Job) -> Update:
         size = factor if job.client == WHO else 1.0
@@ -235,12 +235,12 @@ def test_weights_of_clients_of_unknown_size_are_capped_and_said_to_be_on_trust()
     run = run_of(fedavg(), 2, examples={"a": 5}, max_examples=6, skip_failed_clients=True)
     with pytest.warns(UserWarning, match=r"weights are trusted up to federation\.max_examples = 6") as caught:
         played = play(run, MODEL, THREE)
-    assert len(caught) == 1, "once a run"
+    assert len(caught) == 1, "one warning per run"
     assert [[lost.client for lost in each.lost] for each in played] == [["c"], ["c"]]
     assert "sent the weight 7.0" in played[0].lost[0].reason
 
 
-# ---- rounds that do not count
+# ---- skipped rounds
 
 
 def test_a_round_with_too_few_usable_replies_is_skipped_and_the_run_goes_on() -> None:
@@ -278,7 +278,7 @@ def test_clients_that_stay_away_are_an_error_as_ever() -> None:
 
 @dataclass(frozen=True)
 class Explosive(ServerRule):
-    """Cannot bear a mean of 2: then its parameters, or its state, are finite no more."""
+    """Makes its parameters, or its state, non-finite when the mean is 2."""
 
     state: bool
 
@@ -313,7 +313,7 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
         list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
 
 
-# ---- what is recorded
+# ---- records
 
 
 def norms_of(**norms: float) -> RoundResult:
@@ -330,7 +330,7 @@ def test_an_update_far_beyond_the_median_raises_an_alarm_that_names_its_client()
 
 @dataclass
 class Loud:
-    """An engine whose client c1 sends its update many times as long, and in round 1 a second time."""
+    """An engine whose client c1 scales its update by 30, and replies twice in round 1."""
 
     engine: SimulationEngine
 

@@ -1,4 +1,4 @@
-"""Laws of the smallest parts: plans, trees, keys, messages, the ledger."""
+"""Properties of the smallest parts: plans, tensor mappings, keys, messages, parameter versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ subsets = st.frozensets(st.sampled_from(NAMES))
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any plan that does not contradict itself, in up to three phases that may overlap."""
+    """Any consistent plan, in up to three phases that may overlap."""
     keep = draw(subsets)
     down = draw(subsets) - keep
     up = draw(subsets) & down
@@ -109,7 +109,7 @@ def test_share_sends_up_all_that_trains_and_is_not_kept(train: Names, keep: Name
     assert (plan.train, plan.up, plan.keep) == (train, train - keep, keep)
 
 
-# ---- trees
+# ---- tensor mappings
 
 values = st.floats(-100, 100, width=32)
 weights = st.floats(0.25, 50, width=16)
@@ -117,7 +117,7 @@ weights = st.floats(0.25, 50, width=16)
 
 @st.composite
 def payloads(draw: st.DrawFn) -> list[tuple[Tensors, float]]:
-    """Some weighted messages, each of some of the names."""
+    """Weighted messages, each with a subset of the names."""
     count = draw(st.integers(1, 5))
     return [
         (
@@ -285,11 +285,11 @@ def test_keys_neither_read_nor_move_global_random_state() -> None:
 
 def test_uniform_draws_are_uniform() -> None:
     drawn = np.sort([(Key(1) / number).uniform() for number in range(2000)])
-    assert np.abs(drawn - np.linspace(0, 1, 2000)).max() < 1.63 / np.sqrt(2000)  # Kolmogorov and Smirnov at one percent
+    assert np.abs(drawn - np.linspace(0, 1, 2000)).max() < 1.63 / np.sqrt(2000)  # Kolmogorov-Smirnov at one percent
 
 
 class Lazy(Sequence[int]):
-    """A population that counts how many of its members were made."""
+    """A population that counts how many of its members were accessed."""
 
     def __init__(self, count: int) -> None:
         self.count, self.made = count, 0
@@ -361,7 +361,7 @@ def test_a_message_weighs_what_is_counted_and_comes_out_as_it_went_in(slots: dic
     back = serialization.unpack(packed)
     assert back.keys() == slots.keys()
     assert all(tensors.digest(back[slot]) == tensors.digest(slots[slot]) for slot in slots)
-    assert all(list(part) == sorted(part) for part in back.values()), "sums must not depend on the file's order"
+    assert all(list(part) == sorted(part) for part in back.values()), "sums must not depend on the order in the file"
 
 
 @given(st.lists(messages(), max_size=3), st.integers(1, 3))
@@ -387,7 +387,7 @@ def test_offsets_of_every_size_are_counted() -> None:
 
 @pytest.mark.parametrize("length", range(1, 9))
 def test_the_first_offset_is_zero(length: int) -> None:
-    """From 0 to 9 and from 1 to 10 differ by one digit, which shows at one of eight lengths of a padded header."""
+    """An offset range 1 to 10 has one digit more than 0 to 9, which shows at one of eight padded header lengths."""
     slots = {"s": {"n" * length: torch.zeros(9, dtype=torch.int8)}}
     assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
 
@@ -408,7 +408,7 @@ def test_one_tensor_may_travel_under_two_names() -> None:
     assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
 
 
-# ---- the ledger
+# ---- parameter versions
 
 CLIENTS = ("u", "v", "w")
 
@@ -416,7 +416,7 @@ CLIENTS = ("u", "v", "w")
 @given(st.data(), st.booleans())
 @quick
 def test_the_ledger_agrees_with_a_dict_of_dicts(data: st.DataObject, clients_have_initial_model: bool) -> None:
-    """A history of rounds: some clients answer for some names, then some names change."""
+    """Random rounds: some clients acknowledge some names, then some names change."""
     ledger = ParameterVersions(dict.fromkeys(NAMES, 0), clients_have_initial_model=clients_have_initial_model)
     present = dict.fromkeys(NAMES, "initial")
     held: dict[str, dict[str, str]] = {
@@ -448,7 +448,7 @@ def test_who_acknowledged_lacks_nothing_until_a_name_changes() -> None:
     ledger = ledger.changed(frozenset("ab"), 1)
     assert ledger.missing("u", everything) == frozenset("ab")
     assert ledger.missing("u", frozenset("bc")) == frozenset("b")
-    # Two rounds missed: what changed in either, once.
+    # After two missed rounds: everything that changed in either, once.
     ledger = ledger.changed(frozenset("bd"), 2)
     assert ledger.missing("u", everything) == frozenset("abd")
 

@@ -1,6 +1,6 @@
-"""The attack on noise that a seed of 32 bits decides: a server tries the seeds, and subtracts what it finds.
+"""The attack on noise drawn from a 32-bit seed: a server tries all seeds and subtracts the matching noise.
 
-benchmarks/attack/guess_noise.py tries all 2**32; here the attacker is told all but 14 of the bits.
+benchmarks/attack/guess_noise.py tries all 2**32 seeds; here the attacker knows all but 14 of the bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def cosine(left: Tensor, right: Tensor) -> float:
 
 
 def by_seed(seed: int) -> Tensor:
-    """How noise was drawn before."""
+    """Noise from torch's generator, as it was drawn before."""
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
 
 
@@ -36,7 +36,7 @@ def new_scheme(total: Tensor, secret: int) -> Tensor:
 
 
 def attack(released: Tensor, known: int) -> Tensor | None:
-    """Try every seed that torch can tell apart, given 18 of its 32 bits. What is left once the noise is subtracted."""
+    """Try every seed given 18 of its 32 bits, and return the release minus the matching noise."""
     for low in range(2**BITS):
         noise = by_seed(known | low)
         if cosine(noise, released) > 0.9:
@@ -51,7 +51,7 @@ def test_the_search_over_seeds_finds_the_old_noise_and_not_the_new(
     total = torch.nn.functional.normalize(torch.randn(SIZE, generator=Key(8).generator()), dim=0) * SIGNAL * SIZE**0.5
     secret = secrets.randbits(63)
     released = scheme(total, secret)
-    assert abs(cosine(total, released)) < 0.2, "as sent, the noise hides the sum"
+    assert abs(cosine(total, released)) < 0.2, "the noise hides the sum in the release"
     found = attack(released, secret % 2**32 >> BITS << BITS)
     assert (found is not None) == succeeds
     if found is not None:

@@ -88,7 +88,7 @@ def test_stacked_clients_step_as_each_alone(kind: str) -> None:
 
 
 def test_ages_are_by_name() -> None:
-    """A name that joins later has its own bias correction, as a parameter group of torch that starts later has."""
+    """A name that joins later gets its own bias correction, like a torch parameter group added later."""
     ours, params = AdamW(), draw("start")
     late = params["vector"].clone().requires_grad_()
     state = ours.init(params)

@@ -1,4 +1,4 @@
-"""Options against a signature: what fits, what is refused, and in which words."""
+"""Options checked against a signature: accepted values, refusals, and their messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(
     limit: float | None = None,
     names: tuple[str, ...] = (),
 ) -> None:
-    """Something with options."""
+    """A function with options of several types."""
 
 
 @dataclass(frozen=True)

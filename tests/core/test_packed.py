@@ -1,4 +1,4 @@
-"""Tensors that lie one after another in a row, so that one call does for all names: nothing may tell that they do."""
+"""Tensors packed into one buffer per client behave like a mapping of separate tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_of_a_row_nothing_is_changed_by_itself() -> None:
 def test_the_mean_of_rows_is_the_mean_of_their_tensors(
     shapes: list[tuple[int, ...]], weights: list[float], stray: int
 ) -> None:
-    """Also where one of them comes without a row, or not with all names."""
+    """Also when one update is a plain mapping that lacks a name."""
     by_row, by_name = Mean(), Mean()
     for place, (each, weight) in enumerate(zip(packed(random_tensors(shapes, len(weights))), weights, strict=True)):
         given = {name: value for name, value in each.items() if name != "n0"} if place == stray else each
@@ -113,7 +113,7 @@ def test_a_run_in_rows_is_the_run(
         assert ours.sent == theirs.sent
         for tag, measures in ours.drift.items():
             assert measures == pytest.approx(theirs.drift[tag], rel=1e-3, abs=1e-5)
-    assert any(seen) == (method != "fedrep" and "wire" not in engine)  # of phases and messages dicts are made anew
+    assert any(seen) == (method != "fedrep" and "wire" not in engine)  # phases and messages create plain dicts
 
 
 def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

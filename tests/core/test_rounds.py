@@ -1,4 +1,4 @@
-"""The round loop: who is asked, what travels and is counted, who is lost, what is refused, what is never held."""
+"""The round loop: cohorts, traffic, failures, refused updates, aggregation, streaming and resuming."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
         for name in EVERY:
             trains = each.number < warmup or name not in KERNEL
             assert up[name] == (4 * SIZE[name] if trains else 0)
-            # The kernel of the last warm-up round still has to come down, once.
+            # The kernel of the last warm-up round still has to be sent down once.
             assert down[name] == (4 * SIZE[name] if trains or each.number == warmup else 0)
     for early, late in ((1, 2), (1, 4)):
         saved = sum(played[early].traffic.up.values()) - sum(played[late].traffic.up.values())
@@ -83,19 +83,19 @@ def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
 
 @pytest.mark.parametrize("engine", [{}, {"wire": True}, {"block": 3}], ids=["plain", "wire", "block"])
 def test_a_client_that_missed_the_last_warm_up_round_gets_the_final_kernel_once(engine: dict[str, Any]) -> None:
-    """Client c is away in the last warm-up round and in the first after it."""
+    """Client c is absent in the last warm-up round and in the first round after it."""
     availability = Availability(trace={(1, "c"): 0.0, (2, "c"): 0.0})
     played = play(run_of(fedfrozen(2), 6), MODEL, FOUR, availability=availability, **engine)
     for name in KERNEL:
         sent = [each.traffic.down[name] // SIZE[name] for each in played]
-        # Asked in vain in rounds 1 and 2, c costs bytes then too; in round 3 it alone lacks the kernel.
+        # Asking c in rounds 1 and 2 costs bytes too; in round 3 only c lacks the kernel.
         assert sent == [4, 4, 4, 1, 0, 0]
     assert [[lost.client for lost in each.lost] for each in played] == [[], ["c"], ["c"], [], [], []]
 
 
 def test_downloads_under_partial_participation_follow_who_answered_when() -> None:
     warmup, run = 3, run_of(fedfrozen(3), 14, cohort=2, min_updates=0)
-    made, held = 0, dict[str, int]()  # the kernel's version, and the one each client holds
+    made, held = 0, dict[str, int]()  # the kernel's version, and the version each client holds
     late = 0
     for each in rounds(
         replace(run, drift=False), MODEL, DryRunEngine(run, MODEL, FOUR.clients, Availability(client_dropout=0.3))
@@ -107,7 +107,7 @@ def test_downloads_under_partial_participation_follow_who_answered_when() -> Non
         held |= dict.fromkeys(here, made)
         made = each.number + 1 if here and each.number < warmup else made
         late += len(lacking) if each.number > warmup else 0
-    assert 0 < late < 10  # some came late to the final kernel, and later rounds were free of it
+    assert 0 < late < 10  # some clients got the final kernel late, and later rounds did not send it
 
 
 def test_preloaded_clients_are_not_sent_the_initial_model() -> None:
@@ -163,12 +163,12 @@ def test_the_kernel_is_bit_for_bit_still_after_the_warm_up() -> None:
             assert same == (name in KERNEL)
 
 
-# ---- a rule that sends tensors of its own
+# ---- server rules that send their own tensors
 
 
 @dataclass(frozen=True)
 class Favour(ServerRule):
-    """In one round, client a gets the head doubled; in all others everyone gets the server's."""
+    """In one round client a gets a doubled head; otherwise every client gets the server's tensors."""
 
     when: int
 
@@ -188,7 +188,7 @@ class Favour(ServerRule):
 
 @dataclass(frozen=True)
 class Generous(ServerRule):
-    """Sends a slot beside every name, whatever is asked, to all clients but one."""
+    """Sends a slot for every name, whatever is requested, to all clients but one."""
 
     but: str = ""
 
@@ -216,7 +216,7 @@ def frozen_head(model: Model, round_info: RoundInfo) -> Plan:
 
 @pytest.mark.parametrize(("when", "times"), [(0, [4, 1, 0, 0]), (1, [4, 1, 1, 0])])
 def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers(when: int, times: list[int]) -> None:
-    """The head never changes, so a client that was favoured once must be sent the server's head afterwards."""
+    """The head never changes, so a client that got another head once must be sent the server's head afterwards."""
     run = run_of(Method("favour", frozen_head, server_rule=Favour(when)), 4)
     plain, packed = (play(run, MODEL, FOUR, wire=wire) for wire in (False, True))
     assert tensors.equal(last(plain), last(packed))
@@ -224,7 +224,7 @@ def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers(when: i
     assert sent == times
 
 
-# ---- who is asked and who is lost
+# ---- cohorts and failures
 
 
 def test_the_cohort_is_keyed_and_of_the_size_asked_for() -> None:
@@ -254,7 +254,7 @@ def test_cohorts_are_drawn_by_the_secret_only_if_they_are_hidden() -> None:
     public, secret = (
         [(key / "round" / number / "cohort").sample(clients, 5) for number in range(3)] for key in (plain.key, Key(99))
     )
-    assert public[0] != public[1], "each round draws anew"
+    assert public[0] != public[1], "each round draws a new cohort"
     for key, hidden, wanted in (
         (None, False, public),
         (None, True, public),
@@ -372,8 +372,9 @@ def test_a_bad_update_is_refused_and_its_client_named(kind: str) -> None:
 
 def test_a_bad_slot_is_refused_like_a_bad_delta() -> None:
     for part in ({"nowhere": torch.zeros(2)}, {"head.weight": torch.zeros(3, 4)}):
+        engine = Script(lambda job, part=part: reply_to(job, {}, slots={"slot": part}), "a")  # type: ignore[misc]
         with pytest.raises(ClientError, match="client 'a': sent the slot 'slot', which fedavg does not have"):
-            next(rounds(run_of(fedavg(), 1), MODEL, Script(lambda job: reply_to(job, {}, slots={"slot": part}), "a")))  # noqa: B023
+            next(rounds(run_of(fedavg(), 1), MODEL, engine))
 
 
 @pytest.mark.parametrize("block", [1, 3])
@@ -400,7 +401,7 @@ def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it
         looks.clear()
         play(run_of(fedavg(), 1), MODEL, FOUR, block=2, wire=real)
         counts.append(len(looks))
-    assert counts == [2 + 1, 2 + 1], "one look at each block and one at the server; norms tell of the rest"
+    assert counts == [2 + 1, 2 + 1], "one check per block and one for the server; norms cover the rest"
 
 
 class Spoil(UpdateTransform):
@@ -422,7 +423,7 @@ def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
         next(rounds(run_of(fedavg(), 1), MODEL, Script(answer)))
 
 
-# ---- what the server makes of it
+# ---- aggregation and transforms
 
 
 def test_the_server_takes_the_weighted_mean_over_those_who_sent_a_name() -> None:
@@ -452,7 +453,7 @@ def test_the_rounds_loss_is_weighted_by_examples() -> None:
 
 @dataclass(frozen=True)
 class Affine(UpdateTransform):
-    """Multiplies and adds at the client, and takes both back from each update or from the aggregate."""
+    """An affine map on the client, undone on each update or on the aggregate."""
 
     factor: float
     late: bool
@@ -482,7 +483,7 @@ def test_transforms_are_undone_in_reverse(late: bool) -> None:
 
 @dataclass(frozen=True)
 class Noted(UpdateTransform):
-    """Draws from its key."""
+    """Adds a number drawn from its key."""
 
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         return replace(update, delta={name: value + key.uniform() for name, value in update.delta.items()}), {}
@@ -501,7 +502,7 @@ def test_transforms_draw_by_round_client_and_place() -> None:
 
 @dataclass(frozen=True)
 class Watchful(ServerRule):
-    """Tells the plan how many rounds it has seen."""
+    """Signals the number of rounds it has seen to the plan."""
 
     def init(self, model: Model) -> Slots:
         return {"seen": {"": torch.zeros(())}}
@@ -523,11 +524,11 @@ def test_what_the_server_saw_reaches_the_plan_on_both_sides() -> None:
     assert sent == [True, True, False, False]
 
 
-# ---- what is never held
+# ---- streaming
 
 
 class Counted:
-    """Counts how many of an engine's updates, and of their tensors, are alive whenever another is handed out."""
+    """Counts how many of an engine's update tensors are alive whenever another update is yielded."""
 
     def __init__(self, engine: SimulationEngine) -> None:
         self.engine, self.most, self.handed = engine, 0, 0
@@ -649,12 +650,12 @@ def test_an_answer_nobody_asked_for_is_an_error_or_dropped() -> None:
     assert [lost.client for lost in each.refused] == ["b"]
 
 
-# ---- what a mutation check found untested
+# ---- found by mutation testing
 
 
 @dataclass(frozen=True)
 class Noting(UpdateTransform):
-    """Writes down by which keys the server draws."""
+    """Records the keys that the server draws from."""
 
     keys: list[Key]
 
@@ -664,7 +665,7 @@ class Noting(UpdateTransform):
 
 
 def test_the_server_draws_by_round_and_by_the_place_of_a_transform() -> None:
-    """Client-level noise comes from this key: the same key in two rounds would be the same noise twice."""
+    """Client-level noise comes from this key, so the same key in two rounds would repeat the noise."""
     keys: list[Key] = []
     run = run_of(Method("noting", transforms=(Noting(keys), Noting(keys))), 2)
     list(rounds(run, MODEL, Script(reply_to)))
@@ -699,7 +700,7 @@ def test_slots_of_an_honest_client_pass() -> None:
 
 
 def test_who_was_refused_is_told_from_who_stayed_away() -> None:
-    """One who answered with rubbish must not end the run by it; one who stayed away does if too few are left."""
+    """An unusable reply must not end the run, but absent clients do if too few are left."""
 
     def answer(job: Job) -> Any:
         if job.client == "b":
@@ -748,7 +749,7 @@ def test_reasons_and_names_from_outside_are_cut() -> None:
 
 
 class Scoring(ClientRule):
-    """Chooses by data, so that its clients may tell scores."""
+    """Selects by data, so its clients may report scores."""
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         return LayerSelection(plan.train)
@@ -784,7 +785,7 @@ def test_a_client_that_lost_all_it_held_is_sent_all_again(empty: bool) -> None:
 
 
 class Counting(ServerRule):
-    """Its state has whole numbers and an empty tensor, which are always finite."""
+    """Its state holds integers and an empty tensor, which count as finite."""
 
     def init(self, model: Model) -> Slots:
         return {"count": {"n": torch.tensor(0)}, "none": {"n": torch.empty(0)}}

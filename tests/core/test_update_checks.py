@@ -1,4 +1,4 @@
-"""The check of a reply by itself: what just passes, what is refused, and in what form the server's rule gets it."""
+"""Update validation: what is accepted, what is refused, and what the server rule receives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SOME = frozenset({"embed.weight", "layers.0.key.bias"})
 
 @dataclass
 class Desk:
-    """An inspector and what it was told of the run. Ten examples in batches of four are three steps."""
+    """A validator for one run. Ten examples in batches of four are three steps."""
 
     method: Method = field(default_factory=fedavg)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Desk:
         )
 
     def update(self, names: Names = EVERY, **changes: Any) -> Update:
-        """Of norm 1 in each of these names."""
+        """An update with norm 1 in each of these names."""
         delta = {name: one(self.model.initial[name]) for name in sorted(names)}
         return replace(Update("a", delta, {}, 10.0, dict.fromkeys(delta, 1), 0.5), **changes)
 
@@ -77,7 +77,7 @@ def one(like: Tensor) -> Tensor:
 
 
 class Lazy(Mapping[Any, Any]):
-    """A mapping of a client's own, which must not be looked at twice."""
+    """A client's own mapping type, which must be read only once."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         self.values_ = values
@@ -93,7 +93,7 @@ class Lazy(Mapping[Any, Any]):
 
 
 class Telling(ClientRule):
-    """Chooses by data, so that its clients may tell scores and send less."""
+    """Selects by data, so its clients may report scores and send fewer names."""
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         return LayerSelection(plan.train)
@@ -248,7 +248,7 @@ def test_the_first_name_that_is_not_finite_is_said(wrong: float) -> None:
 
 
 def test_finite_numbers_whose_squares_have_no_finite_sum_are_refused() -> None:
-    """Only float64 reaches so far. An overflow must not be an error that ends the run."""
+    """Only float64 values are this large. The overflow must not raise another error."""
     part = {name: torch.full((1,), 1.2e154, dtype=torch.float64) for name in ("b", "a", "c")}
     update = Desk().update()
     assert _measure(replace(update, delta={"a": part["a"]})).square == pytest.approx(1.2e154**2)
@@ -330,7 +330,7 @@ def test_a_slot_comes_for_the_names_of_an_honest_client() -> None:
 
 
 def test_of_several_names_that_nobody_asked_for_the_first_is_said() -> None:
-    """Whatever they are: a name that is no text must not end the check with another error."""
+    """A name that is not a string must not end the check with another error."""
     desk = Desk(scaffold())
     update = desk.update(SOME)
     for stray, said in (({"zz": 1, "y": 1}, "sent 'y'"), ({"zz": 1, 5: 1}, "sent 5")):
@@ -352,7 +352,7 @@ def test_a_slot_that_is_far_larger_than_a_gradient_is_refused() -> None:
 
 
 class Keeping(ClientRule):
-    """Sends a slot if it is asked as in training: with what it keeps, and with its turn."""
+    """Sends a slot only if its context is as in training: with kept names and round info."""
 
     slots = frozenset({"seen"})
 
@@ -374,7 +374,7 @@ def test_rules_are_asked_what_they_send_as_in_training() -> None:
 
 
 class Remembering(ClientRule):
-    """Has a slot in its memory and sends none."""
+    """Keeps a slot in its memory and sends none."""
 
     slots = frozenset({"seen"})
 
@@ -388,7 +388,7 @@ def test_a_slot_that_no_rule_sends_is_refused() -> None:
 
 
 class Looking(ClientRule):
-    """What it sends depends on what it sees in training, so nobody knows beforehand."""
+    """The slots it sends depend on its training data, so the server cannot know them."""
 
     slots = frozenset({"seen"})
 

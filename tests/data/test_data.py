@@ -1,4 +1,4 @@
-"""Tables, clients' parts, federations, and the tasks themselves."""
+"""Tables, client parts, federations, and tasks."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_image_folders_that_do_not_fit(tmp_path: Path, train: Any, test: Any, me
 
 
 def album(folder: Path, **counts: int) -> list[np.ndarray]:
-    """A folder for each class, with so many images."""
+    """Write one folder per class with the given number of images."""
     from PIL import Image
 
     shown = []

@@ -1,4 +1,4 @@
-"""Whatever has happened to a file of data, the outcome is a task or an error of one line that names the file."""
+"""Any damaged data file gives a task or a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINES = [
     "[]",
     "null",
     "3",
-    '{"text_tokens": 3}',
+    '{"text": 3}',
     '{"text": null, "label": null}',
     '{"text": "\\ud800", "label": "yes"}',
 ]
@@ -70,7 +70,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def png(width: int = 4, height: int = 4, shade: int = 7) -> bytes:
-    """A grey image; its header may claim another size than it has."""
+    """A grey 4 x 4 image whose header may claim another size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -86,7 +86,7 @@ def png(width: int = 4, height: int = 4, shade: int = 7) -> bytes:
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Whole files, by name."""
+    """Valid files, by name."""
     folder = tmp_path_factory.mktemp("valid")
     table = datasets.Dataset.from_list(ROWS)
     table.to_parquet(folder / "all.parquet")
@@ -101,7 +101,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def take(file: Path, tokenizer: str) -> object:
-    """As an experiment would read it."""
+    """Load the file as an experiment would."""
     if file.name == "trace.csv":
         return read_trace(file)
     if file.suffix == ".png":
@@ -114,7 +114,7 @@ def take(file: Path, tokenizer: str) -> object:
 
 @st.composite
 def damages(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """What may happen to the bytes of a file; places are given as fractions of its length."""
+    """Functions that damage the bytes of a file, at positions given as fractions of its length."""
     kind = draw(st.sampled_from(["flip", "flip", "truncate", "zero", "swap", "huge", "insert", "repeat", "line"]))
     start, stop = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1))))
     bits = draw(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), min_size=1, max_size=6))

@@ -1,4 +1,4 @@
-"""Splits: laws for every kind, distributions against scipy and flwr-datasets, and errors that help."""
+"""Splits: properties of every kind, distributions against scipy and flwr-datasets, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts, tokens and running text from tables of many kinds, how they are judged, and runs from end to end."""
+"""Text, token and language-model tasks: formats, errors, metrics, and end-to-end runs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def notes(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Texts whose label is their sign; the south has fewer and longer ones."""
+    """Texts labeled by their symptom; the south has fewer and longer ones."""
     draw = np.random.default_rng(seed)
     rows = []
     for _ in range(count):
@@ -90,7 +90,7 @@ def notes(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def tagged(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Sentences with one sign of one or two words; documents differ in the length of their sentences."""
+    """Sentences with one entity of one or two words; sentence lengths differ between documents."""
     draw = np.random.default_rng(seed)
     rows = []
     for _ in range(count):
@@ -103,7 +103,7 @@ def tagged(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write(file: Path, rows: list[dict[str, Any]], **features: Any) -> None:
-    """In the format that the file's name says."""
+    """Write the rows in the format of the file's suffix."""
     file.parent.mkdir(parents=True, exist_ok=True)
     table = datasets.Dataset.from_list(rows)
     table = table.cast(datasets.Features({**table.features, **features}))
@@ -322,7 +322,7 @@ def test_the_hub_is_asked_for_what_is_no_folder(monkeypatch: pytest.MonkeyPatch,
         load("text", Key(0), **options)
 
 
-# What is refused, before anything is trained
+# Refusals before training
 
 
 def table(file: str, rows: list[dict[str, Any]]) -> Callable[[Path], Any]:
@@ -535,7 +535,7 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
         load("lm", Key(0), group="roles", **options)
 
 
-# How answers are judged
+# Metrics
 
 
 def answers(logits: Tensor, targets: Tensor, losses: Tensor, size: int = 7) -> Iterator[Predictions]:
@@ -569,7 +569,7 @@ def test_one_class_is_judged_as_scikit_learn_does() -> None:
     plain = ACCURACY(answers(logits, targets, losses))
     assert plain == pytest.approx({name: found[name] for name in ("accuracy", "loss")})
     alone = SingleLabel()(answers(logits[:1], targets[:1], losses[:1]))
-    assert "auroc" not in alone  # one class has nothing to be told from
+    assert "auroc" not in alone  # one class cannot be ranked against others
     unsound = SingleLabel()(answers(logits * math.nan, targets, losses))
     assert "auroc" not in unsound
 
@@ -580,7 +580,7 @@ def test_several_classes_are_judged_as_scikit_learn_does() -> None:
     truth = (draws(60, 5, seed=1) > 0.5).float()
     truth[:, 4] = 0.0
     logits = draws(60, 5) + truth
-    logits[:, 4] = -1.0  # a class that neither occurs nor is told
+    logits[:, 4] = -1.0  # a class that neither occurs nor is predicted
     losses = functional.binary_cross_entropy_with_logits(logits, truth, reduction="none").mean(1)
     found = MultiLabel()(answers(logits, truth, losses))
     guesses = (logits.sigmoid() > 0.5).long()
@@ -625,7 +625,7 @@ def test_entities_are_judged_as_seqeval_does() -> None:
     )
     assert (found["precision"], found["recall"]) == (2 / 4, 2 / 4)  # I-Sign alone is no entity; half a one is wrong
     silent = Entities(tags)(answers(logits[2:] * 0, targets[2:], losses[2:]))
-    assert silent.keys() == {"accuracy", "loss"}  # no entity there and none told
+    assert silent.keys() == {"accuracy", "loss"}  # no entity present and none predicted
 
 
 def test_without_seqeval_the_remedy_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -659,7 +659,7 @@ def test_perplexity_is_of_the_mean_token_and_not_of_the_mean_text(tmp_path: Path
 
 
 def table_for(kind: str, folder: Path) -> dict[str, Any]:
-    """A small table of the kind in a format of its own, and the options that read it."""
+    """Write a small table of this kind of task, and return the options that load it."""
     if kind == "text":
         for part, seed in ("train", 0), ("test", 1):
             write(folder / f"{part}.csv", notes(30, seed))

@@ -42,7 +42,7 @@ def test_draws_are_keyed_by_round_and_client() -> None:
     assert not np.array_equal(work.ravel(), drawn(availability, seed=1))
     assert len({tuple(row) for row in work}) == 40
     assert len({tuple(column) for column in work.T}) == 100
-    # To drop out and to straggle are independent draws: among the present, the rate is as asked for.
+    # Dropping out and straggling are independent: among present clients the straggler rate is as requested.
     assert abs((work[work > 0] < 1).mean() - 0.5) < 0.05
 
 

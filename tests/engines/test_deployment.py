@@ -1,4 +1,4 @@
-"""Flower with real processes: a SuperLink and SuperNodes on this machine. No test trusts in how long a thing takes."""
+"""Flower with real processes: a SuperLink and SuperNodes on this machine. No test depends on timing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from partita.storage import checkpoint
 from partita.storage.atomic_files import list_checksummed
 from partita.storage.client_store import DiskStore
 
-LONG = 300.0  # seconds that nothing takes, however busy the machine is
+LONG = 300.0  # seconds; nothing takes this long, even on a busy machine
 
 CONFIG = (
     """
@@ -56,13 +56,13 @@ clients_per_block = 1
     + "test_examples = 20\nclasses = 3\n"
 )
 
-# The model is one of the tests', so that no process waits for transformers.
+# A model of the tests, so that no process has to import transformers.
 OWN_MODEL = """from partita import models
 
 models.INDEX["plain"] = "plain_model:plain"
 """
 
-# A site that begins with its first job, says so, and never ends.
+# A site that starts its first job, touches a file, and hangs.
 HANGS = """import os
 import time
 from pathlib import Path
@@ -90,7 +90,7 @@ app.evaluate()(honest)
 
 @pytest.fixture(autouse=True)
 def plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, and in the processes that are started."""
+    """Register the model in this process; OWN_MODEL does so in the started ones."""
     monkeypatch.setitem(models.INDEX, "plain", "plain_model:plain")
 
 
@@ -144,7 +144,7 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
         running = threading.Thread(target=federation.run, args=(app, settings))
         running.start()
         wait_until("c1 trains", lambda: (tmp_path / "begun").exists() or not running.is_alive())
-        assert running.is_alive(), "the run ended before its time"
+        assert running.is_alive(), "the run ended too early"
         os.killpg(federation.nodes["c1"].pid, signal.SIGKILL)
         running.join(LONG)
         groups = [federation.link.pid, *(node.pid for node in federation.nodes.values())]
@@ -153,7 +153,7 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
     rows = [json.loads(line) for line in (tmp_path / "run" / run_folder.ROWS).read_text().splitlines()]
     assert [(sorted(row["cohort"]), list(row["lost"])) for row in rows] == [
         (["c0", "c1", "c2"], ["c1"]),
-        (["c0", "c2"], []),  # who did not answer is not asked again until it speaks
+        (["c0", "c2"], []),  # a silent client is not asked again until it responds
     ]
     built = builder.build(load(tmp_path / "experiment.toml"))
     away = Availability(trace={(0, "c1"): 0.0, (1, "c1"): 0.0})
@@ -161,7 +161,7 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
         rounds(built.run, built.model, SimulationEngine(built.run, built.model, built.federation, availability=away))
     )
     _, there = checkpoint.load(list_checksummed(tmp_path / "run" / "checkpoints")[-1])
-    # Two clients are drawn in another order from two than from three, and so is their sum.
+    # The cohort order, and so the order of the sum, depends on the number of available clients.
     assert distance(last(played), there.params) < 1e-6
     wait_until("all processes have ended", lambda: all(gone(group) for group in groups))
 
@@ -174,7 +174,7 @@ def openssl(words: str, folder: Path) -> None:
 
 
 def certificates(folder: Path) -> None:
-    """As the guide makes them."""
+    """Certificates and keys as described in the guide."""
     openssl("ecparam -name prime256v1 -genkey -noout -out ca.key", folder)
     openssl("req -x509 -new -key ca.key -sha256 -days 2 -subj /CN=group -out ca.crt", folder)
     openssl("ecparam -name prime256v1 -genkey -noout -out server.key", folder)
@@ -196,7 +196,7 @@ def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def launch(name: str, command: str, words: str) -> subprocess.Popen[bytes]:
-        # Nobody works here, so no process that would is started.
+        # No app runs here, so no app process is started.
         words = f"{find_executable(command, environment)} {words} --isolation process"
         with (tmp_path / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
@@ -208,7 +208,7 @@ def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
     def said(name: str, text: str) -> bool:
         return text in (tmp_path / f"{name}.log").read_text(errors="replace")
 
-    with (  # one process imports Flower for all
+    with (  # one process imports Flower for all others
         start_prefork_server(
             [], {**current_environment(), **QUIET, "FLWR_HOME": str(home)}, tmp_path / "warm.log"
         ) as environment,
@@ -224,12 +224,12 @@ def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
             key = f"--root-certificates ca.crt --auth-supernode-private-key {name}"
             launch(name, "flower-supernode", f"{key} --superlink 127.0.0.1:{port} --port {own}")
         wait_until("the known node is taken in", lambda: said("known", "SuperNode ID:"))
-        assert started[-1].wait(LONG) != 0, "the stranger's SuperNode gives up"
+        assert started[-1].wait(LONG) != 0, "the unknown SuperNode exits"
         assert not said("stranger", "SuperNode ID:")
-        assert started[1].poll() is None, "the known one stays"
+        assert started[1].poll() is None, "the known SuperNode keeps running"
 
 
-# ---- programs that start at once
+# ---- preforked programs
 
 
 @pytest.fixture
@@ -250,13 +250,13 @@ def test_a_fork_does_what_the_program_would_do_and_ends_with_its_caller(
         assert b"unrecognized arguments" in wrong.stderr or b"required" in wrong.stderr
         words = ["--runtime-api-address", f"127.0.0.1:{listener.getsockname()[1]}", "--token", "t", "--insecure"]
         caller = subprocess.Popen([stand_in, *words], env=environment, process_group=0)
-        call, _ = listener.accept()  # the fork waits for an answer
+        call, _ = listener.accept()  # the fork waits for a reply
         caller.kill()
         caller.wait()
         with call:
             call.settimeout(LONG)
             while call.recv(4096):
-                pass  # until it is gone
+                pass  # until the connection closes
 
 
 def test_a_program_starts_anew_where_nobody_waits(tmp_path: Path) -> None:
@@ -276,10 +276,10 @@ def test_the_command_hands_on_options_and_exit_status(tmp_path: Path) -> None:
     assert b"flower-supernode: error: unrecognized arguments: --nonsense" in done.stderr
 
 
-# ---- the same run
+# ---- equality with a simulation
 
 
-# Method -> its options, and other tables in the place of the config's own.
+# Method -> its options, and replacements in the config.
 PRIVATE = """
 [privacy]
 noise = 1.0
@@ -289,7 +289,7 @@ SAME: dict[str, tuple[str, dict[str, str]]] = {
     "scaffold": ("", {}),
     "fedfrozen": (", warmup = 1", {}),
     "safl": (", k = 1, noise = 2.0, probe = 0.5", {"[engine]": f'{PRIVATE}[engine]\nsecret_file = "SECRET"'}),
-    "pfeddc": (", text = 2, vision = 2", {'name = "plain"': 'name = "clip"\nshape = "tiny"'}),
+    "pfeddc": (", text_tokens = 2, vision_tokens = 2", {'name = "plain"': 'name = "clip"\nshape = "tiny"'}),
 }
 
 

@@ -1,4 +1,4 @@
-"""The Flower engine: the same run as on one machine, to the last bit, and rounds that end whatever a site does."""
+"""The Flower engine gives the results of a simulation bit for bit, and its rounds end whatever a site does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from partita.storage import checkpoint
 from partita.storage.atomic_files import list_checksummed
 from partita.storage.client_store import DiskStore
 
-FOUR = Clients(c0=3, c1=7, c2=9, c3=4)  # of one to three batches
+FOUR = Clients(c0=3, c1=7, c2=9, c3=4)  # one to three batches each
 
 
 def states(run: Run, store: Callable[[str], ClientState], clients: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -78,10 +78,10 @@ def alike(one: dict[str, dict[str, Any]], two: dict[str, dict[str, Any]]) -> boo
     return tensors.equal(*flat)
 
 
-# ---- the same run
+# ---- equality with a simulation
 
 
-ENVELOPE = 2_000  # bytes of a message of Flower's around its tensors
+ENVELOPE = 2_000  # bytes of a Flower message besides its tensors
 BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}, "lora": {"rank": 2}, "flora": {"rank": 2}}
 
 
@@ -116,7 +116,7 @@ def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(
         assert (one.cohort, one.lost, one.loss, one.drift) == (two.cohort, two.lost, two.loss, two.drift)
         assert one.server.versions == two.server.versions
     assert dict(+grid.scale.tensors) == {way: size for way, size in counted.items() if size}
-    names = sum(len(name) for name in model.initial)  # an update says after how many steps of each
+    names = sum(len(name) for name in model.initial)  # an update lists the steps of each name
     assert grid.scale.rest["down"] <= asked * ENVELOPE
     assert grid.scale.rest["up"] <= asked * (ENVELOPE + 2 * names)
     there = states(
@@ -178,7 +178,7 @@ def test_a_bad_answer_is_recorded_and_changes_nothing_else(kind: str, tmp_path: 
     tampered(grid, 11, tamper)
     played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
     assert [[lost.client for lost in each.lost] for each in played] == [["c1"], []]
-    with pytest.raises(AssertionError, match=reason):  # the reason as a whole is shown if it is another
+    with pytest.raises(AssertionError, match=reason):  # so that pytest shows the whole reason on a mismatch
         raise AssertionError(played[0].lost[0].reason)
     away = SimulationEngine(run, model, THREE, availability=Availability(trace={(0, "c1"): 0.0}))
     assert tensors.equal(last(played), last(list(rounds(run, model, away))))
@@ -203,7 +203,7 @@ def failed(message: Message, reply: Message) -> Message:
 def test_who_does_not_answer_is_lost_to_that_round_and_goes_on_from_where_it_was(
     tamper: Tamper, reason: str, tmp_path: Path
 ) -> None:
-    """Client c1 learns in round 1, but its answer is lost: its memory of that round must not count."""
+    """Client c1 trains in round 1, but its reply is lost: its state of that round must not count."""
     model, run = small(), run_of(scaffold(), 4)
     grid = wired(run, model, THREE, tmp_path)
     tampered(grid, 11, tamper, when=1)
@@ -247,7 +247,7 @@ def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_pa
 
 @pytest.mark.parametrize("silent", ["no answer", "an upload that hangs"])
 def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str, tmp_path: Path) -> None:
-    """The silent one is asked first, and refusals are no answers: the clock starts with the second update."""
+    """The silent client is asked first, and refusals do not count: patience starts with the second update."""
     model, run, over = small(), run_of(fedavg(), 1, min_updates=2), threading.Event()
     grid = wired(run, model, FOUR, tmp_path, Availability(trace={(0, "c3"): 0.0}))
     if silent == "no answer":
@@ -292,7 +292,7 @@ def test_patience_waits_for_enough_and_does_not_hide_an_error(tmp_path: Path) ->
 
 
 def test_who_did_not_answer_gets_no_job_until_it_speaks(tmp_path: Path) -> None:
-    """Flower takes a node that died to be online for a minute, and each job for it would cost a deadline."""
+    """Flower lists a dead node as online for a minute, and each job for it would cost a whole deadline."""
     model, run = small(), run_of(fedavg(), 4)
     grid = wired(run, model, THREE, tmp_path)
     alive, cohorts = grid.nodes[11], []
@@ -301,7 +301,7 @@ def test_who_did_not_answer_gets_no_job_until_it_speaks(tmp_path: Path) -> None:
         cohorts.append((sorted(each.cohort), [lost.client for lost in each.lost]))
         if each.number == 0:
             grid.nodes[11] = waiting.append
-        if each.number == 2:  # it comes back, and finds what it was sent
+        if each.number == 2:  # it comes back and finds the messages sent to it
             grid.nodes[11] = alive
             grid.replies |= {message.metadata.message_id: alive(message) for message in waiting}  # type: ignore[misc]
     everyone, others = ["c0", "c1", "c2"], ["c0", "c2"]
@@ -325,7 +325,7 @@ def broken(path: Path, how: str, before: bytes) -> None:
 
 @pytest.mark.parametrize("how", ["gone", "cut short", "old"])
 def test_a_client_that_lost_its_disk_says_so_and_is_sent_everything(how: str, tmp_path: Path) -> None:
-    """The kernel froze after round 0, so nobody is sent it again."""
+    """The kernel froze after round 0, so no other client is sent it again."""
     model, run, kernel = small(), run_of(fedfrozen(1), 5), sorted(small().names("query"))[0]
     engine = flower(run, model, wired(run, model, THREE, tmp_path), THREE.clients)
     played, before = [], b""
@@ -371,7 +371,7 @@ def test_a_site_refuses_jobs_of_others_and_models_of_another_shape(tmp_path: Pat
     assert lost.reason == "the server's 'head.weight' is (9, 4) and here it is (3, 4); are model and classes the same?"
 
 
-# ---- who is who
+# ---- client names
 
 
 def test_a_late_joiner_takes_part_from_the_round_after(tmp_path: Path) -> None:
@@ -421,18 +421,18 @@ def test_a_site_that_cannot_say_who_it_is_is_asked_again(tmp_path: Path) -> None
     assert len(asked) == 3
 
 
-# ---- a server that stops
+# ---- a restarted server
 
 
 def late_head(model: Model, round_info: RoundInfo) -> Plan:
-    """The head trains from round 2 on: at the checkpoint it is as loaded, at the sites it is not."""
+    """The head trains from round 2 on: at the checkpoint it has its initial value, at the sites it does not."""
     plan = share_everything(model, round_info)
     return plan if round_info.round >= 2 else plan.narrow(model.all_names() - model.names("head"))
 
 
 @pytest.mark.parametrize("method", [scaffold(), build("fedper"), Method("late head", late_head)], ids=lambda m: m.name)
 def test_a_server_that_goes_on_from_a_checkpoint_ends_where_it_would_have(method: Method, tmp_path: Path) -> None:
-    """Sites had gone two rounds further; what they hold and remember of those must not count."""
+    """The sites are two rounds ahead of the checkpoint; their state of those rounds must not count."""
     model = small()
     run = run_of(method, 5, cohort=3 if method.name == "late head" else 2, clients_have_initial_model=True)
     whole = list(rounds(run, model, flower(run, model, wired(run, model, THREE, tmp_path / "a"), THREE.clients)))
@@ -490,7 +490,7 @@ def written(folder: Path, method: str = "fedavg", options: str = "") -> Path:
 
 
 def app_grid(config: Path, folder: Path, run_config: dict[str, Any], **nodes: dict[str, Any]) -> Wire:
-    """The app of every site, as Flower would call it."""
+    """A grid that calls the app of every site as Flower would."""
 
     def site(name: str, more: dict[str, Any]) -> Reply:
         own = {"client": name, "folder": str(folder), **more}
@@ -523,7 +523,7 @@ def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
     ends = [checkpoint.load(list_checksummed(folder / "checkpoints")[-1])[1] for folder in (here, there)]
     assert tensors.equal(ends[0].params, ends[1].params)
     one, two = rows_of(here), rows_of(there)
-    if method == "fedfrozen":  # after the stop, sites are sent also what froze before it
+    if method == "fedfrozen":  # after the restart, sites are also sent parameters that froze before it
         assert sum(two[2].pop("down").values()) > sum(one[2].pop("down").values())
         one[2]["bytes"]["down"] = two[2]["bytes"]["down"]
     assert one == two
@@ -568,13 +568,13 @@ def test_under_privacy_each_site_draws_by_a_secret_of_its_own(tmp_path: Path) ->
         assert not row["lost"]
         assert row["train_loss"] is None
     made = {path.parent.parent.name: path for path in (tmp_path / "sites").rglob("private/secret")}
-    assert made.keys() == {"c1", "c2"}, "c0 has a file of its own"
+    assert made.keys() == {"c1", "c2"}, "c0 has its own secret file"
     assert made["c1"].read_bytes() != made["c2"].read_bytes()
     assert all(path.stat().st_mode & 0o077 == 0 for path in made.values())
 
 
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
-    """Each reads its own rows; the server has none of them, and only a test set."""
+    """Each site reads its own rows; the server only has a test set."""
     config = written(tmp_path / "app", "fedper")
     changes = ["rounds=1", "split={name='site', sites=['north', 'south']}", "evaluate.personal_every=1"]
     settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 2, "set": shlex.join(changes)}
@@ -582,7 +582,7 @@ def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"weights are trusted up to federation\.max_examples"):
         [row] = flower_app.serve(app_grid(config, tmp_path, settings, **sizes), load(config, changes), settings, "1")
     assert row["lost"] == {}
-    assert row["test"] is None, "no client holds the server's test set, and there is no common model"
+    assert row["test"] is None, "there is no shared model for the central test"
     assert set(row["personal"]["accuracy"]) == {"north", "south"}
 
 

@@ -1,4 +1,4 @@
-"""Attacks on the server of the Flower engine by a hostile site; those on a site are in test_flower_site_attacks.py."""
+"""Attacks of a hostile site on the Flower server. test_flower_site_attacks.py has the attacks on a site."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ WIDTH = 10
 LONG = "x" * 1_000_000
 ODD = "\x1b[2J\r\n\u202e<script>alert(1)</script>"
 
-# ---- a hostile site: its answer to a training job
+# ---- a hostile site: replies to a training job
 
 
 @dataclass(frozen=True)
 class Attack:
     tamper: Tamper
-    reason: str  # part of what is recorded; "" where the answer counts, since nothing tells it from an honest one
+    reason: str  # part of the recorded reason; "" if the reply is plausible and counts
     method: str = "fedavg"
-    kept: bool = False  # refused by the rounds and not by the engine: the site itself goes on from what it learned
+    kept: bool = False  # refused by the rounds, not by the engine, so the site keeps its new state
 
 
 def numbers(**changes: Any) -> Tamper:
-    """MetricRecords and others beside the tensors, each with entries changed or added."""
+    """Change or add entries of the named MetricRecords."""
 
     def tamper(message: Message, reply: Message) -> Message:
         content = dict(reply.content)
@@ -88,7 +88,7 @@ def refusal(reason: Any, **more: Any) -> Tamper:
 
 
 def packed(header: Any, body: bytes = b"\0" * 48, length: int | None = None) -> Tamper:
-    """A safetensors file made by hand."""
+    """A handmade safetensors file."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return blob(lambda data: struct.pack("<Q", len(text) if length is None else length) + text + body)
 
@@ -124,13 +124,13 @@ def of_error(reason: str) -> Tamper:
 
 
 def elsewhere(message: Message, reply: Message) -> Message:
-    """In answer to another message."""
+    """A reply to another message."""
     reply.metadata.__dict__["_reply_to_message_id"] = "another"
     return reply
 
 
 def empty(message: Message, reply: Message) -> Message:
-    """Neither content nor error, which Flower cannot unpack."""
+    """A reply with neither content nor error, which Flower cannot unpack."""
     reply.__dict__["_content"] = None
     return reply
 
@@ -252,7 +252,7 @@ ATTACKS: dict[str, Attack] = {
         "sent the slot 'mine'",
         "quantize",
     ),
-    # What an honest site could have sent: only a method that does not trust single updates helps.
+    # An honest site could have sent these; only a robust aggregation helps.
     "a loss of its own": Attack(numbers(numbers={"loss": -7.0}), ""),
     "a million examples": Attack(numbers(numbers={"weight": 1e6}), ""),
     "a large update": Attack(delta(lambda value: value * 100), ""),
@@ -265,7 +265,7 @@ def method_of(name: str) -> Method:
 
 
 def model_for(name: str) -> Model:
-    """Small tensors are not quantized."""
+    """A wider model for quantize, which leaves small tensors unquantized."""
     return ToyTransformer(width=WIDTH, layers=1) if name == "quantize" else small()
 
 
@@ -283,7 +283,7 @@ def honest_end(method: str, away: bool) -> str:
 
 
 def strike(attack: Attack, folder: Path, skip_failed_clients: bool = True) -> tuple[list[ClientFailure], str]:
-    """Whom the server lost in a run in which c1 attacks in the first round, and the digest of the model."""
+    """Run with c1 attacking in round 0; return the lost clients and the digest of the final model."""
     run, model = run_under(attack, skip_failed_clients), model_for(attack.method)
     grid = wired(run, model, THREE, folder)
     tampered(grid, 11, attack.tamper)
@@ -320,7 +320,7 @@ def test_a_run_that_does_not_tolerate_faults_ends_with_the_client_and_the_fault(
 
 
 def test_an_old_answer_and_an_answer_of_another_do_not_pass(tmp_path: Path) -> None:
-    """Client c1 sends in round 1 what c0 sent, and in round 2 what it sent itself in round 0."""
+    """Client c1 sends the round 0 reply of c0 in round 1, and its own round 0 reply in round 2."""
     run, model = run_of(fedavg(), 3, skip_failed_clients=True, drift=False), small()
     grid = wired(run, model, THREE, tmp_path)
     sent: dict[tuple[int, str], RecordDict] = {}
@@ -382,7 +382,7 @@ def test_the_report_shows_a_reason_as_text() -> None:
 
 
 def test_the_limit_is_that_of_the_round(tmp_path: Path) -> None:
-    """After the warm-up the kernel is frozen; a site that still sends it sends too much."""
+    """After the warm-up the kernel is frozen, so a reply that still holds it is refused."""
     run, model = run_of(build("fedfrozen", {"warmup": 1}), 2, skip_failed_clients=True, drift=False), small()
     grid = wired(run, model, THREE, tmp_path)
     kept: list[Update] = []
@@ -398,7 +398,7 @@ def test_the_limit_is_that_of_the_round(tmp_path: Path) -> None:
     assert "which its plan does not send up in round 1" in played[1].lost[0].reason
 
 
-# ---- a hostile site: its scores
+# ---- a hostile site: scores
 
 
 def scored(scores: dict[str, Any]) -> Tamper:
@@ -451,7 +451,7 @@ def test_scores_that_nobody_could_have_measured_are_left_out(
         evaluated(tamper, tmp_path / "b", skip_failed_clients=False)
 
 
-# ---- a hostile site: its name
+# ---- a hostile site: names
 
 
 def named(value: Any) -> Callable[[Message], Message]:
@@ -478,13 +478,13 @@ def test_a_node_with_a_bad_name_is_left_out(kind: str, tmp_path: Path, caplog: p
     for _ in range(10):
         assert engine.clients() == ["c0", "c1", "c2"]
     assert 5 not in engine.nodes.values()
-    assert 1 <= len(caplog.records) <= 3, "a node that fails for ever does not fill the log"
+    assert 1 <= len(caplog.records) <= 3, "a node that always fails does not fill the log"
     assert all(len(each.getMessage()) <= MAX_TEXT + 100 for each in caplog.records)
     assert all(each.getMessage().isprintable() for each in caplog.records)
 
 
 def test_a_node_cannot_be_one_client_after_another(tmp_path: Path) -> None:
-    """It leaves jobs unanswered, so it is asked for its name again, and says another every time."""
+    """It ignores its jobs, is asked for its name again, and gives a new name every time."""
     run, model = run_of(fedavg(), 4, skip_failed_clients=True), small()
     grid = wired(run, model, THREE, tmp_path)
     others = [f"d{number}" for number in range(100)]
@@ -499,12 +499,12 @@ def test_a_node_cannot_be_one_client_after_another(tmp_path: Path) -> None:
     assert [sorted(each.cohort) for each in played] == [["c0", "c1", "c2"], *[["c0", "c2"]] * 3]
 
 
-# ---- all of them
+# ---- all attacks
 
 
 @pytest.mark.slow
 def test_the_tally_of_attacks(tmp_path: Path) -> None:
-    """On the server, by answers: with faults tolerated none ends the run, and all but the plausible are refused."""
+    """No attack ends a run that skips failed clients, and all but the plausible ones are refused."""
     tally = Counter[str]()
     for number, attack in enumerate(ATTACKS.values()):
         try:

@@ -1,4 +1,4 @@
-"""Attacks on a site by a hostile server, or by somebody who sends it old or forged messages."""
+"""Attacks on a Flower site by a hostile server, or with replayed or forged messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from partita.storage.safe_text import label_folder, path_component
 LONG = "x" * 1_000_000
 ODD = "\x1b[2J\r\n\u202e<script>alert(1)</script>"
 
-# ---- a hostile server: what it asks of a site
+# ---- a hostile server: orders
 
 
 def site_at(folder: Path, run: Run, config: str = "") -> Site:
@@ -51,13 +51,13 @@ def site_at(folder: Path, run: Run, config: str = "") -> Site:
 
 
 def answer_of(site: Site, content: RecordDict, kind: str = "train") -> RecordDict:
-    """As from a process of its own."""
+    """The site's reply to a message that went through its serialized form."""
     message = carried(Message(content, 1, kind))
     return client_app(lambda context: "c1", lambda context: site)(message, Context(1, 1, {}, RecordDict(), {})).content
 
 
 def order(run: Run, round: int = 0, change: Callable[[Job], Job] = lambda job: job, **more: Any) -> RecordDict:
-    """What an honest server sends before its first round, with changes; `more` are entries of the job's record."""
+    """An honest server's first message, with changes; `more` are entries of the job's record."""
     model = small()
     job, _ = make_job(run, model, initial_server(run, model), round, "c1")
     about = {"session": "1", "config": "", "void": 0, "settled": 0} | more
@@ -66,7 +66,7 @@ def order(run: Run, round: int = 0, change: Callable[[Job], Job] = lambda job: j
 
 
 def sent(**changes: torch.Tensor) -> Callable[[Job], Job]:
-    """Parameters beside the honest ones, or in their place; a dot in a name is written as two underscores."""
+    """Add or replace parameters; a dot in a name is written as two underscores."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
     return lambda job: replace(job, params={**job.params, **named}, stale=job.stale | named.keys())
 
@@ -81,7 +81,7 @@ def signal(**numbers: float) -> Callable[[Job], Job]:
 
 HEAD = torch.zeros(3, 4)
 AUTO = "fedfrozen"
-ORDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind -> (method, what is changed, the reason)
+ORDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind -> (method, changes, expected reason)
     "round -1": ("fedavg", {"round": -1}, "was asked for round -1; this run has rounds 0 to 2"),
     "a round behind the last": ("fedavg", {"round": 3}, "was asked for round 3"),
     "round 2^62": ("fedavg", {"round": 2**62}, "was asked for round"),
@@ -140,7 +140,7 @@ def test_a_site_refuses_what_its_own_plan_does_not_say(kind: str, asked: str, tm
     refused = messages.decode_error(answer)
     assert refused
     assert reason in refused.reason
-    assert {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)} == files, "its folder is untouched"
+    assert {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)} == files, "its folder is unchanged"
 
 
 NOISE = b"\xff" * 9
@@ -168,7 +168,7 @@ def test_a_site_refuses_what_it_cannot_read(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "scaffold", "fedfrozen", "local-only"])
 def test_nothing_but_what_the_plan_sends_up_leaves_a_site(name: str, tmp_path: Path) -> None:
-    """Whatever the server claims to need: the seal of the plan's own parameters is the only one that fits."""
+    """Whatever the server claims is stale, the site sends only names of its own plan."""
     run, model = run_of(method_at_site(name), 3), small()
     _, plan = make_job(run, model, initial_server(run, model), 0, "c1")
     for forged in (order(run), order(run, change=lambda job: replace(job, stale=frozenset())), order(run, void=0)):
@@ -192,7 +192,7 @@ def test_a_leak_in_a_method_does_not_leave_the_site(tmp_path: Path, monkeypatch:
     assert "would send 'head.weight', which the plan of the round does not send up" in refused.reason
 
 
-# ---- old messages
+# ---- replayed messages
 
 
 def test_an_old_message_does_not_take_a_site_back(tmp_path: Path) -> None:
@@ -204,11 +204,13 @@ def test_an_old_message_does_not_take_a_site_back(tmp_path: Path) -> None:
     refused = messages.decode_error(answer_of(site, asked[0]))
     assert refused
     assert "was asked for round 0 after round 2; this is an old message" in refused.reason
-    assert "refusal" not in answer_of(site, order(run, 1, void=1, session="2")), "a server may go back to a checkpoint"
+    assert "refusal" not in answer_of(site, order(run, 1, void=1, session="2")), (
+        "a server may resume from an older checkpoint"
+    )
     refused = messages.decode_error(answer_of(site, asked[2]))
     assert refused
     assert "session '1' has ended here; this is an old message" in refused.reason
-    assert files_in(tmp_path) < files, "of round 2 the site's state was dropped by the new session"
+    assert files_in(tmp_path) < files, "the new session dropped the site's state of round 2"
 
 
 def test_sessions_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +248,7 @@ AGAIN: dict[str, dict[str, Any]] = {
 def test_two_answers_with_the_same_noise_would_show_what_it_hides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attack, against a site that answers a round twice."""
+    """Demonstrates the attack on a site that answers a round twice."""
     monkeypatch.setattr(answered_rounds, "claim", lambda *_: True)
     found = {}
     for noise in (1.0, 0.0):
@@ -266,13 +268,13 @@ def test_under_privacy_a_round_is_answered_for_one_model_only(kind: str, tmp_pat
     refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, **AGAIN[kind])))
     assert refused
     assert "round 0 was already answered for another model; answering again would reuse its noise" in refused.reason
-    assert not refused.fault, "the server records the client as lost, and goes on"
+    assert not refused.fault, "the server records the client as lost and continues"
     again = answer_of(site_at(tmp_path, run), order(run, session="9"))
-    assert tensors.equal(deltas(first), deltas(again)), "the same question has the same answer"
+    assert tensors.equal(deltas(first), deltas(again)), "the same order gets the same reply"
 
 
 def test_a_server_cannot_change_a_sites_own_state_to_draw_noise_twice(tmp_path: Path) -> None:
-    """The model that is sent is the same, but with the state of round 0 dropped the site's own head is another."""
+    """The sent model is the same, but dropping the state of round 0 changes the site's personal head."""
     run = private(build("fedper", {"finetune": 0}))
     for number in range(2):
         assert "refusal" not in answer_of(site_at(tmp_path, run), order(run, number, void=number))
@@ -354,7 +356,7 @@ skip_failed_clients = true
 
 
 def served(config: Path, folder: Path, here: list[str], there: list[str], secret: Path | None = None) -> dict[str, Any]:
-    """The row of a run with one site, by a server with these changes to the config and a site with those."""
+    """The row of a one-site run, with config overrides `here` for the server and `there` for the site."""
     (config.parent / "app").mkdir(parents=True, exist_ok=True)
     settings = {"folder": str(folder), "deadline": 60.0, "clients": 1, "set": " ".join(there)}
     own = {"client": "c0", "folder": str(config.parent / "sites")} | (
@@ -394,7 +396,7 @@ def test_whatever_both_sides_must_agree_on_is_in_the_digest(change: str, config:
 
 
 def test_a_second_experiment_does_not_draw_the_noise_of_the_first_again(config: Path, tmp_path: Path) -> None:
-    """A secret file serves many experiments, so their shared config is part of every draw's path."""
+    """One secret file may serve many experiments, so the shared config is part of every key path."""
     (tmp_path / "secret").write_bytes(bytes(range(32)))
     (tmp_path / "secret").chmod(0o600)
     private = ["privacy.noise=1.0"]

@@ -1,4 +1,4 @@
-"""Several processes give what one gives, bit for bit."""
+"""Several worker processes give the results of one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from partita.testing.toy import ToyTransformer
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)
 CPU = torch.device("cpu")
-STARTS = pytest.mark.parametrize("anew", [False, True], ids=["forks", "new processes"])
+STARTS = pytest.mark.parametrize("spawn", [False, True], ids=["forks", "new processes"])
 
 
 def made(name: str, block: int = 1, lr: float = 0.05) -> SimulationEngine:
-    """Found by its name in new processes, which choose kernels as this one did."""
+    """Module-level, so that new processes can import it; they configure torch like this process."""
     configure_backends("auto")
     run = run_of(build(name), lr=lr, count=4, cohort=4)
     return SimulationEngine(
@@ -59,8 +59,8 @@ def broken() -> SimulationEngine:
 
 
 @contextmanager
-def workers(make: Callable[[], SimulationEngine], anew: bool = False, count: int = 2) -> Iterator[MultiprocessEngine]:
-    engine = MultiprocessEngine(make(), count, make if anew else None)
+def workers(make: Callable[[], SimulationEngine], spawn: bool = False, count: int = 2) -> Iterator[MultiprocessEngine]:
+    engine = MultiprocessEngine(make(), count, make if spawn else None)
     try:
         yield engine
     finally:
@@ -69,7 +69,7 @@ def workers(make: Callable[[], SimulationEngine], anew: bool = False, count: int
 
 
 @pytest.mark.parametrize(
-    ("name", "block", "anew"),
+    ("name", "block", "spawn"),
     [
         *(
             (name, block, False)
@@ -79,12 +79,12 @@ def workers(make: Callable[[], SimulationEngine], anew: bool = False, count: int
         *((name, block, True) for name, block in (("fedavg", 1), ("scaffold", 2), ("fedper", 2))),
     ],
 )
-def test_workers_give_what_the_engine_gives(name: str, block: int, anew: bool) -> None:
+def test_workers_give_what_the_engine_gives(name: str, block: int, spawn: bool) -> None:
     make = partial(made, name, block)
     alone = make()
     run, model = alone.run, alone.model
     one = list(rounds(run, model, alone))
-    with workers(make, anew) as engine:
+    with workers(make, spawn) as engine:
         many = list(rounds(run, model, engine))
         assert [each.lost for each in many] == [each.lost for each in one]
         assert [each.traffic for each in many] == [each.traffic for each in one]
@@ -121,17 +121,17 @@ def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:
 
 
 @STARTS
-def test_a_clients_fault_comes_through_with_its_name(anew: bool) -> None:
+def test_a_clients_fault_comes_through_with_its_name(spawn: bool) -> None:
     with (
-        workers(partial(made, "fedavg", lr=1e30), anew) as engine,
+        workers(partial(made, "fedavg", lr=1e30), spawn) as engine,
         pytest.raises(ClientError, match=r"client 'c\d': (the loss is nan|sent an update of norm)"),
     ):
         list(rounds(engine.engine.run, engine.engine.model, engine))
 
 
 @STARTS
-def test_a_dead_worker_is_an_error(anew: bool) -> None:
-    with workers(partial(made, "fedavg"), anew) as engine:
+def test_a_dead_worker_is_an_error(spawn: bool) -> None:
+    with workers(partial(made, "fedavg"), spawn) as engine:
         for process in engine.processes:
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         with pytest.raises(RunError, match="a worker process died"):
@@ -145,27 +145,27 @@ def at_work(pid: int) -> bool:
         return False
 
 
-def train_for_ever(anew: bool, tell: int) -> None:
+def train_for_ever(spawn: bool, tell: int) -> None:
     make = partial(made, "fedavg")
-    engine = MultiprocessEngine(make(), 3, make if anew else None)
+    engine = MultiprocessEngine(make(), 3, make if spawn else None)
     while True:
         list(rounds(engine.engine.run, engine.engine.model, engine))
         os.write(tell, " ".join(str(process.pid) for process in engine.processes).encode() + b"\n")
 
 
-@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
-def test_workers_end_with_a_parent_that_is_killed(anew: bool) -> None:
+@pytest.mark.parametrize("spawn", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
+def test_workers_end_with_a_parent_that_is_killed(spawn: bool) -> None:
     hear, tell = os.pipe()
     parent = os.fork()
     if parent == 0:
-        train_for_ever(anew, tell)
+        train_for_ever(spawn, tell)
     os.close(tell)
     with os.fdopen(hear) as told:
         pids = [int(word) for word in told.readline().split()]
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
     assert len(pids) == 3
-    until = time.monotonic() + 5  # a second, and more on a machine that is busy
+    until = time.monotonic() + 5  # seconds; more than needed unless the machine is busy
     while any(map(at_work, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(at_work, pids))
@@ -196,14 +196,14 @@ def test_what_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
-    """A GPU's worker holds a copy, the same for all its clients; "meta" is a device that every machine has."""
+    """A GPU worker holds one copy for all its clients; every machine has the device "meta"."""
     meta = torch.device("meta")
     with workers(partial(made, "fedavg")) as engine:
         run, model = engine.engine.run, engine.engine.model
         worker = _Worker(engine.engine, meta, torch.zeros(10_000, dtype=torch.uint8))
 
         def read(server: Server, **own: Tensor) -> tuple[Tensors, Tensors]:
-            """What two clients of a round get, of whom the second has parameters made for it alone."""
+            """The parameters of two clients in a round; the second has some of its own."""
             one, two = (make_job(run, model, server, 0, client)[0] for client in ("c0", "c1"))
             orders = engine._requests([one, replace(two, params={**two.params, **own})])
             first, second = (worker._job(order).params for order in orders)
@@ -245,7 +245,7 @@ def test_each_parameter_has_its_own_place_on_the_board() -> None:
 def test_workers_of_one_gpu_share_what_it_has_free(
     workers: int, gpus: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each also needs what this process already holds; a GPU with 12 GB free of which half is to be left."""
+    """The GPU has 12 GB free, of which half is kept as a reserve; each worker needs what this process holds."""
     monkeypatch.setattr(ToyTransformer, "to", lambda self, device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * 10**9)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * 10**9)
@@ -258,25 +258,25 @@ def test_workers_of_one_gpu_share_what_it_has_free(
 
 
 def test_a_message_arrives_as_it_was_sent() -> None:
-    """Every type and shape, also what is empty, a view or not contiguous; and what was one tensor is one again."""
+    """Every dtype and shape, empty tensors, views and strided tensors; shared tensors stay shared."""
     grid = torch.arange(12.0).view(3, 4)
     parts = {
-        "large": torch.randn(300_000),  # more than a pipe holds
-        "vision_init": grid[1:, ::2].t(),
+        "large": torch.randn(300_000),  # more than a pipe can buffer
+        "view": grid[1:, ::2].t(),
         "half": grid.bfloat16(),
         "number": torch.tensor(7),
         "none": torch.empty(0, 3),
         "truth": grid > 4,
         "tracked": grid.clone().requires_grad_(),
-        **{f"small {number}": torch.tensor(number) for number in range(1100)},  # more than one call can take
+        **{f"small {number}": torch.tensor(number) for number in range(1100)},  # more than one system call can take
     }
     ours, theirs = Pipe()
-    sender = Thread(target=send, args=(theirs, {"parts": parts, "again": [parts["vision_init"]], "word": "x"}))
+    sender = Thread(target=send, args=(theirs, {"parts": parts, "again": [parts["view"]], "word": "x"}))
     sender.start()
     got = receive(ours, CPU)
     sender.join()
     assert tensors.equal(got["parts"], parts)
-    assert got["again"][0] is got["parts"]["vision_init"]
+    assert got["again"][0] is got["parts"]["view"]
     assert got["word"] == "x"
     assert all(value.data_ptr() % 64 == 0 for value in got["parts"].values())
     assert not any(value._is_view() for value in got["parts"].values())
@@ -288,14 +288,14 @@ def test_a_message_that_breaks_off_is_the_end() -> None:
     whole, end = Pipe()
     send(end, large)
     theirs.send_bytes(whole.recv_bytes())
-    os.write(file, bytes(100))  # of 4000
+    os.write(file, bytes(100))  # of 4000 bytes
     theirs.close()
     with pytest.raises(EOFError):
         receive(ours, CPU)
 
 
 def test_a_worker_builds_the_engine_of_the_experiment() -> None:
-    """As it is done on GPUs: from the config alone, with the block that was chosen for its share of the clients."""
+    """As on GPUs: from the config alone, with the block size chosen for a worker."""
     experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
     engines = runner.build_engine(experiment, MemoryStore()), runner.rebuild_engine(runner._resolved(experiment), None)
     assert [engine.block for engine in engines] == [2, 2]

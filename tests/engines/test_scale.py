@@ -1,4 +1,4 @@
-"""Ten thousand clients cost what the twenty asked cost: memory is bounded and does not grow by round."""
+"""With ten thousand clients, memory depends on the cohort of twenty and does not grow with the rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 CONFIG = Path(__file__).parent.parent.parent / "examples" / "ten_thousand.toml"
 
-# In a process of its own: the memory of this one holds what other tests left.
+# In a separate process, because this one holds memory of other tests.
 WATCHED = """
 import json, sys
 from pathlib import Path
@@ -37,6 +37,6 @@ def test_ten_thousand_clients_in_bounded_memory(method: str, tmp_path: Path) -> 
     sizes = json.loads(done.stdout)  # megabytes after each round
     assert len(sizes) == 40
     assert max(sizes) < 2000
-    # The first evaluation of both kinds, after which nothing new is to come, is in round 20.
+    # By round 20 both kinds of evaluation have run once, so memory should not grow after it.
     assert sizes[-1] - sizes[20] < 0.02 * sizes[20], f"grew from {sizes[20]:.0f} to {sizes[-1]:.0f} MB"
     print(f"{method}: {sizes[0]:.0f} MB after the first round, {sizes[20]:.0f} after 21, {sizes[-1]:.0f} after 40")

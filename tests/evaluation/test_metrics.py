@@ -1,4 +1,4 @@
-"""Which model is tested: the server's where there is one for all, the clients' own where there is not."""
+"""Which model is evaluated: the server's if it is shared, otherwise the personal models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each alarm rings in a federation that was built to cause it, and is quiet in one that is well."""
+"""Each alarm is raised in a federation built to cause it, and not in a healthy one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIVE = Clients(a=12, b=9, c=6, d=8, e=10)
 
 
 class Scored(ToyTransformer):
-    """Layers score as a function of their number and of the batch."""
+    """Attention scores are a function of the layer number and the batch."""
 
     def __init__(self, score: Any) -> None:
         super().__init__(width=4, layers=6)
@@ -34,7 +34,7 @@ class Scored(ToyTransformer):
 
 
 def watch(model: ToyTransformer, count: int = LONG_WINDOW, **options: Any) -> list[list[Alarm]]:
-    """After each round, what rings."""
+    """The alarms raised after each round."""
     seen = [summarize(each, model) for each in play(run_of(safl(**options), count, lr=0.02, steps=1), model, FIVE)]
     return [check_window(seen[: place + 1], layer_tags(model)) for place in range(count)]
 
@@ -44,12 +44,12 @@ def kinds(rung: list[Alarm]) -> set[str]:
 
 
 def lot(number: int, batch: Batch) -> float:
-    """Differs from client to client and from round to round, as the probe does; two layers stand out for all."""
+    """Differs between clients and rounds, as the probe does; two layers stand out for all clients."""
     return 0.2 + 0.5 * (number % 5 == 0) + 0.4 * float((batch.inputs["x"][:3].sum() * (number + 1)).sin())
 
 
 def test_all_is_quiet_in_a_federation_that_is_well() -> None:
-    """Clients of real data and real attention, who take half of the layers and agree on some of them."""
+    """Clients with real attention scores select half of the layers and agree on some of them."""
     model = ToyTransformer(width=6, layers=4)
     rung = watch(model, LONG_WINDOW + 2, k=2, probe=4)
     assert all(each == [] for each in rung)
@@ -73,14 +73,14 @@ def test_layers_that_nobody_chooses_ring() -> None:
     [alarm] = rung[-1]
     assert "4 of 6 layers (0, 1, 2, 3) were chosen by no client in the last 8 rounds" in alarm.text
     few = watch(fixed, LONG_WINDOW, k=5)[-1]
-    assert kinds(few) == {"layer starvation"}, "one layer starves and the choice never varies"
+    assert kinds(few) == {"layer starvation"}, "one layer is never selected"
     assert watch(fixed, LONG_WINDOW, k=6)[-1] == []
-    assert watch(fixed, LONG_WINDOW, k=2, select="static")[-1] == [], "nobody chooses, so nobody is blind to a layer"
+    assert watch(fixed, LONG_WINDOW, k=2, select="static")[-1] == [], "a static selection raises no alarm"
 
 
 def test_a_layer_that_one_client_sends_alone_rings() -> None:
     def own(number: int, batch: Batch) -> float:
-        """Each client has a layer of its own, told by how many examples it has."""
+        """Each client prefers its own layer, identified by its number of examples."""
         place = [12, 9, 6, 8, 10].index(len(batch.targets))
         return 0.9 if number == place else 0.1
 
@@ -110,7 +110,7 @@ def test_a_sign_must_last_and_two_clients_are_too_few_to_miss_each_other() -> No
         assert check_window([seen(0, apart), seen(1, other), seen(2, apart)], layers) == []
     flat, steep = {"a": [0.5, 0.5, 0.5, 0.49]}, {"a": [0.5, 0.1, 0.5, 0.49]}
     rounds = [seen(0, {}, flat), seen(1, {}), seen(2, {}, flat), seen(3, {}), seen(4, {}, flat)]
-    assert kinds(check_window(rounds, layers)) == {"attention collapse"}, "rounds that told nothing are passed over"
+    assert kinds(check_window(rounds, layers)) == {"attention collapse"}, "rounds without scores are skipped"
     assert check_window([*rounds[:-1], seen(4, {}, steep)], layers) == []
     assert kinds(check_window([seen(n, {}, {"a": [0.0] * 4}) for n in range(3)], layers)) == {"attention collapse"}
     assert check_window([], layers) == []

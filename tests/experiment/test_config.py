@@ -1,4 +1,4 @@
-"""A config is strict: what is wrong is named, with the remedy, before any work starts."""
+"""A config is strict: wrong keys and values are named, with a remedy, before any work starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_shipped_config_loads(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*INDEX, *COMPOSITIONS, "lora+feddyn"])
 def test_every_methods_config_resolves_to_itself(name: str) -> None:
-    """Options may be lists, and two parts may call one thing alike (the alpha of lora and feddyn)."""
+    """Options may be lists, and two parts may use the same option name (the alpha of lora and feddyn)."""
     config = parse({"method": {"name": name}})
     assert parse(tomllib.loads(config.to_toml())) == config
 

@@ -1,4 +1,4 @@
-"""A half-done run with any of its files damaged: the result is that of the uninterrupted run, or the file is named."""
+"""Resuming a run with a damaged file gives the result of the uninterrupted run, or names the file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def settings(method: str = "fedper", seed: int = 0, rounds: int = ROUNDS) -> Con
 
 
 def play(config: Config, folder: Path) -> str:
-    """From the beginning or from where it was stopped; the result's digest."""
+    """Start or resume the run, and return the digest of its result."""
     begun = (folder / run_folder.CONFIG).exists()
     for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(config, folder):
         pass
@@ -51,7 +51,7 @@ def digest(folder: Path) -> str:
 
 
 def assert_same(folder: Path, whole: Path) -> None:
-    """The tensors, and all that was recorded but for the time it took."""
+    """Equal result tensors and rows, except for times."""
     assert digest(folder) == digest(whole)
     one, two = ([{**row, "seconds": 0} for row in run_folder.read_rows(each)] for each in (folder, whole))
     assert one == two
@@ -67,7 +67,7 @@ def half(config: Config, folder: Path) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_secret() -> Iterator[None]:
-    """Private runs that can be compared draw by the same secret."""
+    """All private runs draw from the same secret, so that they can be compared."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("partita.experiment.builder.draw", lambda: Key(77))
         yield
@@ -82,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"whole": root / "whole", "half": half(settings(), root / "half"), **made}
 
 
-# A kind of file, and which of them it is in a run folder.
+# Kind of file -> its path in a run folder.
 KINDS: dict[str, Callable[[Path], Path]] = {
     **{
         name: lambda folder, name=name: folder / name  # type: ignore[misc]
@@ -279,11 +279,11 @@ def test_a_new_run_does_not_write_through_links(tmp_path: Path) -> None:
             open_pipe(tmp_path / "pipe")
 
 
-# ---- a disk that fills
+# ---- a full disk
 
 
 def writes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> Iterator[int]:
-    """Counts what reaches the disk, and fails at one of the calls as a full disk does."""
+    """Count fsync calls, and fail at one of them as a full disk does."""
     calls = 0
     real = os.fsync
 

@@ -1,4 +1,4 @@
-"""The examples are right but for the names of data and model, which here are tiny folders of the same kind."""
+"""The shipped examples run, with tiny data and models in place of the ones they name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_clinical_notes_by_hospital(tmp_path: Path) -> None:
 
 
 def test_clinical_notes_in_private_as_the_comment_says(tmp_path: Path) -> None:
-    """With a budget for which forty sentences suffice."""
+    """With a budget that forty sentences can meet."""
     paths = [f"data.path={notes(tmp_path / 'notes')}", f"model.path={encoder(tmp_path / 'model')}"]
     said = (EXAMPLES / "clinical.toml").read_text()
     for setting in ("epsilon = 8.0", "noise = 8.0, probe = 0.5, every = 15"):

@@ -1,4 +1,4 @@
-"""Whatever a config says, the outcome is an experiment or an error of one line, never a traceback or a hang."""
+"""Any config gives an experiment or a one-line error, never a traceback or a hang."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from partita.experiment.compare import expand
 from partita.experiment.config import load, parse
 from partita.experiment.runner import start
 
-MANY = 400  # examples of a slow test, which draws other ones each time
-LIMIT = 2**28  # bytes that an experiment may ask for here
+MANY = 400  # from this many examples on, draws are random
+LIMIT = 2**28  # bytes of memory that an experiment may use here
 FUZZ = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], print_blob=True)
 
 
 @pytest.fixture
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little memory, so that a size that is let through can do no harm; and what a build changes outside stays."""
+    """Little memory, so that an accepted size does no harm; and no build changes global settings."""
     monkeypatch.setattr(memory, "available", lambda: LIMIT)
-    monkeypatch.setattr(builder, "bf16_slowdown", lambda: 1.0)  # it warns of slow bfloat16, which is no fault
+    monkeypatch.setattr(builder, "bf16_slowdown", lambda: 1.0)  # slow bfloat16 only gives a warning
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
 
 
@@ -98,7 +98,7 @@ def texts() -> st.SearchStrategy[str]:
 
 @pytest.mark.parametrize("count", [200, slow(3000)])
 def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
-    """What follows --set."""
+    """The values of --set."""
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(TINY))
     named = st.sampled_from(
@@ -119,7 +119,7 @@ def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("count", [150, slow(2000)])
 def test_any_methods_are_expanded_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
-    """What follows --methods."""
+    """The values of --methods."""
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(TINY))
     specs = st.sampled_from(

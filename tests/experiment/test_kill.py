@@ -1,4 +1,4 @@
-"""A run killed with -9 at twenty random moments ends with the same tensors, bit for bit, as one left alone."""
+"""A run killed with SIGKILL at random moments gives the tensors of an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from partita.storage.atomic_files import list_checksummed
 
 KILLS = 20
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # where Python finds it when it is run
+sys.path.insert(0, str(SCRIPTS))  # as when the script is run
 kill_runs = import_module("kill_runs")
 try_setting = kill_runs.try_setting
 
 
 def settings(method: str, state: str) -> Config:
-    """The federation of the script, with one layer and the usual learning rate."""
+    """The federation of scripts/kill_runs.py, with one layer and the usual learning rate."""
     optimizer = "adamw" if build(method).takes("adamw") else "sgd"
     model = '{ name = "clip", shape = "tiny" }' if method in NEEDS_DUAL_ENCODER else "{ layers = 1 }"
     changes = f'''
@@ -40,7 +40,7 @@ model = {model}
     return config
 
 
-# Every method goes through this, one of them in the fast suite; a resumed run is also compared by conformance.
+# All methods in the slow suite, one in the fast suite; conformance also compares resumed runs.
 FAST = (("scaffold", "disk"),)
 
 

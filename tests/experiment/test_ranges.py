@@ -1,4 +1,4 @@
-"""Every numeric option has a range, and what lies outside it is refused before any work starts."""
+"""Every numeric option has a range, and values outside it are refused before any work starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPTIONS = [(table, option) for table, options in SCHEMA.items() for option in op
 
 
 def bare_numbers(hint: Any) -> list[Any]:
-    """The numbers in a type that no range is given for."""
+    """The numeric types in a hint without a range."""
     if get_origin(hint) is Annotated and any(isinstance(note, Range) for note in get_args(hint)):
         return []
     if hint in (int, float):
@@ -105,7 +105,7 @@ def sample(
     note: Text = "",
     free: Any = None,
 ) -> None:
-    """Something with options."""
+    """A function with options of several types."""
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def sample_of(hint: Any) -> Any:
 
 
 def with_value(heading: str, name: str, value: Any) -> dict[str, Any]:
-    """A config whose table of this heading sets the option, and what else it must."""
+    """A config whose table with this heading sets the option and all required ones."""
     table, _, kind = heading.partition(" ")
     needed = {each.name: sample_of(each.hint) for each in SCHEMA[heading].values() if each.default is MISSING}
     given = {**needed, **({"noise": 1.0} if table == "privacy" else {}), name: value}
@@ -199,7 +199,7 @@ def test_every_option_is_refused_by_name_beyond_its_bounds(heading: str) -> None
 
 
 def bare_texts(hint: Any) -> int:
-    """How many times a type says str."""
+    """How many times a type hint contains str."""
     return (hint is str) + sum(bare_texts(each) for each in get_args(hint) if not isinstance(each, str | Range))
 
 
@@ -297,7 +297,7 @@ def test_more_steps_than_memory_can_list_are_refused(changes: dict[str, int], tm
 def test_what_is_free_is_the_less_of_the_machine_and_its_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files as Linux writes them. Without a limit only the machine counts."""
+    """With files as written by Linux. Without a container limit only the machine counts."""
     (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:     500 kB\nSwapTotal: 0 kB\n")
     monkeypatch.setattr(memory, "Path", lambda name: tmp_path / name.rpartition("/")[2])
     monkeypatch.setattr(memory, "_CONTAINER", tmp_path)

@@ -1,4 +1,4 @@
-"""A run folder that a stranger made, and names that a stranger chose: nothing is followed, run, or taken for markup."""
+"""Untrusted run folders and names: no links are followed, no code runs, and no name becomes markup."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_any_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 def shortened(start: str, name: str) -> str:
-    """180 bytes: the beginning of a name, and the digest of all of it."""
+    """A 180-byte folder name: the beginning of a name and the digest of the whole name."""
     return f"{start}@{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
 
 
@@ -84,7 +84,7 @@ def shortened(start: str, name: str) -> str:
     ],
 )
 def test_a_name_is_quoted_and_shortened_only_if_it_is_too_long(name: str, folder: str) -> None:
-    """Runs that were written before must be found again, so the exact text counts."""
+    """Existing run folders must stay readable, so the exact text counts."""
     assert path_component(name) == folder
     assert len(folder) <= 180
     assert client_of_folder(folder) == (None if "@" in folder else name)
@@ -162,11 +162,11 @@ def test_two_methods_do_not_share_a_folder(tmp_path: Path) -> None:
         expand(tmp_path / "e.toml", [], "fedprox(mu=0.1), fedprox( mu=0.1)", 1, tmp_path / "out")
 
 
-# ---- names on a page and on a terminal
+# ---- names in reports and on terminals
 
 
 class Skeleton(HTMLParser):
-    """Elements with their attributes, in order; values only where names of others may come."""
+    """Collects elements with their attribute names, and comments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ li b figure figcaption details summary span pre defs g path text tspan use rect 
 
 
 def named_run(root: Path, name: str, place: int) -> Path:
-    """A run in which everything that can be named has this name."""
+    """A run in which everything that can be named has this name: label, clients, layers, attacks."""
 
     def edit(row: dict[str, Any]) -> dict[str, Any]:
         chosen = {name: ["layer.0"], "c1": ["layer.0", "layer.1"]}
@@ -208,11 +208,6 @@ def named_run(root: Path, name: str, place: int) -> Path:
     attack = {"auc": 0.5, "true_at_1%": 0.1, "members": 3, "outsiders": 3, "false": [0.1, 1], "true": [0.1, 1]}
     (folder / "audit.json").write_text(json.dumps({"attacks": {name: attack}}))
     return folder
-
-
-def usable(name: str) -> bool:
-    """TOML has no NUL, and a label is not empty."""
-    return bool(name) and "\0" not in name
 
 
 def skeleton_of(root: Path, name: str) -> tuple[Skeleton, str, list[RunRecord]]:
@@ -283,7 +278,7 @@ def test_ls_and_errors_show_escapes_as_text(tmp_path: Path, partita: Shell) -> N
     assert r"\x1b[31mnobody" in err
 
 
-# ---- a folder that a stranger made
+# ---- untrusted run folders
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "config.toml", "plan.json", "environment.json", "audit.json"])
@@ -376,7 +371,7 @@ VALUES: list[Any] = [None, True, -1, 2**70, 1e999, -1e300, float("nan"), "", "x"
 
 
 def mutated(value: Any, draws: random.Random) -> Any:
-    """One place in it exchanged for something else, or left out."""
+    """The value with one place replaced or removed."""
     if isinstance(value, dict) and value and draws.random() < 0.85:
         key = draws.choice(sorted(value))
         if draws.random() < 0.1:
@@ -474,7 +469,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 
 def test_no_file_is_unpickled_or_run() -> None:
-    """The pipes between a run's own processes are the only place where anything is unpickled."""
+    """Only the pipes between a run's own processes use pickle."""
     dangerous = {"eval", "exec", "compile", "torch.load", "np.load", "numpy.load", "os.system", "joblib.load"}
     dangerous |= {"pickle.load", "pickle.loads", "yaml.load", "marshal.loads", "runpy.run_path", "shelve.open"}
     found = {(path, ast.unparse(call.func)) for path, call in calls() if ast.unparse(call.func) in dangerous}

@@ -1,4 +1,4 @@
-"""The laboratory against its closed forms, and the automatic warm-up against the laboratory."""
+"""The lab simulator against closed forms and the core, and the automatic warm-up against the simulator."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make(name: str = "identity", level: float = 1.0, seed: int = 0, size: Size =
 
 
 def rows_of(world: Federation, features: Features) -> tuple[Tensor, Tensor]:
-    """Z and Y of all examples, one below the other, each row times the root of its weight."""
+    """Z and Y of all examples stacked, each row times the square root of its weight."""
     data = world.data
     root = (data.weight[:, None] * data.share).sqrt()[..., None, None]
     mixed = attend(data.inputs, world.kernel.spread(), features)
@@ -108,7 +108,7 @@ def test_the_loss_is_the_mean_over_examples() -> None:
 
 @pytest.mark.parametrize("name", MAPS)
 def test_the_profile_gradient_is_that_of_the_profile(name: str) -> None:
-    """The envelope theorem: no term for how W* moves. Held against autograd through the solve, and differences."""
+    """The envelope theorem: no term for the change of W*. Compared with autograd and finite differences."""
     world, features = make(name)
     gradient = profile_gradient(world.data, world.kernel, RIDGE, features)
     live = Kernel(*(side.clone().requires_grad_() for side in world.kernel))
@@ -184,7 +184,7 @@ def test_warm_up_descends_on_the_profile_when_value_weights_are_fitted_and_steps
     torch.testing.assert_close(step, slope.query, atol=1e-6, rtol=1e-6)
 
 
-# ---- worlds
+# ---- generated federations
 
 
 def test_a_world_depends_on_its_key_and_level_alone() -> None:
@@ -198,7 +198,7 @@ def test_at_level_zero_clients_share_the_task_and_above_it_they_do_not() -> None
     size = Size(clients=6, examples=200)
 
     def spread(level: float, differ: Differences) -> float:
-        """How far the clients' own best value weights lie apart."""
+        """The spread of the clients' own best value weights."""
         world = draw(Key(0), level, features, size, differ, noise=0.0)
         means = moments(world.data, world.kernel, features)
         own = torch.linalg.solve(ridged(means.gram, 1e-3), means.cross)
@@ -289,7 +289,7 @@ def _only_the_steepest(world: Federation, features: Features) -> Tensor:
 
 
 def frozen_at(played: list[RoundResult]) -> int:
-    """The first round whose update left the kernel where it was; one past the last if there is none."""
+    """The first round that left the kernel unchanged, or the number of rounds if there is none."""
     kernels = [each.server.params["query.weight"] for each in played]
     return next((t for t in range(1, len(kernels)) if kernels[t] is kernels[t - 1]), len(kernels))
 

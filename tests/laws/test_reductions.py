@@ -1,4 +1,4 @@
-"""What one method is when its parameters say so: equalities bit for bit, and compositions."""
+"""Reductions of one method to another, bit for bit, and compositions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEDAVG = fedavg()
 
 @cache
 def played(method: Method, optimizer: str = "adamw", count: int = 4, wire: bool = False) -> list[RoundResult]:
-    """Half the clients a round, some of whom drop out or straggle."""
+    """Half the clients per round, some of which drop out or straggle."""
     run = run_of(method, count, OPTIMIZERS[optimizer], cohort=0.5, min_updates=0)
     return play(run, MODEL, FOUR, availability=Availability(client_dropout=0.2, straggler_rate=0.3), wire=wire)
 
@@ -95,7 +95,7 @@ def test_without_warm_up_the_kernel_stays_the_initial_one() -> None:
 
 
 def test_a_stronger_proximal_term_holds_clients_nearer_to_the_anchor() -> None:
-    """At this rate, 1 / lr = 20 is the strongest under which the penalty alone does not overshoot."""
+    """At this learning rate, mu = 1 / lr = 20 is the largest value at which the penalty does not overshoot."""
     runs = [run_of(fedprox(mu), 1, steps=8) for mu in (0.0, 1.0, 5.0, 20.0)]
     moved = [play(run, MODEL, FOUR)[0].drift["mlp"]["distance"] for run in runs]
     assert moved == sorted(moved, reverse=True)
@@ -159,7 +159,7 @@ def test_the_size_of_a_block_does_not_matter(method: Method) -> None:
         assert distance(results[0], other) < 1e-9
 
 
-# ---- FedFrozen's sets
+# ---- FedFrozen's plans
 
 
 def trains(method: Method, number: int, model: ToyTransformer = MODEL) -> Names:
@@ -191,7 +191,7 @@ def test_a_random_freeze_is_as_large_as_the_kernel_shape_by_shape() -> None:
     assert drawn[0] == frozen_names(ToyTransformer(), "random", 0)
 
 
-# ---- composing
+# ---- compositions
 
 
 @dataclass(frozen=True)

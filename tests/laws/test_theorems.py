@@ -1,4 +1,4 @@
-"""FedAvg, FedProx and FedFrozen on quadratic clients: every round is the affine map, every rest its closed form."""
+"""FedAvg, FedProx and FedFrozen on quadratic clients: rounds are affine maps with closed-form fixed points."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_fedprox_rests_at_its_closed_form_nearer_to_the_optimum() -> None:
 
 
 def frozen_rest(bowls: Bowls, y: np.ndarray, steps: int, mu: float = 0.0) -> np.ndarray:
-    """With y held, a client's bowl in x has the curvature H_xx and its bottom at a_x - H_xx^-1 H_xy (y - a_y)."""
+    """With y fixed, a client's loss in x has curvature H_xx and its minimum at a_x - H_xx^-1 H_xy (y - a_y)."""
     Hxx, Hxy = bowls.H[:, :X, :X], bowls.H[:, :X, X:]
     shift = np.linalg.solve(Hxx, np.einsum("ijk,ik->ij", Hxy, y - bowls.a[:, X:])[..., None])[..., 0]
     return rest(bowls.p, pull(Hxx, steps, mu), bowls.a[:, :X] - shift)
@@ -82,7 +82,7 @@ def test_a_frozen_block_under_a_proximal_term() -> None:
 
 
 def test_momentum_on_the_client_changes_the_fixed_point_by_its_own_map() -> None:
-    """Heavy ball in E steps is linear too: the map of (w, velocity) is a power of a block matrix."""
+    """Heavy-ball momentum is linear too: the map of (w, velocity) is a power of a block matrix."""
     bowls, beta, steps = Bowls(), 0.5, 4
     eye = np.eye(X + Y)
     B = []

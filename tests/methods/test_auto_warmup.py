@@ -1,4 +1,4 @@
-"""The automatic warm-up: what the server measures, when it freezes, and that it does so again after a stop."""
+"""The automatic warm-up: what the server measures, when it freezes, and that a resumed run does the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> 
     run = run_of(EAGER, 8, lr=0.2)
     whole = play(run, small(), FOUR)
     when = next(t for t, each in enumerate(whole) if each.server.state["warmup"]["frozen"])
-    assert 1 <= when < 7, "freezing must lie inside the run"
+    assert 1 <= when < 7, "freezing must happen during the run"
     for stop in (when, when + 1):
         path = checkpoint.save(tmp_path / str(stop), stop, whole[stop - 1].server)
         done, server = checkpoint.load(path)
@@ -42,7 +42,7 @@ def test_a_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> 
 
 
 def test_patience_counts_rounds_in_a_row() -> None:
-    """A round below the threshold starts the count anew; what is frozen sends nothing, so it stays frozen."""
+    """A round below the threshold resets the count; a frozen kernel is not sent, so it stays frozen."""
     rule, model = EAGER.server_rule, small()
     unit = torch.ones(4, 4)
     apart, alike = (unit, -0.9 * unit), (10 * unit, 10 * unit)
@@ -125,13 +125,13 @@ def test_the_automatic_method_conforms_across_the_freeze() -> None:
 
 
 def test_round_by_round_it_is_the_formula() -> None:
-    """So many thresholds that some lies between any two readings of the formula."""
+    """Enough thresholds to distinguish slightly different formulas."""
     told = [count for threshold in np.linspace(0.3, 1.5, 40) for count in follow(float(threshold))]
     assert {0, 1, 2} <= set(told), "the rule must rise and fall for this to say anything"
 
 
 def follow(threshold: float) -> list[int]:
-    """In numpy, with small weights, a client that weighs nothing, and a name that is not watched."""
+    """The streaks of the formula in numpy, with a client of weight zero and an untracked name."""
     rule, model = fedfrozen("auto", threshold=threshold, patience=2).server_rule, small()
     server = Server(dict(model.initial), rule.init(model))
     watched, shapes = ("layers.0.key.bias", "layers.0.query.weight"), {"head.weight": (3, 4)}
@@ -139,7 +139,7 @@ def follow(threshold: float) -> list[int]:
     draws, weights = np.random.default_rng(4), {"a": 0.5, "b": 0.2, "c": 0.0}
     progress, spread, streak, told = dict.fromkeys(watched, 0.0), 0.0, 0, []
     for number in range(8):
-        drift = 0.3 if number in (2, 3, 6, 7) else 2.0  # of what all clients share
+        drift = 0.3 if number in (2, 3, 6, 7) else 2.0  # the scale of what all clients share
         common = {name: drift * draws.normal(size=shape) for name, shape in shapes.items()}
         own = {
             client: {

@@ -1,4 +1,4 @@
-"""Centralized is local-only with all data in one place, and nothing else."""
+"""Centralized is local-only on the pooled data."""
 
 from __future__ import annotations
 

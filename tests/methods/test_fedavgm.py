@@ -1,4 +1,4 @@
-"""FedAvgM is torch's momentum with the mean update as the (negative) gradient."""
+"""FedAvgM is torch's SGD momentum with the negative mean update as the gradient."""
 
 from __future__ import annotations
 

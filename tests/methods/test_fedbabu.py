@@ -1,4 +1,4 @@
-"""FedBABU: the head neither trains nor travels, and is fitted when a client is tested."""
+"""FedBABU: the head is neither trained nor sent, and is tuned before a client is evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedDyn against its paper's pseudo-code in numpy, and its optimum."""
+"""FedDyn against the paper's pseudocode in numpy, and its optimum."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_first_visit_is_fedproxs_bit_for_bit() -> None:
 
 
 def test_the_first_round_of_all_clients_goes_twice_as_far_as_fedproxs() -> None:
-    """No tilt has gathered yet, so the correction is the mean once more."""
+    """There is no linear term yet, so the correction adds the mean once more."""
     model, clients = small(), Clients(a=6, b=6)
     one, two = (last(play(run_of(method, 1), model, clients)) for method in (feddyn(0.3), fedprox(0.3)))
     for name, value in model.initial.items():
@@ -63,7 +63,7 @@ def test_the_first_round_of_all_clients_goes_twice_as_far_as_fedproxs() -> None:
 
 
 def test_what_a_client_keeps_is_neither_tilted_nor_tied() -> None:
-    """With nothing but the head to train, and that kept, training is plain."""
+    """With everything kept by the clients, training is plain."""
     model, clients = small(), Clients(a=6, b=6)
     everything = tuple(sorted(frozenset().union(*model.tags.values())))
     mixed = compose(fedper(personal=everything, finetune=0), feddyn(0.5))

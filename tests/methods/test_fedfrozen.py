@@ -1,4 +1,4 @@
-"""The random freeze, which an ablation compares with the kernel: as large, and drawn shape by shape."""
+"""The random freeze, an ablation of the kernel: the same number of each shape, drawn at random."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partita.methods.fedfrozen import frozen_names
 
 
 class Shelf(Model):
-    """Nine matrices and nine vectors, of which four and two are called the kernel."""
+    """Nine matrices and nine vectors, of which four and two are tagged as the kernel."""
 
     name = "shelf"
 
@@ -33,6 +33,6 @@ def test_it_freezes_as_many_of_each_shape_as_the_kernel_has() -> None:
 
 
 def test_it_draws_each_shape_apart() -> None:
-    """By one stream for both shapes, the vectors would be drawn from the places of the matrices every time."""
+    """With one random stream for both shapes, the drawn vectors would always follow the drawn matrices."""
     drawn = [frozen_names(Shelf(), "random", draw) for draw in range(5)]
     assert not all(places(names, "vector") <= places(names, "matrix") for names in drawn)

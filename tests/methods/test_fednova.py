@@ -1,4 +1,4 @@
-"""FedNova takes out what unequal numbers of steps do to the mean."""
+"""FedNova removes the bias of unequal numbers of local steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def played(method: Method, count: int, cohort: float = 1.0) -> list[RoundResult]
 
 
 def walk(lr: float) -> np.ndarray:
-    """I - (I - lr H_i)^steps_i: how far a client goes."""
+    """The matrices I - (I - lr H_i)^steps_i of the client maps."""
     eye = np.eye(5)
     maps = eye - lr * Bowls().H
     return np.stack([eye - powers(maps[i : i + 1], int(STEPS[i]))[0] for i in range(4)])
@@ -42,7 +42,7 @@ def test_every_round_is_the_formula(cohort: float) -> None:
 
 
 def test_the_bias_of_unequal_steps_is_gone() -> None:
-    """At small rates a client walks lr · steps_i · H_i: FedAvg weighs clients by their steps, FedNova does not."""
+    """At small rates a client moves by lr · steps_i · H_i: FedAvg weights clients by steps, FedNova does not."""
     bowls = Bowls()
     weighted = rest(bowls.p * STEPS, bowls.H, bowls.a)
     bias = np.linalg.norm(weighted - bowls.optimum())
@@ -60,7 +60,7 @@ def test_the_federation_rests_where_the_formula_says() -> None:
 
 
 def test_fedavg_leaves_the_optimum_at_once_and_fednova_only_in_second_order() -> None:
-    """From the optimum, a round with half the rate goes half as far under FedAvg and a quarter as far under FedNova."""
+    """From the optimum, half the rate moves half as far under FedAvg and a quarter as far under FedNova."""
     best = torch.tensor(Bowls().optimum())
     there = Server({"x": best[:X], "y": best[X:]}, versions=ParameterVersions({"x": 0, "y": 0}))
     moved = {}
@@ -76,7 +76,7 @@ def test_fedavg_leaves_the_optimum_at_once_and_fednova_only_in_second_order() ->
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_with_equal_steps_it_is_fedavg_bit_for_bit(steps: int) -> None:
-    """Powers of two divide without rounding."""
+    """Division by powers of two is exact."""
     clients = Clients(a=5, b=9, c=6)
     one, two = (play(run_of(method, 3, steps=steps), small(), clients) for method in (fednova(), fedavg()))
     assert tensors.equal(last(one), last(two))

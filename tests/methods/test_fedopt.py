@@ -30,7 +30,7 @@ def test_fedadam_is_torchs_adam() -> None:
 
 
 def test_fedadam_in_a_federation_is_torchs_adam_on_the_mean_delta() -> None:
-    """FedAvg's round from where FedAdam is gives the mean delta that Adam is fed."""
+    """A FedAvg round from FedAdam's server gives the mean delta for Adam."""
     model, clients = Float64Model(small()), Float64Population(CLIENTS)
     values = {name: value.clone() for name, value in model.initial.items()}
     adam = torch.optim.Adam(list(values.values()), lr=0.02, betas=(0.9, 0.99), eps=1e-3)
@@ -84,7 +84,7 @@ def test_with_moments_off_it_is_fedavg_bit_for_bit(method: Method) -> None:
 
 
 def test_the_first_rounds_of_adagrad_and_of_a_forgetful_yogi_are_the_same_bit_for_bit() -> None:
-    """Both add the square to a start below it."""
+    """Both add the square to a smaller initial value."""
     methods = fedadagrad(0.1, 0.0, 1e-12), fedyogi(0.1, 0.0, 0.0, 1e-12)
     one, two = (play(run_of(each, 1), small(), CLIENTS) for each in methods)
     assert tensors.equal(last(one), last(two))

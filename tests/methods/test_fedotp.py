@@ -1,4 +1,4 @@
-"""FedOTP: logits under transport."""
+"""FedOTP: logits under the transport plan, its limits, and the local context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedPart: whole rounds, then the groups in turn."""
+"""FedPart: full rounds, then one group of layers at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedPer: who keeps what, and the two methods it lies between."""
+"""FedPer: its plan, its personal head, and its limits FedAvg and local-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedPGP: a low-rank own context and a contrastive loss."""
+"""FedPGP: a low-rank local context and a contrastive loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_with_own_factors_of_zero_it_answers_as_promptfl() -> None:
 
 
 def test_the_penalty_is_the_cross_entropy_of_two_similarities() -> None:
-    """As the authors' code has it: the written text is the right one of two."""
+    """As in the authors' code: the written text is the positive of two."""
     model = extended()
     out = model(model.initial, INPUTS)
     penalty = TextContrast(3.0, 0.5).penalty(out, model.initial, Batch(INPUTS, torch.zeros(5)), context(model))

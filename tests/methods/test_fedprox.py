@@ -1,4 +1,4 @@
-"""What the proximal term holds, by its formula."""
+"""The proximal term: which parameters it covers, and its value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BODY = MODEL.all_names() - HEAD
     ids=["all", "a frozen head", "a personal head"],
 )
 def test_it_holds_what_trains_and_came_from_the_server(plan: Plan, held: frozenset[str]) -> None:
-    """One step of length s in each coordinate that trains: (mu / 2) s^2 for each coordinate that is held."""
+    """A step s in each trained coordinate costs (mu / 2) s^2 for each covered coordinate."""
     step, mu = 0.5, 3.0
     params = {name: value + step * (name in plan.train) for name, value in MODEL.initial.items()}
     ctx = Context(MODEL, plan, MODEL.initial, sent={}, memory={}, lr=0.1)

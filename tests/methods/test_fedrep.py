@@ -1,4 +1,4 @@
-"""FedRep: first the head on the body as it came, then the body under the new head."""
+"""FedRep: trains the head on the received body, then the body with the new head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedTP: the hypernetwork follows the clients by the chain rule, and without it FedAvg is left."""
+"""FedTP: the hypernetwork's gradient step, personal weights, and its limit FedAvg."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MADE = MODEL.names("query", "key", "value")
 
 
 def trained(lr: float = 0.3) -> Server:
-    """After some rounds no part of the hypernetwork is at its start."""
+    """A server after some rounds, when every part of the hypernetwork has moved."""
     return play(run_of(fedtp(lr, embedding=3, hidden=4), 3, lr=0.3), MODEL, CLIENTS)[-1].server
 
 
 def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas() -> None:
-    """Of sum p_i <delta_i, w_i(z_i, hypernetwork)>, by autograd over the whole of it."""
+    """The gradient of sum p_i <delta_i, w_i(z_i, hypernetwork)> by autograd."""
     rule, server, lr = fedtp(0.3, embedding=3, hidden=4).server_rule, trained(), 0.3
     draw = Key(2).generator()
     deltas = {c: {n: torch.randn(v.shape, generator=draw) for n, v in MODEL.initial.items()} for c in "ab"}
@@ -65,7 +65,7 @@ def test_a_round_is_a_step_along_the_gradient_of_the_agreement_with_the_deltas()
 def test_every_client_is_sent_weights_of_its_own_and_the_rest_is_common() -> None:
     rule, server = fedtp(0.3, embedding=3, hidden=4).server_rule, trained()
     one, two = (rule.send(server, client, MODEL.all_names())[0] for client in "ab")
-    # No loss feels a key's bias, so that one moves by rounding alone.
+    # No loss depends on a key bias, so it moves by rounding alone.
     assert all(not torch.equal(one[name], two[name]) for name in MADE - {"layers.0.key.bias"})
     assert all(one[name] is two[name] for name in MODEL.all_names() - MADE)
     assert tensors.equal(one, rule.send(server, "a", MODEL.all_names())[0])
@@ -94,7 +94,7 @@ def test_newcomers_are_told_apart() -> None:
     one, two = (
         method.server_rule.send(server, client, MODEL.all_names())[0] for client in ("never seen", "nor this one")
     )
-    # Softmax does not feel a key's bias, so its gradient is rounding, or none at all.
+    # Softmax does not depend on a key bias, so its gradient is zero up to rounding.
     assert all(not torch.equal(one[name], two[name]) for name in MADE - {"layers.0.key.bias"})
 
 
@@ -112,7 +112,7 @@ def test_all_start_from_the_model_as_it_was_loaded() -> None:
 
 
 def test_without_a_hidden_layer_the_first_round_is_fedavgs_bit_for_bit_and_the_others_to_rounding() -> None:
-    """Then only the shift is left, which is the same for all."""
+    """Only the bias is left, which is the same for all clients."""
     plain = play(run_of(fedavg(), 4), MODEL, CLIENTS)
     rule = fedtp(lr=1.0, hidden=0)
     ours = play(run_of(rule, 4), MODEL, CLIENTS)

@@ -1,4 +1,4 @@
-"""FLoRA: the mean of products is exact, where LoRA's product of means is not."""
+"""FLoRA aggregates the exact mean of products, where LoRA aggregates a product of means."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from partita.methods.lora import lora
 from partita.models import ModelError
 
 MODEL = extended()
-# Away from where versions of transformers start, at which the queries' factors may hardly move.
+# Away from the initialization of transformers, where the factors of the queries may hardly move.
 for name, value in MODEL.initial.items():
     if ".lora_" not in name:
         MODEL.initial[name] = value + torch.randn(value.shape, generator=(Key(3) / name).generator())
@@ -38,7 +38,7 @@ LAYERS = ("vit.layers.0.attention.q_proj", "vit.layers.0.attention.v_proj")
 
 @dataclass
 class Tap:
-    """An engine that remembers what its clients sent."""
+    """An engine that records the updates of its clients."""
 
     engine: SimulationEngine
     sent: list[Update] = field(default_factory=list)

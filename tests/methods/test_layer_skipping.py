@@ -1,4 +1,4 @@
-"""Layer-skipping: the same layers in every round, and everything at its limit."""
+"""Layer-skipping: the same layers in every round, and FedAvg as its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank factors against plain PEFT and transformers, and LoRA against FedAvg."""
+"""Low-rank factors against PEFT and transformers, and LoRA against FedAvg."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_the_base_neither_moves_nor_travels() -> None:
 
 
 class Tied(Model):
-    """A head that is the embedding as well, as in many language models, and factors."""
+    """A model whose head is tied to the embedding, with low-rank factors."""
 
     name = "tied"
     tags = {  # noqa: RUF012

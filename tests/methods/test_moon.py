@@ -21,7 +21,7 @@ from partita.testing.toy import Float64Model, Float64Population, ToyTransformer
 
 
 def test_three_rounds_of_two_clients_are_the_papers() -> None:
-    """Two, since a single client's last model is the one it is sent, and the contrast then pulls nowhere."""
+    """With a single client, its last model equals the server's, and the contrastive term has no effect."""
     mu, temperature, rate = 2.0, 0.3, 0.2
     model, clients = Float64Model(small()), Float64Population(Clients(a=6, b=6))
     run = run_of(moon(mu, temperature), 3, lr=rate)
@@ -46,7 +46,7 @@ def test_three_rounds_of_two_clients_are_the_papers() -> None:
 
 
 def test_it_remembers_its_own_last_model_and_not_the_servers() -> None:
-    """With two clients the two differ, and the contrast then bends the second round."""
+    """With two clients the last local model differs from the server's, so the second round changes."""
     clients = Clients(a=7, b=7)
     first, second = (play(run_of(moon(mu), 2, lr=0.2), small(), clients) for mu in (0.0, 5.0))
     assert distance(first[0].server.params, second[0].server.params) < 1e-6

@@ -1,4 +1,4 @@
-"""pFedDC: what it is without its parts, and what travels."""
+"""pFedDC: its reductions to other methods, and what it sends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_without_own_prompts_and_text_it_is_vpfl() -> None:
 
 
 def test_without_own_prompts_it_is_federated_prompts_in_both_towers() -> None:
-    """From the same start as each alone, with all that is learnt shared."""
+    """The same initial prompts as promptfl and vpfl, all of them shared."""
     model, text, vision = (extended(each) for each in (pfeddc(3, 2, local=False), promptfl(3), vpfl(2)))
     assert tensors.equal(model.initial, {**text.initial, **vision.initial})
     method = pfeddc(3, 2, local=False)
@@ -78,7 +78,7 @@ def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_ke
     _, two = stepped(promptfl(text_tokens=4), longer)
     after = two.server.params["prompt.text.global"]
     assert torch.equal(one.server.params["prompt.text.global"], after[:2])
-    # What is sent is rounded twice, as a difference and as a sum; what is kept is not.
+    # Sent values are rounded twice, as a difference and as a sum; kept values are not.
     assert torch.allclose(state.personal["prompt.text.local"], after[2:], rtol=0, atol=1e-8)
     assert not torch.equal(after[2:], own)
 

@@ -1,4 +1,4 @@
-"""PromptFL: only the context trains and travels."""
+"""PromptFL: only the context is trained and sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_only_the_context_trains_and_travels() -> None:
 
 
 def test_a_step_of_all_clients_is_a_step_on_all_their_data() -> None:
-    """With one full batch each, the mean of what clients send is the step of whoever holds all examples."""
+    """With one full batch per client, the mean update equals a step on the pooled examples."""
     method = promptfl(text_tokens=3)
     model = extended(method, "float64")
     [played] = play(run_of(method, 1, SGD(), lr=0.1, batch_size=100), model, image_fixtures.FOUR)
@@ -64,7 +64,7 @@ def test_momentum_goes_on_from_round_to_round() -> None:
 
 
 def test_what_is_a_clients_own_trains_and_stays() -> None:
-    """The plan that methods with own prompts share."""
+    """The shared plan of methods with local prompts."""
     model = image_fixtures.towers("float32").prompted(
         "prompts", Key(4), text_tokens=2, owners=("global", "local"), fusion="none"
     )

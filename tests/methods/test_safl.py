@@ -1,4 +1,4 @@
-"""SAFL as a federation: what stays untouched, what travels, where gradients stop, and what it is at its limits."""
+"""SAFL: reductions, what is trained and sent, where gradients stop, options, and depth."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_and_otherwise_it_is_not() -> None:
     assert len({*results, tensors.digest(last(played(fedavg())))}) == 4
 
 
-# ---- what stays and what travels
+# ---- what is trained and sent
 
 
 def test_what_nobody_chose_is_handed_on_as_the_same_object_and_costs_nothing() -> None:
@@ -91,7 +91,7 @@ def test_a_client_sends_the_bytes_of_its_layers_and_head_and_no_more() -> None:
 
 
 def test_what_was_not_chosen_is_untouched_at_the_client_too() -> None:
-    """Bit for bit, whatever the optimizer does: no weight decay, no momentum."""
+    """No weight decay and no momentum reaches the other names."""
     run = run_of(safl(k=1), 1, OPTIMIZERS["adamw"])
     server = initial_server(run, MODEL)
     job, _ = make_job(run, MODEL, server, 0, "a")
@@ -108,7 +108,7 @@ def test_what_was_not_chosen_is_untouched_at_the_client_too() -> None:
 @pytest.mark.parametrize("case", ["bert-text", "vit-image", "llama-tokens", "clip-towers"])
 @pytest.mark.parametrize("method", [safl(k=1, select="static"), layer_skipping(0.25)], ids=lambda method: method.name)
 def test_the_backward_pass_stops_at_the_lowest_layer_that_was_chosen(case: str, method: Method) -> None:
-    """Below it nothing asks for a gradient, so that nothing is kept for one either."""
+    """Below it nothing requires a gradient, so no activations are kept."""
     sizes = {"clip-towers": {}}.get(case, {"num_hidden_layers": 4})
     model = adapted(case, sizes=sizes)
     asked: dict[int, bool] = {}
@@ -188,7 +188,7 @@ def test_capacities_can_be_said_in_a_config() -> None:
     method = build("safl", {key: value for key, value in config.method.items() if key != "name"})
     assert isinstance(rule := method.client_rules[0], TopLayers)
     assert rule.capacity == (("c3", 2), ("c4", 0.5))
-    assert method.clients == {"c3", "c4"}, "so that one who is not there is noticed"
+    assert method.clients == {"c3", "c4"}, "so that a missing client is reported"
     assert safl(capacity={"a": 1}, depth={"b": 1}).clients == {"a", "b"}
     assert hash(method.client_rules)
 
@@ -206,7 +206,7 @@ def test_a_shallower_client_runs_trains_and_is_sent_only_the_layers_it_has() -> 
         assert plan.down == plan.up == MODEL.all_names() - missing == job.params.keys()
         each = begin_round(run, MODEL, job, ClientState(), FOUR["c"].train)
         assert each.plan.train == MODEL.all_names() - missing
-        # What it lacks has no say in what it computes.
+        # Skipped layers do not affect its output.
         noisy = {name: value + (name in missing) for name, value in MODEL.initial.items()}
         batch = FOUR["c"].train.take(torch.arange(3))
         ours, theirs = (each.ctx.model(params, batch.inputs).logits for params in (noisy, MODEL.initial))
@@ -271,7 +271,7 @@ def test_it_needs_no_plan_of_its_own_so_that_any_other_plan_goes_with_it() -> No
         pytest.param("safl", {"k": 1, "select": "random"}, id="random", marks=pytest.mark.slow),
         pytest.param("safl", {"k": 1, "select": "round-robin"}, id="round-robin", marks=pytest.mark.slow),
         pytest.param("safl", {"k": 1, "select": "static"}, id="static", marks=pytest.mark.slow),
-        pytest.param("safl", {"k": 1, "over": "cohort"}, id="cohort", marks=pytest.mark.slow),
+        pytest.param("safl", {"k": 1, "average_over": "cohort"}, id="cohort", marks=pytest.mark.slow),
         pytest.param("safl", {"capacity": {"c1": 2, "c3": 1.0}}, id="capacity", marks=pytest.mark.slow),
         pytest.param("fedfrozen+safl", {"k": 1, "every": 2, "warmup": 2}, id="fedfrozen", marks=pytest.mark.slow),
         pytest.param("safl+scaffold", {"k": 1}, id="scaffold", marks=pytest.mark.slow),
@@ -284,7 +284,7 @@ def test_it_keeps_its_promises_in_every_setting(name: str, options: dict[str, An
 
 
 def test_it_learns() -> None:
-    """The loss falls though each client trains a third of the layers."""
+    """Although each client trains only a third of the layers."""
     clients = Clients(a=40, b=40, c=40)
     run = run_of(safl(k=1), 8, OPTIMIZERS["adamw"], lr=0.02)
     losses = [each.loss for each in play(run, MODEL, clients)]

@@ -1,4 +1,4 @@
-"""SCAFFOLD against its paper's pseudo-code in numpy, its optimum, and what holds its variates together."""
+"""SCAFFOLD against the paper's pseudocode in numpy, its optimum, and its control variates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVEN = (2, 2, 2, 2)
 @pytest.mark.parametrize("cohort", [1.0, 0.5])
 @pytest.mark.parametrize("lr", [1.0, 0.6])
 def test_every_round_is_the_papers(cohort: float, lr: float) -> None:
-    """Sizes differ on purpose: in the paper clients count alike."""
+    """Sizes differ on purpose: in the paper all clients count equally."""
     bowls, steps = Bowls(), 5
     x, c, own = start(), np.zeros(5), np.zeros((4, 5))
     for each in play_bowls(scaffold(lr), bowls, steps, 12, cohort=cohort):
@@ -53,7 +53,7 @@ def test_it_reaches_the_optimum_that_fedavg_misses(cohort: float, count: int) ->
 
 
 def test_fedavg_of_half_the_clients_misses_it_by_the_same_bias_on_average() -> None:
-    """Each cohort is as likely as another, so the mean of the affine maps is that of all clients, and so its rest."""
+    """All cohorts are equally likely, so the mean affine map and its fixed point are those of all clients."""
     bowls, path = Bowls(sizes=EVEN), []
     for each in play_bowls(fedavg(), bowls, 5, 160, cohort=0.5):
         path.append(flat(each.server.params))
@@ -71,7 +71,7 @@ def test_the_common_variate_stays_the_mean_of_all_clients_own() -> None:
 
 
 def test_the_first_round_is_fedavgs_bit_for_bit() -> None:
-    """All variates are zero then; clients of one size count alike in both."""
+    """All control variates are zero in it, and clients of equal size have equal weights."""
     clients = Clients(a=6, b=6, c=6)
     one, two = (play(run_of(method, 1), small(), clients) for method in (scaffold(), fedavg()))
     assert tensors.equal(last(one), last(two))

@@ -1,4 +1,4 @@
-"""How a client ranks its layers, how many it takes, and what it remembers and tells of that."""
+"""How a client ranks its layers, how many it selects, and what it stores and reports."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def each_examples_scores(examples: Examples, places: Tensor) -> Tensor:
     return torch.stack([paid[layer].mean(1) for layer in LAYERS], 1)
 
 
-# ---- by attention
+# ---- attention
 
 
 @pytest.mark.parametrize("client", ["a", "b", "c"])
@@ -119,7 +119,7 @@ def test_a_long_probe_is_looked_at_in_pieces_that_do_not_matter() -> None:
 
 
 class Blank(ToyTransformer):
-    """Pays the same to the chosen tokens everywhere."""
+    """Has the same attention score everywhere."""
 
     paid = 0.0
 
@@ -136,7 +136,7 @@ def test_a_probe_without_chosen_tokens_or_without_others_is_refused(paid: float,
     with pytest.raises(MethodError, match=rf"none of the 6 examples in a client's probe {message}.*method.probe"):
         narrow(rule_of(Attention("entities")), client="c", ctx=context(model))
     told = narrow(rule_of(Attention(probe=0.5, noise=1.0)), ctx=context(model)).metrics
-    assert len(told) == 4, "under noise an error would itself tell of the data"
+    assert len(told) == 4, "with noise, an error would reveal something about the data"
 
 
 def test_a_layer_that_has_no_score_is_named() -> None:
@@ -150,7 +150,7 @@ def test_a_layer_that_has_no_score_is_named() -> None:
         narrow(rule_of(Attention()), ctx=context(Short(width=4, layers=4)))
 
 
-# ---- under noise
+# ---- attention with noise
 
 
 def test_one_example_more_or_less_moves_the_sum_by_no_more_than_the_clip() -> None:
@@ -160,7 +160,7 @@ def test_one_example_more_or_less_moves_the_sum_by_no_more_than_the_clip() -> No
         cut = clip_rows(rows, norm)
         assert float(cut.norm(dim=1).max()) <= norm * (1 + 1e-12)
         assert torch.allclose(cut / cut.norm(dim=1, keepdim=True), rows / rows.norm(dim=1, keepdim=True))
-        assert torch.equal(cut[:5], rows[:5]), "what is short enough stays as it is"
+        assert torch.equal(cut[:5], rows[:5]), "rows within the norm do not change"
 
 
 def test_a_poisson_sample_takes_each_example_by_itself() -> None:
@@ -170,7 +170,7 @@ def test_a_poisson_sample_takes_each_example_by_itself() -> None:
     assert set(counts) == set(range(60))
     assert all(abs(count - 90) < 5 * math.sqrt(300 * 0.21) for count in counts.values())
     assert float(sizes.mean()) == pytest.approx(18, abs=1)
-    assert float(sizes.var()) == pytest.approx(60 * 0.21, rel=0.3), "as many as it comes to, and not a fixed number"
+    assert float(sizes.var()) == pytest.approx(60 * 0.21, rel=0.3), "the sample size is random"
     assert len(Key(0).poisson(60, 1.0)) == 60
     assert len(sample(60, 0.3, Key(0))) == 18
 
@@ -180,7 +180,7 @@ def test_scores_are_the_direction_of_the_clipped_sum_with_gaussian_noise_of_the_
     exact = clip_rows(each_examples_scores(examples, torch.arange(40)).double(), 0.2).sum(0)
     almost = narrow(rule_of(Attention(probe=1.0, noise=1e-9, clip=0.2)))
     assert list(almost.metrics.values()) == pytest.approx((exact / exact.norm()).tolist(), rel=1e-6)
-    assert almost.notes[ATTENTION] == {}, "heads are not part of what is released"
+    assert almost.notes[ATTENTION] == {}, "head scores are not part of the release"
     draws = []
     for round in range(200):
         draw = gaussian_noise({"scores": exact}, key_of(round) / "noise", 1.0)["scores"]
@@ -197,7 +197,7 @@ def test_an_empty_sample_is_noise_alone() -> None:
     assert len(chosen(choice)) == 2
 
 
-# ---- otherwise
+# ---- other selectors
 
 
 def test_by_gradients_the_layers_with_the_largest_are_chosen() -> None:
@@ -262,7 +262,7 @@ def test_those_that_need_no_data_look_at_none_and_tell_nothing(select: Selector)
     assert len(chosen(choice)) == 2
 
 
-# ---- how many
+# ---- number of layers
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_embeddings_train_when_asked_to() -> None:
 
 @dataclass
 class Counted(ToyTransformer):
-    """Counts how often its attention is asked for."""
+    """Counts the calls of its attention."""
 
     asked: list[int] = field(default_factory=list)
 
@@ -361,9 +361,9 @@ def test_who_was_away_chooses_anew_when_the_choice_is_too_old() -> None:
         assert torch.equal(paid, first.notes[ATTENTION][layer])
     assert later(first, 7).metrics
     assert not later(later(first, 5), 6).metrics
-    assert later(later(first, 5), 7).metrics, "a choice does not live longer by being used"
+    assert later(later(first, 5), 7).metrics, "using a selection does not extend its life"
     elsewhere = PLAN.narrow(PLAN.train - first.names)
-    assert later(first, 5, elsewhere).metrics, "what it chose is not in the plan any more"
+    assert later(first, 5, elsewhere).metrics, "the selected names are no longer in the plan"
 
 
 def test_a_choice_of_every_round_is_not_remembered() -> None:

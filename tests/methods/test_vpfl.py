@@ -1,4 +1,4 @@
-"""Vision-prompt FL: only the prompts of images train and travel."""
+"""Vision-prompt FL: only the vision prompts are trained and sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zero-shot: what was loaded is what is tested."""
+"""Zero-shot: the loaded model is evaluated unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture against plain transformers: outputs, roles, folders, and blocks of clients."""
+"""Every architecture against transformers: outputs, roles, saving, losses, and blocks of clients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def logits_of(out: Any) -> Tensor:
 
 
 def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
-    """Against the largest number where that is above 1: of logits of size 10, float32 itself knows no more."""
+    """Relative to the largest number if it exceeds 1, because float32 is no more precise."""
     return torch.allclose(left, right, rtol=0, atol=tolerance * max(1.0, float(right.detach().abs().max())))
 
 
@@ -97,7 +97,7 @@ BEFORE_ATTENTION = ("layernorm_before", "norm1", "ln_1", "input_layernorm", "lay
 
 
 def attentions(it: Case, params: Tensors) -> dict[str, tuple[Tensor, ...]]:
-    """By tower, of each layer: (example, head, query, key)."""
+    """Attention maps by tower and layer: (example, head, query, key)."""
     plain_names = split_qkv.join(it.model.module, params)
     with torch.no_grad():
         out = functional_call(
@@ -120,7 +120,7 @@ def test_attention_moves_with_the_query_and_the_key_of_its_layer_and_with_nothin
                 new = after[tower][layer]
                 here = f"layer.{layer}" in tags and (not tower or tower in tags)
                 if here and "key" in tags and name.endswith("bias") and not rotary:
-                    # It adds the same to all scores of a query, which softmax takes away.
+                    # It adds the same to all scores of a query, which softmax cancels.
                     assert close(new, old, 1e-5), (name, tower, layer)
                 elif here and (tags & {"query", "key"} or any(norm in name for norm in BEFORE_ATTENTION)):
                     assert not close(new, old, 1e-4), (name, tower, layer)
@@ -185,7 +185,7 @@ def test_a_block_gives_the_outputs_and_gradients_of_single_clients(case: str) ->
         for name, many, one in zip(together, slopes, own, strict=True):
             if one is None:
                 assert many is None
-                # Only pretraining uses the one, and CLIP's head for classes goes past the other.
+                # Only pretraining uses the mask token, and CLIP's classification head skips the post layer norm.
                 assert "mask_token" in name or (case == "clip-image" and "post_layernorm" in name), name
             else:
                 assert close(many[client], one, 1e-5 * max(1.0, float(one.abs().max()))), name
@@ -210,7 +210,7 @@ def test_gradients_of_single_examples_take_no_slow_path(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["roberta-tokens", "gpt2-lm", "llama-lm"])
 def test_the_padding_token_learns_alike_in_a_block_and_alone_where_it_is_seen(case: str) -> None:
-    """By itself vmap would leave its embedding out for the first client of a block and for no other."""
+    """Plain vmap would skip the padding embedding for the first client of a block only."""
     it = made(case)
     ids, targets = torch.stack([words(seed)["input_ids"] for seed in (0, 1)]), torch.zeros(EXAMPLES, TOKENS).long()
 
@@ -238,7 +238,7 @@ def test_the_padding_token_learns_alike_in_a_block_and_alone_where_it_is_seen(ca
 )
 def test_fedfrozen_keeps_its_promises(case: str, sizes: dict[str, int]) -> None:
     model = adapted(case, sizes=sizes)
-    # From where no bias is zero: under rounding alone a key's would move, and by nothing that can be compared.
+    # Start with non-zero biases: a zero key bias would move by rounding alone, which cannot be compared.
     found = check_method(fedfrozen(), replace(model, initial=moved(model.initial)), Few(made(case)))
     assert found.block_difference < 1e-5
     assert found.bytes_up > 0
@@ -332,7 +332,7 @@ def test_in_bfloat16_what_is_frozen_is_held_so_and_what_trains_in_float32(case: 
     model.save_pretrained(model.initial, tmp_path)
     plain = class_of(case).from_pretrained(tmp_path, attn_implementation="sdpa").eval()
     assert plain.dtype == torch.bfloat16
-    out = model(model.initial, inputs)  # without gradients, for which attention is written out
+    out = model(model.initial, inputs)  # without gradients, since the backward pass uses another attention path
     given = {name: value.bfloat16() if value.is_floating_point() else value for name, value in inputs.items()}
     seen = inputs["attention_mask"] == 1 if it.each_token else slice(None)
     assert torch.equal(plain(**given).logits.float()[seen], out.logits[seen])

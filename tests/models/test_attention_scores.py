@@ -1,4 +1,4 @@
-"""The attention that layers and heads pay to chosen tokens, against transformers' own maps of attention."""
+"""Attention scores of layers and heads, against the attention maps of transformers."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def batch_of(it: Case, left: bool = False) -> Batch:
 
 
 def maps(it: Case, inputs: Tensors) -> list[Tensor]:
-    """Of each layer: (example, head, query, key)."""
+    """Attention maps of each layer: (example, head, query, key)."""
     with torch.no_grad():
         out = it.plain(**inputs, **it.model.fixed, output_attentions=True)
     return list((out.vision_model_output if hasattr(out, "vision_model_output") else out).attentions)
 
 
 def formula(maps: list[Tensor], marked: Tensor, seen: Tensor) -> Tensor:
-    """(example, layer, head), as it is written: a mean over the queries that are seen, a sum over marked keys."""
+    """(example, layer, head) by the formula: a mean over visible queries of the sum over marked keys."""
     found = []
     for alpha in maps:
         paid = torch.einsum("ehij,ej->ehi", alpha.double(), marked.double())
@@ -76,7 +76,7 @@ def stacked(scores: dict[str, Tensor]) -> Tensor:
 
 
 def marks_of(it: Case, batch: Batch, tokens: str, count: int) -> tuple[Tensor, Tensor]:
-    """Marked and seen, row by row and in plain Python."""
+    """Marked and visible tokens, row by row in plain Python."""
     seen = batch.inputs.get("attention_mask", torch.ones(EXAMPLES, count))
     marked = torch.zeros(EXAMPLES, count)
     registers = 2 if "register" in it.model.name else 0
@@ -168,7 +168,7 @@ def test_padding_does_not_score(case: str) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any one tensor holds."""
+    """Records the size of the largest tensor created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_nothing_of_the_size_of_a_map_is_ever_made(case: str) -> None:
 
 
 def test_where_a_layer_leaves_the_scale_open_it_is_that_of_its_own_width() -> None:
-    """The values are wider while they are scored."""
+    """The value tensors are wider during scoring, which must not change the scale."""
     seen = []
 
     def scored(module: Any, *given: Any) -> Tensor:
@@ -270,7 +270,7 @@ def test_checkpointing_changes_nothing() -> None:
 
 @pytest.mark.parametrize("case", [*(name for name in NAMES if name.endswith(("-image", "-text"))), "qwen3-lm"])
 def test_a_head_is_made_of_the_parts_that_by_head_says(case: str) -> None:
-    """Without the parts of one head of the values, or of the output, all that this head did is gone, and no more."""
+    """Zeroing one head's part of the values or of the output removes exactly that head."""
     it = case_of(case)
     parts, inputs = it.model.head_dimensions(), inputs_of(it)
     tags = it.model.tags

@@ -1,4 +1,4 @@
-"""Frozen layers computed once: the same states as transformers', and the same training as without."""
+"""The cache of frozen layers: the states of transformers, and the same training as without a cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from partita.tasks import LM
 from partita.testing.toy import ToyTransformer
 
 LOWEST = ("embedding", "layer.0")
-# In an encoder of texts, a norm of another role stands between the embeddings and the first layer.
+# Text encoders have a norm with another role between the embeddings and the first layer.
 NORMS = {"bert": "bert", "roberta": "roberta", "electra": "electra", "distilbert": "distilbert"}
 RUNS = ["vit-image", "bert-text", "gpt2-lm", "llama-tokens"]
 EACH = [*RUNS, "deit-image", "dinov2_with_registers-image", "electra-text", "distilbert-text", "qwen2-lm"]
@@ -60,7 +60,7 @@ def rows_of(case: str, lengths: tuple[int, ...] = (9, 3, 1, 4)) -> Any:
 
 @dataclass(frozen=True)
 class Clients:
-    """Three of unlike size over one table."""
+    """Three clients of different sizes over one table."""
 
     table: Any
 
@@ -75,7 +75,7 @@ class Clients:
 
 
 def calls(layer: Any) -> list[int]:
-    """The number of examples in each pass through the layer's own parts from now on."""
+    """Record the number of examples in each later pass through the layer."""
     seen: list[int] = []
     layer.mlp.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
     return seen
@@ -110,7 +110,7 @@ def test_training_with_and_without_the_cache_is_the_same(case: str, block: int) 
 
 @pytest.mark.parametrize("case", EACH)
 def test_nothing_but_rounding_differs(case: str) -> None:
-    """A batch of the very rows that are computed together is the same arithmetic, and gives the same bits."""
+    """A batch of the same rows that were cached together is the same arithmetic."""
     model, table = model_of(case), rows_of(case)
     above, (cached,) = cache_frozen(model, table)
     params, rows = moved(model.initial), torch.arange(ROWS)
@@ -133,7 +133,7 @@ def test_frozen_layers_are_run_once_for_each_example() -> None:
 
 
 def test_states_do_not_depend_on_what_is_taken_first() -> None:
-    """So a resumed run remembers the same bits as one that was never stopped."""
+    """So a resumed run caches the same bits as an uninterrupted one."""
     many = ragged([[2 + row % 9] * (1 + row % 7) for row in range(CHUNK + 9)], 12, torch.zeros(CHUNK + 9))
     takes = [torch.tensor([CHUNK + 1, 3]), torch.arange(CHUNK + 9), torch.tensor([5])]
 

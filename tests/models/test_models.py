@@ -1,4 +1,4 @@
-"""The adapter against plain transformers: outputs, gradients, tags, folders, and blocks of clients."""
+"""The model adapter against transformers: outputs, gradients, tags, folders, and blocks of clients."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def images(seed: int = 0) -> Tensors:
 
 
 def moved(params: Tensors, seed: int = 1) -> Tensors:
-    """Away from the initialisation, whose zeros and ones hide mistakes."""
+    """Parameters away from the initialization, whose zeros and ones hide mistakes."""
     return {name: value + 0.3 * noise(seed, *value.shape) for name, value in params.items()}
 
 
 def plain(model: FunctionalModel, params: Tensors, attention: str = "eager") -> ViTForImageClassification:
-    """The same weights in transformers' own hands."""
+    """A transformers model with the same weights."""
     config = ViTConfig(**model.module.config.to_dict(), attn_implementation=attention)
     with torch.random.fork_rng(devices=[]):
         module = ViTForImageClassification(config).eval()
@@ -232,7 +232,7 @@ def test_attention_moves_with_the_tagged_parameters_and_with_no_others() -> None
                 own = f"layer.{layer}" in tags and (not tags.isdisjoint(("query", "key")) or "layernorm_before" in name)
                 earlier = "embedding" in tags or (layer == 1 and "layer.0" in tags)
                 if name in model.names("key") and name.endswith("bias"):
-                    # It adds the same to all scores of a query, which softmax takes away.
+                    # It adds the same to all scores of a query, which softmax cancels.
                     assert close(after[layer], before[layer]), (name, layer)
                 elif own or earlier:
                     assert not close(after[layer], before[layer], 1e-4), (name, layer)
@@ -495,7 +495,7 @@ def test_one_checkpoint_serves_every_kind_of_task(task: Texts, shape: tuple[int,
 
 
 def test_a_tuned_decoder_reads_texts_in_plain_transformers(tmp_path: Path) -> None:
-    """Which takes no batch of texts unless the config names a token for padding."""
+    """Transformers accepts a batch of texts only if the config names a padding token."""
     path = saved(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
     model = pretrained(Texts(), KEY, path=path)
     params = moved(model.initial)
@@ -506,7 +506,7 @@ def test_a_tuned_decoder_reads_texts_in_plain_transformers(tmp_path: Path) -> No
 
 def test_what_a_checkpoint_was_pretrained_for_is_left_behind_and_what_it_lacks_is_refused(tmp_path: Path) -> None:
     path = saved(BertForMaskedLM, BertConfig(**TINY_TEXT), tmp_path)
-    model = pretrained(Texts(), KEY, path=path)  # its predictions are left behind, its pooler and head are drawn
+    model = pretrained(Texts(), KEY, path=path)  # its prediction head is dropped, its pooler and head are new
     assert model.initial["bert.pooler.dense.weight"].abs().max() < 0.2
     with pytest.raises(ModelError, match="supports 'bert' for tasks of kind text or tokens, not lm"):
         pretrained(Texts(kind=LM), KEY, path=path)
@@ -531,7 +531,7 @@ def test_dinov2_takes_images_of_any_size_that_its_patches_divide(tmp_path: Path)
     path = saved(Dinov2ForImageClassification, config, tmp_path)
     model = pretrained(TASK, KEY, path=path)
     params, inputs = [moved(model.initial, seed) for seed in range(2)], images()
-    with no_slow_path():  # the position embeddings are stretched under vmap too
+    with no_slow_path():  # the position embeddings are interpolated under vmap too
         together = torch.vmap(lambda one: model(one, inputs).logits)(stacked(params))
     assert close(together[1], model(params[1], inputs).logits, 1e-5)
     with pytest.raises(ModelError, match=r"into patches of 2, but the task's images have size 5; resize .* to 6"):
@@ -732,7 +732,7 @@ def test_attention_is_softmax_of_scores_times_values(
     own_query = query[0] if shared == "query" else query
     with no_slow_path(), patch.dict(ALIGNMENT, {"cpu": aligned}):
         lifted = torch.vmap(attended, dims)(own_query, key, value, mask)
-        squares = torch.vmap(  # torch.func.grad under vmap takes the written-out path
+        squares = torch.vmap(  # torch.func.grad under vmap uses the written-out path
             torch.func.grad(lambda v, q, k, m: attended(q, k, v, m).square().sum() / 2), (0, dims[0], 0, dims[3])
         )(value, own_query, key, mask)
         across = torch.vmap(attended, (0, 1, 2))(query, key.movedim(0, 1), value.movedim(0, 2))

@@ -1,4 +1,4 @@
-"""FedFrozen's plan, SAFL's narrowed one and FedPer's personal one keep their promises on every architecture."""
+"""FedFrozen, SAFL and FedPer conform on every architecture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
 
 
 def model_of(case: str) -> FunctionalModel:
-    """Away from where biases are zero: under rounding alone a key's would move, by nothing that can be compared."""
+    """A model with non-zero biases: a zero key bias would move by rounding alone, which cannot be compared."""
     model = adapted(case)
     if case.endswith("-tokens"):
         model.module.config.label2id = {"O": 0, "B-x": 1, "I-x": 2}

@@ -1,4 +1,4 @@
-"""Frozen towers and what is learnt beside them, against plain transformers and formulas written out."""
+"""Frozen dual encoders with learned prompts, against transformers and written-out formulas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
 
 
 def moved(model: Model, size: float = 0.5) -> Tensors:
-    """Away from the start, whose zeros hide mistakes; the temperature stays."""
+    """Parameters away from the initial values, whose zeros hide mistakes; the temperature stays."""
     return {
         name: value
         if name == "logit_scale"
@@ -59,7 +59,7 @@ def moved(model: Model, size: float = 0.5) -> Tensors:
 
 
 def logits_of(pair: str, **more: Any) -> Tensor:
-    """By transformers alone: its tokenizer, its forward pass."""
+    """The logits computed by transformers alone."""
     tokenizer: Any = dual_encoder_fixtures.byte_pairs() if pair == "clip" else dual_encoder_fixtures.whole_words()
     tokens = tokenizer([PROMPT.format(name) for name in READABLE], padding=True, return_tensors="pt")
     tokens.pop("token_type_ids", None)
@@ -111,7 +111,7 @@ def test_a_context_that_says_what_the_template_says_reads_the_same(pair: str) ->
 
 
 def test_a_context_stands_between_the_start_and_the_name() -> None:
-    """The tower of transformers itself, run on rows put together by hand."""
+    """Against the text tower of transformers, run on embeddings assembled by hand."""
     towers, module = dual_encoder_fixtures.loaded(), dual_encoder_fixtures.plain("clip")
     context = torch.randn(3, 12, generator=KEY.generator(), dtype=torch.float64)
     table = module.text_model.embeddings.token_embedding
@@ -311,7 +311,7 @@ def test_prompts_are_drawn_by_name_from_the_key_alone() -> None:
 
 
 def numpy_sinkhorn(cost: np.ndarray[Any, Any], mass: float, smoothing: float, iterations: int) -> np.ndarray[Any, Any]:
-    """Entropic transport with patches that may give less, as the paper has it: one pair at a time, in plain numpy."""
+    """Unbalanced entropic transport as in the paper, one pair at a time in numpy."""
     patches, texts = cost.shape
     kernel = np.exp(-cost / smoothing)
     left, right = np.ones(patches), np.ones(texts)
@@ -342,7 +342,7 @@ def test_transport_at_its_limits() -> None:
     assert torch.isfinite(sinkhorn((40 * cost).float(), 0.8, 0.01, 50)).all(), "no kernel vanishes as a whole"
 
 
-# ---- learning
+# ---- training
 
 
 def test_a_run_leaves_the_towers_and_the_temperature_as_they_were() -> None:
@@ -380,7 +380,7 @@ def test_bytes_are_those_of_the_shared_tensors_and_the_envelope(name: str) -> No
 
 @pytest.fixture(scope="module")
 def wide() -> Model:
-    """As wide as ViT-B/16; prompts of one layer do not ask for how many layers and words there are."""
+    """As wide as ViT-B/16, with one layer and few words, which prompts of one layer do not depend on."""
     sight, reading, common = SHAPES["b16"]
     shallow = ({**sight, "num_hidden_layers": 1}, {**reading, "num_hidden_layers": 1, "vocab_size": 9}, common)
     with pytest.MonkeyPatch.context() as patch:
@@ -482,7 +482,7 @@ def test_vision_prompts_leave_nothing_to_remember() -> None:
     build_experiment(parse({**SMALL, "method": text_only, "engine": {"cache_frozen": True}}))
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize(
@@ -555,7 +555,7 @@ def test_random_towers_know_the_words_they_were_made_of() -> None:
     assert math.isclose(float(functional.normalize(towers.precomputed["texts"]).norm()), math.sqrt(3), rel_tol=1e-6)
 
 
-# ---- the studies that make a pair, and that attack what travels
+# ---- studies
 
 
 def study(path: str) -> Any:

@@ -1,3 +1,5 @@
+"""Layers that vmap can batch: patch embeddings as products, and linear layers under autocast."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Attacks: their arithmetic, and that they find what leaks and never more than was promised."""
+"""Privacy attacks: their statistics, that they find leaks, and that honest runs stay within their claim."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_delta_right_guesses_are_a_binomial() -> None:
 
 
 def test_a_bound_is_where_the_chance_becomes_the_risk() -> None:
-    """All guesses right: the accuracy to the power of the guesses is the risk."""
+    """If all guesses are right, the accuracy to the power of the guesses equals the risk."""
     included = np.array([True, False] * 50)
     found = bound_epsilon(included.astype(float), included, delta=0.0)
     accuracy = (0.05 / 4) ** (1 / found.guesses)
@@ -77,7 +77,7 @@ def test_a_bound_is_where_the_chance_becomes_the_risk() -> None:
 
 
 def test_a_bound_holds_for_randomised_response() -> None:
-    """Coins told truly with the odds e^epsilon: the bound is above epsilon in no more than 1 of 20 runs."""
+    """Randomized response with odds e^epsilon: the bound exceeds epsilon in at most 1 of 20 runs."""
     wrong, bounds = 0, []
     for _ in range(100):
         included = DRAW.random(200) < 0.5
@@ -85,11 +85,11 @@ def test_a_bound_holds_for_randomised_response() -> None:
         bounds.append(bound_epsilon(told + 1e-3 * DRAW.random(200), included, 0.0).epsilon)
         wrong += bounds[-1] > 1.0
     assert wrong <= 5
-    assert np.mean(bounds) > 0.4  # and it is no idle bound
+    assert np.mean(bounds) > 0.4  # and the bound is not vacuous
 
 
 def test_likelihood_ratios_find_what_shadows_show() -> None:
-    """Each example has a level of its own, which hides membership from a threshold and not from a ratio."""
+    """Each example has its own score level, which hides membership from a threshold but not from a ratio."""
     levels, gap = DRAW.normal(0, 5, 300), 1.0
     included = DRAW.random((24, 300)) < 0.5
     shadows = levels + gap * included + DRAW.normal(0, 0.5, included.shape)
@@ -97,7 +97,7 @@ def test_likelihood_ratios_find_what_shadows_show() -> None:
     target = levels + gap * coins + DRAW.normal(0, 0.5, 300)
     ratios = likelihood_ratios(target, shadows, included)
     assert roc(target[coins], target[~coins]).auc < 0.65
-    best = float(norm.cdf(gap / 0.5 / math.sqrt(2)))  # were the levels known
+    best = float(norm.cdf(gap / 0.5 / math.sqrt(2)))  # if the levels were known
     assert roc(ratios[coins], ratios[~coins]).auc == pytest.approx(best, abs=0.05)
     included[:, 0] = True
     assert np.isnan(likelihood_ratios(target, shadows, included)[0])
@@ -149,7 +149,7 @@ def test_gradients_of_examples_add_up_to_the_batchs() -> None:
 
 
 def attacked(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[float, float, PrivacyGuard | None]:
-    """(AUC, lower bound) of an eavesdropper on two rounds of whole batches, which are the easiest to read."""
+    """(AUC, lower bound, guard) of an eavesdropper on two full-batch rounds, the easiest case for the attack."""
     clients = Clients(**SIZES)
     run = run_of(fedavg(), count=2, lr=0.3, batch_size=60, seed=seed, drift=False)
     guard = make_private(run, MODEL, SIZES, privacy_config) if privacy_config else None
@@ -180,7 +180,7 @@ def test_the_lower_bound_does_not_exceed_the_claim(epsilon: float) -> None:
 
 
 def test_a_false_claim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that promises 0.5 and draws a thousandth of the noise; the attacker is told the claim, not the lie."""
+    """The run claims epsilon 0.5 but draws a thousandth of the noise; the attacker knows only the claim."""
     monkeypatch.setattr(
         private_gradients, "gaussian_noise", lambda like, key, std: gaussian_noise(like, key, std / 1000)
     )

@@ -1,4 +1,4 @@
-"""Runs that do something else than they were charged for are told from honest ones, and honest ones pass."""
+"""The audit detects runs that differ from what was charged, and passes honest runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def small_checks(monkeypatch: Patch) -> None:
 
 
 def failed(seed: int = 7, side_by_side: int = 1, **privacy: Any) -> set[str]:
-    """What the checks find of a run with three clients, one of whom is smaller than a batch."""
+    """The checks that fail for a run with three clients, one of them smaller than a batch."""
     run = run_of(
         replace(fedavg(), privacy=DPSGDSettings(**{"clip": 0.5, "noise": 0.8, **privacy})), batch_size=8, seed=seed
     )
@@ -72,7 +72,7 @@ def test_an_honest_run_passes(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["scaffold", "fedrep", "fedfrozen", "zero-shot"])
 def test_honest_runs_of_other_methods_pass(name: str) -> None:
-    """With a correction of gradients, two phases, another plan in each round, and nothing to train."""
+    """Methods with a gradient correction, two phases, a changing plan, and nothing to train."""
     run, model = run_of(replace(build(name), privacy=DPSGDSettings(0.5, 0.8)), batch_size=8), small()
     found = judge(check_examples(run, model, Clients(a=40, b=6), initial_server(run, model)))
     assert [each["what"] for each in found if not each["passed"]] == []
@@ -89,7 +89,7 @@ def test_half_the_noise(monkeypatch: Patch) -> None:
 
 
 def test_a_tensor_without_noise(monkeypatch: Patch) -> None:
-    """One of 13, and a small one: the deviation over all tensors hardly changes."""
+    """One small tensor of 13: the standard deviation over all tensors hardly changes."""
 
     def lie(like: Tensors, key: Key, std: float) -> Tensors:
         drawn = gaussian(like, key, std)
@@ -100,7 +100,7 @@ def test_a_tensor_without_noise(monkeypatch: Patch) -> None:
 
 
 def test_noise_of_another_shape(monkeypatch: Patch) -> None:
-    """Uniform noise of the same deviation has no tails, and promises nothing."""
+    """Uniform noise of the same standard deviation has no tails, so it gives no guarantee."""
 
     def lie(like: Tensors, key: Key, std: float) -> Tensors:
         drawn = gaussian(like, key, 1.0)
@@ -112,7 +112,7 @@ def test_noise_of_another_shape(monkeypatch: Patch) -> None:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A key that is the same whatever is added to its path."""
+    """A key that stays the same whatever is appended to its path."""
 
     key: Key
 
@@ -179,7 +179,7 @@ def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch:
 def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch: Patch) -> None:
     """Then an example's contribution depends on the others, and two batches may differ by more than the clip.
 
-    A few examples are tried in each run, so not every run shows it.
+    Each audit tries a few examples, so not every run shows it.
     """
 
     def lie(*rest: Any) -> tuple[Tensors, Tensor]:

@@ -1,4 +1,4 @@
-"""What privacy costs: the accountant against its library and closed forms, the ledger, and the noise for a budget."""
+"""Privacy accounting: epsilon against dp-accounting and closed forms, spending, noise search and forecasts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHOICE = PrivacyRelease("layers", noise=4.0, share=1.0, count=3)
 
 
 def theirs(accountant: library.PrivacyAccountant) -> float:
-    """The same releases, written by hand as the library's events."""
+    """Epsilon of the same releases, written as events of dp-accounting."""
     accountant.compose(library.PoissonSampledDpEvent(0.2, library.GaussianDpEvent(1.2)), 30)
     accountant.compose(library.GaussianDpEvent(4.0), 3)
     return float(accountant.get_epsilon(1e-5))
@@ -66,7 +66,7 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
 def test_gaussian_releases_have_a_closed_form(noise: float, times: int) -> None:
     wanted = gaussian_epsilon(noise / math.sqrt(times), 1e-5)
     assert epsilon({PrivacyRelease(TRAINING, noise, 1.0, times): 1}, 1e-5) == pytest.approx(wanted, rel=1e-3)
-    # A client in another's place moves a sum by twice the clip.
+    # Replacing a client moves a sum by twice the clip.
     assert epsilon({PrivacyRelease(TRAINING, 2 * noise, 1.0): times}, 1e-5, of_clients=True) == pytest.approx(
         wanted, rel=1e-3
     )
@@ -86,7 +86,7 @@ def account_of(**clients: tuple[float, int]) -> PrivacySpending:
 
 @pytest.mark.parametrize(("target", "worst"), [(0.5, "b"), (20.0, "a")])
 def test_the_noise_found_suffices_for_every_client(target: float, worst: str) -> None:
-    """Who is worst off depends on the noise: sampling helps more against large noise than against small noise.
+    """Which client is worst depends on the noise: sampling helps more with large noise than with small noise.
 
     Client a trains 200 steps with one example in twenty, client b one step with all of them.
     """
@@ -164,7 +164,7 @@ def test_what_a_client_releases_in_a_round() -> None:
     plain = fedavg().plan(model, RoundInfo(0, 3, "a"))
     assert releases_of(some, plain, 10) == [
         PrivacyRelease(TRAINING, 2.0, 1.0, 2)
-    ]  # the fourth step is of a second epoch
+    ]  # the fourth step belongs to a second epoch
     choosing = Method("choosing", client_rules=(Choosing(),), privacy=DPSGDSettings(1.0, 2.0))
     assert releases_of(run_of(choosing), plain, 3) == [Choosing.release, PrivacyRelease(TRAINING, 2.0, 1.0, 1)]
 
@@ -322,7 +322,7 @@ def test_the_table_is_checked() -> None:
     assert parse({"method": {"name": "fedavg"}}).privacy is None
 
 
-# ---- what a mutation check found untested
+# ---- found by mutation testing
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_client_is_billed_for_its_steps_and_its_share() -> None:
 
 @pytest.fixture
 def plain_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epsilon is steps times share over noise, and so the noise for an epsilon is known in closed form."""
+    """Replace epsilon by steps times share over noise, so that the noise for an epsilon has a closed form."""
 
     def cost(account: PrivacySpending) -> float:
         return max(sum(r.share * n / r.noise for r, n in bill.items()) for bill in account.bills.values())
@@ -405,7 +405,7 @@ def plain_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plain_costs")
 def test_a_forecast_of_one_client_says_what_other_choices_would_change() -> None:
-    client = Client(examples=100, batch=10, rounds=6)  # ten steps a round, each with a tenth of the examples
+    client = Client(examples=100, batch=10, rounds=6)  # ten steps per round, each with a tenth of the examples
     found = forecast_client(client, None, 2.0, None)
     assert found.after == {2: 1.0, 3: 1.5, 5: 2.5, 6: 3.0}
     assert (found.unit, found.noise, found.epsilon, found.delta) == ("example", 2.0, 3.0, 1e-5)
@@ -431,7 +431,7 @@ def test_a_forecast_of_one_client_says_what_other_choices_would_change() -> None
 
 @pytest.mark.usefixtures("plain_costs")
 def test_the_other_choices_of_a_forecast_are_twice_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share times steps stays the same with half the batch, so the bills themselves are looked at."""
+    """Share times steps does not change with half the batch, so the charged releases are compared."""
     seen = []
     monkeypatch.setattr(budget, "find_noise", lambda account, target: seen.append((account, target)) or 1.0)
     forecast_client(Client(examples=100, batch=10, rounds=6), None, 2.0, None)
@@ -469,16 +469,14 @@ def test_without_noise_no_other_noise_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_charged_beside_training() -> None:
-    """Only a rule that looks releases anything, and only as it says it does."""
+    """A rule is charged only if it uses data and declares a release."""
     plan = fedavg().plan(small(), RoundInfo(0, 3, "a"))
     quiet = replace(fedavg(), client_rules=(Quiet(),))
     assert releases_of(run_of(quiet), plan, 10) == []
-    assert releases_of(run_of(replace(fedavg(), client_rules=(Looking(),))), plan, 10) == [], (
-        "it says nothing of a release"
-    )
+    assert releases_of(run_of(replace(fedavg(), client_rules=(Looking(),))), plan, 10) == [], "it declares no release"
     assert releases_of(run_of(replace(fedavg(), client_rules=(Choosing(),))), plan, 10) == [Choosing.release]
     private = replace(fedavg(), client_rules=(Choosing(),), privacy=DPSGDSettings(1.0, 2.0))
-    assert releases_of(run_of(private), plan, 0) == [Choosing.release], "of no examples nothing is trained"
+    assert releases_of(run_of(private), plan, 0) == [Choosing.release], "without examples nothing is trained"
 
 
 class Looking(ClientRule):
@@ -491,7 +489,7 @@ class Quiet(ClientRule):
 
 @pytest.mark.usefixtures("plain_costs")
 def test_a_plan_knows_of_twice_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It trains one epoch for every round of the run, so that twice the rounds cost four times as much."""
+    """The plan trains one epoch per round of the run, so twice the rounds cost four times as much."""
     seen = []
     monkeypatch.setattr(budget, "find_noise", lambda account, target: seen.append(account) or 1.0)
 

@@ -1,4 +1,4 @@
-"""Client-level privacy: whole updates clipped, equal weights, a fixed cohort, and noise at the server."""
+"""Client-level privacy: clipped updates, equal weights, a fixed cohort size, and noise on the server."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_with_a_secret_the_noise_is_drawn_by_it_and_still_anew_in_each_round() -
 
 
 def test_norms_and_names_of_protected_clients_are_hidden() -> None:
-    """Rows leave out what tells of one client, and replies with other names are refused."""
+    """Round results leave out quantities of single clients."""
     method = protect_clients(fedavg(), 1.0, 0.1, 2)
     assert [transform.hides for transform in method.transforms] == [True]
     [played] = play(run_of(method, 1, cohort=2), small(), Clients(a=4, b=5))
@@ -166,7 +166,7 @@ def params_of(*sizes: int) -> dict[str, int]:
 
 
 def test_every_client_pays_for_every_round() -> None:
-    """A cohort of fixed size is drawn without replacement, and who was drawn is not to be known."""
+    """A cohort of fixed size is drawn without replacement and kept secret."""
     sizes = params_of(8, 8, 8, 8)
     some = make_private(run_of(fedavg(), cohort=2), small(), sizes, PrivacyConfig("client", noise=8.0))
     everyone = make_private(run_of(fedavg()), small(), sizes, PrivacyConfig("client", noise=8.0))
@@ -178,7 +178,7 @@ def test_every_client_pays_for_every_round() -> None:
     some.charge(0, ["c1", "c2"], {})
     assert some.spent() == some.forecast(1).epsilon() < some.planned
     before = some.spent()
-    some.charge(1, ["c1", "c2"], {}, population=2)  # the others were away, so these two were certain to be drawn
+    some.charge(1, ["c1", "c2"], {}, population=2)  # the others were absent, so these two were certain to be drawn
     assert before is not None
     assert (some.spent() or 0) - before > some.forecast(2).epsilon() - before
     with pytest.raises(PrivacyError, match=r"privacy\.accountant = 'rdp'"):
@@ -187,7 +187,7 @@ def test_every_client_pays_for_every_round() -> None:
 
 @pytest.mark.parametrize("drift", [True, False])
 def test_under_client_level_privacy_cohorts_are_hidden_and_drift_is_not_measured(drift: bool) -> None:
-    """Drift is computed from single updates before the noise, and sampling gains nothing if cohorts can be guessed."""
+    """Drift uses updates before the noise, and sampling gives no amplification if cohorts can be guessed."""
     run = run_of(fedavg(), 1, cohort=2, drift=drift)
     sizes = {"a": 4, "b": 5, "c": 6}
     by_client = make_private(run, small(), sizes, PrivacyConfig(unit="client", noise=3.0, accountant="rdp")).run
@@ -207,7 +207,7 @@ def test_a_budget_for_clients_is_met() -> None:
     assert distance(moved, small().initial) > 0
 
 
-# ---- what a mutation check found untested
+# ---- found by mutation testing
 
 
 def test_slots_are_noised_like_the_delta_and_apart_from_it() -> None:
@@ -224,7 +224,7 @@ def test_slots_are_noised_like_the_delta_and_apart_from_it() -> None:
 
 
 def test_slots_are_summed_over_the_cohort_like_the_delta() -> None:
-    """Whoever answers: two of four here. All count alike, whatever weight they claim."""
+    """Two of four clients reply. All count equally, whatever weight they claim."""
 
     def sized(client: str, size: float) -> Update:
         part = {"w": torch.full((2,), size)}

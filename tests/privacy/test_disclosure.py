@@ -1,4 +1,4 @@
-"""What leaves a client or is written down in a private run is charged, noised, withheld or named."""
+"""Everything a private run sends or records is charged, noised, withheld, or named as not covered."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_every_key_of_a_row_has_a_status(tmp_path: Path) -> None:
     seen = set[str]()
     for number, (method, privacy) in enumerate(runs):
         seen |= row_of(tmp_path / str(number), method, **privacy).keys()
-    rare = {"refused", "bounded", "skipped"}  # only in rounds with bad clients
-    assert seen | rare == ROW.keys(), "decide in privacy/disclosure.py what becomes of a key under either unit"
+    rare = {"refused", "bounded", "skipped"}  # only in rounds with faulty clients
+    assert seen | rare == ROW.keys(), "give the key a status for both units in privacy/disclosure.py"
 
 
 def test_losses_and_drift_of_raw_updates_are_not_written(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_losses_and_drift_of_raw_updates_are_not_written(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("method", "unit"), [("fedper", "client"), ("fedbabu", "example")])
 def test_models_that_saw_raw_data_are_not_scored(tmp_path: Path, method: str, unit: str) -> None:
-    """What clients keep under client-level privacy, and heads that are fitted for a test without noise."""
+    """Personal models under client-level privacy, and heads tuned without noise before an evaluation."""
     plain = row_of(tmp_path / "plain", {"name": method})
     hidden = row_of(tmp_path / "private", {"name": method}, **PRIVACY[unit])
     assert plain["test"]
@@ -118,7 +118,7 @@ def test_reasons_of_lost_clients_are_not_quoted(tmp_path: Path) -> None:
 
 
 class Telling(ClientRule):
-    """Looks at examples and tells a number, without saying that it looks."""
+    """Reports a number computed from examples without declaring that it uses data."""
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         return LayerSelection(plan.train, metrics={"targets": float(probe.take(key.permutation(8)).targets.sum())})
@@ -170,7 +170,7 @@ def test_the_guide_has_the_same_table() -> None:
 
 
 def test_what_is_withheld_is_empty_and_the_rest_of_a_row_stays() -> None:
-    """A table stays a table. Keys that are not listed are not touched."""
+    """Mappings become empty mappings. Keys that are not listed stay."""
     row = {
         "round": 3,
         "train_loss": 0.5,
@@ -193,7 +193,7 @@ def test_what_is_withheld_is_empty_and_the_rest_of_a_row_stays() -> None:
         "alarms": None,
         "note": "of my own",
     }
-    assert row == before, "the row that is passed in stays as it is"
+    assert row == before, "the given row is not modified"
 
 
 def test_the_record_says_what_is_not_covered_and_what_was_withheld() -> None:

@@ -1,4 +1,4 @@
-"""Noise, clip, sampling and epsilon as they are seen from outside, against their settings."""
+"""Noise, clipping, sampling and epsilon measured from outside, against their settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from partita.training.local_training import train_clients
 
 
 def test_the_sampling_rate_is_the_one_that_is_charged() -> None:
-    """Within 0.005 over 100,000 draws, and within 0.5% of itself over 4 million."""
+    """Within 0.005 over 100,000 draws, and within 0.5% over 4 million draws."""
     few = poisson_batches(500, Training(lr=1.0, batch_size=100, steps=200), None, Key(1))
     assert abs(sum(few.sizes) / 100_000 - 0.2) < 0.005
     many = poisson_batches(40_000, Training(lr=1.0, batch_size=8_000, steps=100), None, Key(2))
@@ -58,7 +58,7 @@ def visit_of(run: Run, model: Model, examples: Examples) -> ClientRound:
 
 @pytest.mark.parametrize(("size", "divisor"), [(3, 3), (8, 8), (12, 8)])
 def test_a_sum_is_divided_by_the_batch_size_expected(size: int, divisor: int) -> None:
-    """Of a batch of 8: a client with fewer examples takes them all, and one with more has batches of any size."""
+    """With a batch size of 8, a smaller client uses all its examples, and a larger one draws batches of any size."""
     run = run_of(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0)), lr=1.0, batch_size=8, steps=1)
     model, examples = small(), Clients(a=size)["a"].train
     each = visit_of(run, model, examples)
@@ -71,7 +71,7 @@ def test_a_sum_is_divided_by_the_batch_size_expected(size: int, divisor: int) ->
 
 
 class Line(Model):
-    """The gradient of an example is the example."""
+    """A model in which the gradient of an example is the example."""
 
     name = "line"
 
@@ -117,7 +117,7 @@ def test_an_example_whose_gradient_has_no_finite_norm_adds_nothing(value: float,
 
 
 def test_epsilon_of_a_run_is_that_of_dp_accounting() -> None:
-    """Written as the library's own events: the worst client is the one with the highest rate, asked in every round."""
+    """Against events of dp-accounting: the worst client has the highest sampling rate in every round."""
     sizes = {"a": 100, "b": 64, "c": 300}
     guard = make_private(run_of(fedavg(), count=5, batch_size=32, epochs=2), small(), sizes, PrivacyConfig(noise=4.0))
     costs = []

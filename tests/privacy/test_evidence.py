@@ -1,4 +1,4 @@
-"""The statistics of an audit, against their textbook formulas written out once more."""
+"""The statistics of an audit, against textbook formulas written independently."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_check_fails_below_its_share_of_the_significance() -> None:
     }
     assert (second["passed"], second["interval"]) == (True, None)
     assert [each["passed"] for each in evidence.judge(checks[1:])] == [True, False]
-    assert [each["passed"] for each in evidence.judge(checks)] == [True] * 3, "a third of 1e-6 is less"
+    assert [each["passed"] for each in evidence.judge(checks)] == [True] * 3, "each of three checks has a third of 1e-6"
 
 
 def chance(squares: float, count: int) -> float:
@@ -77,7 +77,7 @@ def test_normality_is_the_test_of_kolmogorov_and_smirnov() -> None:
 
 
 def test_the_chance_of_a_cosine_is_that_of_students_t() -> None:
-    """A single number has no direction. A cosine of one or, by rounding, above has no chance at all."""
+    """A single number has no direction. A cosine of 1, or above by rounding, has p-value 0."""
     cosines = np.array([0.9, 0.9, -0.9, 0.3, 1.0, 1.0 + 2e-16, -1.0, 0.0])
     lengths = np.array([1, 2, 2, 50, 10, 10, 3, 7])
     found = evidence.chance_of_cosine(cosines, lengths)

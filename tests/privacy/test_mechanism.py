@@ -1,4 +1,4 @@
-"""The parts of an audit's checks by themselves, on numbers small enough to count by hand."""
+"""The parts of the audit's mechanism checks, on numbers small enough to verify by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_squares_are_summed_over_streams_by_name() -> None:
 
 
 def test_noise_is_compared_between_steps_rounds_and_clients() -> None:
-    """Over all tensors that two steps share, and in each; the chance is that of the worst of all comparisons."""
+    """Over all tensors that two steps share, and for each one; the p-value is that of the worst comparison."""
     streams = [
         stream("x", 0, 0, 1, a=8, b=5),
         stream("x", 0, 1, 2, a=8, b=5),
@@ -95,7 +95,7 @@ def test_the_same_noise_twice_is_found_in_one_small_tensor() -> None:
     two_numbers = stream("x", 0, 0, 1, a=2), stream("x", 0, 1, 2, a=2)
     assert [found.numbers for found in mechanism._check_streams(two_numbers)] == [1]
     single = stream("x", 0, 0, 1, a=1), stream("x", 0, 1, 2, a=1)
-    assert mechanism._check_streams(single) == [], "a single number has no direction"
+    assert mechanism._check_streams(single) == [], "a single number has no correlation"
 
 
 def test_tensors_of_one_step_are_compared_from_their_beginning() -> None:
@@ -137,7 +137,7 @@ def test_correlations_do_not_depend_on_the_size_of_the_noise(scale: float) -> No
         assert (other.found, other.p) == pytest.approx((plain.found, plain.p))
 
 
-# ---- who is replayed
+# ---- replayed clients
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_without_its_first_example_a_batch_is_shorter_or_masked() -> None:
 
 
 def test_gradients_are_told_apart_by_client_phase_and_step() -> None:
-    """Side by side they have a row for each client, and in the last steps only for those who are still training."""
+    """A block has one row per client, and in its last steps only rows of clients that still train."""
     tape = mechanism.GradientRecorder("sgd")
     tape.blocks = [
         (["a", "b"], [{"w": torch.tensor([[1.0], [2.0]])}, {"w": torch.tensor([[3.0]])}]),
@@ -216,7 +216,7 @@ def test_sampling_is_checked_by_its_rate_its_variance_and_its_overlaps() -> None
 
 
 def test_what_is_certain_is_not_checked_for_chance() -> None:
-    """A client smaller than a batch takes all its examples in every step."""
+    """A client smaller than a batch uses all its examples in every step."""
     run = run_of(fedavg(), batch_size=4)
     found = mechanism._check_sampling(run, [visit(3, [0, 1, 2], [0, 1, 2])] * 2, 1)
     assert [each.what for each in found] == ["sampling rate"]
@@ -259,7 +259,7 @@ def test_cohorts_overlap_as_often_as_draws_without_replacement() -> None:
     cohorts = [["a", "b"], ["a", "c"], ["d", "e"], ["d", "e"], ["a", "b"]]
     _, again = mechanism_clients._check_cohorts(cohorts, 5, 2)
     pmf = hypergeom.pmf([0, 1, 2], 5, 2, 2)
-    above = 2 * pmf[1] * pmf[2] + pmf[2] ** 2  # three or four clients of two pairs
+    above = 2 * pmf[1] * pmf[2] + pmf[2] ** 2  # an overlap of three or four over two pairs of rounds
     assert (again.charged, again.found, again.numbers) == (2 / 5, 3 / 4, 2)
     assert again.p == pytest.approx(min(1.0, 2 * above))
     _, apart = mechanism_clients._check_cohorts([["a", "b"], ["c", "d"]], 5, 2)
@@ -280,7 +280,7 @@ def test_a_mean_over_the_cohort_becomes_a_sum() -> None:
     assert found["delta/w"].dtype == torch.float64
 
 
-# ---- choices
+# ---- layer selection
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_the_lean_of_choices_is_compared_with_honest_draws() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_the_noise_of_choices_is_compared_between_rounds_and_clients(rounds: int) -> None:
-    """Only in layers where there is nothing else, and each choice is in one pair at most."""
+    """Only layers that hold pure noise are compared, and each selection is in at most one pair."""
     told = np.random.default_rng(6).standard_normal((13, 4))
     told[3, 1:] = 0.0
     found = mechanism_choice._check_repeats(told, rounds)

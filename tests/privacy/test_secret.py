@@ -1,4 +1,4 @@
-"""The secret of a private run: made, kept from others, needed to resume, and written nowhere else."""
+"""The secret of a private run: created, protected, required to resume, and stored nowhere else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def played(config: dict[str, object], folder: Path) -> str:
 
 def test_a_private_run_makes_a_secret_that_only_its_owner_can_read(tmp_path: Path) -> None:
     first, second = (played(CONFIG, tmp_path / name) for name in ("a", "b"))
-    assert first != second, "the same config and seed, and other noise"
+    assert first != second, "the same config and seed draw different noise"
     path = tmp_path / "a" / secret.FILE
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -112,13 +112,13 @@ def test_a_secret_is_never_replaced(tmp_path: Path) -> None:
 
 
 def part_of(folder: Path) -> Path:
-    """Where the secret is written before it gets its name."""
+    """The temporary file that is renamed to the secret."""
     (folder / secret.FILE).parent.mkdir(parents=True, exist_ok=True)
     return folder / secret.FILE.with_name(f".secret.{os.getpid()}.part")
 
 
 def test_a_link_in_the_place_of_the_secret_is_not_followed(tmp_path: Path) -> None:
-    """Somebody else's link must not send the secret to another file, nor overwrite that file."""
+    """Another user's symlink must neither redirect the secret nor overwrite its target."""
     target, part = tmp_path / "target", part_of(tmp_path)
     target.write_bytes(b"untouched")
     part.symlink_to(target)
@@ -147,7 +147,7 @@ def test_a_link_that_appears_while_the_secret_is_written_stops_it(
 
 
 def test_a_secret_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a power cut could leave an empty file under that name, and the run could not be resumed."""
+    """Otherwise a power cut could leave an empty secret, and the run could not be resumed."""
     synced = []
 
     def fsync(handle: int) -> None:
@@ -210,7 +210,7 @@ def test_without_privacy_there_is_no_secret(tmp_path: Path) -> None:
 
 
 def test_under_client_level_privacy_nobody_who_knows_the_seed_knows_the_cohorts() -> None:
-    """What sampling clients gains for privacy, it gains only against those who do not know who was drawn."""
+    """Sampling clients improves privacy only against those who do not know the cohort."""
     config = {**CONFIG, "privacy": {"noise": 1.0, "unit": "client"}, "federation": {"cohort": 1}}
     clients = [f"c{number}" for number in range(50)]
     runs = [build(parse(config)).run for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Cards say what the code does: sections, parameters and plan tables are checked against it."""
+"""Method cards match the code: sections, parameters and plan tables."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ ABOVE_CORE = {
     "experiment": [*ON_CORE, "tasks", *ON_TASKS, "privacy", "engines"],
 }
 TOP = ["__init__", "__main__", "cli"]  # may import anything, and no other may import them
-ALONE = ["report"]  # reads recorded rows, so it may import nothing of partita but itself and how files are read
+ALONE = ["report"]  # reads recorded rows, so it may import only itself and the modules in FILES
 FILES = ["storage.atomic_files", "storage.safe_text"]
 
 # Library -> the only parts that may import it.
@@ -70,7 +70,7 @@ LIBRARIES = {
     "dp_accounting": ["privacy.accountant"],
     "cryptography": ["core.chacha"],
 }
-BY_STRING = ["import_module", "need"]  # functions that import what their first argument says
+BY_STRING = ["import_module", "need"]  # functions that import the module named by their first argument
 
 
 def fits(module: str, part: str) -> bool:
@@ -91,7 +91,7 @@ def allowed(module: str) -> list[str] | None:
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:
-    """Line and full name of all that the source imports; the last step of a name may be a thing inside a module."""
+    """Line and full name of every import; the last part of a name may be an object in a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

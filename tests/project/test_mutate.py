@@ -1,4 +1,4 @@
-"""The mutants that scripts/mutate.py makes, and what it says of those that survive."""
+"""The mutants of scripts/mutate.py, and its report on survivors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # where Python finds them when mutate.py is run
+sys.path.insert(0, str(SCRIPTS))  # as when mutate.py is run
 mutate, trials, mutation_tests, coverage = (
     import_module(name) for name in ("mutate", "trials", "mutation_tests", "coverage_by_test")
 )
@@ -100,7 +100,7 @@ def test_a_keyword_goes_where_the_function_can_do_without_it() -> None:
 
 
 def test_a_mutant_computes_what_its_change_says() -> None:
-    """Over several lines, after letters of several bytes, and inside a stronger operator."""
+    """Over several lines, after multi-byte characters, and inside an operator of higher precedence."""
     source = "def f(a, b):\n    é = 'ü'; return (a\n        + b) * b * a"
     results = {}
     for mutant in mutate.mutants("m", source, {}):
@@ -265,7 +265,7 @@ def test_lines_are_recorded_by_test(tmp_path: Path) -> None:
     assert found["t.py"] == (0.0, {})
 
 
-# ---- the processes
+# ---- trials
 
 
 def trial(source: str, limit: float = 60.0) -> Any:
@@ -296,7 +296,7 @@ def test_a_trial_that_the_machine_ends_proves_nothing(monkeypatch: pytest.Monkey
 def test_a_mutant_stands_in_for_its_file_wherever_it_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process of its own: all that imported the real one is forgotten there."""
+    """In a separate process, where all modules that imported the original are reloaded."""
     test = tmp_path / "test_rate.py"
     test.write_text(
         "from partita.core.settings import Training\nimport partita.core.optim\n"

@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""The README's example, table, commands and links are correct."""
 
 from __future__ import annotations
 

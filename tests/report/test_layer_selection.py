@@ -1,4 +1,4 @@
-"""Clients that choose their layers: what is recorded of it, what the alarms say, and how the report shows it."""
+"""Layer selection in rows, alarms and the report."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_page_shows_layers_steadiness_and_alarms(run: Path, tmp_path: Path) 
     by_layer = shares([record])
     assert sorted(by_layer) == [0, 1, 2]
     for done in range(1, 5):
-        assert sum(by[done] for by in by_layer.values()) == pytest.approx(1)  # each client sends one
+        assert sum(by[done] for by in by_layer.values()) == pytest.approx(1)  # each client sends one layer
     assert all(text.endswith("%") for text in overlap_between_rounds([record]))
     assert layers_by_round([record]) is not None
     text = page([record], tmp_path / "page.html").read_text()
@@ -69,7 +69,7 @@ def test_the_page_shows_layers_steadiness_and_alarms(run: Path, tmp_path: Path) 
 
 
 def test_alarms_are_recorded_and_survive_a_stop(tmp_path: Path) -> None:
-    """Images of one color: all layers pay attention alike, which takes three rounds to be sure of."""
+    """All layers have almost equal attention scores, which raises the alarm after three rounds."""
     config = parse({**CONFIG, "method": {"name": "safl", "k": 1, "tokens": "content"}, "rounds": 5})
     whole = list(start(config, tmp_path / "whole"))
     told = [row["alarms"] for row in whole]

@@ -1,4 +1,4 @@
-"""Reports against numpy and scipy by hand, on run folders written here."""
+"""Reports on generated run folders, against numpy and scipy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PERPLEXITY = Metric("perplexity", higher_is_better=False)
 
 
 def accuracies(values: list[float | None]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Rows with these test accuracies, None for a round without a test."""
+    """Rows with these test accuracies; None for a round without a test."""
 
     def edit(row: dict[str, Any]) -> dict[str, Any]:
         value = values[row["round"]]
@@ -267,7 +267,7 @@ def test_rounds_without_a_test_and_values_that_are_no_numbers(tmp_path: Path) ->
     assert line.reach.rounds == 6
     nan = run_of(tmp_path, "gaps", 1, [0.1, 0.2, 0.3, math.nan])
     comparison = compare([gaps, nan])
-    assert comparison.lines[0].final == 0.8  # and not 0.3, the last number of the other seed
+    assert comparison.lines[0].final == 0.8  # not 0.3, the last number of the other seed
     assert any("no final accuracy for seed 1" in comment for comment in comparison.comments)
     never = run_of(tmp_path, "never", 0, [None, None])
     comparison = compare([never])
@@ -366,9 +366,9 @@ def test_what_a_client_gains_over_learning_alone_is_told_client_by_client(tmp_pa
     shared = [
         load_run(write_run(tmp_path, "shared", seed, edit=own(values)))
         for seed, values in (
-            (0, {"c0": 0.7, "c1": 0.5, "c2": 0.7, "c3": 0.9}),  # gains 0.2, -0.1, 0; of c3 nobody knows
-            (1, {"c2": 0.9, "c0": 0.6}),  # gains 0.2, 0.1, in whatever order clients come
-            (2, {"c0": 0.0}),  # a seed that nobody played alone
+            (0, {"c0": 0.7, "c1": 0.5, "c2": 0.7, "c3": 0.9}),  # gains 0.2, -0.1, 0; c3 has no local-only value
+            (1, {"c2": 0.9, "c0": 0.6}),  # gains 0.2, 0.1, in any client order
+            (2, {"c0": 0.0}),  # a seed without a local-only run
         )
     ]
     comparison = compare([*shared, *alone])
@@ -411,7 +411,7 @@ def test_another_metric(tmp_path: Path) -> None:
 
 
 def perplexities(root: Path, label: str, seed: int, values: list[float]) -> RunRecord:
-    """A language model's run; the clients' own values are 1 to 20 above the last."""
+    """A language model run; the personal values are 1 to 20 above the test value."""
 
     def edit(row: dict[str, Any]) -> dict[str, Any]:
         value = values[row["round"]]
@@ -463,7 +463,7 @@ def test_a_metric_of_which_less_is_better(tmp_path: Path) -> None:
 
 def test_runs_that_are_judged_differently_are_not_compared(tmp_path: Path) -> None:
     runs = [run_of(tmp_path, "old", 0, [0.5]), perplexities(tmp_path, "new", 0, [40.0])]
-    assert runs[0].metric == ACCURACY  # its folder does not say
+    assert runs[0].metric == ACCURACY  # the default, since its folder names no metric
     for make in (compare, metric_by_round, lambda records: page(records, tmp_path / "page.html")):
         with pytest.raises(ReportError, match="'old' by accuracy, 'new' by perplexity; report them separately"):
             make(runs)
@@ -512,7 +512,7 @@ def test_labels_may_hold_markup(tmp_path: Path) -> None:
     label = "a|b [bold]_x_ $y$ <i>"
     comparison = compare([run_of(tmp_path, label, 0, [0.5, 0.6])])
     lines = [line for line in report.to_text(comparison).splitlines() if line.strip().startswith(label + " ")]
-    assert len(lines) == 3  # a line in each table; the comments start with a dot
+    assert len(lines) == 3  # one line per table; comments start with a dot
     assert r"a\|b \[bold]\_x\_ $y$ \<i>" in report.to_markdown(comparison)
 
 
@@ -536,7 +536,7 @@ def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[Run
     verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARM_UP + 0.5] * 2]
     assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].color]
     early = [RunRecord(**{**vars(record), "rows": record.rows[:WARM_UP], "finished": False}) for record in records]
-    assert changes(early) == []  # the plan tells of stages that an unfinished run has not come to
+    assert changes(early) == []  # the plan lists stages that an unfinished run has not reached
     drift = drift_by_role(records)
     assert drift is not None
     lengths = {panel.get_title(loc="left"): [len(line.get_xdata()) for line in panel.lines] for panel in drift.axes}
@@ -597,7 +597,7 @@ def test_the_picture_is_a_wide_png_and_matplotlib_stays_as_it_was(records: list[
     data = picture(records, tmp_path / "deep" / "out.png").read_bytes()
     figure = personal_by_client(records)
     assert figure is not None
-    assert "<text" in svg(figure, "clients")  # letters, not outlines: the setting did hold for a moment
+    assert "<text" in svg(figure, "clients")  # text instead of outlines, by a temporary setting
     assert dict(matplotlib.rcParams) == before
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
@@ -615,7 +615,7 @@ def test_without_matplotlib_the_remedy_is_named(records: list[RunRecord], monkey
 
 
 class Reader(HTMLParser):
-    """Collects ids, links and text, and refuses tags that do not match."""
+    """Collects ids, links and text, and fails on mismatched tags."""
 
     VOID = frozenset({"meta", "br", "use", "path", "line", "rect", "image", "circle"})
 
@@ -722,7 +722,7 @@ def test_a_failed_page_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_reports_need_rows_only() -> None:
-    """Nothing but the standard library at import, never torch, pyplot, or of the core more than how files are read."""
+    """At import only the standard library; never torch, pyplot, or more of core than safe file reading."""
     folder = Path(report.__file__).parent
     for path in folder.glob("*.py"):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""Checkpoints, sealed files and client states: whole, damaged, half written, old, and oddly named."""
+"""Checkpoints, checksummed files and client states: round trips, damage, failed writes, retention, odd names."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, server: Server) -> 
 
 @pytest.mark.parametrize("owners", [(), ("a",), ("a", "z", "ü/x"), ("a", "other")])
 def test_a_checkpoint_says_which_states_belong_to_it(tmp_path: Path, owners: tuple[str, ...]) -> None:
-    """Also of clients that the ledger does not know, and where it knows others."""
+    """Also for clients unknown to the parameter versions, and when other clients are known."""
     states = {client: (place + 3, f"{place + 1:032x}") for place, client in enumerate(owners)}
     saved = checkpoint.read(checkpoint.save(tmp_path, 5, server_of(), "my run", "my rows", states))
     assert saved.states == states
@@ -89,7 +89,7 @@ def test_the_newest_checkpoint_is_read_and_the_first_server_if_there_is_none(tmp
 
 
 def test_one_tensor_may_be_held_twice(tmp_path: Path) -> None:
-    """As by a rule that remembers the parameters of the last round."""
+    """A rule that stores the last round's parameters in its state holds such a tensor."""
     params = {"w": torch.arange(3.0)}
     server = Server(params, {"before": params}, ParameterVersions({"w": 0}))
     assert_same(server, checkpoint.load(checkpoint.save(tmp_path, 1, server))[1])
@@ -189,7 +189,7 @@ def test_files_that_are_not_sealed_are_left_alone(tmp_path: Path) -> None:
 def test_a_write_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a power cut can leave an empty file under the final name."""
     calls: list[str] = []
-    sync, rename = posix.fsync, os.replace  # the real one: elsewhere tests do without
+    sync, rename = posix.fsync, os.replace  # the real calls: conftest.py disables fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), sync(handle))[1])
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), rename(*paths))[1])
     atomic_files.write(tmp_path / "new" / "x", b"data")
@@ -238,7 +238,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_rule_may_remember_what_the_client_keeps(tmp_path: Path) -> None:
-    """The same tensor twice, as a rule that remembers where it ended hands back."""
+    """A rule that stores its final parameters returns such a tensor."""
     value = {"w": torch.arange(3.0)}
     DiskStore(tmp_path).save("c", 0, ClientState(value, {"end": value}))
     back = DiskStore(tmp_path).load("c", 1)
@@ -258,7 +258,7 @@ def test_a_visit_starts_from_the_newest_earlier_state(tmp_path: Path, kind: str)
 
 
 def test_only_states_that_a_checkpoint_names_count(tmp_path: Path) -> None:
-    """A state of the same round that somebody put there is not read, and a missing one is an error."""
+    """An extra state file of the same round is ignored, and a missing one is an error."""
     written = DiskStore(tmp_path, newest={})
     assert written.states() == {}
     assert written.load("a", 0).personal == {}
@@ -270,7 +270,7 @@ def test_only_states_that_a_checkpoint_names_count(tmp_path: Path) -> None:
     found = DiskStore(tmp_path, newest=states)
     assert found.known() == ["a"]
     assert found.load("a", 3).personal["w"].item() == 2.0
-    assert found.load("a", 2).personal["w"].item() == 1.0, "the newest before that round"
+    assert found.load("a", 2).personal["w"].item() == 1.0, "the newest state before that round"
     assert found.load("new", 3).personal == {}
     DiskStore(tmp_path).save("stranger", 0, ClientState({"w": torch.ones(1)}))
     assert [found.load("stranger", number).personal for number in (1, 3)] == [{}, {}]
@@ -354,7 +354,7 @@ def test_a_damaged_state_is_named_with_its_client(tmp_path: Path) -> None:
 def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, in_memory: bool
 ) -> None:
-    """Random visits and checkpoints, and what each checkpoint's clients would start from if resumed."""
+    """Random rounds and checkpoints: every kept checkpoint finds the states its clients would resume from."""
     folder = tmp_path_factory.mktemp("store")
     disk = DiskStore(folder)
     store = MemoryStore(disk) if in_memory else disk
@@ -373,7 +373,7 @@ def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
                 expected = max((visit for visit in visits if visit < done), default=None)
                 assert value_of(fresh.load(client, done)) == expected
     for client, visits in history.items():
-        # Of what is older than the second last checkpoint, the last visit saw to it that at most one file is left.
+        # The last save keeps at most one state that is older than the second-last checkpoint.
         written = [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(folder / client)]
         known = [done for done in commits if visits and done <= visits[-1]]
         if not in_memory and len(known) >= 2:

@@ -1,4 +1,4 @@
-"""check_method passes every method that is right, and names the promise that a wrong one breaks."""
+"""check_method passes every correct method, and names the property that a wrong method breaks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from partita.testing.conformance import ConformanceError, ConformanceReport, che
 
 
 def check(method: Method, tolerance: float = 1e-5) -> ConformanceReport:
-    """On one layer and four clients of one or two batches: the same promises in a quarter of the time."""
+    """Check on one layer and four small clients: the same properties in a quarter of the time."""
     if method.extend:
         return check_method(method, image_fixtures.small(), image_fixtures.FOUR, tolerance=tolerance)
     return check_method(method, small(), Clients(c0=3, c1=9, c2=12, c3=6), tolerance=tolerance)
 
 
-# ---- those that are right
+# ---- correct methods
 
 
 @cache
@@ -54,7 +54,7 @@ def findings_of(name: str) -> ConformanceReport:
     return check(build(name, BRIEF.get(name.partition("+")[0], {})))
 
 
-# In the fast suite are all methods, of a family (FedOpt) one, and a composition of each kind.
+# The fast suite covers all methods, one of the FedOpt family, and one composition of each kind.
 SLOW = {*COMPOSITIONS, "fedyogi", "fedadagrad"} - {"fedfrozen+scaffold", "fedper+moon+fedadam", "lora+fedprox+fedadam"}
 
 
@@ -86,7 +86,7 @@ def test_every_method_and_supported_composition_conforms(name: str) -> None:
         ("feddyn", {"alpha": 1.0}),
         ("moon", {"mu": 5.0}),
         ("fedadam", {"debias": False}),
-        ("fedpart", {"full": 1, "each": 1}),
+        ("fedpart", {"full_rounds": 1, "rounds_per_layer": 1}),
         ("layer-skipping", {"layers": [0]}),
         ("fedper", {"personal": ["head", "norm"]}),
         ("fedrep", {"body_epochs": 2}),
@@ -123,7 +123,7 @@ def keep_the_head(model: Model, round_info: RoundInfo) -> Plan:
 
 @dataclass(frozen=True)
 class Drag(ClientRule):
-    """A rule with everything: memory, a correction from it, a slot sent up."""
+    """A rule with memory, a gradient correction from it, and a slot sent up."""
 
     slots: Names = frozenset({"drag"})
 
@@ -140,7 +140,7 @@ class Drag(ClientRule):
 
 @dataclass(frozen=True)
 class Rounded(UpdateTransform):
-    """Rounds at random, by its key."""
+    """Perturbs the delta with its key."""
 
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         delta = {name: value + 1e-3 * (key / name).uniform() for name, value in update.delta.items()}
@@ -151,7 +151,7 @@ def test_a_method_with_every_kind_of_state_conforms() -> None:
     """Personal parameters, memory, slots, a keyed transform, a carried optimizer and a server with momentum."""
     parts = Method("own", keep_the_head, (Drag(),)), Method("b", transforms=(Rounded(),), server_rule=ServerMomentum())
     whole = replace(compose(*parts, fedprox(0.5)), carry_optimizer=True)
-    assert check(whole, tolerance=2e-5).bytes_up > findings_of("fedavg").bytes_up  # the slot travels too
+    assert check(whole, tolerance=2e-5).bytes_up > findings_of("fedavg").bytes_up  # the slot is sent too
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,12 @@ def test_a_method_that_narrows_by_data_conforms() -> None:
     check(Method("largest", client_rules=(Largest(),)))
 
 
-# ---- those that are wrong
+# ---- wrong methods
 
 
 @dataclass
 class HiddenMemory(ClientRule):
-    """Keeps in self what it should hand back."""
+    """Keeps state in self that it should return."""
 
     seen: dict[str, float] = field(default_factory=dict)
 
@@ -192,7 +192,7 @@ class HiddenMemory(ClientRule):
 
 @dataclass
 class ForgetsOnResume(ServerRule):
-    """Its velocity lives in self and starts anew with a new run, so that only a resumed run is wrong."""
+    """Keeps its velocity in self and resets it in a new run, so only a resumed run is wrong."""
 
     velocity: Tensors = field(default_factory=dict)
 
@@ -230,7 +230,7 @@ class MovesFrozen(ServerRule):
 
 @dataclass(frozen=True)
 class InPlace(ServerRule):
-    """Moves the server's own tensors, so that nobody can tell that they changed."""
+    """Changes the server's tensors in place, so that the change cannot be detected."""
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         for name, value in aggregate.delta.items():
@@ -240,7 +240,7 @@ class InPlace(ServerRule):
 
 @dataclass(frozen=True)
 class Leaks(UpdateTransform):
-    """Adds a personal name to the update, after the plan's gate."""
+    """Adds a personal name to the update after the plan was applied."""
 
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         return replace(update, delta={**update.delta, "head.weight": torch.zeros(3, 4)}), {}
@@ -257,7 +257,7 @@ class Adds(UpdateTransform):
 
 @dataclass
 class Restless:
-    """A plan that follows a counter of its own calls."""
+    """A plan that depends on a counter of its calls."""
 
     calls: int = 0
 
@@ -270,7 +270,7 @@ class Restless:
 
 @dataclass
 class FollowsOthers(ClientRule):
-    """Carries a number from the client trained before to the next."""
+    """Carries a number from one client to the next."""
 
     last: float = 0.0
 
@@ -282,7 +282,7 @@ class FollowsOthers(ClientRule):
 
 @dataclass(frozen=True)
 class SeesTheBlock(ClientRule):
-    """A penalty that counts examples and so weighs the padding of a block."""
+    """A penalty that counts examples, including the padding of a block."""
 
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor:
         return 0.1 * len(batch.targets) * params["head.weight"].pow(2).sum()
@@ -299,7 +299,7 @@ class Writes(ClientRule):
 
 @dataclass(frozen=True)
 class SendsLess(UpdateTransform):
-    """Sends fewer names when the update is small, which no plan foretells."""
+    """Sends fewer names when the update is small, which the plan cannot predict."""
 
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         small = {name for name, value in update.delta.items() if float(value.abs().max()) < 0.02}
@@ -344,7 +344,7 @@ class MemoryInSelf(UpdateTransform):
 
 @dataclass(frozen=True)
 class Copies(ServerRule):
-    """Hands on names that did not change as new objects, so that all are sent again in every round."""
+    """Copies unchanged tensors, so that all are sent again in every round."""
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         server = super().apply(server, aggregate)

@@ -1,4 +1,4 @@
-"""Recorded steps, with a recorder that plays the work again in place of a GPU."""
+"""CUDA graphs on a CPU, with a fake recorder that repeats the work at each replay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from partita.training.local_training import train_clients
 
 
 class Again:
-    """Records nothing on the way: the work is done at each replay, in the same places."""
+    """Does no work while recording: each replay runs the work again into the same tensors."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -60,7 +60,7 @@ CASES = {
 def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, block: int) -> None:
     again = Again()
     recorded = play(method, optimizer, GraphCache(again), block)
-    assert again.recorded  # or nothing was tried
+    assert again.recorded  # otherwise nothing is compared
     plain = play(method, optimizer, None, block)
     assert recorded.keys() == plain.keys()
     assert farthest(recorded, plain) < 1e-4
@@ -69,7 +69,7 @@ def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, blo
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "local-only"])
 def test_a_block_given_before_the_last_is_answered_for_changes_nothing(method: str, recorded: bool) -> None:
-    """Though both may have been computed in the same places."""
+    """Although both blocks may use the same static tensors."""
     ended = [play(method, SGD(), GraphCache(Again()) if recorded else None, 1, ahead=ahead) for ahead in (0, 1)]
     assert tensors.equal(*ended)
 
@@ -163,7 +163,7 @@ def test_a_cpu_records_nothing() -> None:
 
 
 def test_what_can_be_compiled_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced whole, and played without the compiler's own kernels, which take long to make."""
+    """Traced as a full graph, without the compiler's own kernels, which are slow to build."""
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="aot_eager", **told))
     compiled = play("fedprox", SGD(0.9), GraphCache(None, compile=True), 4, 2)
@@ -172,7 +172,7 @@ def test_what_can_be_compiled_is_what_it_was(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_two_plans_and_batches_of_all_sizes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is more programs than torch makes of one function by itself."""
+    """More programs than torch compiles for one function by default."""
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="eager", **told))
     compiled = play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
@@ -218,7 +218,7 @@ def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9)], ids=["adamw", "momentum"])
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedper", "fedfrozen"])
 def test_a_run_goes_on_with_new_recordings_bit_for_bit(method: str, optimizer: Optimizer) -> None:
-    """After a stop the first steps are taken plainly again, where the whole run replayed its recordings."""
+    """After a resume the first steps run eagerly again, where the uninterrupted run replays graphs."""
     run, model, federation = scene(method, optimizer)
     kept = MemoryStore()
     engines = [

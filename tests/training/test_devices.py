@@ -1,4 +1,4 @@
-"""What must hold on every device. A machine without a GPU skips what is for one."""
+"""What must hold on every device. Without a GPU, the GPU cases are skipped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ON_CPU: list[dict[str, Any]] = [{"device": "cpu", "clients_per_block": 1}, {"dev
 
 
 def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """A run's rows but for the time they took, and the digest of all it left."""
+    """A run's rows without their times, and the digest of its result."""
     rows = [{name: value for name, value in row.items() if name != "seconds"} for row in run_folder.read_rows(folder)]
     result = run_folder.finished(folder)
     assert result is not None
@@ -74,7 +74,7 @@ def test_two_workers_on_one_gpu_leave_the_record_of_one(method: str, engine: dic
 
 @on_a_gpu
 def test_a_gpu_draws_the_noise_of_a_cpu() -> None:
-    """The cipher bit for bit; Gaussians to the last digits of float64, which the grid of what is released swallows."""
+    """The cipher bit for bit; Gaussian draws up to float64 rounding, which the release grid removes."""
     keys, blocks = [bytes(range(start, start + 32)) for start in (0, 7)], [3, 1000]
     there, here = (chacha._stream(keys, blocks, torch.device(name)) for name in ("cuda", "cpu"))
     assert all(torch.equal(one.cpu(), other) for one, other in zip(there, here, strict=True))
@@ -101,5 +101,5 @@ def test_a_private_round_on_a_gpu_is_that_of_a_cpu_up_to_rounding() -> None:
         )
         first = next(rounds(run, model, engine, server))
         ends.append({name: value.cpu() for name, value in first.server.params.items()})
-    assert distance(*ends) < 1e-3  # a grid point at most: sums of gradients differ by rounding
+    assert distance(*ends) < 1e-3  # one grid point at most: sums of gradients differ by rounding
     assert distance(ends[0], {name: value.cpu() for name, value in model.initial.items()}) > 0.1

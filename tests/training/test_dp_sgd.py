@@ -1,4 +1,4 @@
-"""Example-level privacy: clipped gradients, noise, and what is refused."""
+"""Example-level privacy (DP-SGD): clipped gradients, noise, sampling, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from partita.training.dp_sgd import clipped_sum
 from partita.training.local_training import train_clients
 
 NOISY = DPSGDSettings(clip=0.5, noise=0.8)
-OPEN = DPSGDSettings(clip=float("inf"), noise=0.0, sampling="shuffle")  # no privacy at all, by the private way
+OPEN = DPSGDSettings(clip=float("inf"), noise=0.0, sampling="shuffle")  # no privacy, but through the private code path
 
 
 def private(method: Method, privacy_config: DPSGDSettings = NOISY) -> Method:
@@ -65,7 +65,7 @@ def test_the_sum_is_that_of_micro_batches(clip: float, chunk: int | None) -> Non
 
 
 class Pieces(nn.Module):
-    """A transformer layer out of the modules that opacus knows."""
+    """A transformer layer built from modules that opacus supports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,9 @@ class Pieces(nn.Module):
         return self.head((state + scores.softmax(-1) @ self.value(state)).mean(-2))
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # opacus, of an embedding: tokens have no gradient
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing"
+)  # opacus warns that the tokens of an embedding have no gradient
 def test_gradients_of_examples_are_those_of_opacus() -> None:
     from opacus import GradSampleModule
 
@@ -107,7 +109,7 @@ def test_gradients_of_examples_are_those_of_opacus() -> None:
 def test_what_the_mask_leaves_out_adds_nothing() -> None:
     model, data = small(), Clients(a=8)["a"].train
     some, all_ = data.take(torch.arange(5)), data.take(torch.arange(8))
-    all_.inputs["x"][6] = float("nan")  # not even if it is no number
+    all_.inputs["x"][6] = float("nan")  # not even if it is NaN
     mask = (torch.arange(8) < 5).float()
     found, _ = clipped_sum(loss_of(model), model.initial, all_.inputs, all_.targets, mask, NOISY)
     wanted, _ = clipped_sum(loss_of(model), model.initial, some.inputs, some.targets, None, NOISY)
@@ -125,7 +127,7 @@ def test_an_example_without_a_finite_gradient_is_left_out() -> None:
 
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9, weight_decay=0.1), AdamW()], ids=["momentum", "adamw"])
 def test_no_clipping_and_no_noise_is_no_privacy(optimizer: SGD | AdamW) -> None:
-    """In float64, since AdamW makes motion of rounding; batches are dealt alike, and none is short."""
+    """In float64, because AdamW amplifies rounding. Both runs use the same batches, and none is short."""
     model, clients = Float64Model(small()), Float64Population(Clients(a=8, b=12))
     plain, ours = (run_of(method, optimizer=optimizer) for method in (fedavg(), private(fedavg(), OPEN)))
     assert distance(last(play(plain, model, clients)), last(play(ours, model, clients))) < 1e-9
@@ -133,13 +135,13 @@ def test_no_clipping_and_no_noise_is_no_privacy(optimizer: SGD | AdamW) -> None:
 
 
 def noise_alone(like: Tensors, key: Key, std: float) -> Tensors:
-    """What is released of a sum of zero."""
+    """The release of a zero sum."""
     noise = gaussian_noise(like, key, std)
     return {name: add_noise(torch.zeros_like(value), noise[name], std) for name, value in like.items()}
 
 
 def test_the_noise_is_drawn_by_client_round_step_and_name() -> None:
-    """With nothing but noise in it, an update is the sum of what the keys draw."""
+    """With gradients clipped to almost zero, an update is the sum of the noise draws."""
     privacy_config = DPSGDSettings(clip=1e-9, noise=3e8)
     run, model, clients = run_of(private(fedavg(), privacy_config), lr=1.0, steps=2), small(), Clients(a=8)
     [first, *_] = play(run, model, clients)
@@ -171,7 +173,7 @@ def test_poisson_batches_take_each_example_by_itself() -> None:
     for step, batch in enumerate(batches):
         taken[step, batch] = 1.0
     assert torch.allclose(taken.mean(0), torch.full((50,), 0.4), atol=0.05)
-    # Independent examples: the size of a batch varies as a binomial's, where shuffled ones would not vary at all.
+    # Examples are independent: batch sizes vary like a binomial, while shuffled batches would not vary at all.
     assert abs(float(taken.sum(1).var()) - 50 * 0.4 * 0.6) < 1.5
     assert poisson_batches(50, replace(training, batch_size=64, steps=3), None, Key(1)).sizes == (50, 50, 50)
     assert count_steps(50, replace(training, steps=None, epochs=3), None) == 9
@@ -215,7 +217,7 @@ def test_only_what_trains_is_noised() -> None:
 
 
 def test_a_penalty_without_data_is_outside_the_clipping() -> None:
-    """Away from the anchor it pulls with its whole strength, however short examples are clipped."""
+    """Away from the anchor the penalty acts at full strength, however small the clip of the examples is."""
     privacy_config = DPSGDSettings(clip=1e-12, noise=0.0, sampling="shuffle")
     run = run_of(private(fedprox(mu=0.5), privacy_config), lr=0.1)
     away = {name: value + 1.0 for name, value in small().initial.items()}
@@ -223,7 +225,7 @@ def test_a_penalty_without_data_is_outside_the_clipping() -> None:
         run,
         [replace(one_visit(run), ctx=replace(one_visit(run).ctx, anchor=small().initial))],
     )
-    assert distance(learned.params, small().initial) < 1e-6  # at the anchor nothing pulls
+    assert distance(learned.params, small().initial) < 1e-6  # at the anchor the penalty has no gradient
     slopes = {name: 0.5 * torch.ones_like(value) for name, value in away.items()}
     assert distance(pulled(run, away), slopes) < 1e-5
 
@@ -344,14 +346,14 @@ def test_control_variates_come_from_noised_parameters() -> None:
 
 
 class Straight(ToyTransformer):
-    """No layer norm, whose backward pass torch cannot lift on a CPU in mixed precision."""
+    """Has no layer norm, whose backward pass vmap cannot lift on a CPU in mixed precision."""
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return Output(functional.linear((inputs["x"] @ params["embed.weight"]).mean(1), params["head.weight"]))
 
 
 def test_mixed_precision_is_close_to_full() -> None:
-    """Norms, sums and noise are in full: the examples' gradients alone are not."""
+    """Norms, sums and noise stay in float32: only the examples' gradients use bfloat16."""
     full, half = (
         last(play(run_of(private(fedavg(), OPEN), precision=precision), Straight(4, 1), Clients(a=8)))
         for precision in ("float32", "bfloat16")
@@ -384,11 +386,11 @@ def test_two_kinds_of_clipping_are_refused() -> None:
         run_of(private(fedavg()), clip=1.0)
 
 
-# ---- what is drawn is what is charged
+# ---- the sampling drawn is the sampling charged
 
 
 def drawn_rate(count: int, batch: int, draws: int) -> float:
-    """The share of examples that take part in a step, through `sample`."""
+    """The mean fraction of examples that take part in a step."""
     training = Training(lr=1.0, batch_size=batch, steps=-(-draws // count))
     taken = poisson_batches(count, training, None, Key(1) / count)
     return len(taken.order) / (len(taken) * count)
@@ -396,7 +398,7 @@ def drawn_rate(count: int, batch: int, draws: int) -> float:
 
 @pytest.mark.parametrize(("count", "batch", "draws"), [(80, 64, 200_000), (10, 9, 100_000), (2000, 800, 1_000_000)])
 def test_the_sampling_rate_is_the_batch_over_the_examples(count: int, batch: int, draws: int) -> None:
-    """To half a percent, which is at least four standard deviations of the mean of so many draws."""
+    """Within half a percent, which is at least four standard deviations of the mean."""
     rate = batch / count
     assert 4 * ((1 - rate) / (rate * draws)) ** 0.5 < 0.005
     assert drawn_rate(count, batch, draws) == pytest.approx(rate, rel=0.005)
@@ -404,7 +406,7 @@ def test_the_sampling_rate_is_the_batch_over_the_examples(count: int, batch: int
 
 @pytest.mark.parametrize("size", [2, 4, 5, 7, 60])
 def test_the_rate_and_the_steps_that_are_charged_are_those_that_are_drawn(size: int) -> None:
-    """Of clients that are smaller and larger than a batch of four; through a visit, as a round has it."""
+    """For clients smaller and larger than a batch of four, through a client round."""
     run = run_of(private(fedavg()), steps=-(-40_000 // size))
     each = one_visit(run, size=size)
     [charged] = releases_of(run, each.plan, size)
@@ -417,9 +419,9 @@ def test_the_rate_and_the_steps_that_are_charged_are_those_that_are_drawn(size: 
 @pytest.mark.parametrize("size", [3, 4, 12])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a block"])
 def test_a_sum_is_divided_by_the_batch_that_is_expected(size: int, together: bool) -> None:
-    """Not by the one that was drawn, whose size would need noise too; a client smaller than a batch expects all it has.
+    """Not by the drawn batch size, which would need noise too. A client smaller than a batch expects all its examples.
 
-    The noise is divided by the same number: a larger divisor would be a smaller step, a smaller one a larger step.
+    The noise is divided by the same number, so a wrong divisor would change the step size.
     """
     run = run_of(private(fedavg(), DPSGDSettings(clip=0.5, noise=0.0)), lr=1.0, steps=1)
     each = one_visit(run, size=size)
@@ -431,14 +433,14 @@ def test_a_sum_is_divided_by_the_batch_that_is_expected(size: int, together: boo
     wanted = {name: -value / expected for name, value in total.items()}
     assert distance(learned.delta, wanted) < 1e-6
     assert distance(wanted, {name: torch.zeros_like(value) for name, value in wanted.items()}) > 1e-2
-    assert size <= 4 or len(batch.targets) != expected, "or the batch as drawn would do as well"
+    assert size <= 4 or len(batch.targets) != expected, "otherwise the drawn batch size would pass too"
 
 
-# ---- gradients that are infinite and yet numbers
+# ---- infinite gradients and microbatches
 
 
 def product(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Its gradient is the input."""
+    """A loss whose gradient is the input."""
     loss = functional.linear(inputs["x"], trainable["w"]).sum()
     return loss, loss
 
@@ -456,7 +458,7 @@ def test_an_infinite_gradient_is_left_out_like_one_that_is_no_number(wrong: floa
 
 
 def test_a_chunk_bounds_how_many_gradients_are_held_at_once() -> None:
-    """A loss is traced once for each chunk, and with it come as many gradients as the chunk has examples."""
+    """The loss is traced once per microbatch, which holds one gradient per example."""
     calls = 0
 
     def counted(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -491,7 +493,7 @@ def test_a_mask_goes_with_its_chunk() -> None:
 
 
 class Branching(ToyTransformer):
-    """Takes another way for other data, which nothing can lift over examples."""
+    """Branches on its data, which vmap cannot lift over examples."""
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         out = super().__call__(params, inputs)

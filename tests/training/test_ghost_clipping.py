@@ -1,4 +1,4 @@
-"""Norms that are read off layers are those of the gradients, and what cannot be read is refused."""
+"""Ghost clipping: norms computed from layer inputs and outputs equal those of the gradients, or are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from partita.training.ghost_clipping import GhostError, check_norms, ghost_sum
 
 
 def away(model: Model) -> Tensors:
-    """From the initialisation, whose zeros and ones hide mistakes."""
+    """Parameters away from the initialization, whose zeros and ones hide mistakes."""
     draw = torch.Generator().manual_seed(5)
     return {name: value + 0.3 * torch.randn(value.shape, generator=draw) for name, value in model.initial.items()}
 
@@ -65,7 +65,7 @@ def test_sums_are_those_of_gradients_of_examples(kind: str, tags: tuple[str, ...
 
 
 class Words(Model):
-    """An embedding that repeats tokens, and more tokens than width, so that both ways of a linear layer are taken."""
+    """Repeats tokens in its embedding; its width decides which formula a linear layer uses."""
 
     name = "words"
 
@@ -106,16 +106,16 @@ def ended(norms: str, noise: float = 0.5) -> Tensors:
 
 def test_a_run_is_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     direct, ghost = ended("direct"), ended("ghost")
-    assert distance(direct, ghost) < 1e-3, "a difference in rounding can cross to the next point of the grid"
+    assert distance(direct, ghost) < 1e-3, "rounding can move a value to the next grid point"
     assert 0 < distance(ended("direct", 0.0), ended("ghost", 0.0)) < 1e-5
     assert distance(direct, {name: model_of("Bert").initial[name] for name in direct}) > 0.01
-    assert distance(direct, ended("auto")) == 0  # gradients of examples are small here
+    assert distance(direct, ended("auto")) == 0  # the per-example gradients are below the threshold here
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     assert distance(ghost, ended("auto")) == 0
 
 
 def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model multiplies its embedding by itself."""
+    """The toy model uses its embedding in a matmul, which has no ghost norm."""
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     direct, auto, ghost = (
         replace(fedavg(), privacy=DPSGDSettings(0.3, 0.5, clipping=norms))  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_uses_that_would_go_wrong_are_named() -> None:
 
 
 def mixed(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
-    """Looks like a loss by example, and is one of neighbours."""
+    """Looks like a per-example loss, but mixes neighboring examples."""
     out = functional.linear(inputs["x"], trainable["w"])
     return (out * out.roll(1, 0)).sum(1)
 
@@ -166,7 +166,7 @@ def test_clients_have_no_examples_to_read_norms_of() -> None:
 
 
 class Sums(Model):
-    """A linear layer whose outputs are added up, so that an example's gradient is the sum of its tokens."""
+    """A linear layer with summed outputs, so an example's gradient is the sum of its tokens."""
 
     name = "sums"
 
@@ -182,7 +182,7 @@ class Sums(Model):
 
 
 class Numbers:
-    """Two tokens an example, of which one number is infinite."""
+    """One client with two tokens per example; one example may hold an infinite number."""
 
     clients = ("a",)
 
@@ -208,7 +208,7 @@ class Numbers:
 def test_an_infinite_gradient_is_left_out_either_way(
     fill: float, place: int, norms: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sum is that of the other examples. Read off layers, the norm is infinite times what the other token holds."""
+    """The sum covers the other examples only. With ghost clipping the norm is infinity times the other token."""
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     private = DPSGDSettings(0.5, 0.0, sampling="shuffle", clipping=norms)  # type: ignore[arg-type]
     run = run_of(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
@@ -223,9 +223,9 @@ def test_an_infinite_gradient_is_left_out_either_way(
 
 
 def test_norms_are_read_off_by_themselves_where_gradients_of_a_batch_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the batch times the parameters that counts: at most six examples here, and at least one in most steps."""
+    """The threshold compares batch size times parameters: at most six examples here, and usually at least one."""
     size = sum(value.numel() for value in model_of("Bert").initial.values())
-    direct, ghost = ended("direct", 0.0), ended("ghost", 0.0)  # the grid of noisy sums would hide the rounding
+    direct, ghost = ended("direct", 0.0), ended("ghost", 0.0)  # without noise, because its grid would hide the rounding
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 6 * size)
     assert distance(direct, ended("auto", 0.0)) == 0
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", size)

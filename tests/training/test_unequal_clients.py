@@ -1,4 +1,4 @@
-"""Blocks against single clients on federations of a split, whose clients differ in size.
+"""Blocks against single clients, on federations whose clients differ in size.
 
 The rows of such a federation lie in one table, so a block takes the batches of all its clients with one call. Clients
 of different sizes give batches of different sizes, masks, and clients that finish early: what belongs to one client
@@ -47,7 +47,7 @@ BATCH = 6
 
 
 def skewed(seed: int) -> Federation:
-    """In float64, so that a block and a single client agree to many digits."""
+    """A Dirichlet split in float64, so that a block and a single client agree to many digits."""
     x = torch.randn(120, 4, 4, generator=Key(11).generator(), dtype=torch.float64)
     y = (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long()
     table = Table({"x": x}, y)
@@ -56,7 +56,7 @@ def skewed(seed: int) -> Federation:
 
 
 def unequal(federation: Federation) -> bool:
-    """Some clients have less than a batch, others several, and clients are not in the order of their sizes."""
+    """Whether some clients have less than a batch, others several, and clients are not ordered by size."""
     sizes = [len(federation[client].train) for client in federation.clients]
     steps = {-(-size // BATCH) for size in sizes}
     descending = any(sizes == sorted(sizes, reverse=way) for way in (True, False))
@@ -71,7 +71,7 @@ def setting(method: Method, count: int, *more: Any, **options: Any) -> Run:
 
 
 def ended(run: Run, block: int, federation: Federation = FEDERATION, **engine: Any) -> dict[str, Tensors]:
-    """All that there is after the last round: the server's parameters and slots, and what each client keeps."""
+    """All tensors after the last round: the server's parameters and slots, and each client's state."""
     model = Float64Model(small())
     made = SimulationEngine(run, model, federation, block=block, **engine)
     *_, final = rounds(run, model, made)
@@ -103,14 +103,14 @@ def test_methods_train_in_blocks_as_alone(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_carried_optimizers_train_in_blocks_as_alone(kind: str) -> None:
-    """With ages that differ, since one client misses a round and another one is late."""
+    """Optimizer ages differ, because one client misses a round and another one is a straggler."""
     availability = Availability(trace={(0, "c1"): 0.0, (1, "c4"): 0.5})
     check_blocks(setting(local_only(), 3, OPTIMIZERS[kind], epochs=2), availability=availability)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedprox"])
 def test_private_clients_train_in_blocks_as_alone(name: str) -> None:
-    """Poisson batches: every step has another size for every client, and some are empty."""
+    """Poisson batches: sizes differ between steps and clients, and some are empty."""
     check_blocks(setting(replace(build(name), privacy=NOISY), 2, lr=0.1))
 
 
@@ -120,7 +120,7 @@ def test_private_clients_with_an_optimizer_of_ages_train_in_blocks_as_alone() ->
 
 @dataclass(frozen=True)
 class Inertia(ClientRule):
-    """A penalty, a correction and a memory, all of which differ between clients."""
+    """A penalty, a gradient correction and a memory that all differ between clients."""
 
     slots: Names = frozenset({"way"})
 
@@ -159,7 +159,7 @@ def test_phases_that_share_names_train_in_blocks_as_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("private", [None, NOISY], ids=["open", "private"])
 def test_each_client_of_a_block_learns_from_its_own_rows(private: DPSGDSettings | None) -> None:
-    """One by one, and in any order: parameters, losses, steps and deltas."""
+    """Parameters, losses, steps and deltas are those of a single client, in any block order."""
     run, model = setting(replace(build("fedavg"), privacy=private), 1, epochs=2), Float64Model(small())
     visits = [
         begin_round(run, model, Job(0, client, dict(model.initial), NO_NAMES), ClientState(), FEDERATION[client].train)
@@ -183,7 +183,7 @@ def same(one: LocalResult, two: LocalResult) -> None:
 
 
 def test_a_block_is_staged_row_by_row() -> None:
-    """Of one table with one call, and of tables apart: what each client takes by itself, and a mask for the rest."""
+    """From one shared table and from separate tables, each client gets its own rows and a mask for the padding."""
     sizes = {"c0": (4, 4, 1), "c3": (2, 3), "c1": (3, 0), "c5": (1,)}
     parts = [FEDERATION[client].train for client in sizes]
     schedules = [BatchSchedule((Key(7) / client).permutation(sum(own)), own) for client, own in sizes.items()]
@@ -193,7 +193,7 @@ def test_a_block_is_staged_row_by_row() -> None:
         for step, batch in enumerate(iterate_batches(examples, schedules, torch.device("cpu"))):
             here = [(part, list(deal)[step]) for part, deal in zip(parts, schedules, strict=True) if step < len(deal)]
             assert len(batch.targets) == len(here)
-            assert (batch.mask is None) == (len({len(indices) for _, indices in here}) == 1), "no mask for nothing"
+            assert (batch.mask is None) == (len({len(indices) for _, indices in here}) == 1), "no mask without padding"
             for rank, (part, indices) in enumerate(here):
                 mask = batch.targets.new_ones(len(batch.targets[rank])) if batch.mask is None else batch.mask[rank]
                 assert mask.tolist() == [1] * len(indices) + [0] * (len(mask) - len(indices))
@@ -203,7 +203,7 @@ def test_a_block_is_staged_row_by_row() -> None:
 
 
 def test_rows_of_different_lengths_are_padded_with_what_does_not_count() -> None:
-    """Inputs with zeros, targets with IGNORED; a short batch with its first example, which the mask leaves out."""
+    """Inputs are padded with zeros, targets with IGNORE_INDEX, and short batches with a masked first example."""
     long = Batch({"tokens": torch.tensor([[1, 2, 3], [4, 5, 6]])}, torch.tensor([[7, 8, 9], [1, 2, 3]]))
     short = Batch({"tokens": torch.tensor([[7, 8]])}, torch.tensor([[5, 6]]))
     for place, order in ((1, [long, short]), (0, [short, long])):
@@ -222,7 +222,7 @@ def test_rows_of_different_lengths_are_padded_with_what_does_not_count() -> None
 
 
 def test_a_step_without_any_example_is_one_that_does_not_count() -> None:
-    """Of one table, of tables apart, and of one client."""
+    """From one shared table, from separate tables, and for a single client."""
     parts = [FEDERATION[client].train for client in ("c0", "c1")]
     apart = [replace(part, table=replace(part.table)) for part in parts]  # type: ignore[type-var, attr-defined]
     schedules = [BatchSchedule(torch.arange(2), (0, 2)), BatchSchedule(torch.arange(1), (0, 1))]
