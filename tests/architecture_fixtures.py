@@ -52,9 +52,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**DECODER, "head_dim": 8, "tie_word_embeddings": True}),
     "clip": ("CLIP", {"text_config": {**ENCODER}, "vision_config": IMAGES, "projection_dim": 8}),
 }
-NAMES = [f"{name}-{kind}" for name, row in ARCHITECTURES.items() for kind in row.heads] + ["clip-towers"]
-KIN = [f"{name}-{kind}" for name in ("mistral", "qwen2", "qwen3") for kind in ("text", "tokens")]
-KIN += ["roberta-tokens", "electra-tokens"]  # body and head are each covered by another case
+CASE_NAMES = [f"{name}-{kind}" for name, row in ARCHITECTURES.items() for kind in row.heads] + ["clip-towers"]
+SLOW_CASES = [f"{name}-{kind}" for name in ("mistral", "qwen2", "qwen3") for kind in ("text", "tokens")]
+SLOW_CASES += ["roberta-tokens", "electra-tokens"]  # body and head are each covered by another case
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def moved(params: Tensors, seed: int = 1) -> Tensors:
+def perturbed(params: Tensors, seed: int = 1) -> Tensors:
     """Parameters away from the initialization, whose zeros and ones hide mistakes."""
     return {name: value + 0.3 * noise(seed, *value.shape) for name, value in params.items()}
 
@@ -96,25 +96,25 @@ def module_of(case: str, **options: Any) -> Any:
         return class_of(case)(config).eval()
 
 
-def adapted(
+def make_model(
     case: str, frozen: tuple[str, ...] = (), sizes: dict[str, int] | None = None, **options: Any
 ) -> FunctionalModel:
-    fixed = prompts() if case == "clip-towers" else None
+    fixed = class_texts() if case == "clip-towers" else None
     module = module_of(case, **(sizes or {}))
     return from_module(case, module, frozen, kind=kind_of(case), fixed=fixed, **options)
 
 
 @cache
-def made(case: str) -> Case:
-    model = adapted(case)
-    params = moved(model.initial)
+def make_case(case: str) -> Case:
+    model = make_model(case)
+    params = perturbed(model.initial)
     with TemporaryDirectory() as folder:
         model.save_pretrained(params, folder)
         plain = class_of(case).from_pretrained(folder, attn_implementation="eager").eval()
     return Case(model, params, plain, kind_of(case))
 
 
-def words(seed: int, left: bool = False) -> Tensors:
+def random_texts(seed: int, left: bool = False) -> Tensors:
     """Texts of all lengths, padded on one side."""
     ids = torch.randint(PAD + 1, END, (EXAMPLES, TOKENS), generator=torch.Generator().manual_seed(seed))
     lengths = torch.tensor([TOKENS, 3, 1, 4]).roll(seed)
@@ -123,23 +123,23 @@ def words(seed: int, left: bool = False) -> Tensors:
     return {"input_ids": ids.where(mask, PAD), "attention_mask": mask.long()}
 
 
-def prompts() -> Tensors:
+def class_texts() -> Tensors:
     """The texts of three classes, each with its end token."""
     ids = torch.tensor([[2, 3, END, PAD], [4, END, PAD, PAD], [5, 6, 7, END]])
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
 def inputs_of(case: Case, seed: int = 0, left: bool = False) -> Tensors:
-    return {"pixel_values": noise(seed, EXAMPLES, 1, 8, 8)} if case.kind.inputs == "image" else words(seed, left)
+    return {"pixel_values": noise(seed, EXAMPLES, 1, 8, 8)} if case.kind.inputs == "image" else random_texts(seed, left)
 
 
 def targets_of(case: Case, seed: int = 0) -> Tensor:
     drawn = torch.randint(0, CLASSES, (EXAMPLES, TOKENS), generator=torch.Generator().manual_seed(seed + 9))
-    return drawn.where(words(seed)["attention_mask"] == 1, IGNORE_INDEX) if case.each_token else drawn[:, 0]
+    return drawn.where(random_texts(seed)["attention_mask"] == 1, IGNORE_INDEX) if case.each_token else drawn[:, 0]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorExamples:
     inputs: Tensors
     targets: Tensor
 
@@ -150,7 +150,7 @@ class Part:
         return Batch({name: value[indices] for name, value in self.inputs.items()}, self.targets[indices])
 
 
-class Few:
+class ThreeClients:
     """Three clients with four examples each."""
 
     clients = ("a", "b", "c")
@@ -160,5 +160,5 @@ class Few:
 
     def __getitem__(self, client: str) -> ClientData:
         seed = self.clients.index(client)
-        part = Part(inputs_of(self.it, seed), targets_of(self.it, seed))
+        part = TensorExamples(inputs_of(self.it, seed), targets_of(self.it, seed))
         return ClientData(part, part, part)

@@ -21,10 +21,10 @@ from typing import Any
 
 import image_fixtures
 import torch
-from example_fixtures import EXAMPLES, encoder, notes
-from flower_fixtures import flower, wired
+from example_fixtures import EXAMPLES, write_encoder, write_notes
+from flower_fixtures import flower_engine, make_grid
 from flwr.supercore.task_identity import TaskIdentity
-from helpers import SMALL_TASK, SMALL_VIT, Clients, run_of, small
+from helpers import SMALL_TASK, SMALL_VIT, Clients, toy_model, toy_run
 from method_options import BRIEF
 
 from partita.core import tensors
@@ -71,7 +71,7 @@ def values(found: Any) -> Any:
     return found
 
 
-def of_rounds(played: list[RoundResult]) -> str:
+def digest_of_rounds(played: list[RoundResult]) -> str:
     told = [
         (
             each.cohort,
@@ -90,12 +90,12 @@ def of_rounds(played: list[RoundResult]) -> str:
     return digest(tensors.digest(played[-1].server.params), told)
 
 
-def of_methods() -> Iterator[tuple[str, str]]:
+def digests_of_methods() -> Iterator[tuple[str, str]]:
     for name in (*INDEX, *COMPOSITIONS):
         method = build(name, BRIEF.get(name.partition("+")[0], {}))
-        model, population = (image_fixtures.small(), image_fixtures.FOUR) if method.extend else (small(), FOUR)
+        model, population = (image_fixtures.small_vit(), image_fixtures.FOUR) if method.extend else (toy_model(), FOUR)
         optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
-        run = run_of(method, 4, optimizer, 0.02)
+        run = toy_run(method, 4, optimizer, 0.02)
         model = method.extend(model, run.key / "model") if method.extend else model
         if method.pool:
             population = _pooled(population)
@@ -104,7 +104,7 @@ def of_methods() -> Iterator[tuple[str, str]]:
             engine = SimulationEngine(run, model, population, availability=availability, **options)
             played = list(rounds(run, model, engine))
             states = {client: tensors.digest(part) for client, part in states_of(run, engine).items()}
-            yield f"{name}, {kind}", digest(of_rounds(played), states)
+            yield f"{name}, {kind}", digest(digest_of_rounds(played), states)
 
 
 def _pooled(population: Any) -> Any:
@@ -117,30 +117,30 @@ def _pooled(population: Any) -> Any:
     return Pooled()
 
 
-def of_flower() -> Iterator[tuple[str, str]]:
+def digests_of_flower() -> Iterator[tuple[str, str]]:
     for name in ("_task_id", "_run_id", "_node_id"):
         setattr(TaskIdentity, name, 1)
     for name in OVER_FLOWER:
-        run, model = run_of(build(name, {"k": 1} if name == "safl" else {}), 3), small()
+        run, model = toy_run(build(name, {"k": 1} if name == "safl" else {}), 3), toy_model()
         with tempfile.TemporaryDirectory() as folder:
-            grid = wired(run, model, FOUR, Path(folder))
-            played = list(rounds(run, model, flower(run, model, grid, FOUR.clients, deadline=60.0)))
-        yield f"{name}, flower", of_rounds(played)
+            grid = make_grid(run, model, FOUR, Path(folder))
+            played = list(rounds(run, model, flower_engine(run, model, grid, FOUR.clients, deadline=60.0)))
+        yield f"{name}, flower", digest_of_rounds(played)
 
 
-def of_folders() -> Iterator[tuple[str, str]]:
+def digests_of_folders() -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "small.toml").write_text(f'rounds = 3\n[method]\nname = "fedavg"\n{SMALL_VIT}{SMALL_TASK}')
         torch.manual_seed(0)
-        paths = [f"data.path={notes(folder / 'notes')}", f"model.path={encoder(folder / 'model')}"]
+        paths = [f"data.path={write_notes(folder / 'notes')}", f"model.path={write_encoder(folder / 'model')}"]
         configs = {kind: load(folder / "small.toml", changes) for kind, changes in RUNS.items()}
         configs["tokens"] = load(EXAMPLES / "clinical.toml", [*paths, "rounds=2", "method.k=2"])
         for kind, config in configs.items():
-            yield f"run folder: {kind}", _of_folder(config, folder / kind)
+            yield f"run folder: {kind}", _digest_of_folder(config, folder / kind)
 
 
-def _of_folder(config: Any, folder: Path) -> str:
+def _digest_of_folder(config: Any, folder: Path) -> str:
     rows = [values(row) for row in runner.start(config, folder)]
     _, server = checkpoint.load(list_checksummed(folder / run_folder.CHECKPOINTS)[-1])
     plan = values(json.loads((folder / run_folder.PLAN).read_text()))
@@ -152,7 +152,7 @@ def main() -> None:
         sys.exit(__doc__)
     torch.set_num_threads(1)
     file, found = Path(sys.argv[2]), {}
-    for part in (of_methods(), of_flower(), of_folders()):
+    for part in (digests_of_methods(), digests_of_flower(), digests_of_folders()):
         for name, value in part:
             found[name] = value
     if sys.argv[1] == "write":

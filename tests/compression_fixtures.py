@@ -15,19 +15,19 @@ from partita.core.tensors import Tensors
 from partita.core.update import Update
 from partita.testing.toy import ToyTransformer
 
-WIDE = ToyTransformer(width=36, layers=2)  # its matrices have 1,296 numbers
+WIDE_MODEL = ToyTransformer(width=36, layers=2)  # its matrices have 1,296 numbers
 FOUR = Clients(a=5, b=6, c=7, d=8)
 
 
-def draw(seed: int, *shape: int) -> Tensor:
+def random_normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=(Key(seed) / "draw").generator())
 
 
-def update_of(delta: Tensors, **slots: Tensors) -> Update:
+def make_update(delta: Tensors, **slots: Tensors) -> Update:
     return Update("a", delta, slots, 1.0, dict.fromkeys(delta, 1), None)
 
 
-def there_and_back(transform: UpdateTransform, update: Update, key: Key = Key(0)) -> tuple[Update, Update]:  # noqa: B008
+def encode_and_decode(transform: UpdateTransform, update: Update, key: Key = Key(0)) -> tuple[Update, Update]:  # noqa: B008
     """Encoded and packed for real, and opened."""
     sent, remembered = transform.encode(update, {}, key)
     assert remembered == {}

@@ -34,7 +34,7 @@ settings.load_profile("partita")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_kernels() -> None:
+def configure_torch_backends() -> None:
     """Configure torch's backends as a run does, which is several times faster on some machines."""
     from partita.engines.autotune import configure_backends
 

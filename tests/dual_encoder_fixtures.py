@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from image_fixtures import Pictures
+from image_fixtures import Images
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -36,7 +36,7 @@ SIZE, PATCHES = 8, 4
 CLASSES = ("cat", "golden_eagle", "dog")
 WORDS = ("photo", "cat", "dog", "of", "golden", "eagle")
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-SIGHT = {"hidden_size": 16, **LAYERS, "image_size": SIZE, "patch_size": 4, "num_channels": 1}
+VISION_CONFIG = {"hidden_size": 16, **LAYERS, "image_size": SIZE, "patch_size": 4, "num_channels": 1}
 PAIRS = ("clip", "dinov2+bert", "registers+bert", "clip+bert")
 
 
@@ -46,10 +46,10 @@ def images(count: int = 5, seed: int = 3) -> Tensor:
 
 def task(classes: tuple[str, ...] = CLASSES) -> Any:
     labels = torch.arange(5) % len(classes)
-    return Pictures(images(), labels, classes=classes, size=SIZE)
+    return Images(images(), labels, classes=classes, size=SIZE)
 
 
-def byte_pairs() -> CLIPTokenizer:
+def byte_pair_tokenizer() -> CLIPTokenizer:
     """Has a token for every letter and for a few whole words."""
     letters = [chr(code) for code in range(33, 127)]
     vocabulary = {token: place for place, token in enumerate([*letters, *(letter + "</w>" for letter in letters)])}
@@ -66,15 +66,15 @@ def byte_pairs() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
 
 
-def whole_words() -> BertTokenizer:
+def word_tokenizer() -> BertTokenizer:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "a", *WORDS]
     return BertTokenizer(vocab={word: place for place, word in enumerate(words)})
 
 
-def _sight(kind: str) -> Any:
+def _vision_model(kind: str) -> Any:
     if kind == "clip":
-        return CLIPVisionModel(CLIPVisionConfig(**SIGHT))
-    options = {key: value for key, value in SIGHT.items() if key != "intermediate_size"}
+        return CLIPVisionModel(CLIPVisionConfig(**VISION_CONFIG))
+    options = {key: value for key, value in VISION_CONFIG.items() if key != "intermediate_size"}
     if kind == "registers":
         return Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**options, mlp_ratio=2, num_register_tokens=2))
     return Dinov2Model(Dinov2Config(**options, mlp_ratio=2))
@@ -86,14 +86,14 @@ def folder(pair: str) -> str:
     path = mkdtemp()
     with seeded(Key(1) / pair):
         if pair == "clip":
-            tokenizer: Any = byte_pairs()
+            tokenizer: Any = byte_pair_tokenizer()
             ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
             words = {"hidden_size": 12, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16, **ids}
-            module: Any = CLIPModel(CLIPConfig(text_config=words, vision_config=SIGHT, projection_dim=8))
+            module: Any = CLIPModel(CLIPConfig(text_config=words, vision_config=VISION_CONFIG, projection_dim=8))
         else:
-            tokenizer = whole_words()
+            tokenizer = word_tokenizer()
             words = {"hidden_size": 12, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16}
-            sight = _sight(pair.partition("+")[0])
+            sight = _vision_model(pair.partition("+")[0])
             module = VisionTextDualEncoderModel(vision_model=sight, text_model=BertModel(BertConfig(**words)))
         with torch.no_grad():
             for name, value in module.named_parameters():
@@ -105,17 +105,17 @@ def folder(pair: str) -> str:
     return path
 
 
-def plain(pair: str) -> Any:
+def transformers_model(pair: str) -> Any:
     """The same weights in transformers, with eager attention, in float64."""
     kind = CLIPModel if pair == "clip" else VisionTextDualEncoderModel
     return kind.from_pretrained(folder(pair), attn_implementation="eager").eval().double()
 
 
-def loaded(pair: str = "clip", dtype: Any = "float64", **options: Any) -> DualEncoder:
+def load_pair(pair: str = "clip", dtype: Any = "float64", **options: Any) -> DualEncoder:
     return clip(task(), Key(2), path=folder(pair), dtype=dtype, **options)
 
 
-def without(path: str, *files: str) -> str:
+def copy_without(path: str, *files: str) -> str:
     """A copy of a folder without some files."""
     copy = Path(mkdtemp())
     for file in Path(path).iterdir():

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 WORDS = ["pain", "in", "the", "left", "arm", "."]
 
 
-def notes(folder: Path) -> Path:
+def write_notes(folder: Path) -> Path:
     """Tagged sentences of two hospitals, as described in the example."""
     folder.mkdir()
     rows = [
@@ -24,7 +24,7 @@ def notes(folder: Path) -> Path:
     return folder
 
 
-def encoder(folder: Path) -> Path:
+def write_encoder(folder: Path) -> Path:
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     tokenizer = BertTokenizer(vocab={word: place for place, word in enumerate(vocabulary)})
     shape = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 8}

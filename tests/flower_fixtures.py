@@ -32,13 +32,13 @@ Reply = Callable[[Message], Message | None]
 
 
 @pytest.fixture(autouse=True)
-def one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def task_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower gives every process an identity; here the server and all sites share one."""
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
 
 
-def carried(message: Message) -> Message:
+def through_bytes(message: Message) -> Message:
     """The message after serialization and deserialization by Flower."""
     name = message.object_id
     contents = {key: part.deflate() for key, part in get_all_nested_objects(message).items()}
@@ -49,7 +49,7 @@ def carried(message: Message) -> Message:
 
 
 @dataclass
-class Scale:
+class MessageSizes:
     """Sizes of training messages: bytes of tensors, and bytes of the rest."""
 
     tensors: Counter[str] = field(default_factory=Counter)
@@ -67,12 +67,12 @@ class Scale:
 
 
 @dataclass
-class Wire(Grid):
+class FakeGrid(Grid):
     """A grid that only passes messages: a node replies at once, and the reply waits until it is pulled."""
 
     nodes: dict[int, Reply]
     replies: dict[str, Message] = field(default_factory=dict)
-    scale: Scale = field(default_factory=lambda: Scale())
+    scale: MessageSizes = field(default_factory=lambda: MessageSizes())
     fetching: Callable[[Message], None] = lambda reply: None
 
     def get_node_ids(self) -> Iterable[int]:
@@ -80,7 +80,7 @@ class Wire(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         for message in messages:
-            arrived = carried(message)
+            arrived = through_bytes(message)
             self.scale.weigh(arrived, "down")
             if reply := self.nodes[message.metadata.dst_node_id](arrived):
                 self.replies[arrived.metadata.message_id] = reply
@@ -90,7 +90,7 @@ class Wire(Grid):
         for reply in [self.replies.pop(name) for name in message_ids if name in self.replies]:
             self.fetching(reply)
             self.scale.weigh(reply, "up")
-            yield carried(reply)
+            yield through_bytes(reply)
 
     def set_run(self, run: object) -> None: ...
     def run(self) -> Any: ...  # type: ignore[override]
@@ -98,7 +98,7 @@ class Wire(Grid):
     def send_and_receive(self, *given: object, **more: object) -> Any: ...
 
 
-def site_of(
+def make_site(
     run: Run, model: Model, population: Population, folder: Path, client: str, availability: Availability
 ) -> Reply:
     """Every message gets a new app and new objects, as in a separate process."""
@@ -113,19 +113,19 @@ def site_of(
     return answer
 
 
-def wired(
+def make_grid(
     run: Run,
     model: Model,
     population: Population,
     folder: Path,
     availability: Availability = Availability(),  # noqa: B008
-) -> Wire:
+) -> FakeGrid:
     """A grid whose node order differs from the client order."""
     places = enumerate(reversed(population.clients), start=10)
-    return Wire({node: site_of(run, model, population, folder, client, availability) for node, client in places})
+    return FakeGrid({node: make_site(run, model, population, folder, client, availability) for node, client in places})
 
 
-def flower(run: Run, model: Model, grid: Wire, clients: Iterable[str], **more: Any) -> FlowerEngine:
+def flower_engine(run: Run, model: Model, grid: FakeGrid, clients: Iterable[str], **more: Any) -> FlowerEngine:
     names = list(clients)
     return FlowerEngine(
         run, model, names, grid, **{"session": "1", "deadline": 5.0, "poll": 0.001, "wait_for": len(names)} | more
@@ -135,7 +135,7 @@ def flower(run: Run, model: Model, grid: Wire, clients: Iterable[str], **more: A
 Tamper = Callable[[Message, Message], Message | None]  # (request, honest reply) -> reply that arrives
 
 
-def tampered(grid: Wire, node: int, tamper: Tamper, when: int = 0) -> None:
+def tamper_with(grid: FakeGrid, node: int, tamper: Tamper, when: int = 0) -> None:
     honest = grid.nodes[node]
 
     def answer(message: Message) -> Message | None:
@@ -146,7 +146,7 @@ def tampered(grid: Wire, node: int, tamper: Tamper, when: int = 0) -> None:
     grid.nodes[node] = answer
 
 
-def rewritten(**changes: Any) -> Tamper:
+def rewrite(**changes: Any) -> Tamper:
     """Change fields of the update; a callable gets the old value."""
 
     def tamper(message: Message, reply: Message) -> Message:

@@ -76,26 +76,28 @@ def refusal(call: Callable[[], object]) -> str | None:
     return message
 
 
-def strange() -> st.SearchStrategy[Any]:
+def strange_values() -> st.SearchStrategy[Any]:
     """Values that hardly any option accepts."""
     return st.one_of(st.sampled_from(STRANGE), st.text(max_size=8), st.integers(), st.floats())
 
 
-def fitting(hint: Any, small: bool = False) -> st.SearchStrategy[Any]:
+def fitting_values(hint: Any, small: bool = False) -> st.SearchStrategy[Any]:
     """Values that fit a type: with `small`, those a tiny experiment can run with; otherwise up to the bounds."""
     notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     kind = get_args(hint)[0] if notes else hint
     [bounds] = [note for note in notes if isinstance(note, Range)] or [Range()]
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
-        return st.one_of(*(fitting(each, small) for each in get_args(kind) if each not in (types.NoneType, None)))
+        return st.one_of(
+            *(fitting_values(each, small) for each in get_args(kind) if each not in (types.NoneType, None))
+        )
     if origin is Literal:
         return st.sampled_from(get_args(kind))
     if origin is tuple:
-        return st.lists(fitting(get_args(kind)[0], small), max_size=3)
+        return st.lists(fitting_values(get_args(kind)[0], small), max_size=3)
     if origin in (dict, Mapping):
         return st.dictionaries(
-            st.sampled_from(["c0", "c1", "elsewhere"]), fitting(get_args(kind)[1], small), max_size=2
+            st.sampled_from(["c0", "c1", "elsewhere"]), fitting_values(get_args(kind)[1], small), max_size=2
         )
     if kind is bool:
         return st.booleans()
@@ -117,12 +119,12 @@ def _between(bounds: Range, small: bool) -> st.SearchStrategy[float]:
     return inside.filter(lambda value: value in bounds and math.isfinite(value))
 
 
-def beside(hint: Any) -> st.SearchStrategy[Any]:
-    found = outside(hint)
-    return st.sampled_from(found) if found else strange()
+def values_just_outside(hint: Any) -> st.SearchStrategy[Any]:
+    found = bounds_outside(hint)
+    return st.sampled_from(found) if found else strange_values()
 
 
-def outside(hint: Any) -> list[Any]:
+def bounds_outside(hint: Any) -> list[Any]:
     """Values just outside the bounds of each range in a type."""
     found: list[Any] = []
     for bounds in ranges_of(hint):
@@ -144,18 +146,18 @@ def tables(draw: st.DrawFn, options: Mapping[str, Option], faulty: bool, small: 
     needed = [name for name, option in options.items() if option.default is MISSING]
     others = [name for name in options if name not in needed]
     chosen = [*needed, *(draw(st.lists(st.sampled_from(others), unique=True, max_size=4)) if others else ())]
-    raw = {name: draw(fitting(options[name].hint, small)) for name in chosen}
+    raw = {name: draw(fitting_values(options[name].hint, small)) for name in chosen}
     if not faulty:
         return raw
     for _ in range(draw(st.integers(1, 2))):
         fault = draw(st.sampled_from(["strange", "strange", "beside", "beside", "unknown", "missing"]))
         if fault == "unknown" or not options:
-            raw[draw(st.text(max_size=6) | st.sampled_from(["lr", "nam", "a\nb", ""]))] = draw(strange())
+            raw[draw(st.text(max_size=6) | st.sampled_from(["lr", "nam", "a\nb", ""]))] = draw(strange_values())
         elif fault == "missing":
             raw.pop(draw(st.sampled_from(list(options))), None)
         else:
             name = draw(st.sampled_from(list(options)))
-            raw[name] = draw(strange() if fault == "strange" else beside(options[name].hint))
+            raw[name] = draw(strange_values() if fault == "strange" else values_just_outside(options[name].hint))
     return raw
 
 
@@ -173,7 +175,7 @@ def configs(draw: st.DrawFn) -> Raw:
         key = "name"
         raw[table] = {key: heading.partition(" ")[2], **draw(tables(SCHEMA[heading], faulty[2]))}
     if draw(st.sampled_from([False] * 5 + [True])):
-        raw[draw(st.sampled_from(["method", "data", "training", "privacy", "seed", "x\ny"]))] = draw(strange())
+        raw[draw(st.sampled_from(["method", "data", "training", "privacy", "seed", "x\ny"]))] = draw(strange_values())
     if draw(st.sampled_from([False] * 9 + [True])):
         raw["method"] = {"name": "+".join(draw(st.lists(st.sampled_from(["fedavg", "fedprox", "é"]), min_size=1)))}
     return raw
@@ -187,8 +189,8 @@ TINY: Raw = {
     "method": {"name": "fedavg"},
     "training": {"batch_size": 8},
 }
-TOWERS: Raw = {"name": "clip", "shape": "tiny"}
-ON_TOWERS = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip", "zero-shot")
+TINY_CLIP: Raw = {"name": "clip", "shape": "tiny"}
+DUAL_ENCODER_METHODS = ("pfeddc", "promptfl", "vpfl", "coop", "fedotp", "fedpgp", "fedclip", "zero-shot")
 
 
 @st.composite
@@ -208,8 +210,8 @@ def experiments(draw: st.DrawFn, small: bool = False) -> Raw:
         raw[table] = {**kept, **given, **({key: name} if name else {})}
         if table == "split" and "clients" in given:
             raw[table]["clients"] = draw(st.sampled_from([2, 3, given["clients"]]))
-        if name in ON_TOWERS:
-            raw["model"] = dict(TOWERS)
+        if name in DUAL_ENCODER_METHODS:
+            raw["model"] = dict(TINY_CLIP)
     if "privacy" in raw and "epsilon" not in raw["privacy"] and "noise" not in raw["privacy"]:
         raw["privacy"]["noise"] = 1.0
     if small:

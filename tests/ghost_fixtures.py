@@ -22,14 +22,14 @@ KINDS: dict[str, Any] = {
 }
 
 
-def model_of(kind: str, frozen: tuple[str, ...] = ("embedding",)) -> FunctionalModel:
+def tiny_model(kind: str, frozen: tuple[str, ...] = ("embedding",)) -> FunctionalModel:
     name, sizes = KINDS[kind]
     with seeded(Key(0)):
         module = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
     return from_module(kind.lower(), module, frozen)
 
 
-def batch_of(kind: str, count: int = 5) -> Batch:
+def tiny_batch(kind: str, count: int = 5) -> Batch:
     draw = torch.Generator().manual_seed(3)
     targets = torch.randint(0, 3, (count,), generator=draw)
     if kind == "ViT":
@@ -40,13 +40,13 @@ def batch_of(kind: str, count: int = 5) -> Batch:
     return Batch({"input_ids": tokens, "attention_mask": seen.long()}, targets)
 
 
-class Texts:
+class TextClients:
     """Two clients with the same six texts."""
 
     clients = ("a", "b")
 
     def __getitem__(self, client: str) -> ClientData:
-        batch = batch_of("Bert", 6)
+        batch = tiny_batch("Bert", 6)
 
         class Part:
             def __len__(self) -> int:

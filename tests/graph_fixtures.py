@@ -13,7 +13,9 @@ from partita.testing.conformance import states_of
 from partita.training.cuda_graphs import GraphCache
 
 
-def scene(method: str, optimizer: Optimizer, count: int = 4, **training: object) -> tuple[Run, Model, Federation]:
+def small_vit_run(
+    method: str, optimizer: Optimizer, count: int = 4, **training: object
+) -> tuple[Run, Model, Federation]:
     key = Key(3)
     task = data.load("synthetic", key, examples=90, size=8, channels=1)
     federation = data.split(task, "dirichlet", clients=5, alpha=0.5, key=key)
@@ -22,7 +24,7 @@ def scene(method: str, optimizer: Optimizer, count: int = 4, **training: object)
     return Run(methods.build(method), settings, rounds=count, key=key, cohort=4), model, federation
 
 
-def play(
+def train_with_graphs(
     method: str,
     optimizer: Optimizer,
     graphs: GraphCache | None,
@@ -32,7 +34,7 @@ def play(
     ahead: int | None = None,
     **training: object,
 ) -> Tensors:
-    run, model, federation = scene(method, optimizer, count, **training)
+    run, model, federation = small_vit_run(method, optimizer, count, **training)
     engine = SimulationEngine(run, model, federation, block, torch.device(device), graphs=graphs)
     engine.blocks_ahead = engine.blocks_ahead if ahead is None else ahead
     played = list(rounds(run, model, engine))
@@ -42,7 +44,7 @@ def play(
     return ended
 
 
-def farthest(left: Tensors, right: Tensors) -> float:
+def max_relative_difference(left: Tensors, right: Tensors) -> float:
     # Softmax does not depend on key biases, so AdamW moves them by rounding alone.
     felt = [name for name in left if "k_proj.bias" not in name]
     return max(float((left[name] - right[name]).abs().max() / right[name].abs().max().clamp(min=1e-3)) for name in felt)

@@ -79,11 +79,11 @@ class Clients:
         return ClientData(part, part, part)
 
 
-def small() -> ToyTransformer:
+def toy_model() -> ToyTransformer:
     return ToyTransformer(width=4, layers=1)
 
 
-def run_of(
+def toy_run(
     method: Method, count: int = 3, optimizer: Optimizer | None = None, lr: float = 0.05, seed: int = 7, **more: object
 ) -> Run:
     """A run; options of Training go to its training settings, all others to Run."""
@@ -99,7 +99,7 @@ def play(
     return list(rounds(run, model, made, server, start))
 
 
-def last(played: Sequence[RoundResult]) -> Tensors:
+def final_params(played: Sequence[RoundResult]) -> Tensors:
     return played[-1].server.params
 
 
@@ -141,12 +141,12 @@ class TorchLoop:
         return {name: value.detach() for name, value in self.params.items()}
 
 
-def batches_of(run: Run, number: int, client: str, examples: Examples) -> list[Tensor]:
+def client_batches(run: Run, number: int, client: str, examples: Examples) -> list[Tensor]:
     key = run.key / "round" / number / "client" / client / "batches" / 0
     return list(shuffled_batches(len(examples), run.training, None, key))
 
 
-def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+def max_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     assert left.keys() == right.keys()
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
@@ -168,7 +168,7 @@ class ServerMomentum(ServerRule):
 
 
 @dataclass
-class Script:
+class ScriptedEngine:
     """An engine whose clients reply with a function of the job."""
 
     answer: Callable[[Job], Update | ClientFailure]
@@ -192,7 +192,7 @@ def files_in(folder: Path) -> set[str]:
 
 
 @contextmanager
-def no_slow_path() -> Iterator[None]:
+def no_vmap_fallback() -> Iterator[None]:
     """Fail if vmap falls back to running an operation client by client."""
     torch._C._debug_only_display_vmap_fallback_warnings(True)
     try:

@@ -16,7 +16,7 @@ from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
 from partita.storage.client_store import MemoryStore
 
-WHO, WHEN = "b", 1  # the hostile client and its round
+HOSTILE_CLIENT, HOSTILE_ROUND = "b", 1  # the hostile client and its round
 Change = Callable[
     [Update], list[object] | None
 ]  # the replies sent instead of the honest one; None if the change does not apply
@@ -31,7 +31,7 @@ class Case:
     refused: bool | None = True
 
 
-class Hostile:
+class HostileEngine:
     """An engine with one hostile client in one round. The client's state stays as if it had been absent."""
 
     def __init__(self, engine: SimulationEngine, case: Case) -> None:
@@ -43,7 +43,7 @@ class Hostile:
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Any]:
         for job in jobs:
-            if (job.client, job.round) != (WHO, WHEN):
+            if (job.client, job.round) != (HOSTILE_CLIENT, HOSTILE_ROUND):
                 yield from self.engine.train([job])
                 continue
             store = MemoryStore()
@@ -64,12 +64,12 @@ class Hostile:
 # ---- ways to change one part of a reply
 
 
-def every(change: Callable[[Tensor], object]) -> Change:
+def all_tensors(change: Callable[[Tensor], object]) -> Change:
     """Change all tensors of the delta."""
     return lambda u: [replace(u, delta={name: change(each) for name, each in u.delta.items()})] if u.delta else None
 
 
-def first(change: Callable[[Tensor], object]) -> Change:
+def one_tensor(change: Callable[[Tensor], object]) -> Change:
     """Change one tensor of the delta, preferably one that is not quantized."""
 
     def changed(u: Update) -> list[object] | None:
@@ -81,28 +81,28 @@ def first(change: Callable[[Tensor], object]) -> Change:
     return changed
 
 
-def put(**fields: object) -> Change:
+def replace_fields(**fields: object) -> Change:
     return lambda u: [replace(u, **fields)]  # type: ignore[arg-type]
 
 
-def in_slots(change: Callable[[dict[str, Tensor]], object]) -> Change:
+def all_slots(change: Callable[[dict[str, Tensor]], object]) -> Change:
     """Change every slot of the honest reply."""
     return lambda u: [replace(u, slots={slot: change(dict(p)) for slot, p in u.slots.items()})] if u.slots else None
 
 
-def in_values(change: Callable[[Tensor], object]) -> Change:
-    return in_slots(lambda part: {name: change(value) for name, value in part.items()})
+def slot_tensors(change: Callable[[Tensor], object]) -> Change:
+    return all_slots(lambda part: {name: change(value) for name, value in part.items()})
 
 
-def steps_of(value: object) -> Change:
+def set_steps(value: object) -> Change:
     return lambda u: [replace(u, steps=dict.fromkeys(u.steps, value))] if u.delta else None
 
 
-def filled(value: float) -> Callable[[Tensor], Tensor]:
+def fill_with(value: float) -> Callable[[Tensor], Tensor]:
     return lambda each: torch.full_like(each, value) if each.is_floating_point() else each
 
 
-def spiked(value: float) -> Callable[[Tensor], Tensor]:
+def set_one_number(value: float) -> Callable[[Tensor], Tensor]:
     """Set one number and keep the others."""
 
     def change(each: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def spiked(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
-class Trap(Mapping[Any, Any]):
+class FailingMapping(Mapping[Any, Any]):
     """A mapping that raises when one of its methods is called."""
 
     def __init__(self, inner: Mapping[Any, Any], fails: str) -> None:
@@ -136,7 +136,7 @@ class Trap(Mapping[Any, Any]):
         return len(self.inner)
 
 
-class Shifty(Mapping[str, Tensor]):
+class ChangingMapping(Mapping[str, Tensor]):
     """A mapping whose tensors are honest at the first access and NaN from the second on."""
 
     def __init__(self, inner: Mapping[str, Tensor]) -> None:
@@ -181,27 +181,29 @@ SHAPES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _tensors() -> Iterator[Case]:
+def _tensor_cases() -> Iterator[Case]:
     for name, kind in KINDS.items():
         # Cast zeros, because a quantizing transform gives other int8 values a meaning.
-        yield Case(f"delta as {name}", every(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
-        yield Case(f"one of delta as {name}", first(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
+        yield Case(f"delta as {name}", all_tensors(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
+        yield Case(f"one of delta as {name}", one_tensor(lambda each, kind=kind: torch.zeros_like(each).to(kind)))  # type: ignore[misc]
     for name, change in SHAPES.items():
-        yield Case(f"delta {name}", every(change))
-        yield Case(f"one of delta {name}", first(change))
+        yield Case(f"delta {name}", all_tensors(change))
+        yield Case(f"one of delta {name}", one_tensor(change))
     for name, value in NOT_FINITE.items():
-        yield Case(f"delta of {name}", every(filled(value)))
-        yield Case(f"one number of delta {name}", first(spiked(value)))
+        yield Case(f"delta of {name}", all_tensors(fill_with(value)))
+        yield Case(f"one number of delta {name}", one_tensor(set_one_number(value)))
     for name, value in HUGE.items():
-        yield Case(f"delta of {name}", every(filled(value)))
-        yield Case(f"one number of delta {name}", first(spiked(value)))
-    yield Case("delta of subnormal numbers", every(filled(1e-40)), refused=False)
-    yield Case("delta of zeros", every(filled(0.0)), refused=False)
-    yield Case("delta a hundredfold", every(lambda each: each * 100 if each.is_floating_point() else each), False)
-    yield Case("delta in a strided view", every(lambda each: torch.stack([each, each], -1)[..., 0]), refused=False)
+        yield Case(f"delta of {name}", all_tensors(fill_with(value)))
+        yield Case(f"one number of delta {name}", one_tensor(set_one_number(value)))
+    yield Case("delta of subnormal numbers", all_tensors(fill_with(1e-40)), refused=False)
+    yield Case("delta of zeros", all_tensors(fill_with(0.0)), refused=False)
+    yield Case("delta a hundredfold", all_tensors(lambda each: each * 100 if each.is_floating_point() else each), False)
+    yield Case(
+        "delta in a strided view", all_tensors(lambda each: torch.stack([each, each], -1)[..., 0]), refused=False
+    )
 
 
-def _names() -> Iterator[Case]:
+def _name_cases() -> Iterator[Case]:
     def with_name(name: object) -> Change:
         return lambda u: [replace(u, delta={**u.delta, name: torch.zeros(2)}, steps={**u.steps, name: 1})]  # type: ignore[dict-item]
 
@@ -221,7 +223,7 @@ def _names() -> Iterator[Case]:
     yield Case("no names", lambda u: [replace(u, delta={}, slots={})] if u.delta else None, refused=None)
 
 
-def _slots() -> Iterator[Case]:
+def _slot_cases() -> Iterator[Case]:
     def beside(slot: object, value: object = None) -> Change:
         return lambda u: [replace(u, slots={**u.slots, slot: u.delta if value is None else value})]  # type: ignore[dict-item]
 
@@ -229,32 +231,32 @@ def _slots() -> Iterator[Case]:
         yield Case(f"a slot called {slot!r}", beside(slot))
     yield Case("an empty slot that is unknown", beside("unknown", {}))
     yield Case("a slot that is a list", beside("unknown", [1.0]))
-    yield Case("half a slot", in_slots(lambda part: dict(sorted(part.items())[: len(part) // 2])))
-    yield Case("an empty slot", in_slots(lambda part: {}))
-    yield Case("a slot with a name more", in_slots(lambda part: {**part, "nowhere": torch.zeros(2)}), refused=None)
-    yield Case("a slot that is None", in_slots(lambda part: None))
+    yield Case("half a slot", all_slots(lambda part: dict(sorted(part.items())[: len(part) // 2])))
+    yield Case("an empty slot", all_slots(lambda part: {}))
+    yield Case("a slot with a name more", all_slots(lambda part: {**part, "nowhere": torch.zeros(2)}), refused=None)
+    yield Case("a slot that is None", all_slots(lambda part: None))
     yield Case("no slots", lambda u: [replace(u, slots={})] if u.slots else None)
     for name, kind in KINDS.items():
-        yield Case(f"slots as {name}", in_values(lambda each, kind=kind: torch.zeros_like(each).to(kind)), None)  # type: ignore[misc]
+        yield Case(f"slots as {name}", slot_tensors(lambda each, kind=kind: torch.zeros_like(each).to(kind)), None)  # type: ignore[misc]
     for name, change in SHAPES.items():
-        yield Case(f"slots {name}", in_values(change), refused=None)
+        yield Case(f"slots {name}", slot_tensors(change), refused=None)
     for name, value in {**NOT_FINITE, **HUGE}.items():
-        yield Case(f"slots of {name}", in_values(filled(value)), refused=None)
+        yield Case(f"slots of {name}", slot_tensors(fill_with(value)), refused=None)
 
 
-def _numbers() -> Iterator[Case]:
+def _number_cases() -> Iterator[Case]:
     weights = {"0": 0.0, "-1": -1.0, "1e12": 1e12, "1e308": 1e308, "its size and 1": 7.0, **NOT_FINITE, **ODD}
     for name, value in weights.items():
-        yield Case(f"weight {name}", put(weight=value))
-    yield Case("weight of subnormal size", put(weight=5e-324), refused=False)
+        yield Case(f"weight {name}", replace_fields(weight=value))
+    yield Case("weight of subnormal size", replace_fields(weight=5e-324), refused=False)
     steps = {"0": 0, "-1": -1, "10^15": 10**15, "3": 3, "1.5": 1.5, **NOT_FINITE, **ODD}  # 6 examples: 2 steps
     for name, value in steps.items():
-        yield Case(f"steps of {name}", steps_of(value))
+        yield Case(f"steps of {name}", set_steps(value))
         yield Case(f"steps {name}", lambda u, value=value: [replace(u, steps=value)] if u.delta else None)  # type: ignore[misc]
     yield Case("no steps", lambda u: [replace(u, steps={})] if u.delta else None)
     losses = {"-1e308": -1e308, "1e308": 1e308, **NOT_FINITE, **ODD}
     for name, value in losses.items():
-        yield Case(f"loss {name}", put(loss=value), refused=name != "None")
+        yield Case(f"loss {name}", replace_fields(loss=value), refused=name != "None")
     told: dict[str, object] = {
         **{f"of {name}": {"attention/layer.0": value} for name, value in {**NOT_FINITE, **ODD, "1e308": 1e308}.items()},
         **{name: value for name, value in ODD.items() if name != "dict"},
@@ -267,25 +269,25 @@ def _numbers() -> Iterator[Case]:
         "a number": {7: 1.0},
     }
     for name, value in told.items():
-        yield Case(f"told {name}", put(metrics=value))
+        yield Case(f"told {name}", replace_fields(metrics=value))
 
 
-def _whole() -> Iterator[Case]:
+def _whole_reply_cases() -> Iterator[Case]:
     for field in ("delta", "slots", "steps", "metrics"):
         for name in ("None", "text", "list", "10^5000", "tensor"):
             if field != "metrics":
-                yield Case(f"{field} is {name}", put(**{field: ODD[name]}))
+                yield Case(f"{field} is {name}", replace_fields(**{field: ODD[name]}))
         for fails in ("getitem", "iter", "len"):
             yield Case(
                 f"{field} fails at {fails}",
                 lambda u, field=field, fails=fails: [
-                    replace(u, **{field: Trap(getattr(u, field) or {"attention/layer.0": 1.0}, fails)})  # type: ignore[misc]
+                    replace(u, **{field: FailingMapping(getattr(u, field) or {"attention/layer.0": 1.0}, fails)})  # type: ignore[misc]
                 ],
                 refused=None if fails == "len" else True,
             )
-    yield Case("delta changes while it is read", lambda u: [replace(u, delta=Shifty(u.delta))], refused=None)
+    yield Case("delta changes while it is read", lambda u: [replace(u, delta=ChangingMapping(u.delta))], refused=None)
     for name, value in {**ODD, "no text": "", "a stranger": "mallory", "the next": "c", "the last": "a"}.items():
-        yield Case(f"client is {name}", put(client=value), refused=None if name.startswith("the ") else True)
+        yield Case(f"client is {name}", replace_fields(client=value), refused=None if name.startswith("the ") else True)
     for name, value in {"text": "hello", "None": None, "dict": {}, "number": 5, "error": ValueError("boom")}.items():
         yield Case(f"no update but {name}", lambda u, value=value: [value])  # type: ignore[misc]
     yield Case("the same reply twice", lambda u: [u, u], refused=False)
@@ -298,8 +300,8 @@ def _whole() -> Iterator[Case]:
     yield Case("no reply", lambda u: [])
     if "round" in Update.__dataclass_fields__:
         for name, value in {"0": 0, "2": 2, "99": 99, "-1": -1, "1.0": 1.0, **ODD}.items():
-            yield Case(f"round {name}", put(round=value), refused=name != "None")
+            yield Case(f"round {name}", replace_fields(round=value), refused=name != "None")
         yield Case("an old reply and the true one", lambda u: [replace(u, round=0), u], refused=False)  # type: ignore[call-arg]
 
 
-CASES: tuple[Case, ...] = (*_tensors(), *_names(), *_slots(), *_numbers(), *_whole())
+CASES: tuple[Case, ...] = (*_tensor_cases(), *_name_cases(), *_slot_cases(), *_number_cases(), *_whole_reply_cases())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from helpers import run_of
+from helpers import toy_run
 from torch import Tensor
 
 from partita.core.data import Batch, ClientData
@@ -25,7 +25,7 @@ from partita.tasks import IMAGE, TaskKind
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Images:
     """Images that serve as a task and as its examples."""
 
     pixels: Tensor  # (example, channel, size, size)
@@ -43,19 +43,19 @@ class Pictures:
         return Batch({"pixel_values": self.pixels[indices]}, self.labels[indices])
 
 
-def pictures(count: int, seed: int = 0) -> Pictures:
+def random_images(count: int, seed: int = 0) -> Images:
     draw = (Key(seed) / "pictures").generator()
     pixels = torch.randn(count, 1, 2, 2, generator=draw)
-    return Pictures(pixels, (pixels.sum((1, 2, 3)) > 0).long() + (pixels[:, 0, 0, 0] > 0.5).long())
+    return Images(pixels, (pixels.sum((1, 2, 3)) > 0).long() + (pixels[:, 0, 0, 0] > 0.5).long())
 
 
-class Albums:
+class ImageClients:
     """Clients by name, each with the given number of images, different ones or the same."""
 
     def __init__(self, same: bool = False, **sizes: int) -> None:
         self.clients = tuple(sizes)
         self.parts = {
-            client: pictures(size, 0 if same else place) for place, (client, size) in enumerate(sizes.items())
+            client: random_images(size, 0 if same else place) for place, (client, size) in enumerate(sizes.items())
         }
 
     def __getitem__(self, client: str) -> ClientData:
@@ -63,37 +63,37 @@ class Albums:
         return ClientData(part, part, part)
 
 
-FOUR = Albums(a=9, b=5, c=12, h=7)
+FOUR = ImageClients(a=9, b=5, c=12, h=7)
 
 
 @dataclass(frozen=True, eq=False)
-class Extensible(FunctionalModel):
+class ExtensibleViT(FunctionalModel):
     """A ViT that supports low-rank factors, and uses a tiny CLIP where prompts are requested."""
 
     def prompted(self, kind: str, key: Key, **options: Any) -> Model:
-        return towers().prompted(kind, key, **options)
+        return tiny_clip().prompted(kind, key, **options)
 
 
-def small(layers: int = 1, frozen: tuple[str, ...] = ()) -> FunctionalModel:
-    made = vit(pictures(1), Key(1), layers=layers, width=4, heads=1, mlp_ratio=1, patch=1, frozen=frozen)
-    return Extensible(**{each.name: getattr(made, each.name) for each in fields(made)})
+def small_vit(layers: int = 1, frozen: tuple[str, ...] = ()) -> FunctionalModel:
+    made = vit(random_images(1), Key(1), layers=layers, width=4, heads=1, mlp_ratio=1, patch=1, frozen=frozen)
+    return ExtensibleViT(**{each.name: getattr(made, each.name) for each in fields(made)})
 
 
-def towers(dtype: Literal["float32", "bfloat16", "float64"] = "float64") -> DualEncoder:
+def tiny_clip(dtype: Literal["float32", "bfloat16", "float64"] = "float64") -> DualEncoder:
     """A random CLIP, in float64 so that blocks can be compared beyond float32 rounding."""
-    return clip(pictures(1), Key(1), shape="tiny", dtype=dtype)  # type: ignore[arg-type]
+    return clip(random_images(1), Key(1), shape="tiny", dtype=dtype)  # type: ignore[arg-type]
 
 
-def extended(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[str, ...] = ()) -> LowRankModel:
-    model = small(layers, frozen).low_rank(rank, alpha, ("query", "value"), Key(2))
+def low_rank_vit(rank: int = 2, alpha: float = 3.0, layers: int = 1, frozen: tuple[str, ...] = ()) -> LowRankModel:
+    model = small_vit(layers, frozen).low_rank(rank, alpha, ("query", "value"), Key(2))
     assert isinstance(model, LowRankModel)
     return model
 
 
-def momentum_goes_on(method: Method) -> bool:
+def clients_keep_momentum(method: Method) -> bool:
     """Whether clients keep their optimizer's state for the next round."""
     assert method.extend
-    run, model = run_of(method, 1, SGD(momentum=0.9)), method.extend(towers("float32"), Key(4))
+    run, model = toy_run(method, 1, SGD(momentum=0.9)), method.extend(tiny_clip("float32"), Key(4))
     engine = SimulationEngine(run, model, FOUR)
     next(rounds(run, model, engine))
     kept = [engine.store.load(client, 1).memory for client in FOUR.clients]

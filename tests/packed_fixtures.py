@@ -6,6 +6,6 @@ from partita.core.packed import PackedTensors, layout_for
 from partita.core.tensors import Tensors
 
 
-def packed(joined: Tensors) -> list[PackedTensors]:
+def pack_per_client(joined: Tensors) -> list[PackedTensors]:
     layout = layout_for(tuple(joined), tuple(value.shape[1:] for value in joined.values()))
     return layout.per_client(layout.pack(list(joined.values())))

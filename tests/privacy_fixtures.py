@@ -9,7 +9,7 @@ from partita.core.model import Model
 from partita.core.tensors import Tensors
 
 
-def micro_batches(model: Model, params: Tensors, batch: Batch, clip: float) -> Tensors:
+def micro_batch_sum(model: Model, params: Tensors, batch: Batch, clip: float) -> Tensors:
     """The plain loop: one example, one backward pass, one clipping."""
     total = {name: torch.zeros_like(value) for name, value in params.items()}
     for place in range(len(batch.targets)):

@@ -53,7 +53,7 @@ class Quadratic(Model):
 
 
 @dataclass(frozen=True)
-class Copies:
+class RepeatedExample:
     """The same example `count` times: all in one batch, and the count is the client's weight."""
 
     a: Tensor
@@ -68,7 +68,7 @@ class Copies:
         return Batch({"a": self.a.expand(own, -1), "H": self.H.expand(own, -1, -1)}, torch.zeros(own))
 
 
-class Bowls:
+class QuadraticClients:
     """Four clients with different sizes, centers and, unless `alike`, curvatures between 0.3 and 3."""
 
     clients = ("c0", "c1", "c2", "c3")
@@ -85,44 +85,52 @@ class Bowls:
 
     def __getitem__(self, client: str) -> ClientData:
         index = int(client[1:])
-        part = Copies(torch.tensor(self.a[index]), torch.tensor(self.H[index]), int(self.sizes[index]))
+        part = RepeatedExample(torch.tensor(self.a[index]), torch.tensor(self.H[index]), int(self.sizes[index]))
         return ClientData(part, part, part)
 
     def optimum(self) -> np.ndarray:
         return np.linalg.solve(np.einsum("i,ijk->jk", self.p, self.H), np.einsum("i,ijk,ik->j", self.p, self.H, self.a))
 
 
-def flat(params: Tensors) -> np.ndarray:
+def as_vector(params: Tensors) -> np.ndarray:
     return torch.cat([params["x"], params["y"]]).numpy()
 
 
-def start() -> np.ndarray:
-    return flat(Quadratic().initial)
+def initial_point() -> np.ndarray:
+    return as_vector(Quadratic().initial)
 
 
-def play(
-    method: Method, bowls: Bowls, steps: int, count: int = 24, block: int = 4, cohort: float = 1.0, **engine: Any
+def quadratic_rounds(
+    method: Method,
+    bowls: QuadraticClients,
+    steps: int,
+    count: int = 24,
+    block: int = 4,
+    cohort: float = 1.0,
+    **engine: Any,
 ) -> Iterator[RoundResult]:
     run = Run(method, Training(LR, SGD(), batch_size=9, steps=steps), count, Key(0), cohort=cohort, drift=False)
     model = Quadratic()
     return rounds(run, model, SimulationEngine(run, model, bowls, block=block, **engine))
 
 
-def end(method: Method, bowls: Bowls, steps: int, count: int = 24, cohort: float = 1.0) -> np.ndarray:
-    *_, final = play(method, bowls, steps, count, cohort=cohort)
-    return flat(final.server.params)
+def final_point(
+    method: Method, bowls: QuadraticClients, steps: int, count: int = 24, cohort: float = 1.0
+) -> np.ndarray:
+    *_, final = quadratic_rounds(method, bowls, steps, count, cohort=cohort)
+    return as_vector(final.server.params)
 
 
-def powers(matrices: np.ndarray, steps: int) -> np.ndarray:
+def matrix_powers(matrices: np.ndarray, steps: int) -> np.ndarray:
     return np.stack([np.linalg.matrix_power(matrix, steps) for matrix in matrices])
 
 
-def rest(p: np.ndarray, B: np.ndarray, a: np.ndarray) -> np.ndarray:
+def fixed_point(p: np.ndarray, B: np.ndarray, a: np.ndarray) -> np.ndarray:
     """The point where sum p_i B_i (w - a_i) is zero."""
     return np.linalg.solve(np.einsum("i,ijk->jk", p, B), np.einsum("i,ijk,ik->j", p, B, a))
 
 
-def pull(H: np.ndarray, steps: int, mu: float = 0.0) -> np.ndarray:
+def client_step_matrix(H: np.ndarray, steps: int, mu: float = 0.0) -> np.ndarray:
     """The matrices B_i of the client maps w -> w - B_i (w - a_i).
 
     A proximal term adds mu to the curvature, A_i = H_i + mu I, and pulls to the start: its bottom is at
@@ -130,4 +138,4 @@ def pull(H: np.ndarray, steps: int, mu: float = 0.0) -> np.ndarray:
     """
     eye = np.eye(H.shape[-1])
     A = H + mu * eye
-    return (eye - powers(eye - LR * A, steps)) @ np.linalg.inv(A) @ H
+    return (eye - matrix_powers(eye - LR * A, steps)) @ np.linalg.inv(A) @ H

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 ROLES = {"query": 4096, "key": 4096, "value": 4096, "output": 4096, "mlp": 16384, "norm": 128}
-ROUNDS, WARM_UP, CLIENTS = 16, 6, 10
+ROUNDS, WARMUP, CLIENTS = 16, 6, 10
 CONFIG = """
 seed = {seed}
 rounds = {rounds}
@@ -69,7 +69,7 @@ def write_run(
     names = [f"c{number}" for number in range(CLIENTS)]
     lines = []
     for round in range(rounds):
-        frozen = freezes and round >= WARM_UP
+        frozen = freezes and round >= WARMUP
         plan = parameters(label, frozen)
         cohort = sorted(draw.choice(names, 5, replace=False).tolist())
         accuracy = (height + lift) * (1 - math.exp(-(round + 1) / 5)) + draw.normal(0, 0.008)
@@ -95,15 +95,13 @@ def write_run(
         if row is not None:
             lines.append(json.dumps(row) + "\n")
     (folder / "rows.jsonl").write_text("".join(lines))
-    extra = f"warm_up = {WARM_UP}" if freezes else "mu = 0.01" if label == "fedprox" else ""
+    extra = f"warm_up = {WARMUP}" if freezes else "mu = 0.01" if label == "fedprox" else ""
     (folder / "config.toml").write_text(
         CONFIG.format(seed=seed, rounds=planned, label=json.dumps(label, ensure_ascii=False), extra=extra)
     )
-    spans = (
-        [(0, min(WARM_UP, rounds) - 1), (WARM_UP, rounds - 1)] if freezes and rounds > WARM_UP else [(0, rounds - 1)]
-    )
+    spans = [(0, min(WARMUP, rounds) - 1), (WARMUP, rounds - 1)] if freezes and rounds > WARMUP else [(0, rounds - 1)]
     stages = [
-        {"first": first, "last": last, "client": "c0", "rows": parameters(label, freezes and first >= WARM_UP)}
+        {"first": first, "last": last, "client": "c0", "rows": parameters(label, freezes and first >= WARMUP)}
         for first, last in spans
     ]
     (folder / "plan.json").write_text(json.dumps({"stages": stages}))

@@ -14,7 +14,7 @@ from partita.core.tensors import Tensors
 from partita.core.update import Aggregate
 
 
-class Two(Model):
+class TwoParameters(Model):
     """A model with two parameters and no forward pass."""
 
     name = "two"
@@ -24,10 +24,10 @@ class Two(Model):
         self.initial = {"a": torch.zeros(4, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
 
 
-def drawn_deltas(count: int = 6) -> list[Tensors]:
+def random_deltas(count: int = 6) -> list[Tensors]:
     """Large and small deltas, so that second moments both grow and shrink."""
     draw = Key(1).generator()
-    model = Two()
+    model = TwoParameters()
     return [
         {
             name: torch.randn(value.shape, generator=draw, dtype=torch.float64) * (1.0 if number % 2 else 0.1)
@@ -38,7 +38,7 @@ def drawn_deltas(count: int = 6) -> list[Tensors]:
 
 
 def apply_all(rule: ServerRule, deltas: Sequence[Tensors]) -> Tensors:
-    model = Two()
+    model = TwoParameters()
     server = Server(dict(model.initial), rule.init(model))
     for delta in deltas:
         before = server.params
@@ -49,7 +49,7 @@ def apply_all(rule: ServerRule, deltas: Sequence[Tensors]) -> Tensors:
 
 class TorchServer:
     def __init__(self, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
-        self.params = {name: value.clone() for name, value in Two().initial.items()}
+        self.params = {name: value.clone() for name, value in TwoParameters().initial.items()}
         self.optimizer = make(list(self.params.values()))
 
     def apply_all(self, deltas: Sequence[Tensors]) -> Tensors:

@@ -50,12 +50,12 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+def run_partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(monkeypatch, capsys)
 
 
-def test_run_records_and_reports(partita: Shell, config: Path, tmp_path: Path) -> None:
-    code, out, err = partita("run", "-c", config, "--out", tmp_path / "run", "--report")
+def test_run_command_writes_records_and_a_report(run_partita: Shell, config: Path, tmp_path: Path) -> None:
+    code, out, err = run_partita("run", "-c", config, "--out", tmp_path / "run", "--report")
     assert code == 0
     assert "fedfrozen" in out
     assert err == "", "no progress output without a terminal"
@@ -73,21 +73,23 @@ def test_run_records_and_reports(partita: Shell, config: Path, tmp_path: Path) -
     assert not {"query", "key"} & rows[2]["drift"].keys(), "frozen parameters have no drift"
     stages = json.loads((tmp_path / "run" / "plan.json").read_text())["stages"]
     assert [(stage["first"], stage["last"]) for stage in stages] == [(0, 1), (2, 3)]
-    code, out, _ = partita("ls", tmp_path, "--json")
+    code, out, _ = run_partita("ls", tmp_path, "--json")
     assert code == 0
     assert [(row["label"], row["finished"]) for row in json.loads(out)] == [("fedfrozen", True)]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedfrozen", "local-only", "centralized"])
-def test_plan_foretells_the_bytes_that_a_run_records(method: str, partita: Shell, config: Path, tmp_path: Path) -> None:
+def test_plan_command_predicts_the_bytes_of_a_run(
+    method: str, run_partita: Shell, config: Path, tmp_path: Path
+) -> None:
     changes = ["--set", f"method={{name='{method}'" + (", warmup=2}" if method == "fedfrozen" else "}")]
     changes += ["--set", "federation.cohort=2", "--set", "federation.client_dropout=0.2"]
-    assert partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
+    assert run_partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
     for row in rows:
         up = down = 0
         for client in row["cohort"]:
-            code, out, _ = partita(
+            code, out, _ = run_partita(
                 "plan", "-c", config, *changes, "--round", row["round"], "--client", client, "--json"
             )
             assert code == 0
@@ -98,19 +100,19 @@ def test_plan_foretells_the_bytes_that_a_run_records(method: str, partita: Shell
         assert {"up": up, "down": down} == row["bytes"]
 
 
-def test_plan_by_role_layer_and_name(partita: Shell, config: Path) -> None:
+def test_plan_command_groups_by_role_layer_or_name(run_partita: Shell, config: Path) -> None:
     for by, expected in (("role", "query"), ("layer", "layer.0"), ("name", "vit.layers.0.attention.q_proj.weight")):
-        code, out, _ = partita("plan", "-c", config, "--round", 3, "--by", by)
+        code, out, _ = run_partita("plan", "-c", config, "--round", 3, "--by", by)
         assert code == 0
         assert expected in out
-    code, out, _ = partita("plan", "-c", config, "--round", 3, "--json")
+    code, out, _ = run_partita("plan", "-c", config, "--round", 3, "--json")
     groups = {group["name"]: group for group in json.loads(out)["groups"]}
     assert groups["query"]["trains"] == groups["query"]["up"] == 0 < groups["value"]["up"]
 
 
 @pytest.mark.parametrize(("times", "told"), [(90.0, "about 90 times slower than float32"), (1.9, None)])
-def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
-    times: float, told: str | None, partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_slow_bfloat16_on_a_cpu_gives_a_one_line_warning(
+    times: float, told: str | None, run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "bf16_slowdown", lambda: times)
     with warnings.catch_warnings():
@@ -126,65 +128,69 @@ def test_a_cpu_without_bfloat16_is_told_of_in_a_line(
             "--set",
             "engine.device=cpu",
         )
-        code, _, err = partita(*words, "--out", tmp_path / "run")
+        code, _, err = run_partita(*words, "--out", tmp_path / "run")
         assert code == 0
         assert err.count("\n") == (1 if told else 0)
         assert (told or "") in err
         assert err.startswith("warning: bfloat16" if told else "")
         warnings.warn_explicit("of others", DeprecationWarning, "elsewhere.py", 7)
-    assert "elsewhere.py:7: DeprecationWarning: of others" in partita("methods")[2]
+    assert "elsewhere.py:7: DeprecationWarning: of others" in run_partita("methods")[2]
 
 
-def test_float32_asks_nothing_of_the_cpu(
-    partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_float32_run_does_not_measure_bfloat16(
+    run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "bf16_slowdown", lambda: pytest.fail("nobody asked"))
-    assert partita("run", "-c", config, "--set", "rounds=1", "--out", tmp_path / "run")[0] == 0
+    assert run_partita("run", "-c", config, "--set", "rounds=1", "--out", tmp_path / "run")[0] == 0
 
 
-def test_resume_goes_on_and_a_second_start_is_refused(partita: Shell, config: Path, tmp_path: Path) -> None:
+def test_resume_command_continues_a_run_and_run_refuses_to_restart_it(
+    run_partita: Shell, config: Path, tmp_path: Path
+) -> None:
     whole, half = tmp_path / "whole", tmp_path / "half"
-    partita("run", "-c", config, "--out", whole)
-    partita("run", "-c", config, "--out", half)
+    run_partita("run", "-c", config, "--out", whole)
+    run_partita("run", "-c", config, "--out", half)
     # As if it had been killed after the first round.
     (half / "result.json").unlink()
     for path in list_checksummed(half / "checkpoints"):
         path.unlink()
-    code, _, err = partita("run", "-c", config, "--out", half)
+    code, _, err = run_partita("run", "-c", config, "--out", half)
     assert code == 1
     assert "already holds a run" in err
-    assert partita("resume", half)[0] == 0
+    assert run_partita("resume", half)[0] == 0
     digests = [json.loads((folder / "result.json").read_text())["digest"] for folder in (whole, half)]
     assert digests[0] == digests[1]
-    code, out, _ = partita("resume", half)
+    code, out, _ = run_partita("resume", half)
     assert code == 0
     assert "finished" in out
-    code, _, err = partita("resume", tmp_path / "nowhere")
+    code, _, err = run_partita("resume", tmp_path / "nowhere")
     assert code == 1
     assert "holds no run" in err
 
 
 # With two jobs, each process imports torch and transformers again, which is slow.
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_compare_over_methods_and_seeds(jobs: int, partita: Shell, config: Path, tmp_path: Path) -> None:
+def test_compare_command_covers_methods_and_seeds(jobs: int, run_partita: Shell, config: Path, tmp_path: Path) -> None:
     words = ["compare", "-c", config, "--methods", "fedavg, fedprox(mu=0.5)", "--seeds", 2, "--out", tmp_path / "out"]
-    code, out, _ = partita(*words, "--set", "rounds=2", "--jobs", jobs, "--json")
+    code, out, _ = run_partita(*words, "--set", "rounds=2", "--jobs", jobs, "--json")
     assert code == 0
     lines = json.loads(out)["lines"]
     assert [line["label"] for line in lines] == ["fedavg", "fedprox(mu=0.5)"]
     assert [line["seeds"] for line in lines] == [[0, 1], [0, 1]]
     # The second call reuses the finished runs and prints the same.
-    assert partita(*words, "--set", "rounds=2", "--json")[:2] == (0, out)
-    code, _, err = partita(*words, "--set", "rounds=3")
+    assert run_partita(*words, "--set", "rounds=2", "--json")[:2] == (0, out)
+    code, _, err = run_partita(*words, "--set", "rounds=3")
     assert code == 1
     assert "holds another experiment" in err
     # A report compares with fedavg, or with the label of --against.
     told = ["report", tmp_path / "out", "--json"]
     for words, first in (([], "fedavg"), (["--against", "fedprox(mu=0.5)"], "fedprox(mu=0.5)")):
-        assert json.loads(partita(*told, *words)[1])["lines"][0]["label"] == first
-    assert "did you mean 'fedavg'?" in partita(*told, "--against", "fedavgg")[2]
-    assert "loss: value of the last tested round" in partita(*told, "--metric", "loss")[1]
-    assert "--metric is 'los', which no run has recorded; did you mean 'loss'?" in partita(*told, "--metric", "los")[2]
+        assert json.loads(run_partita(*told, *words)[1])["lines"][0]["label"] == first
+    assert "did you mean 'fedavg'?" in run_partita(*told, "--against", "fedavgg")[2]
+    assert "loss: value of the last tested round" in run_partita(*told, "--metric", "loss")[1]
+    assert (
+        "--metric is 'los', which no run has recorded; did you mean 'loss'?" in run_partita(*told, "--metric", "los")[2]
+    )
 
 
 def _children(pid: int) -> list[int]:
@@ -194,7 +200,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _at_work(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -203,7 +209,7 @@ def _at_work(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
-def test_a_comparison_that_is_killed_leaves_no_process(config: Path, tmp_path: Path) -> None:
+def test_killed_comparison_leaves_no_process(config: Path, tmp_path: Path) -> None:
     words = ["compare", "-c", str(config), "--methods", "fedavg", "--seeds", "2", "--jobs", "2", "--out"]
     words += [str(tmp_path / "out"), "--set", "rounds=500"]
     with subprocess.Popen([sys.executable, "-m", "partita", *words], stderr=subprocess.DEVNULL) as parent:
@@ -213,24 +219,24 @@ def test_a_comparison_that_is_killed_leaves_no_process(config: Path, tmp_path: P
         parent.kill()
     assert len(children) >= 2
     until = time.monotonic() + 5
-    while any(map(_at_work, children)) and time.monotonic() < until:
+    while any(map(_is_running, children)) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not any(map(_at_work, children))
+    assert not any(map(_is_running, children))
 
 
-def test_methods_and_cards(partita: Shell) -> None:
-    code, out, _ = partita("methods", "--json")
+def test_methods_command_lists_methods_and_prints_cards(run_partita: Shell) -> None:
+    code, out, _ = run_partita("methods", "--json")
     assert code == 0
     assert [row["name"] for row in json.loads(out)] == list(INDEX)
     assert "fedfrozen+scaffold" in json.loads(out)[list(INDEX).index("scaffold")]["compositions"]
-    assert "FedProx" in partita("methods")[1]
-    assert partita("methods", "fedprox")[1].startswith("# fedprox")
-    code, _, err = partita("methods", "fedpro")
+    assert "FedProx" in run_partita("methods")[1]
+    assert run_partita("methods", "fedprox")[1].startswith("# fedprox")
+    code, _, err = run_partita("methods", "fedpro")
     assert code == 1
     assert "did you mean 'fedprox'?" in err
 
 
-def test_a_methods_options_may_be_lists_and_may_say_whose_they_are(config: Path, tmp_path: Path) -> None:
+def test_compare_method_options_can_be_lists_and_other_tables(config: Path, tmp_path: Path) -> None:
     specs = "fedavg, layer-skipping(layers=[0], embeddings=true, training.lr=0.5),fedprox(mu=2)"
     runs = [settings for _, settings in expand(config, ["rounds=2"], specs, 1, tmp_path)]
     assert [each.method for each in runs] == [
@@ -241,7 +247,7 @@ def test_a_methods_options_may_be_lists_and_may_say_whose_they_are(config: Path,
     assert [each.training.lr for each in runs] == [1e-3, 0.5, 1e-3]
 
 
-BAD = {
+BAD_INPUT = {
     "a mistyped key": (["training.btach_size=3"], "unknown key 'training.btach_size'; did you mean 'batch_size'?"),
     "a wrong type": (["training.lr=fast"], "training.lr is 'fast'; it must be a number"),
     "an unknown method": (["method={name='fedavgg'}"], "unknown method 'fedavgg'; did you mean 'fedavg'?"),
@@ -262,10 +268,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_one_clear_message(what: str, partita: Shell, config: Path, tmp_path: Path) -> None:
-    changes, message = BAD[what]
-    code, _, err = partita(
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_gives_one_clear_message(what: str, run_partita: Shell, config: Path, tmp_path: Path) -> None:
+    changes, message = BAD_INPUT[what]
+    code, _, err = run_partita(
         "run", "-c", config, "--out", tmp_path / "run", *(word for change in changes for word in ("--set", change))
     )
     assert code == 1
@@ -276,16 +282,18 @@ def test_bad_input_is_one_clear_message(what: str, partita: Shell, config: Path,
     assert "Traceback" not in err
 
 
-def test_clients_too_small_for_a_test_part_still_train(partita: Shell, config: Path, tmp_path: Path) -> None:
+def test_clients_too_small_for_a_test_part_still_train(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     changes = ["--set", "split.clients=160", "--set", "rounds=1"]
-    assert partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
+    assert run_partita("run", "-c", config, "--out", tmp_path / "run", *changes)[0] == 0
     row = json.loads((tmp_path / "run" / "rows.jsonl").read_text().splitlines()[-1])
     assert row["personal"] == {}, "one example each, used for training"
 
 
-def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(partita: Shell, config: Path, tmp_path: Path) -> None:
+def test_resume_command_names_a_damaged_checkpoint_and_loses_nothing(
+    run_partita: Shell, config: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    partita("run", "-c", config, "--out", folder)
+    run_partita("run", "-c", config, "--out", folder)
     before = json.loads((folder / "result.json").read_text())
     (folder / "result.json").unlink()
     newest = list_checksummed(folder / "checkpoints")[-1]
@@ -293,21 +301,21 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(partita: Shell, confi
     data[-1] ^= 1
     newest.write_bytes(data)
     rows = (folder / "rows.jsonl").read_bytes()
-    code, _, err = partita("resume", folder)
+    code, _, err = run_partita("resume", folder)
     assert code == 1
     assert f"{newest} is damaged" in err
     assert "delete it to resume from the checkpoint before it" in err
     assert (folder / "rows.jsonl").read_bytes() == rows
     newest.unlink()
-    assert partita("resume", folder)[0] == 0
+    assert run_partita("resume", folder)[0] == 0
     assert json.loads((folder / "result.json").read_text())["digest"] == before["digest"]
 
 
-def test_a_full_disk_loses_nothing(
-    partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_full_disk_during_a_run_command_loses_nothing(
+    run_partita: Shell, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    partita("run", "-c", config, "--out", whole)
+    run_partita("run", "-c", config, "--out", whole)
     real, calls = os.replace, []
 
     def full(one: Path, other: Path) -> None:
@@ -317,20 +325,20 @@ def test_a_full_disk_loses_nothing(
         real(one, other)
 
     monkeypatch.setattr(atomic_files.os, "replace", full)
-    code, _, err = partita("run", "-c", config, "--out", folder)
+    code, _, err = run_partita("run", "-c", config, "--out", folder)
     assert code == 1
     assert "No space left on device" in err
     assert f"partita resume {folder}" in err
     assert "Traceback" not in err
     assert len(list_checksummed(folder / "checkpoints")) == 2
     assert not list(folder.rglob("*.part"))
-    assert partita("resume", folder)[0] == 0
+    assert run_partita("resume", folder)[0] == 0
     digests = [json.loads((path / run_folder.RESULT).read_text())["digest"] for path in (whole, folder)]
     assert digests[0] == digests[1]
 
 
-def test_two_processes_cannot_share_a_run(partita: Shell, config: Path, tmp_path: Path) -> None:
+def test_two_processes_cannot_share_a_run(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     with run_folder.lock(tmp_path / "run"):
-        code, _, err = partita("run", "-c", config, "--out", tmp_path / "run")
+        code, _, err = run_partita("run", "-c", config, "--out", tmp_path / "run")
     assert code == 1
     assert "in use by another process" in err

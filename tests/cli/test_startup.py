@@ -15,7 +15,7 @@ import pytest
 import partita
 from partita.experiment.gc_freeze import importing
 
-SLOW = [
+SLOW_LIBRARIES = [
     "datasets",
     "dp_accounting",
     "flwr",
@@ -34,9 +34,11 @@ SLOW = [
 COMMAND = "import runpy, sys; sys.argv[1:] = {words}; runpy.run_module('partita', run_name='__main__')"
 
 
-def imported(code: str, status: int = 0) -> set[str]:
+def slow_imports(code: str, status: int = 0) -> set[str]:
     """The slow libraries that the code imports, also if it ends with an exit."""
-    ending = f"import atexit, sys; atexit.register(lambda: print('brought', *{{*{SLOW}}} & {{*sys.modules}}))\n"
+    ending = (
+        f"import atexit, sys; atexit.register(lambda: print('brought', *{{*{SLOW_LIBRARIES}}} & {{*sys.modules}}))\n"
+    )
     done = subprocess.run([sys.executable, "-c", ending + code], capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr
     [*_, last] = done.stdout.splitlines()
@@ -45,29 +47,29 @@ def imported(code: str, status: int = 0) -> set[str]:
     return set(found)
 
 
-def test_the_check_sees_what_is_imported() -> None:
-    assert imported("import numpy") == {"numpy"}
+def test_slow_imports_sees_an_import() -> None:
+    assert slow_imports("import numpy") == {"numpy"}
 
 
-def test_the_package_is_imported_without_any_library() -> None:
-    assert imported("import partita; dir(partita)") == set()
+def test_importing_partita_imports_no_slow_library() -> None:
+    assert slow_imports("import partita; dir(partita)") == set()
 
 
 @pytest.mark.parametrize("words", ["--help", "run --help", "flower up --help"])
-def test_help_does_not_wait_for_torch(words: str) -> None:
-    assert imported(COMMAND.format(words=words.split())) == set()
+def test_help_imports_no_slow_library(words: str) -> None:
+    assert slow_imports(COMMAND.format(words=words.split())) == set()
 
 
-def test_nor_do_those_who_only_read_what_was_recorded() -> None:
-    assert imported(COMMAND.format(words=["ls", "nowhere"]), status=1) == set()
+def test_ls_imports_no_slow_library() -> None:
+    assert slow_imports(COMMAND.format(words=["ls", "nowhere"]), status=1) == set()
 
 
-def test_a_site_and_a_run_wait_for_no_library_but_torch_flower_and_what_the_config_names() -> None:
+def test_run_and_site_modules_import_only_torch_numpy_and_flower() -> None:
     both = "import partita.experiment.flower_app, partita.experiment.runner, partita.experiment.preview, partita.report"
-    assert imported(both) == {"torch", "numpy", "flwr"}
+    assert slow_imports(both) == {"torch", "numpy", "flwr"}
 
 
-def test_the_names_for_type_checkers_are_those_that_are_found() -> None:
+def test_type_checking_imports_match_the_lazy_exports() -> None:
     tree = ast.parse(Path(partita.__file__).read_text(encoding="utf-8"))
     conditions = [node for node in tree.body if isinstance(node, ast.If)]
     block = next(node for node in conditions if ast.unparse(node.test) == "TYPE_CHECKING")
@@ -79,16 +81,14 @@ def test_the_names_for_type_checkers_are_those_that_are_found() -> None:
     assert set(partita.__all__) <= set(dir(partita))
 
 
-def test_a_name_that_is_not_there_is_an_error() -> None:
+def test_unknown_package_attribute_is_an_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Plann'"):
         _ = partita.Plann
     with pytest.raises(ImportError, match="Plann"):
         from partita import Plann  # noqa: F401
 
 
-def test_only_an_import_sets_objects_apart_and_collecting_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_importing_freezes_garbage_only_after_a_new_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     frozen: list[bool] = []
     with importing():

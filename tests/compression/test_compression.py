@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_fixtures import Few, adapted, made
-from compression_fixtures import WIDE, draw
-from helpers import Clients, Script, play, run_of
+from architecture_fixtures import ThreeClients, make_case, make_model
+from compression_fixtures import WIDE_MODEL, random_normal
+from helpers import Clients, ScriptedEngine, play, toy_run
 from torch import Tensor
 
 from partita.compression import CompressionError
@@ -41,13 +41,13 @@ from partita.testing.toy import ToyTransformer
 @pytest.mark.parametrize(
     ("name", "options", "model"),
     [
-        pytest.param("prune", {"keep": 0.1}, WIDE, marks=pytest.mark.slow),
-        pytest.param("quantize", {}, WIDE, marks=pytest.mark.slow),
-        pytest.param("quantize", {"rows": False}, WIDE, marks=pytest.mark.slow),
-        pytest.param("safl+prune+quantize", {"k": 1, "keep": 0.1}, WIDE, marks=pytest.mark.slow),
+        pytest.param("prune", {"keep": 0.1}, WIDE_MODEL, marks=pytest.mark.slow),
+        pytest.param("quantize", {}, WIDE_MODEL, marks=pytest.mark.slow),
+        pytest.param("quantize", {"rows": False}, WIDE_MODEL, marks=pytest.mark.slow),
+        pytest.param("safl+prune+quantize", {"k": 1, "keep": 0.1}, WIDE_MODEL, marks=pytest.mark.slow),
     ],
 )
-def test_the_channel_keeps_its_promises(name: str, options: dict[str, Any], model: ToyTransformer) -> None:
+def test_compression_conforms_and_halves_the_bytes(name: str, options: dict[str, Any], model: ToyTransformer) -> None:
     """Conformance includes that serialized messages change neither the result nor the bytes."""
     found = check_method(build(name, options), model, Clients(c0=3, c1=9, c2=12, c3=6), tolerance=1e-4)
     plain = check_method(fedavg(), model, Clients(c0=3, c1=9, c2=12, c3=6), tolerance=1e-4)
@@ -55,26 +55,28 @@ def test_the_channel_keeps_its_promises(name: str, options: dict[str, Any], mode
 
 
 @pytest.mark.slow
-def test_pruned_heads_keep_their_promises() -> None:
-    model = adapted("bert-text")
-    model = replace(model, initial={name: value + 0.3 * draw(1, *value.shape) for name, value in model.initial.items()})
+def test_head_pruning_conforms() -> None:
+    model = make_model("bert-text")
+    model = replace(
+        model, initial={name: value + 0.3 * random_normal(1, *value.shape) for name, value in model.initial.items()}
+    )
     method = compose(safl(k=1, every=2), prune("heads"), quantize())
-    assert check_method(method, model, Few(made("bert-text")), tolerance=1e-4).bytes_up > 0
+    assert check_method(method, model, ThreeClients(make_case("bert-text")), tolerance=1e-4).bytes_up > 0
 
 
-def shrunk(method: Method, model: Any, population: Any) -> int:
-    [each] = play(run_of(method, 1, steps=1), model, population)
+def bytes_up(method: Method, model: Any, population: Any) -> int:
+    [each] = play(toy_run(method, 1, steps=1), model, population)
     return sum(each.traffic.up.values())
 
 
-def test_a_third_of_the_layers_with_pruned_heads_is_three_quarters_less_than_fedavg() -> None:
+def test_safl_with_pruned_heads_saves_three_quarters_of_the_bytes() -> None:
     """BERT-base at an eighth of its width, which keeps the proportions of its parts."""
     sizes = {"hidden_size": 96, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 384}
-    model = adapted("bert-text", sizes={**sizes, "vocab_size": 3815, "max_position_embeddings": 64})
-    clients = Few(made("bert-text"))
-    whole = shrunk(fedavg(), model, clients)
+    model = make_model("bert-text", sizes={**sizes, "vocab_size": 3815, "max_position_embeddings": 64})
+    clients = ThreeClients(make_case("bert-text"))
+    whole = bytes_up(fedavg(), model, clients)
     less = {
-        name: 1 - shrunk(build(name, options), model, clients) / whole
+        name: 1 - bytes_up(build(name, options), model, clients) / whole
         for name, options in {
             "safl": {},
             "safl+prune": {"by": "heads"},
@@ -88,18 +90,20 @@ def test_a_third_of_the_layers_with_pruned_heads_is_three_quarters_less_than_fed
 # ---- updates that cannot be decoded
 
 
-def spoil(change: Callable[[Update], Update], method: Method, skip_failed_clients: bool) -> RoundResult:
+def round_with_changed_update(
+    change: Callable[[Update], Update], method: Method, skip_failed_clients: bool
+) -> RoundResult:
     """A round in which client a's update arrives changed."""
-    run = run_of(method, 1, skip_failed_clients=skip_failed_clients)
+    run = toy_run(method, 1, skip_failed_clients=skip_failed_clients)
 
     def answer(job: Job) -> Update:
-        delta = {name: draw(1, *value.shape) for name, value in WIDE.initial.items()}
+        delta = {name: random_normal(1, *value.shape) for name, value in WIDE_MODEL.initial.items()}
         update = Update(job.client, delta, {}, 1.0, dict.fromkeys(delta, 1), 0.5)
         for index, transform in enumerate(method.transforms):
             update, _ = transform.encode(update, {}, Key(0) / index)
         return change(update) if job.client == "a" else update
 
-    return next(iter(rounds(run, WIDE, Script(answer))))
+    return next(iter(rounds(run, WIDE_MODEL, ScriptedEngine(answer))))
 
 
 def with_slot(update: Update, slot: str, name: str, value: Tensor | None) -> Update:
@@ -108,7 +112,7 @@ def with_slot(update: Update, slot: str, name: str, value: Tensor | None) -> Upd
 
 
 NAME = "layers.0.query.weight"
-SPOILT: dict[str, tuple[Method, Callable[[Update], Update], str]] = {
+BROKEN_UPDATES: dict[str, tuple[Method, Callable[[Update], Update], str]] = {
     "no scale": (quantize(), lambda u: with_slot(u, SCALE, NAME, None), "is torch.int8 .* scale of shape None"),
     "odd scale": (quantize(), lambda u: with_slot(u, SCALE, NAME, torch.ones(3)), r"with a scale of shape \(3,\)"),
     "no places": (prune(), lambda u: with_slot(u, MARKS, NAME, None), "its indices are missing or given twice"),
@@ -142,12 +146,12 @@ SPOILT: dict[str, tuple[Method, Callable[[Update], Update], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SPOILT)
-def test_a_message_that_cannot_be_opened_is_that_clients_fault(kind: str) -> None:
-    method, change, message = SPOILT[kind]
+@pytest.mark.parametrize("kind", BROKEN_UPDATES)
+def test_update_that_cannot_be_decoded_is_blamed_on_its_client(kind: str) -> None:
+    method, change, message = BROKEN_UPDATES[kind]
     with pytest.raises(ClientError, match=rf"client 'a': sent an update that cannot be decoded: .*{message}"):
-        spoil(change, method, skip_failed_clients=False)
-    each = spoil(change, method, skip_failed_clients=True)
+        round_with_changed_update(change, method, skip_failed_clients=False)
+    each = round_with_changed_update(change, method, skip_failed_clients=True)
     assert [lost.client for lost in each.lost] == ["a"]
     assert list(each.sent) == ["b"]
     assert issubclass(CompressionError, ValueError)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_fixtures import Few, adapted, made
-from compression_fixtures import FOUR, WIDE, draw, there_and_back, update_of
-from helpers import last, play, run_of
+from architecture_fixtures import ThreeClients, make_case, make_model
+from compression_fixtures import FOUR, WIDE_MODEL, encode_and_decode, make_update, random_normal
+from helpers import final_params, play, toy_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,9 +38,9 @@ from partita.testing.toy import ToyTransformer
 
 @pytest.mark.parametrize("shape", [(1025,), (40, 30), (8, 8, 30), (300, 300)])
 @pytest.mark.parametrize("keep", [0.001, 0.02, 0.1, 0.5, 0.99])
-def test_the_largest_numbers_arrive_and_the_others_count_as_zero(shape: tuple[int, ...], keep: float) -> None:
-    value = draw(1, *shape)
-    sent, opened = there_and_back(TopKMagnitude(keep), update_of({"w": value}))
+def test_pruning_keeps_the_largest_numbers_and_zeroes_the_rest(shape: tuple[int, ...], keep: float) -> None:
+    value = random_normal(1, *shape)
+    sent, opened = encode_and_decode(TopKMagnitude(keep), make_update({"w": value}))
     count = -(-value.numel() * keep // 1)
     limit = value.abs().flatten().sort(descending=True).values[int(count) - 1]
     assert torch.equal(opened.delta["w"], value.where(value.abs() >= limit, 0.0))
@@ -58,10 +58,10 @@ def test_the_largest_numbers_arrive_and_the_others_count_as_zero(shape: tuple[in
         (70_000, 0.04, MARKS, torch.uint8),
     ],
 )
-def test_places_are_told_in_the_smallest_way(size: int, keep: float, slot: str, kind: torch.dtype) -> None:
+def test_pruned_indices_use_the_smallest_encoding(size: int, keep: float, slot: str, kind: torch.dtype) -> None:
     value = torch.zeros(size)
     value[0], value[-1] = 2.0, -3.0  # the ends of the range
-    sent, opened = there_and_back(TopKMagnitude(keep), update_of({"w": value}))
+    sent, opened = encode_and_decode(TopKMagnitude(keep), make_update({"w": value}))
     assert sent.slots.keys() == {SHAPE, slot}
     assert sent.slots[slot]["w"].dtype == kind
     listed = len(sent.delta["w"]) * (4 if size > 2**16 else 2)
@@ -69,9 +69,11 @@ def test_places_are_told_in_the_smallest_way(size: int, keep: float, slot: str, 
     assert torch.equal(opened.delta["w"], value)
 
 
-def test_small_tensors_and_the_slots_of_others_travel_whole() -> None:
-    given = update_of({"bias": draw(0, 1024), "w": draw(1, 33, 32)}, drag={"w": draw(2, 33, 32)})
-    sent, opened = there_and_back(TopKMagnitude(0.1), given)
+def test_small_tensors_and_other_slots_are_not_pruned() -> None:
+    given = make_update(
+        {"bias": random_normal(0, 1024), "w": random_normal(1, 33, 32)}, drag={"w": random_normal(2, 33, 32)}
+    )
+    sent, opened = encode_and_decode(TopKMagnitude(0.1), given)
     assert torch.equal(sent.delta["bias"], given.delta["bias"])
     assert tensors.equal(sent.slots["drag"], given.slots["drag"])
     assert opened.slots.keys() == {"drag"}
@@ -80,18 +82,16 @@ def test_small_tensors_and_the_slots_of_others_travel_whole() -> None:
 
 @settings(max_examples=40)
 @given(st.integers(1025, 5000), st.floats(0.001, 1.0), st.integers(0, 99))
-def test_what_travels_is_never_more_than_the_whole_and_the_places_cost_at_most_a_bit_a_number(
-    size: int, keep: float, seed: int
-) -> None:
-    sent, _ = TopKMagnitude(keep).encode(update_of({"w": draw(seed, size)}), {}, Key(0))
+def test_pruned_indices_cost_at_most_one_bit_per_number(size: int, keep: float, seed: int) -> None:
+    sent, _ = TopKMagnitude(keep).encode(make_update({"w": random_normal(seed, size)}), {}, Key(0))
     slots = {slot: part["w"].nbytes for slot, part in sent.slots.items() if slot != SHAPE}
     assert sum(slots.values()) <= -(-size // 8)
     assert sent.delta["w"].numel() <= size
 
 
-def test_keeping_all_is_fedavg_bit_for_bit() -> None:
-    one, two = (play(run_of(method, 2, cohort=2), WIDE, FOUR) for method in (prune(keep=1.0), fedavg()))
-    assert tensors.equal(last(one), last(two))
+def test_pruning_that_keeps_all_is_fedavg_bit_for_bit() -> None:
+    one, two = (play(toy_run(method, 2, cohort=2), WIDE_MODEL, FOUR) for method in (prune(keep=1.0), fedavg()))
+    assert tensors.equal(final_params(one), final_params(two))
     assert [each.traffic for each in one] == [each.traffic for each in two]
 
 
@@ -105,14 +105,14 @@ def test_error_feedback_is_an_option_of_pruning_by_magnitude() -> None:
 # ---- heads
 
 
-def heads_of(case: str, method: Method, **more: Any) -> list[RoundResult]:
-    model = adapted(case)
-    return play(run_of(method, 1, **more), model, Few(made(case)))
+def play_one_round(case: str, method: Method, **more: Any) -> list[RoundResult]:
+    model = make_model(case)
+    return play(toy_run(method, 1, **more), model, ThreeClients(make_case(case)))
 
 
 @pytest.mark.parametrize("case", ["bert-text", "gpt2-text", "vit-image", "llama-tokens", "dinov2-image"])
-def test_heads_that_do_not_travel_are_zero_and_all_else_is_as_it_was(case: str) -> None:
-    model = adapted(case)
+def test_pruned_heads_are_zero_and_the_rest_is_unchanged(case: str) -> None:
+    model = make_model(case)
     model.module.config.label2id = {"O": 0, "B-x": 1, "I-x": 2}
     parts = model.head_dimensions()
     plan = plan_for(share_everything, model, RoundInfo(0, 1, "a"))
@@ -120,8 +120,8 @@ def test_heads_that_do_not_travel_are_zero_and_all_else_is_as_it_was(case: str) 
     ctx = Context(model, plan, model.initial, {}, {}, 0.1, {ATTENTION: paid})
     told, remembered = HeadSelector(0.5).finish({}, {}, ctx)
     assert remembered == {}
-    delta = {name: draw(3, *value.shape) + 5 for name, value in model.initial.items()}
-    sent, opened = there_and_back(HeadPruner(), update_of(delta, **told))
+    delta = {name: random_normal(3, *value.shape) + 5 for name, value in model.initial.items()}
+    sent, opened = encode_and_decode(HeadPruner(), make_update(delta, **told))
     saved = 0
     for name, value in delta.items():
         layer = 0 if name in model.names("layer.0") else 1
@@ -139,7 +139,7 @@ def test_heads_that_do_not_travel_are_zero_and_all_else_is_as_it_was(case: str) 
     assert opened.slots == {}
 
 
-def test_a_shared_head_travels_with_any_of_those_that_share_it() -> None:
+def test_shared_head_is_kept_with_any_head_that_shares_it() -> None:
     rule = HeadSelector(0.5)
     paid = torch.tensor([0.9, 0.1, 0.8, 0.2, 0.3, 0.1, 0.2, 0.7])
     assert rule._kept(paid, 8).tolist() == [True, False, True, False, True, False, False, True]
@@ -148,28 +148,28 @@ def test_a_shared_head_travels_with_any_of_those_that_share_it() -> None:
     assert HeadSelector(0.01)._kept(paid, 8).sum() == 1
 
 
-def test_with_safl_the_heads_that_attend_least_stay_at_home_every_round() -> None:
+def test_head_pruning_with_safl_reduces_the_bytes_of_every_round() -> None:
     for options in ({"k": 1}, {"k": 1, "every": 2}):
-        model = adapted("bert-text")
+        model = make_model("bert-text")
         method = compose(safl(**options), prune("heads"))
-        played = play(run_of(method, 2), model, Few(made("bert-text")))
-        plain = play(run_of(safl(**options), 2), model, Few(made("bert-text")))
+        played = play(toy_run(method, 2), model, ThreeClients(make_case("bert-text")))
+        plain = play(toy_run(safl(**options), 2), model, ThreeClients(make_case("bert-text")))
         for one, two in zip(played, plain, strict=True):
             assert one.sent == two.sent or one.number
             assert sum(one.traffic.up.values()) < sum(two.traffic.up.values())
 
 
-def test_head_pruning_needs_safl_and_more_than_one_head_and_is_open_about_looking() -> None:
+def test_head_pruning_refuses_unsupported_compositions_and_declares_data_use() -> None:
     with pytest.raises(MethodError, match=r"needs the attention that safl measures; compose it as 'safl\+prune'"):
-        heads_of("bert-text", prune("heads"))
+        play_one_round("bert-text", prune("heads"))
     with pytest.raises(MethodError, match="no noise, or set by = 'magnitude'"):
-        heads_of("bert-text", compose(safl(noise=1.0, probe=0.9), prune("heads")))
+        play_one_round("bert-text", compose(safl(noise=1.0, probe=0.9), prune("heads")))
     with pytest.raises(MethodError, match="has one head per layer, so none can be pruned"):
-        play(run_of(compose(safl(), prune("heads")), 1), ToyTransformer(width=4), FOUR)
+        play(toy_run(compose(safl(), prune("heads")), 1), ToyTransformer(width=4), FOUR)
     [rule] = prune("heads").client_rules
     assert rule.uses_data
     assert rule.release is None
     with pytest.raises(MethodError, match=r"compose 'prune\+quantize'"):
-        play(run_of(compose(quantize(), prune()), 1), WIDE, FOUR)
+        play(toy_run(compose(quantize(), prune()), 1), WIDE_MODEL, FOUR)
     with pytest.raises(MethodError, match=r"method\.keep is 0"):
         prune(keep=0.0)

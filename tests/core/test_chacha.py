@@ -25,11 +25,11 @@ RFC = bytes.fromhex(
 KEYS = [bytes(range(start, start + 32)) for start in (0, 7, 99)]
 
 
-def test_the_cipher_is_that_of_the_standard() -> None:
+def test_cipher_stream_matches_rfc_8439() -> None:
     assert chacha._cipher_stream(bytes(32), 2) == RFC
 
 
-def test_the_source_of_the_kernel_for_gpus_computes_the_stream(tmp_path: Path) -> None:
+def test_gpu_kernel_source_compiled_for_cpu_computes_the_cipher_stream(tmp_path: Path) -> None:
     """Compiles the kernel's C++ for the CPU. tests/training/test_devices.py runs the kernel itself on a GPU."""
     compiler = shutil.which("c++")
     if compiler is None:
@@ -44,7 +44,7 @@ def test_the_source_of_the_kernel_for_gpus_computes_the_stream(tmp_path: Path) -
     assert np.array(printed, np.uint64).tobytes() == chacha._cipher_stream(KEYS[2], 8)
 
 
-def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_do_not_depend_on_other_draws_of_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [10, 0, 1000]
     together = chacha.normal(KEYS, counts)
     apart = [chacha.normal([key], [count])[0] for key, count in zip(KEYS, counts, strict=True)]
@@ -55,7 +55,7 @@ def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(monkeypatch: pytest.M
         assert torch.equal(one, third)
 
 
-def test_normal_numbers_are_normal_and_independent() -> None:
+def test_normal_draws_are_gaussian_and_uncorrelated() -> None:
     draw = chacha.normal(KEYS[:1], [400_000])[0].numpy()
     assert stats.kstest(draw, "norm").pvalue > 1e-4
     assert abs(float(stats.kurtosis(draw))) < 0.05
@@ -65,14 +65,14 @@ def test_normal_numbers_are_normal_and_independent() -> None:
         assert abs(np.corrcoef(draw[:-lag] ** 2, draw[lag:] ** 2)[0, 1]) < 5 / math.sqrt(len(draw))
 
 
-def test_the_extremes_of_the_integers_give_finite_numbers() -> None:
+def test_extreme_words_give_finite_normal_draws() -> None:
     for word in (0, -1, 2**63 - 1, -(2**63), 1):
         made = chacha._box_muller(torch.full((8,), word))
         assert bool(torch.isfinite(made).all())
     assert float(chacha._box_muller(torch.zeros(8, dtype=torch.int64)).abs().max()) == pytest.approx(9.42, abs=0.01)
 
 
-def test_normal_numbers_are_those_of_the_formula() -> None:
+def test_normal_draws_match_the_box_muller_formula() -> None:
     """The Box-Muller formula in plain Python, on cipher words and on words at the ends of the integer range."""
     ends = [1, 2, 2**63 - 1, -(2**63), 0, -1, 2**62, -(2**62)]
     words = [*ends, *ends[::-1], *np.frombuffer(chacha._cipher_stream(KEYS[1], 50), np.int64).tolist()]
@@ -98,14 +98,14 @@ def test_normal_numbers_are_those_of_the_formula() -> None:
         ([3, 100, 3, 13, 1], [(0, 1), (1, 2), (2, 4), (4, 5)]),
     ],
 )
-def test_a_pass_takes_as_many_draws_as_fit(
+def test_passes_group_as_many_draws_as_fit(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], wanted: list[tuple[int, int]]
 ) -> None:
     monkeypatch.setattr(chacha, "_PASS", 2)  # two blocks hold 16 numbers
     assert list(chacha._passes(counts)) == wanted
 
 
-def test_a_draw_below_the_probability_is_true_and_one_that_equals_it_is_not() -> None:
+def test_bernoulli_is_true_strictly_below_the_probability() -> None:
     words = np.frombuffer(chacha._cipher_stream(KEYS[0], 3), np.uint64)[:20]
     draws = [int(word) // 2**11 / 2**53 for word in words]
     for probability in (0.0, *draws, 1.0):
@@ -113,7 +113,7 @@ def test_a_draw_below_the_probability_is_true_and_one_that_equals_it_is_not() ->
         assert found.tolist() == [draw < probability for draw in draws]
 
 
-def test_the_kernel_is_given_the_index_of_each_word_and_the_words_of_its_key() -> None:
+def test_kernel_receives_word_indices_and_key_words() -> None:
     """A fake kernel on the CPU looks the words up in the library's stream."""
     streams = {key: torch.from_numpy(np.frombuffer(chacha._cipher_stream(key, 5), np.int64).copy()) for key in KEYS}
 
@@ -128,7 +128,7 @@ def test_the_kernel_is_given_the_index_of_each_word_and_the_words_of_its_key() -
         assert words.numpy().tobytes() == chacha._cipher_stream(key, count)
 
 
-def test_numbers_are_drawn_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normal_draws_use_the_requested_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def stream(keys: list[bytes], blocks: list[int], device: torch.device) -> list[torch.Tensor]:
@@ -142,7 +142,7 @@ def test_numbers_are_drawn_on_the_device_that_is_named(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2**62])
-def test_a_kernel_that_computes_another_stream_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+def test_gpu_kernel_with_a_different_stream_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     def stream(kernel: object, keys: list[bytes], blocks: list[int], device: torch.device) -> list[torch.Tensor]:
         words = torch.tensor(np.frombuffer(chacha._cipher_stream(keys[0], blocks[0]), np.int64).tolist())
         words[-1] ^= wrong
@@ -158,7 +158,7 @@ def test_a_kernel_that_computes_another_stream_is_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.013, 0.4, 1.0])
-def test_poisson_draws_have_their_rate(rate: float) -> None:
+def test_poisson_draws_have_the_requested_rate(rate: float) -> None:
     """Within five standard deviations over 400,000 draws."""
     drawn = sum(len((Key(4) / step).poisson(1000, rate)) for step in range(400))
     assert abs(drawn - 400_000 * rate) <= 5 * math.sqrt(400_000 * rate * (1 - rate))
@@ -174,7 +174,7 @@ def test_every_bit_of_a_secret_changes_the_noise() -> None:
     assert len({float(other[0]) for other in others}) == 256
 
 
-def test_public_draws_use_more_than_the_32_bits_of_a_seed() -> None:
+def test_public_draws_use_more_than_32_seed_bits() -> None:
     """With 32 bits, about ten of 300,000 keys would share their first draw; with 53 bits none does."""
     keys = [Key(0) / number for number in range(300_000)]
     assert len({key.uniform() for key in keys}) == len(keys)
@@ -185,7 +185,7 @@ def test_public_draws_use_more_than_the_32_bits_of_a_seed() -> None:
     assert state[24 : 24 + 8 * 624].view(torch.int64).unique().numel() > 600, "all words of the state are filled"
 
 
-def test_a_generator_from_a_key_is_uniform_and_normal() -> None:
+def test_generator_from_a_key_is_uniform_and_normal() -> None:
     uniform = torch.rand(100_000, generator=Key(2).generator(), dtype=torch.float64).numpy()
     normal = torch.randn(100_000, generator=Key(3).generator()).numpy()
     assert stats.kstest(uniform, "uniform").pvalue > 1e-4
@@ -196,7 +196,7 @@ def test_a_generator_from_a_key_is_uniform_and_normal() -> None:
 
 
 @pytest.mark.parametrize("std", [1e-6, 0.3, 700.0])
-def test_what_is_released_lies_on_a_grid_that_does_not_depend_on_the_value(std: float) -> None:
+def test_released_values_lie_on_a_grid_independent_of_the_input(std: float) -> None:
     """Mironov's attack infers the value from the gaps between representable floating-point sums."""
     grid = 2.0 ** (math.floor(math.log2(std)) - GRID_BITS)
     noise = gaussian_noise({"w": torch.empty(20_000)}, Key(5), std)["w"]
@@ -210,13 +210,13 @@ def test_what_is_released_lies_on_a_grid_that_does_not_depend_on_the_value(std: 
         assert float(released.double().mean()) == pytest.approx(value, abs=0.05 * std)
 
 
-def test_what_is_released_is_the_nearest_grid_point_to_value_plus_noise() -> None:
+def test_released_value_is_the_grid_point_nearest_to_value_plus_noise() -> None:
     value, noise = torch.tensor([0.5, 1.0, -2.0, 0.0]), torch.tensor([0.25, -3.0, 0.3, 0.0004], dtype=torch.float64)
     wanted = [0.75, -2.0, round(-1.7 * 1024) / 1024, 0.0]
     assert add_noise(value, noise, 1.0).tolist() == wanted
 
 
-def test_each_name_has_noise_of_its_own() -> None:
+def test_each_name_gets_independent_noise() -> None:
     """Shared noise would cancel when a server subtracts two tensors. A name's noise does not depend on other names."""
     like = {"a": torch.empty(64), "b": torch.empty(64), "c": torch.empty(2, 32)}
     noise = gaussian_noise(like, Key(9), 2.0)
@@ -229,7 +229,7 @@ def test_each_name_has_noise_of_its_own() -> None:
         assert torch.equal(2.0 * alone, noise[name].flatten())
 
 
-def test_on_the_grid_neighbouring_values_reach_the_same_points() -> None:
+def test_nearby_values_reach_the_same_grid_points() -> None:
     """Without the grid, the sums of two nearby values hardly overlap; on the grid they reach the same points."""
     noise = gaussian_noise({"w": torch.empty(200_000)}, Key(6), 1.0)["w"]
     reached = [set(add_noise(torch.full((200_000,), value), noise, 1.0).tolist()) for value in (0.0, 1e-3)]
@@ -239,7 +239,7 @@ def test_on_the_grid_neighbouring_values_reach_the_same_points() -> None:
     assert len(plain[0] & plain[1]) < 10
 
 
-def test_without_cryptography_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_extra_when_cryptography_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     chacha._need.cache_clear()
     with pytest.raises(chacha.CipherError, match=r"pip install 'partita\[privacy\]'"):

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import KERNEL, OPTIMIZERS, Clients, TorchLoop, batches_of, distance, last, play, run_of, small
+from helpers import (
+    KERNEL,
+    OPTIMIZERS,
+    Clients,
+    TorchLoop,
+    client_batches,
+    final_params,
+    max_difference,
+    play,
+    toy_model,
+    toy_run,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -44,13 +55,13 @@ PAIR = Clients(c=10, d=7)
 HEAD = frozenset({"head.weight"})
 
 
-def job_of(model: Model, client: str = "c", number: int = 0, **more: Any) -> Job:
+def job_for(model: Model, client: str = "c", number: int = 0, **more: Any) -> Job:
     return Job(number, client, dict(model.initial), frozenset(), **more)
 
 
-def attend(run: Run, model: Model, examples: Examples, state: ClientState | None = None, **more: Any) -> Any:
+def run_client_round(run: Run, model: Model, examples: Examples, state: ClientState | None = None, **more: Any) -> Any:
     """Run one client round and return (local result, update, client state)."""
-    each = begin_round(run, model, job_of(model), state or ClientState(), examples, **more)
+    each = begin_round(run, model, job_for(model), state or ClientState(), examples, **more)
     [learned] = train_clients(run, [each])
     return learned, *finish_round(run, each, learned)
 
@@ -60,12 +71,12 @@ def attend(run: Run, model: Model, examples: Examples, state: ClientState | None
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("more", [{}, {"clip": 0.3, "epochs": 3}, {"steps": 5}], ids=["epoch", "clip", "steps"])
-def test_one_client_is_a_plain_loop_bit_for_bit(kind: str, more: dict[str, Any]) -> None:
-    model, examples = small(), ALONE["c"].train
-    run = run_of(fedavg(), optimizer=OPTIMIZERS[kind], **more)
+def test_client_round_equals_a_torch_loop_bit_for_bit(kind: str, more: dict[str, Any]) -> None:
+    model, examples = toy_model(), ALONE["c"].train
+    run = toy_run(fedavg(), optimizer=OPTIMIZERS[kind], **more)
     before, state = tensors.digest(model.initial), torch.get_rng_state()
-    learned, update, _ = attend(run, model, examples)
-    loop, batches = TorchLoop(model, run.training), batches_of(run, 0, "c", examples)
+    learned, update, _ = run_client_round(run, model, examples)
+    loop, batches = TorchLoop(model, run.training), client_batches(run, 0, "c", examples)
     assert len(batches) == (more["steps"] if "steps" in more else 3 * more.get("epochs", 1))
     losses = loop.fit(examples, batches)
     assert learned.losses == losses
@@ -78,41 +89,41 @@ def test_one_client_is_a_plain_loop_bit_for_bit(kind: str, more: dict[str, Any])
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_local_only_over_rounds_is_one_loop_with_one_optimizer(kind: str) -> None:
-    model, examples = small(), ALONE["c"].train
-    run = run_of(local_only(), 5, OPTIMIZERS[kind])
+def test_local_only_rounds_equal_one_loop_with_one_optimizer(kind: str) -> None:
+    model, examples = toy_model(), ALONE["c"].train
+    run = toy_run(local_only(), 5, OPTIMIZERS[kind])
     engine = SimulationEngine(run, model, ALONE)
     loop = TorchLoop(model, run.training)
     for each in rounds(run, model, engine):
-        loop.fit(examples, batches_of(run, each.number, "c", examples))
+        loop.fit(examples, client_batches(run, each.number, "c", examples))
         assert tensors.equal(engine.store.load("c", each.number + 1).personal, loop.values())
         assert not each.traffic.up
         assert not each.traffic.down
-    assert tensors.equal(last([each]), model.initial)
+    assert tensors.equal(final_params([each]), model.initial)
 
 
-def test_centralized_is_one_loop_on_the_pooled_data() -> None:
-    model, parts = small(), [PAIR[client].train for client in PAIR.clients]
+def test_centralized_equals_one_loop_on_the_pooled_data() -> None:
+    model, parts = toy_model(), [PAIR[client].train for client in PAIR.clients]
     pooled = Clients(pooled=1)
     pooled.parts["pooled"] = ToyExamples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
-    run = run_of(centralized(), 5, OPTIMIZERS["adamw"], clip=0.5)
+    run = toy_run(centralized(), 5, OPTIMIZERS["adamw"], clip=0.5)
     engine = SimulationEngine(run, model, pooled)
     assert len(list(rounds(run, model, engine))) == 5
     loop = TorchLoop(model, run.training)
     for number in range(5):
-        loop.fit(pooled.parts["pooled"], batches_of(run, number, "pooled", pooled.parts["pooled"]))
+        loop.fit(pooled.parts["pooled"], client_batches(run, number, "pooled", pooled.parts["pooled"]))
     assert tensors.equal(engine.store.load("pooled", 5).personal, loop.values())
 
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum"])
-def test_fedavg_with_one_client_is_a_loop_with_a_new_optimizer_each_round(kind: str) -> None:
+def test_fedavg_with_one_client_equals_a_loop_with_fresh_optimizers(kind: str) -> None:
     """anchor + (after - anchor) rounds twice, each by half an ulp of at most the larger of its terms."""
-    model, examples = small(), ALONE["c"].train
-    run = run_of(fedavg(), 5, OPTIMIZERS[kind])
+    model, examples = toy_model(), ALONE["c"].train
+    run = toy_run(fedavg(), 5, OPTIMIZERS[kind])
     server = model.initial
     for each in rounds(run, model, SimulationEngine(run, model, ALONE)):
         loop = TorchLoop(model, run.training, server)
-        loop.fit(examples, batches_of(run, each.number, "c", examples))
+        loop.fit(examples, client_batches(run, each.number, "c", examples))
         for name, value in loop.values().items():
             size = torch.maximum(server[name].abs(), value.abs()).clamp(min=torch.finfo(torch.float32).tiny)
             ulps = (each.server.params[name] - value).abs() / (size * torch.finfo(torch.float32).eps)
@@ -120,21 +131,21 @@ def test_fedavg_with_one_client_is_a_loop_with_a_new_optimizer_each_round(kind: 
         server = each.server.params
 
 
-def test_the_schedule_sets_the_rate_of_a_round() -> None:
-    model, examples = small(), ALONE["c"].train
-    run = run_of(local_only(), 3, schedule=Schedule("linear"))
+def test_schedule_sets_the_learning_rate_of_each_round() -> None:
+    model, examples = toy_model(), ALONE["c"].train
+    run = toy_run(local_only(), 3, schedule=Schedule("linear"))
     engine = SimulationEngine(run, model, ALONE)
     loop = TorchLoop(model, run.training)
     for each in rounds(run, model, engine):
         loop.optimizer.param_groups[0]["lr"] = run.training.lr * (1 - each.number / 3)
-        loop.fit(examples, batches_of(run, each.number, "c", examples))
+        loop.fit(examples, client_batches(run, each.number, "c", examples))
         assert tensors.equal(engine.store.load("c", each.number + 1).personal, loop.values())
 
 
 # ---- phases
 
 
-def in_phases(*phases: Phase, keep: Names = NO_NAMES) -> Any:
+def plan_in_phases(*phases: Phase, keep: Names = NO_NAMES) -> Any:
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         train = NO_NAMES.union(*(phase.names for phase in phases))
         return Plan(phases, up=train - keep, down=model.all_names() - keep, keep=keep)
@@ -142,12 +153,12 @@ def in_phases(*phases: Phase, keep: Names = NO_NAMES) -> Any:
     return plan
 
 
-def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
-    model, examples = small(), ALONE["c"].train
+def test_each_phase_trains_its_names_and_steps_are_counted_by_name() -> None:
+    model, examples = toy_model(), ALONE["c"].train
     body = model.all_names() - HEAD
-    method = Method("two phases", in_phases(Phase(HEAD, epochs=2), Phase(body), keep=HEAD))
-    run = run_of(method, optimizer=OPTIMIZERS["momentum"], steps=4)
-    learned, update, state = attend(run, model, examples)
+    method = Method("two phases", plan_in_phases(Phase(HEAD, epochs=2), Phase(body), keep=HEAD))
+    run = toy_run(method, optimizer=OPTIMIZERS["momentum"], steps=4)
+    learned, update, state = run_client_round(run, model, examples)
     loop = TorchLoop(model, run.training)
     key = run.key / "round" / 0 / "client" / "c" / "batches"
     for index, (names, epochs) in enumerate([(HEAD, 2), (body, None)]):
@@ -161,28 +172,28 @@ def test_head_then_body_trains_each_in_its_phase_and_counts_by_name() -> None:
     assert len(learned.losses) == 10
 
 
-def test_a_name_in_two_phases_counts_the_steps_of_both() -> None:
-    model = small()
-    method = Method("overlap", in_phases(Phase(HEAD), Phase(model.all_names())))
-    _, update, _ = attend(run_of(method), model, ALONE["c"].train)
+def test_name_in_two_phases_counts_steps_of_both() -> None:
+    model = toy_model()
+    method = Method("overlap", plan_in_phases(Phase(HEAD), Phase(model.all_names())))
+    _, update, _ = run_client_round(toy_run(method), model, ALONE["c"].train)
     assert update.steps == {**dict.fromkeys(model.all_names(), 3), "head.weight": 6}
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_phases_that_overlap_train_alike_in_blocks(kind: str) -> None:
+def test_overlapping_phases_train_the_same_in_blocks(kind: str) -> None:
     """The second phase continues the optimizer of the first, whose age differs between clients of different sizes."""
-    model, population = Float64Model(small()), Float64Population(Clients(c=4, d=17))
-    method = Method("overlap", in_phases(Phase(HEAD), Phase(model.all_names())))
-    run = run_of(method, 2, OPTIMIZERS[kind])
-    single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
-    assert distance(single, block) < 1e-10
+    model, population = Float64Model(toy_model()), Float64Population(Clients(c=4, d=17))
+    method = Method("overlap", plan_in_phases(Phase(HEAD), Phase(model.all_names())))
+    run = toy_run(method, 2, OPTIMIZERS[kind])
+    single, block = (final_params(play(run, model, population, block=block)) for block in (1, 2))
+    assert max_difference(single, block) < 1e-10
 
 
 # ---- client rules
 
 
 @dataclass(frozen=True)
-class Remember(ClientRule):
+class RecordMovement(ClientRule):
     """Sends and stores the movement of every name, ignoring the plan."""
 
     slots: Names = frozenset({"moved"})
@@ -193,24 +204,24 @@ class Remember(ClientRule):
 
 
 @pytest.mark.parametrize("keep", [NO_NAMES, HEAD])
-def test_what_a_rule_hands_back_is_gated_by_the_plan(keep: Names) -> None:
-    model = small()
+def test_rule_output_is_restricted_to_the_plan(keep: Names) -> None:
+    model = toy_model()
     train = model.all_names() - KERNEL
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         return share(train, down=model.all_names() - keep, keep=keep)
 
-    _, update, state = attend(run_of(Method("m", plan, (Remember(),))), model, ALONE["c"].train)
+    _, update, state = run_client_round(toy_run(Method("m", plan, (RecordMovement(),))), model, ALONE["c"].train)
     assert update.delta.keys() == update.slots["moved"].keys() == train - keep
     assert state.memory["moved"].keys() == train
     assert state.personal.keys() == keep
 
 
-def test_memory_of_names_that_did_not_train_is_handed_on() -> None:
-    model = small()
+def test_rule_memory_of_untrained_names_is_kept() -> None:
+    model = toy_model()
     before = {"moved": {name: torch.full_like(value, 7.0) for name, value in model.initial.items()}}
-    run = run_of(Method("m", fedfrozen(warmup=0).plan, (Remember(),)))
-    _, _, state = attend(run, model, ALONE["c"].train, ClientState(memory=before))
+    run = toy_run(Method("m", fedfrozen(warmup=0).plan, (RecordMovement(),)))
+    _, _, state = run_client_round(run, model, ALONE["c"].train, ClientState(memory=before))
     assert state.memory["moved"].keys() == model.all_names()
     assert all(torch.equal(state.memory["moved"][name], before["moved"][name]) for name in KERNEL)
     assert not any(
@@ -219,7 +230,7 @@ def test_memory_of_names_that_did_not_train_is_handed_on() -> None:
 
 
 @dataclass(frozen=True)
-class Foreign(ClientRule):
+class ForeignSlot(ClientRule):
     remembers: bool
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
@@ -228,9 +239,11 @@ class Foreign(ClientRule):
 
 
 @pytest.mark.parametrize("remembers", [False, True])
-def test_a_slot_that_is_not_the_rules_own_is_refused(remembers: bool) -> None:
-    with pytest.raises(ClientError, match="client 'c': Foreign returns the slot 'foreign', which is not in its slots"):
-        attend(run_of(Method("m", client_rules=(Foreign(remembers),))), small(), ALONE["c"].train)
+def test_rule_returning_an_undeclared_slot_is_refused(remembers: bool) -> None:
+    with pytest.raises(
+        ClientError, match="client 'c': ForeignSlot returns the slot 'foreign', which is not in its slots"
+    ):
+        run_client_round(toy_run(Method("m", client_rules=(ForeignSlot(remembers),))), toy_model(), ALONE["c"].train)
 
 
 @dataclass(frozen=True)
@@ -250,12 +263,14 @@ class Sums(UpdateTransform):
 
 def test_a_transform_gets_back_what_it_remembered_and_nothing_else() -> None:
     """First nothing, then its own slots with every name so far. A name that does not go up keeps its value."""
-    model, one, two = small(), Sums(), Sums(frozenset({"more", "unused"}), "more")
-    whole, part = (run_of(Method("m", fedfrozen(warmup=warmup).plan, (Remember(),), (one, two))) for warmup in (1, 0))
-    _, first, before = attend(whole, model, ALONE["c"].train)
+    model, one, two = toy_model(), Sums(), Sums(frozenset({"more", "unused"}), "more")
+    whole, part = (
+        toy_run(Method("m", fedfrozen(warmup=warmup).plan, (RecordMovement(),), (one, two))) for warmup in (1, 0)
+    )
+    _, first, before = run_client_round(whole, model, ALONE["c"].train)
     assert before.memory.keys() == {"moved", "sums", "more"}
     assert tensors.equal(before.memory["sums"], dict(first.delta)), "the name outside the plan is dropped"
-    _, second, after = attend(part, model, ALONE["c"].train, before)
+    _, second, after = run_client_round(part, model, ALONE["c"].train, before)
     assert second.delta.keys() == model.all_names() - KERNEL
     for transform, slot in ((one, "sums"), (two, "more")):
         assert transform.given[0] == {}
@@ -269,19 +284,19 @@ def test_a_transform_gets_back_what_it_remembered_and_nothing_else() -> None:
 
 def test_rules_do_not_see_what_transforms_remember() -> None:
     """Otherwise blocks would stack it, and clients with different residuals could not train together."""
-    model = small()
+    model = toy_model()
     state = ClientState(memory={"moved": dict(model.initial), "sums": {"head.weight": torch.ones(3, 4)}})
-    run = run_of(Method("m", client_rules=(Remember(),), transforms=(Sums(),)))
-    assert begin_round(run, model, job_of(model), state, ALONE["c"].train).ctx.memory.keys() == {"moved"}
+    run = toy_run(Method("m", client_rules=(RecordMovement(),), transforms=(Sums(),)))
+    assert begin_round(run, model, job_for(model), state, ALONE["c"].train).ctx.memory.keys() == {"moved"}
 
 
 def test_a_slot_that_is_not_the_transforms_own_is_refused() -> None:
     with pytest.raises(ClientError, match="client 'c': Sums returns the slot 'mine', which is not in its slots"):
-        attend(run_of(Method("m", transforms=(Sums(returns="mine"),))), small(), ALONE["c"].train)
+        run_client_round(toy_run(Method("m", transforms=(Sums(returns="mine"),))), toy_model(), ALONE["c"].train)
 
 
 @dataclass(frozen=True)
-class Pull(ClientRule):
+class PullEveryName(ClientRule):
     """A penalty and a gradient that try to move every name, including frozen ones."""
 
     def penalty(self, out: Output, params: Tensors, batch: Any, ctx: Context) -> Tensor:
@@ -292,20 +307,20 @@ class Pull(ClientRule):
         return {name: grad + ctx.anchor[name] for name, grad in grads.items()}
 
 
-def test_no_rule_can_move_a_frozen_name() -> None:
-    model = small()
-    method = Method("m", fedfrozen(warmup=0).plan, (Pull(),))
-    played = play(run_of(method, 2, AdamW(weight_decay=0.1)), model, PAIR)
-    assert tensors.equal(tensors.select(last(played), KERNEL), tensors.select(model.initial, KERNEL))
-    assert not any(torch.equal(last(played)[name], model.initial[name]) for name in model.all_names() - KERNEL)
+def test_client_rule_cannot_move_a_frozen_name() -> None:
+    model = toy_model()
+    method = Method("m", fedfrozen(warmup=0).plan, (PullEveryName(),))
+    played = play(toy_run(method, 2, AdamW(weight_decay=0.1)), model, PAIR)
+    assert tensors.equal(tensors.select(final_params(played), KERNEL), tensors.select(model.initial, KERNEL))
+    assert not any(torch.equal(final_params(played)[name], model.initial[name]) for name in model.all_names() - KERNEL)
 
 
-def test_penalty_and_gradient_enter_as_written() -> None:
+def test_penalty_and_gradient_hooks_enter_the_step() -> None:
     """The penalty has gradient 1 everywhere and the correction adds the anchor; the reference applies both by hand."""
-    model, examples = small(), ALONE["c"].train
-    run = run_of(Method("m", client_rules=(Pull(),)), steps=1)
-    learned, _, _ = attend(run, model, examples)
-    [indices] = batches_of(run, 0, "c", examples)
+    model, examples = toy_model(), ALONE["c"].train
+    run = toy_run(Method("m", client_rules=(PullEveryName(),)), steps=1)
+    learned, _, _ = run_client_round(run, model, examples)
+    [indices] = client_batches(run, 0, "c", examples)
     params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
     batch = examples.take(indices)
     loss = model.losses(model(params, batch.inputs), batch.targets).mean()
@@ -314,12 +329,12 @@ def test_penalty_and_gradient_enter_as_written() -> None:
         name: value - run.training.lr * (slope + value)
         for (name, value), slope in zip(model.initial.items(), slopes, strict=True)
     }
-    assert distance(learned.params, expected) < 1e-6
+    assert max_difference(learned.params, expected) < 1e-6
     assert float(learned.losses[0]) == pytest.approx(float(loss.detach()), rel=1e-6)  # the task loss alone
 
 
 @dataclass(frozen=True)
-class Only(ClientRule):
+class TrainOnly(ClientRule):
     """Trains only the wanted names, and reads a batch of the client's data."""
 
     wanted: Names
@@ -329,16 +344,18 @@ class Only(ClientRule):
         return LayerSelection(self.wanted)
 
 
-def test_a_client_can_narrow_its_plan_and_never_widen_it() -> None:
-    model = small()
+def test_client_rule_can_narrow_but_not_widen_the_plan() -> None:
+    model = toy_model()
     asked = HEAD | KERNEL | {"nowhere"}
-    method = Method("m", fedfrozen(warmup=0).plan, (Only(asked), Only(model.all_names())))
-    learned, update, _ = attend(run_of(method), model, ALONE["c"].train)
+    method = Method("m", fedfrozen(warmup=0).plan, (TrainOnly(asked), TrainOnly(model.all_names())))
+    learned, update, _ = run_client_round(toy_run(method), model, ALONE["c"].train)
     assert learned.params.keys() == update.delta.keys() == update.steps.keys() == HEAD
 
 
-def test_a_client_that_narrows_to_nothing_answers_with_nothing() -> None:
-    _, update, _ = attend(run_of(Method("m", client_rules=(Only(NO_NAMES),))), small(), ALONE["c"].train)
+def test_client_that_narrows_to_nothing_sends_an_empty_update() -> None:
+    _, update, _ = run_client_round(
+        toy_run(Method("m", client_rules=(TrainOnly(NO_NAMES),))), toy_model(), ALONE["c"].train
+    )
     assert (update.delta, update.steps, update.loss) == ({}, {}, None)
 
 
@@ -356,43 +373,46 @@ class Inertia(ClientRule):
         return {}, {"way": {name: params[name] - ctx.anchor[name] for name in params}}
 
 
-def test_newcomers_and_returning_clients_train_side_by_side_as_alone() -> None:
+def test_new_and_returning_clients_train_in_a_block_as_alone() -> None:
     """In the second round one client has rule memory and the other has none yet."""
-    model, population = Float64Model(small()), Float64Population(PAIR)
-    run, availability = run_of(Method("inertia", client_rules=(Inertia(),)), 2), Availability(trace={(0, "d"): 0.0})
-    single = last(play(run, model, population, availability=availability))
+    model, population = Float64Model(toy_model()), Float64Population(PAIR)
+    run, availability = toy_run(Method("inertia", client_rules=(Inertia(),)), 2), Availability(trace={(0, "d"): 0.0})
+    single = final_params(play(run, model, population, availability=availability))
     for order in (("c", "d"), ("d", "c")):
         population.clients = order
-        assert distance(single, last(play(run, model, population, availability=availability, block=2))) < 1e-10
+        assert (
+            max_difference(single, final_params(play(run, model, population, availability=availability, block=2)))
+            < 1e-10
+        )
 
 
 @dataclass(frozen=True)
-class Started(Inertia):
+class InertiaFromStart(Inertia):
     """The same rule with a memory from the first round on."""
 
     def memory(self, anchor: Tensors) -> Slots:
         return {"way": {name: torch.zeros_like(value) for name, value in anchor.items()}}
 
 
-def test_clients_side_by_side_remember_each_for_itself() -> None:
-    model, population = Float64Model(small()), Float64Population(PAIR)
-    plain, run = (run_of(Method("m", client_rules=local), 3) for local in ((), (Started(),)))
-    single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
-    assert distance(single, block) < 1e-10
-    assert distance(single, last(play(plain, model, population))) > 1e-3
+def test_clients_in_a_block_keep_separate_rule_memories() -> None:
+    model, population = Float64Model(toy_model()), Float64Population(PAIR)
+    plain, run = (toy_run(Method("m", client_rules=local), 3) for local in ((), (InertiaFromStart(),)))
+    single, block = (final_params(play(run, model, population, block=block)) for block in (1, 2))
+    assert max_difference(single, block) < 1e-10
+    assert max_difference(single, final_params(play(plain, model, population))) > 1e-3
 
 
-def test_clients_with_equal_phases_and_unequal_plans_train_side_by_side_as_alone() -> None:
+def test_clients_with_equal_phases_but_different_plans_train_in_a_block_as_alone() -> None:
     """The proximal term covers parameters from the server: the head for one client, not for the other."""
-    model, population = Float64Model(small()), Float64Population(PAIR)
+    model, population = Float64Model(toy_model()), Float64Population(PAIR)
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         keep = HEAD if round_info.client == "d" else NO_NAMES
         return share(model.all_names(), down=model.all_names() - keep, keep=keep)
 
-    run = run_of(Method("m", plan, fedprox(5.0).client_rules), 2)
-    single, block = (last(play(run, model, population, block=block)) for block in (1, 2))
-    assert distance(single, block) < 1e-10
+    run = toy_run(Method("m", plan, fedprox(5.0).client_rules), 2)
+    single, block = (final_params(play(run, model, population, block=block)) for block in (1, 2))
+    assert max_difference(single, block) < 1e-10
 
 
 @dataclass(frozen=True)
@@ -400,13 +420,13 @@ class OnlySGD(ClientRule):
     optimizers: Names = frozenset({"sgd"})
 
 
-def test_a_rule_says_which_optimizers_it_is_right_for() -> None:
+def test_run_refuses_an_optimizer_that_a_rule_does_not_support() -> None:
     method = Method("scaffold", client_rules=(OnlySGD(),))
-    assert run_of(method, optimizer=SGD(weight_decay=0.1))
+    assert toy_run(method, optimizer=SGD(weight_decay=0.1))
     with pytest.raises(MethodError, match=r"scaffold: OnlySGD is derived for sgd, not for adamw; set training\.opt"):
-        run_of(method, optimizer=AdamW())
+        toy_run(method, optimizer=AdamW())
     with pytest.raises(MethodError, match="not for sgd with momentum"):
-        run_of(method, optimizer=SGD(momentum=0.9))
+        toy_run(method, optimizer=SGD(momentum=0.9))
 
 
 # ---- batch order
@@ -420,7 +440,7 @@ def test_a_rule_says_which_optimizers_it_is_right_for() -> None:
     fraction=st.floats(0, 1),
 )
 @settings(max_examples=60)
-def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
+def test_each_epoch_is_a_permutation_and_a_straggler_gets_a_prefix(
     count: int, size: int, epochs: int, seed: int, fraction: float
 ) -> None:
     training = Training(lr=1.0, batch_size=size, epochs=epochs)
@@ -437,7 +457,7 @@ def test_every_epoch_is_a_permutation_and_a_straggler_stops_early(
     assert all(torch.equal(one, two) for one, two in zip(batches, again, strict=False))
 
 
-def test_dealing_follows_its_key_its_phase_and_its_steps() -> None:
+def test_batch_order_follows_key_phase_epochs_and_steps() -> None:
     training = Training(lr=1.0, batch_size=4, steps=7)
 
     def flat(*path: Any, **more: Any) -> list[int]:
@@ -454,10 +474,10 @@ def test_dealing_follows_its_key_its_phase_and_its_steps() -> None:
 
 
 def test_batches_differ_by_client_and_by_round() -> None:
-    model, run = small(), run_of(fedavg(), 2)
+    model, run = toy_model(), toy_run(fedavg(), 2)
     seen = {
         tuple(
-            begin_round(run, model, job_of(model, client, number), ClientState(), ALONE["c"].train)
+            begin_round(run, model, job_for(model, client, number), ClientState(), ALONE["c"].train)
             .schedules[0]
             .order.tolist()
         )
@@ -467,12 +487,12 @@ def test_batches_differ_by_client_and_by_round() -> None:
     assert len(seen) == 4
 
 
-def test_a_straggler_takes_its_share_of_the_same_steps() -> None:
-    model, examples = small(), ALONE["c"].train
-    run = run_of(fedavg(), epochs=4)
-    learned, update, _ = attend(run, model, examples, fraction=0.5)
+def test_straggler_takes_the_first_part_of_the_same_steps() -> None:
+    model, examples = toy_model(), ALONE["c"].train
+    run = toy_run(fedavg(), epochs=4)
+    learned, update, _ = run_client_round(run, model, examples, fraction=0.5)
     loop = TorchLoop(model, run.training)
-    loop.fit(examples, batches_of(run, 0, "c", examples)[:6])
+    loop.fit(examples, client_batches(run, 0, "c", examples)[:6])
     assert tensors.equal(learned.params, loop.values())
     assert set(update.steps.values()) == {6}
     assert update.weight == 10.0
@@ -482,31 +502,31 @@ def test_a_straggler_takes_its_share_of_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_block_is_each_client_alone(kind: str) -> None:
+def test_block_trains_each_client_as_alone(kind: str) -> None:
     """Clients differ in size, so short batches are padded and some clients finish early."""
-    model, population = Float64Model(small()), Float64Population(Clients(a=5, b=14, c=9))
-    run = run_of(fedavg(), optimizer=OPTIMIZERS[kind], clip=0.5, epochs=2)
+    model, population = Float64Model(toy_model()), Float64Population(Clients(a=5, b=14, c=9))
+    run = toy_run(fedavg(), optimizer=OPTIMIZERS[kind], clip=0.5, epochs=2)
     visits = [
-        begin_round(run, model, job_of(model, client), ClientState(), population[client].train)
+        begin_round(run, model, job_for(model, client), ClientState(), population[client].train)
         for client in population.clients
     ]
     for each, together in zip(visits, train_clients(run, visits), strict=True):
         [alone] = train_clients(run, [each])
         assert alone.steps == together.steps
-        assert distance(alone.params, together.params) < 1e-9
+        assert max_difference(alone.params, together.params) < 1e-9
         torch.testing.assert_close(alone.losses, together.losses, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_delta_is_the_parameters_less_the_anchor_bit_for_bit(count: int) -> None:
+def test_delta_is_params_minus_anchor_bit_for_bit(count: int) -> None:
     """Also when phases overlap and when each client has its own anchor."""
-    model, population = small(), Clients(a=5, b=14, c=9)
+    model, population = toy_model(), Clients(a=5, b=14, c=9)
     middle = frozenset({"layers.0.value.weight"})
-    phases = in_phases(Phase(HEAD | middle, epochs=2), Phase(model.all_names() - HEAD), keep=HEAD)
-    run = run_of(Method("overlap", phases), optimizer=OPTIMIZERS["adamw"])
+    phases = plan_in_phases(Phase(HEAD | middle, epochs=2), Phase(model.all_names() - HEAD), keep=HEAD)
+    run = toy_run(Method("overlap", phases), optimizer=OPTIMIZERS["adamw"])
     visits = []
     for number, client in enumerate(population.clients[:count]):
-        job = job_of(model, client)
+        job = job_for(model, client)
         mine = {name: job.params[name] + number for name in middle}
         state = ClientState(personal={name: model.initial[name] * number for name in HEAD})
         visits.append(
@@ -522,28 +542,28 @@ def test_a_delta_is_the_parameters_less_the_anchor_bit_for_bit(count: int) -> No
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_carried_optimizers_of_different_ages_are_not_mixed_up_in_a_block(kind: str) -> None:
-    model, population = Float64Model(small()), Float64Population(Clients(a=5, b=14, c=9))
-    run = run_of(local_only(), 3, OPTIMIZERS[kind])
+def test_carried_optimizers_of_different_ages_stay_separate_in_a_block(kind: str) -> None:
+    model, population = Float64Model(toy_model()), Float64Population(Clients(a=5, b=14, c=9))
+    run = toy_run(local_only(), 3, OPTIMIZERS[kind])
     states = []
     for block in (1, 3):
         engine = SimulationEngine(run, model, population, block=block, availability=Availability(trace={(1, "b"): 0.0}))
         list(rounds(run, model, engine))
         states.append({client: engine.store.load(client, 3).personal for client in population.clients})
     for client in population.clients:
-        assert distance(states[0][client], states[1][client]) < 1e-9
+        assert max_difference(states[0][client], states[1][client]) < 1e-9
 
 
 # ---- adaptation before an evaluation
 
 
-def test_a_client_adapts_a_copy_and_nothing_of_it_remains() -> None:
-    model = small()
+def test_adaptation_for_evaluation_leaves_no_trace() -> None:
+    model = toy_model()
 
     def head_first(model: Model) -> tuple[Phase, ...]:
         return (Phase(HEAD, epochs=3),)
 
-    plain = run_of(fedavg(), 2, lr=0.3)
+    plain = toy_run(fedavg(), 2, lr=0.3)
     tuned = replace(plain, method=replace(plain.method, adapt=head_first))
     scores = []
     for run, block in ((plain, 1), (tuned, 1), (tuned, 2)):
@@ -555,16 +575,16 @@ def test_a_client_adapts_a_copy_and_nothing_of_it_remains() -> None:
         assert scores[-1] == dict(engine.evaluate(jobs))
         assert tensors.digest(first.server.params) == digest
         assert engine.store.load("c", 9) == ClientState()
-        onward = last(list(rounds(run, model, engine, first.server, 1)))
-        assert tensors.equal(onward, last(play(plain, model, PAIR, block=block)))
+        onward = final_params(list(rounds(run, model, engine, first.server, 1)))
+        assert tensors.equal(onward, final_params(play(plain, model, PAIR, block=block)))
     without, single, block = scores
     for client in PAIR.clients:
         assert single[client]["loss"] < without[client]["loss"]
         assert single[client]["loss"] == pytest.approx(block[client]["loss"], rel=1e-5)
 
 
-def test_a_client_is_evaluated_as_it_is_after_the_round(tmp_path: Path) -> None:
-    model, run = small(), run_of(local_only(), 2)
+def test_evaluation_uses_personal_parameters_after_the_round(tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(local_only(), 2)
     engine = SimulationEngine(run, model, PAIR, store=DiskStore(tmp_path))
     list(rounds(run, model, engine))
     for client, scores in engine.evaluate([Job(1, client, {}, frozenset()) for client in PAIR.clients]):
@@ -575,14 +595,14 @@ def test_a_client_is_evaluated_as_it_is_after_the_round(tmp_path: Path) -> None:
         assert float(losses.mean()) < float(model.losses(model(model.initial, whole.inputs), whole.targets).mean())
 
 
-@pytest.mark.parametrize("local", [(), (Pull(),)], ids=["plain", "with a rule"])
-def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[ClientRule, ...]) -> None:
+@pytest.mark.parametrize("local", [(), (PullEveryName(),)], ids=["plain", "with a rule"])
+def test_adaptation_equals_a_plain_loop_over_the_phase(local: tuple[ClientRule, ...]) -> None:
     """The method's client rules apply to its rounds only, not to adaptation."""
-    model, examples = small(), ALONE["c"].train
+    model, examples = toy_model(), ALONE["c"].train
     method = replace(fedavg(), client_rules=local, adapt=lambda model: (Phase(HEAD, epochs=2),))
-    run = run_of(method)
+    run = toy_run(method)
     engine = SimulationEngine(run, model, ALONE)
-    [(_, scores)] = engine.evaluate([job_of(model)])
+    [(_, scores)] = engine.evaluate([job_for(model)])
     loop = TorchLoop(model, run.training)
     for name, value in loop.params.items():
         value.requires_grad_(name in HEAD)
@@ -596,34 +616,34 @@ def test_an_adapted_model_is_the_loop_that_trains_the_phase_alone(local: tuple[C
 # ---- mixed precision
 
 
-def test_bfloat16_is_near_float32_and_keeps_the_weights_in_float32() -> None:
-    model = small()
-    wide, mixed = (run_of(fedavg(), 3, OPTIMIZERS["momentum"], precision=kind) for kind in ("float32", "bfloat16"))
+def test_bfloat16_training_stays_near_float32_and_keeps_float32_weights() -> None:
+    model = toy_model()
+    wide, mixed = (toy_run(fedavg(), 3, OPTIMIZERS["momentum"], precision=kind) for kind in ("float32", "bfloat16"))
     for block in (1, 2):
-        one, two = (last(play(run, model, PAIR, block=block)) for run in (wide, mixed))
+        one, two = (final_params(play(run, model, PAIR, block=block)) for run in (wide, mixed))
         assert {value.dtype for value in two.values()} == {torch.float32}
-        assert 0 < distance(one, two) < 0.02
-    moved = distance(one, model.initial)
+        assert 0 < max_difference(one, two) < 0.02
+    moved = max_difference(one, model.initial)
     assert moved > 0.1  # so that the bound of 0.02 is meaningful
 
 
 # ---- errors
 
 
-def test_a_loss_that_is_not_a_number_names_client_and_step() -> None:
-    model, examples = small(), ALONE["c"].train
-    run = run_of(fedavg())
-    [_, second, _] = batches_of(run, 0, "c", examples)
+def test_nan_loss_names_client_and_step() -> None:
+    model, examples = toy_model(), ALONE["c"].train
+    run = toy_run(fedavg())
+    [_, second, _] = client_batches(run, 0, "c", examples)
     x = examples.x.clone()
     x[second[0]] = float("nan")
     with pytest.raises(ClientError, match=r"'c': the loss is nan at step 2 of 3 in round 0; lower training.lr") as info:
-        attend(run, model, ToyExamples(x, examples.y))
+        run_client_round(run, model, ToyExamples(x, examples.y))
     assert info.value.client == "c"
 
 
-def test_a_client_without_examples_is_named() -> None:
+def test_client_without_examples_is_refused() -> None:
     with pytest.raises(ClientError, match="client 'c': has no training examples; add some or remove the client"):
-        attend(run_of(fedavg()), small(), Clients(c=0)["c"].train)
+        run_client_round(toy_run(fedavg()), toy_model(), Clients(c=0)["c"].train)
 
 
 class Branching(ToyTransformer):
@@ -636,8 +656,8 @@ class Branching(ToyTransformer):
         return out if out.logits.sum() > 0 else Output(-out.logits)
 
 
-def test_a_model_that_vmap_cannot_lift_is_named_and_runs_one_by_one() -> None:
-    model, run = Branching(width=4, layers=1), run_of(fedavg(), 1)
+def test_model_that_vmap_cannot_lift_is_refused_in_blocks_and_runs_alone() -> None:
+    model, run = Branching(width=4, layers=1), toy_run(fedavg(), 1)
     with pytest.raises(
         VmapError,
         match=r"vmap does not support branching model with fedavg over clients: .*; set engine.clients_per_block = 1",
@@ -658,19 +678,19 @@ def test_a_model_that_vmap_cannot_lift_is_named_and_runs_one_by_one() -> None:
         ("precision", "half"),
     ],
 )
-def test_settings_that_cannot_work_are_named(setting: str, value: Any) -> None:
+def test_invalid_training_settings_are_refused(setting: str, value: Any) -> None:
     with pytest.raises(RunError, match=rf"training\.{setting} is '?{value}"):
         Training(**{"lr": 0.1, setting: value})
 
 
-def test_a_visit_starts_from_what_was_sent_what_is_kept_and_what_was_loaded() -> None:
-    model = small()
+def test_round_starts_from_sent_kept_and_initial_parameters() -> None:
+    model = toy_model()
     sent, kept = HEAD, KERNEL
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         return Plan((Phase(sent | kept),), up=sent, down=sent, keep=kept)
 
-    run = run_of(Method("m", plan))
+    run = toy_run(Method("m", plan))
     job = Job(0, "c", {name: model.initial[name] + 1 for name in sent}, sent)
     own = {name: model.initial[name] + 2 for name in sorted(kept)[:1]}
     each = begin_round(run, model, job, ClientState(own), ALONE["c"].train)
@@ -682,22 +702,22 @@ def test_a_visit_starts_from_what_was_sent_what_is_kept_and_what_was_loaded() ->
 # ---- found by mutation testing
 
 
-def test_rules_see_the_plan_as_it_was_narrowed() -> None:
-    model = small()
+def test_context_holds_the_narrowed_plan() -> None:
+    model = toy_model()
     each = begin_round(
-        run_of(Method("m", client_rules=(Only(HEAD),))), model, job_of(model), ClientState(), ALONE["c"].train
+        toy_run(Method("m", client_rules=(TrainOnly(HEAD),))), model, job_for(model), ClientState(), ALONE["c"].train
     )
     assert each.plan.train == each.ctx.plan.train == HEAD
 
 
-def test_a_name_without_an_age_is_not_one_year_old() -> None:
+def test_name_without_optimizer_age_groups_as_age_zero() -> None:
     """A carried optimizer may have state for some names only. Clients with different ages must not share a block."""
-    model, run = small(), run_of(local_only(), optimizer=AdamW())
+    model, run = toy_model(), toy_run(local_only(), optimizer=AdamW())
     names = sorted(model.all_names())
 
     def aged(ages: Mapping[str, int]) -> Any:
         state = ClientState(memory={"optimizer.age": {name: torch.tensor(age) for name, age in ages.items()}})
-        return group_key(run, begin_round(run, model, job_of(model), state, ALONE["c"].train))
+        return group_key(run, begin_round(run, model, job_for(model), state, ALONE["c"].train))
 
     some, every = dict.fromkeys(names[1:], 1), dict.fromkeys(names, 1)
     assert aged(some) != aged(every)
@@ -705,7 +725,7 @@ def test_a_name_without_an_age_is_not_one_year_old() -> None:
     assert aged(every) == aged(dict(reversed(every.items())))
 
 
-class Spare(ToyTransformer):
+class ModelWithSpareParameter(ToyTransformer):
     """Has a parameter that the loss does not depend on."""
 
     def __init__(self) -> None:
@@ -715,30 +735,33 @@ class Spare(ToyTransformer):
 
 
 @pytest.mark.parametrize("block", [1, 2])
-def test_a_parameter_that_the_loss_does_not_depend_on_stays(block: int) -> None:
-    model = Spare()
-    params = last(play(run_of(fedavg(), 2, OPTIMIZERS["momentum"]), model, PAIR, block=block))
+def test_parameter_unused_by_the_loss_does_not_move(block: int) -> None:
+    model = ModelWithSpareParameter()
+    params = final_params(play(toy_run(fedavg(), 2, OPTIMIZERS["momentum"]), model, PAIR, block=block))
     assert torch.equal(params["spare"], torch.ones(3))
-    assert distance(params, model.initial) > 1e-2
+    assert max_difference(params, model.initial) > 1e-2
 
 
 @dataclass(frozen=True)
-class Halved(ClientRule):
+class HalveGradients(ClientRule):
     def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
         return {name: grad / 2 for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("others", [(ClientRule(), Halved()), (Halved(), ClientRule())], ids=["first", "second"])
-def test_one_rule_with_a_correction_is_enough_to_correct(others: tuple[ClientRule, ...]) -> None:
+@pytest.mark.parametrize(
+    "others", [(ClientRule(), HalveGradients()), (HalveGradients(), ClientRule())], ids=["first", "second"]
+)
+def test_gradient_correction_applies_beside_rules_without_one(others: tuple[ClientRule, ...]) -> None:
     alone, among, plain = (
-        last(play(run_of(Method("m", client_rules=local), 2), small(), PAIR)) for local in ((Halved(),), others, ())
+        final_params(play(toy_run(Method("m", client_rules=local), 2), toy_model(), PAIR))
+        for local in ((HalveGradients(),), others, ())
     )
     assert tensors.equal(alone, among)
-    assert distance(alone, plain) > 1e-3
+    assert max_difference(alone, plain) > 1e-3
 
 
-def test_mixed_precision_is_not_blamed_for_what_blocks_cannot_do() -> None:
-    run = run_of(fedavg(), 1, precision="bfloat16")
+def test_vmap_error_over_clients_names_the_block_size_under_mixed_precision() -> None:
+    run = toy_run(fedavg(), 1, precision="bfloat16")
     with pytest.raises(VmapError, match=r"over clients: .*; set engine\.clients_per_block = 1"):
         play(run, Branching(width=4, layers=1), PAIR, block=2)
 
@@ -747,7 +770,7 @@ def test_mixed_precision_is_not_blamed_for_what_blocks_cannot_do() -> None:
     "read", [lambda ctx: ctx.round_info.round, lambda ctx: ctx.notes["a"], lambda ctx: list(ctx.notes)]
 )
 @pytest.mark.parametrize("hook", ["penalty", "gradient"])
-def test_a_rule_cannot_read_in_a_step_what_a_step_does_not_know(hook: str, read: Any) -> None:
+def test_rule_cannot_read_round_info_or_notes_within_a_step(hook: str, read: Any) -> None:
     """Otherwise a penalty weight that grows with the round would silently use round 0."""
 
     class Growing(ClientRule):
@@ -757,6 +780,6 @@ def test_a_rule_cannot_read_in_a_step_what_a_step_does_not_know(hook: str, read:
         def gradient(self, grads: Any, ctx: Context) -> Any:
             return read(ctx) if hook == "gradient" else grads
 
-    run = run_of(Method("growing", client_rules=(Growing(),)), 1)
+    run = toy_run(Method("growing", client_rules=(Growing(),)), 1)
     with pytest.raises(MethodError, match=r"ctx\.(round_info|notes) cannot be read in penalty or gradient"):
-        play(run, small(), PAIR)
+        play(run, toy_model(), PAIR)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Script, run_of, small
+from helpers import ScriptedEngine, toy_model, toy_run
 
 from partita.core.averaging import average
 from partita.core.client import ClientState, Job
@@ -22,14 +22,14 @@ from partita.privacy.guard import PrivacyConfig, make_private
 from partita.storage.atomic_files import write
 from partita.storage.client_store import DiskStore, MemoryStore
 
-MODEL = small()
+MODEL = toy_model()
 HEAD = frozenset({"head.weight"})
 
 
 # ---- plans
 
 
-def test_a_kept_name_that_the_model_does_not_have_is_refused() -> None:
+def test_kept_name_missing_from_the_model_is_refused() -> None:
     train = HEAD | {"nowhere"}
     plan = Plan((Phase(train),), up=HEAD, down=HEAD, keep=frozenset({"nowhere"}))
     with pytest.raises(PlanError, match=r"^nowhere: these names are in the plan but not in tiny attention"):
@@ -37,7 +37,7 @@ def test_a_kept_name_that_the_model_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, "n0:"), (3, "n0, n1, n2:"), (4, "n0, n1, n2 and 1 more:")])
-def test_at_most_three_names_are_shown(count: int, said: str) -> None:
+def test_plan_error_shows_at_most_three_names(count: int, said: str) -> None:
     wrong = frozenset(f"n{number}" for number in range(count))
     with pytest.raises(PlanError, match=f"^{said} these names are kept by the client and also sent down"):
         Plan((Phase(HEAD),), up=HEAD, down=HEAD | wrong, keep=wrong)
@@ -46,18 +46,18 @@ def test_at_most_three_names_are_shown(count: int, said: str) -> None:
 # ---- methods
 
 
-class Other(ServerRule): ...
+class OtherServerRule(ServerRule): ...
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_composition_has_what_either_part_has(swapped: bool) -> None:
-    one = Method("one", carry_optimizer=True, clients=frozenset({"a"}), server_rule=Other())
+def test_composition_has_the_settings_of_either_part(swapped: bool) -> None:
+    one = Method("one", carry_optimizer=True, clients=frozenset({"a"}), server_rule=OtherServerRule())
     two = Method("two", pool=True, clients=frozenset({"b"}))
     both = compose(two, one) if swapped else compose(one, two)
     assert both.carry_optimizer
     assert both.pool
     assert both.clients == {"a", "b"}
-    assert isinstance(both.server_rule, Other)
+    assert isinstance(both.server_rule, OtherServerRule)
     neither = compose(Method("one"), Method("two"))
     assert (neither.carry_optimizer, neither.pool, neither.clients) == (False, False, NO_NAMES)
 
@@ -65,13 +65,13 @@ def test_a_composition_has_what_either_part_has(swapped: bool) -> None:
 # ---- rounds
 
 
-def answer(job: Job, size: float = 1.0) -> Update:
+def full_update(job: Job, size: float = 1.0) -> Update:
     delta = {name: torch.full_like(value, size) for name, value in MODEL.initial.items()}
     return Update(job.client, delta, {}, 1.0, dict.fromkeys(delta, 1), None)
 
 
-def test_a_version_is_the_number_of_rounds_completed() -> None:
-    for each in rounds(run_of(fedavg(), 3), MODEL, Script(answer)):
+def test_parameter_version_is_the_number_of_completed_rounds() -> None:
+    for each in rounds(toy_run(fedavg(), 3), MODEL, ScriptedEngine(full_update)):
         assert set(each.server.versions.current.values()) == {each.number + 1}
 
 
@@ -79,7 +79,7 @@ def test_a_version_is_the_number_of_rounds_completed() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux to count open files")
-def test_no_file_stays_open(tmp_path: Path) -> None:
+def test_write_closes_its_files(tmp_path: Path) -> None:
     write(tmp_path / "first", b"first")
     before = len(os.listdir("/proc/self/fd"))
     for number in range(5):
@@ -87,29 +87,29 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def state(number: float) -> ClientState:
+def make_state(number: float) -> ClientState:
     return ClientState({"w": torch.tensor([number])})
 
 
-def test_states_that_no_checkpoint_needs_are_dropped(tmp_path: Path) -> None:
+def test_states_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
     """The older of the last two checkpoints needs the newest state before it."""
     disk = DiskStore(tmp_path)
     for number in range(6):
-        disk.save("a", number, state(number))
+        disk.save("a", number, make_state(number))
         disk.commit(number + 1)
     assert sorted(int(path.name[:6]) for path in tmp_path.rglob("*.safetensors")) == [3, 4, 5]
     for done in (5, 6):
         assert torch.equal(disk.load("a", done).personal["w"], torch.tensor([done - 1.0]))
 
 
-def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+def test_unchanged_states_are_not_written_again(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path)
     memory = MemoryStore(disk)
-    memory.save("a", 0, state(0.0))
+    memory.save("a", 0, make_state(0.0))
     memory.commit(1)
     [written] = tmp_path.rglob("*.safetensors")
     written.unlink()
-    memory.save("b", 1, state(1.0))
+    memory.save("b", 1, make_state(1.0))
     memory.commit(2)
     assert disk.known() == ["b"]
 
@@ -117,11 +117,11 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
 # ---- client-level privacy
 
 
-def test_clients_cost_the_same_whether_or_not_their_examples_are_counted() -> None:
+def test_client_level_cost_ignores_the_number_of_examples() -> None:
     """The privacy unit is a client, so its number of examples does not count."""
     privacy_config = PrivacyConfig(unit="client", noise=4.0, accountant="rdp")
     known, unknown = (
-        make_private(run_of(fedavg(), 2, cohort=2), MODEL, sizes, privacy_config)
+        make_private(toy_run(fedavg(), 2, cohort=2), MODEL, sizes, privacy_config)
         for sizes in ({"a": 4, "b": 5, "c": 6}, {"a": 0, "b": 5, "c": 0})
     )
     assert known.planned == unknown.planned is not None
@@ -131,7 +131,7 @@ def test_clients_cost_the_same_whether_or_not_their_examples_are_counted() -> No
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float32, torch.float64])
-def test_the_server_keeps_its_types_whatever_a_mean_is_computed_in(kind: torch.dtype) -> None:
+def test_server_keeps_parameter_dtypes(kind: torch.dtype) -> None:
     server = Server({"a": torch.ones(2, dtype=kind), "b": torch.zeros(1)})
     after = ServerRule().apply(server, Aggregate({"a": torch.full((2,), 0.5)}, {}, 1))
     assert after.params["a"].dtype == kind
@@ -139,7 +139,7 @@ def test_the_server_keeps_its_types_whatever_a_mean_is_computed_in(kind: torch.d
     assert after.params["b"] is server.params["b"], "a name nobody sent stays the same object"
 
 
-def test_a_transform_hides_nothing_unless_it_says_so() -> None:
+def test_transform_does_not_hide_cohorts_by_default() -> None:
     assert not UpdateTransform.hides
 
 
@@ -151,14 +151,14 @@ class ForAny(ServerRule):
     optimizers = frozenset({"sgd", "adamw"})
 
 
-def test_a_method_takes_an_optimizer_if_all_its_rules_do() -> None:
+def test_method_accepts_an_optimizer_only_if_all_its_rules_do() -> None:
     assert Method("plain", client_rules=(ClientRule(),)).takes("anything")
     both = Method("both", client_rules=(ClientRule(), ForSgd()), server_rule=ForAny())
     assert [both.takes(name) for name in ("sgd", "adamw", "other")] == [True, False, False]
     assert [Method("one", server_rule=ForAny()).takes(name) for name in ("adamw", "other")] == [True, False]
 
 
-def test_in_a_composition_rules_queue_up_and_the_one_that_was_set_is_taken() -> None:
+def test_composition_concatenates_rules_and_takes_whichever_field_is_set() -> None:
     def head(model: Model, round_info: RoundInfo) -> Plan:
         return Plan((Phase(HEAD),), up=HEAD, down=model.all_names())
 
@@ -182,7 +182,7 @@ def test_in_a_composition_rules_queue_up_and_the_one_that_was_set_is_taken() -> 
         assert (both.adapt, both.extend, both.shape, both.privacy) == (adapt, extend, shape, privacy_config)
 
 
-def test_a_mean_over_the_cohort_counts_those_who_sent_nothing_of_a_name() -> None:
+def test_cohort_mean_counts_clients_that_did_not_send_a_name() -> None:
     def update(client: str, weight: float, **values: float) -> Update:
         delta = {name: torch.tensor([value]) for name, value in values.items()}
         return Update(client, delta, {"seen": delta}, weight, dict.fromkeys(delta, 1), None)

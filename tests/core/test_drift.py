@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, play, run_of, small
+from helpers import Clients, play, toy_model, toy_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_fixtures import packed
+from packed_fixtures import pack_per_client
 
 from partita.core import drift
 from partita.core.drift import Drift
@@ -21,7 +21,7 @@ from partita.core.update import Update
 from partita.methods.fedavg import fedavg
 
 
-class Tagged(Model):
+class TaggedModel(Model):
     """Has only names and tags, which is all that drift uses."""
 
     name = "tagged"
@@ -38,21 +38,21 @@ def update_of(number: int, names: str, weight: float, scale: float = 1.0) -> Upd
     return Update(f"c{number}", delta, {}, weight, {}, None)
 
 
-def measured(updates: list[Update]) -> dict[str, dict[str, float]]:
-    watch = Drift(Tagged())
+def drift_of(updates: list[Update]) -> dict[str, dict[str, float]]:
+    watch = Drift(TaggedModel())
     handed = list(watch.watch(updates))
     assert all(one is two for one, two in zip(handed, updates, strict=True))
     return watch.measures()
 
 
-def flat(delta: Tensors, names: list[str]) -> np.ndarray:
+def flat_vector(delta: Tensors, names: list[str]) -> np.ndarray:
     return np.concatenate([delta[name].numpy().astype(np.float64).ravel() for name in names])
 
 
-def by_hand(updates: list[Update], tag: str) -> dict[str, float]:
+def expected_drift(updates: list[Update], tag: str) -> dict[str, float]:
     """The formulas for the case that all clients sent all names."""
-    names = [name for name in SHAPES if tag in Tagged.tags[name] and name in updates[0].delta]
-    d = np.stack([flat(update.delta, names) for update in updates])  # (client, number)
+    names = [name for name in SHAPES if tag in TaggedModel.tags[name] and name in updates[0].delta]
+    d = np.stack([flat_vector(update.delta, names) for update in updates])  # (client, number)
     p = np.array([update.weight for update in updates])
     p = p / p.sum()
     m = p @ d
@@ -68,13 +68,13 @@ def by_hand(updates: list[Update], tag: str) -> dict[str, float]:
     st.sampled_from([0.01, 1.0, 30.0]),
 )
 @settings(max_examples=40)
-def test_measures_are_numpys(clients: list[tuple[int, float]], scale: float) -> None:
+def test_drift_matches_numpy(clients: list[tuple[int, float]], scale: float) -> None:
     updates = [update_of(number, "abcd", weight, scale) for number, weight in clients]
     before = [digest(update.delta) for update in updates]
-    result = measured(updates)
+    result = drift_of(updates)
     assert result.keys() == {"x", "y", "z"}
     for tag, measures in result.items():
-        expected = by_hand(updates, tag)
+        expected = expected_drift(updates, tag)
         # The dispersion is a difference of two large sums when all clients agree.
         assert measures["dispersion"] == pytest.approx(expected["dispersion"], rel=1e-4, abs=1e-3)
         assert measures["cosine"] == pytest.approx(expected["cosine"], rel=1e-5, abs=1e-6)
@@ -84,35 +84,35 @@ def test_measures_are_numpys(clients: list[tuple[int, float]], scale: float) -> 
 
 def test_clients_that_agree_have_no_dispersion() -> None:
     updates = [update_of(1, "abc", weight) for weight in (1.0, 5.0, 2.0)]
-    for measures in measured(updates).values():
+    for measures in drift_of(updates).values():
         assert measures["dispersion"] == pytest.approx(0.0, abs=1e-3)
         assert measures["cosine"] == pytest.approx(1.0)
 
 
-def test_clients_that_pull_apart() -> None:
+def test_opposing_clients_have_known_dispersion_and_zero_cosine() -> None:
     up, down = ({"a": torch.zeros(2, 3), "d": torch.tensor([value, 0.0])} for value in (3.0, -1.0))
-    result = measured([Update("u", up, {}, 1.0, {}, None), Update("v", down, {}, 1.0, {}, None)])
+    result = drift_of([Update("u", up, {}, 1.0, {}, None), Update("v", down, {}, 1.0, {}, None)])
     assert result["z"] == pytest.approx({"dispersion": 2.0, "cosine": 0.0, "distance": np.sqrt(5.0)}, abs=1e-6)
     assert result["x"] == {"dispersion": 0.0, "cosine": 0.0, "distance": 0.0}
 
 
-def test_senders_that_differ_by_name() -> None:
+def test_drift_weighs_each_name_by_its_own_senders() -> None:
     """Each name has its own senders and so its own mean; a client's direction is over what it sent of the tag, and it
     points nowhere along what it did not send."""
     updates = [update_of(1, "ab", 2.0), update_of(2, "b", 1.0), update_of(3, "abcd", 5.0)]
-    result = measured(updates)
+    result = drift_of(updates)
     assert result.keys() == {"x", "y", "z"}
     for tag in ("x", "y"):
-        names = [name for name in "abc" if tag in Tagged.tags[name]]
+        names = [name for name in "abc" if tag in TaggedModel.tags[name]]
         spread = mean = along = 0.0
         anyone = sum(update.weight for update in updates if update.delta.keys() & set(names))
         for name in names:
             senders = [update for update in updates if name in update.delta]
             weights = np.array([update.weight for update in senders])
             p = weights / weights.sum()
-            d = np.stack([flat(update.delta, [name]) for update in senders])
+            d = np.stack([flat_vector(update.delta, [name]) for update in senders])
             lengths = [
-                np.linalg.norm(flat(update.delta, [each for each in names if each in update.delta]))
+                np.linalg.norm(flat_vector(update.delta, [each for each in names if each in update.delta]))
                 for update in senders
             ]
             m = p @ d
@@ -129,7 +129,7 @@ def test_senders_that_differ_by_name() -> None:
 
 
 @pytest.mark.parametrize("lot", [1, 100, drift._MAX_ELEMENTS])
-def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_updates_are_measured_in_batches_with_equal_results(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One update at a time, a few at once, and all updates with equal names at once."""
     monkeypatch.setattr(drift, "_MAX_ELEMENTS", lot)
     looks: list[int] = []
@@ -137,27 +137,29 @@ def test_updates_in_rows_are_measured_as_others_are(lot: int, monkeypatch: pytes
     monkeypatch.setattr(Drift, "_point", lambda self, *given: (looks.append(len(given[1])), point(self, *given)))
     sent = [(1, "abcd", 2.0), (2, "abcd", 1.0), (3, "abcd", 0.5), (4, "b", 5.0), (5, "abcd", 0.0), (6, "abcd", 3.0)]
     updates = [update_of(*each) for each in sent]
-    rows = [packed({name: value.unsqueeze(0) for name, value in update.delta.items()})[0] for update in updates]
-    in_rows = measured([replace(update, delta=row) for update, row in zip(updates, rows, strict=True)])
+    rows = [
+        pack_per_client({name: value.unsqueeze(0) for name, value in update.delta.items()})[0] for update in updates
+    ]
+    in_rows = drift_of([replace(update, delta=row) for update, row in zip(updates, rows, strict=True)])
     assert looks == {1: [1, 1, 1, 1, 1], 100: [2, 1, 1]}.get(lot, [3, 1])
-    for tag, expected in measured(updates).items():
+    for tag, expected in drift_of(updates).items():
         assert in_rows[tag] == pytest.approx(expected)
 
 
-def test_clients_who_send_nothing_in_common_do_not_point_one_way() -> None:
+def test_cosine_of_clients_without_common_names_is_that_of_right_angles() -> None:
     """Two updates of equal norm at right angles: each is at 45 degrees to the mean."""
     apart = [Update("a", {"a": torch.ones(2)}, {}, 1.0, {}, None), Update("b", {"b": torch.ones(2)}, {}, 1.0, {}, None)]
-    assert measured(apart)["x"]["cosine"] == pytest.approx(np.sqrt(0.5))
+    assert drift_of(apart)["x"]["cosine"] == pytest.approx(np.sqrt(0.5))
 
 
-def test_nothing_seen_nothing_measured() -> None:
-    assert measured([]) == {}
-    assert measured([Update("c", {}, {}, 1.0, {}, None)]) == {}
+def test_drift_without_updates_is_empty() -> None:
+    assert drift_of([]) == {}
+    assert drift_of([Update("c", {}, {}, 1.0, {}, None)]) == {}
 
 
-def test_rounds_measure_by_every_tag_and_measuring_changes_nothing() -> None:
-    model, population = small(), Clients(a=5, b=6)
-    loud, quiet = (play(run_of(fedavg(), 2, drift=drift), model, population) for drift in (True, False))
+def test_rounds_measure_drift_for_every_tag_without_changing_the_run() -> None:
+    model, population = toy_model(), Clients(a=5, b=6)
+    loud, quiet = (play(toy_run(fedavg(), 2, drift=drift), model, population) for drift in (True, False))
     assert loud[0].drift.keys() == set().union(*model.tags.values())
     assert quiet[0].drift == {}
     assert digest(loud[-1].server.params) == digest(quiet[-1].server.params)

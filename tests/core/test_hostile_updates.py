@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL_TASK, SMALL_VIT, Clients, Script, last, play, run_of, small
-from hostile_updates import CASES, WHEN, WHO, Case, Hostile
+from helpers import SMALL_TASK, SMALL_VIT, Clients, ScriptedEngine, final_params, play, toy_model, toy_run
+from hostile_updates import CASES, HOSTILE_CLIENT, HOSTILE_ROUND, Case, HostileEngine
 
 from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job
@@ -42,7 +42,7 @@ from partita.storage.client_store import MemoryStore
 from partita.testing.toy import ToyTransformer
 
 SIZES = {"a": 5, "b": 6, "c": 7}
-THREE = Clients(**SIZES)
+THREE_CLIENTS = Clients(**SIZES)
 BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}}
 WIDTH = {"quantize": 12, "prune": 36, "safl+prune+quantize": 36, "client-level, quantized": 12}  # else too few numbers
 PRIVATE = {
@@ -54,12 +54,12 @@ PRIVATE = {
 }
 COMPOSED = ("fedfrozen+scaffold", "fedper+moon+fedadam", "safl+prune+quantize")
 # Without methods that extend the model, and without the one that pools all clients.
-TOY = [name for name in INDEX if not (made := build(name)).extend and not made.pool]
-FEDERATIONS = (*TOY, *COMPOSED, *PRIVATE)
+TOY_METHODS = [name for name in INDEX if not (made := build(name)).extend and not made.pool]
+FEDERATIONS = (*TOY_METHODS, *COMPOSED, *PRIVATE)
 
 
 @dataclass(frozen=True)
-class Setting:
+class FederationAfterOneRound:
     """A federation after round 0, and its final parameters if the hostile client is absent in round 1."""
 
     run: Run
@@ -71,13 +71,13 @@ class Setting:
     def engine(self, availability: Availability | None = None) -> SimulationEngine:
         store = MemoryStore()
         store.held = dict(self.states)
-        return SimulationEngine(self.run, self.model, THREE, store=store, availability=availability)
+        return SimulationEngine(self.run, self.model, THREE_CLIENTS, store=store, availability=availability)
 
     def play(self, case: Case, **settings: object) -> list[RoundResult] | None:
         """Play the remaining rounds; None if the case does not apply, such as a slot case without slots."""
-        engine = Hostile(self.engine(), case)
+        engine = HostileEngine(self.engine(), case)
         try:
-            played = list(rounds(replace(self.run, **settings), self.model, engine, self.server, WHEN))  # type: ignore[arg-type]
+            played = list(rounds(replace(self.run, **settings), self.model, engine, self.server, HOSTILE_ROUND))  # type: ignore[arg-type]
         except Exception:
             if engine.possible:
                 raise
@@ -86,23 +86,25 @@ class Setting:
 
 
 @cache
-def setting(name: str) -> Setting:
+def federation_after_one_round(name: str) -> FederationAfterOneRound:
     method = PRIVATE[name]() if name in PRIVATE else build(name, BRIEF.get(name, {}))
-    run = run_of(method, 3, skip_failed_clients=True, drift=False, examples=SIZES)
+    run = toy_run(method, 3, skip_failed_clients=True, drift=False, examples=SIZES)
     model = ToyTransformer(width=WIDTH.get(name, 4), layers=1)
-    engine = SimulationEngine(run, model, THREE)
+    engine = SimulationEngine(run, model, THREE_CLIENTS)
     server = next(rounds(run, model, engine)).server
     assert isinstance(engine.store, MemoryStore)
-    start = Setting(run, model, server, engine.store.held, {})
-    away = rounds(run, model, start.engine(Availability(trace={(WHEN, WHO): 0.0})), server, WHEN)
-    return replace(start, without=last(list(away)))
+    start = FederationAfterOneRound(run, model, server, engine.store.held, {})
+    away = rounds(
+        run, model, start.engine(Availability(trace={(HOSTILE_ROUND, HOSTILE_CLIENT): 0.0})), server, HOSTILE_ROUND
+    )
+    return replace(start, without=final_params(list(away)))
 
 
 def was_refused(played: list[RoundResult]) -> bool:
-    return WHO in {lost.client for lost in played[0].lost}
+    return HOSTILE_CLIENT in {lost.client for lost in played[0].lost}
 
 
-def harmless(name: str, case: Case) -> bool:
+def is_neutralized(name: str, case: Case) -> bool:
     """Whether the method's own transforms neutralize the case: client-level privacy clips and casts every update."""
     if name.startswith("client-level"):
         huge = any(word in case.name for word in ("3e38", "1e30", "1e12")) and "weight" not in case.name
@@ -110,27 +112,27 @@ def harmless(name: str, case: Case) -> bool:
     return ("quantize" in name or "prune" in name) and ("as int8" in case.name or "slots" in case.name)
 
 
-def try_out(name: str, case: Case) -> str | None:
+def outcome_of(name: str, case: Case) -> str | None:
     """'refused' or 'accepted'; None if the case does not apply."""
-    at = setting(name)
+    at = federation_after_one_round(name)
     played = at.play(case)
     if played is None:
         return None
-    assert [each.number for each in played] == [WHEN, WHEN + 1]
-    assert tensors.all_finite(last(played))
+    assert [each.number for each in played] == [HOSTILE_ROUND, HOSTILE_ROUND + 1]
+    assert tensors.all_finite(final_params(played))
     assert all(tensors.all_finite(part) for part in played[-1].server.state.values() if _floats(part))
     if not was_refused(played):
-        assert not case.refused or harmless(name, case), "it was accepted"
+        assert not case.refused or is_neutralized(name, case), "it was accepted"
         return "accepted"
     assert case.refused is not False, played[0].lost
     if case.name != "client is the next":  # b replies in the name of c, whose own reply then comes second
-        assert tensors.equal(last(played), at.without), "a refused reply left a trace"
+        assert tensors.equal(final_params(played), at.without), "a refused reply left a trace"
     if case.name == "no reply":  # no client to blame
-        assert tensors.equal(last(at.play(case, skip_failed_clients=False) or []), at.without)
+        assert tensors.equal(final_params(at.play(case, skip_failed_clients=False) or []), at.without)
         return "refused"
     with pytest.raises(ClientError) as caught:
         at.play(case, skip_failed_clients=False)
-    assert caught.value.client in (WHO, "a", "c", "mallory", "5", "")
+    assert caught.value.client in (HOSTILE_CLIENT, "a", "c", "mallory", "5", "")
     return "refused"
 
 
@@ -141,7 +143,7 @@ def _floats(part: Mapping[str, torch.Tensor]) -> bool:
 # ---- all cases
 
 
-def _some() -> Iterator[Any]:
+def _half_of_the_cases() -> Iterator[Any]:
     """Every second case, cycling over the federations; slot cases run on scaffold, which has slots."""
     others = [name for name in FEDERATIONS if name != "zero-shot"]
     for place, case in enumerate(CASES[::2]):
@@ -149,15 +151,15 @@ def _some() -> Iterator[Any]:
         yield pytest.param(name, case, id=f"{name}: {case.name}")
 
 
-@pytest.mark.parametrize(("name", "case"), list(_some()))
-def test_a_hostile_reply_neither_stops_nor_steers_the_run(name: str, case: Case) -> None:
-    try_out(name, case)
+@pytest.mark.parametrize(("name", "case"), list(_half_of_the_cases()))
+def test_hostile_reply_neither_stops_nor_steers_the_run(name: str, case: Case) -> None:
+    outcome_of(name, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEDERATIONS)
-def test_no_hostile_reply_stops_any_federation(name: str) -> None:
-    found = Counter(try_out(name, case) for case in CASES)
+def test_no_hostile_reply_stops_any_method(name: str) -> None:
+    found = Counter(outcome_of(name, case) for case in CASES)
     assert found["refused"] > 100
     assert found["accepted"] >= 10
 
@@ -165,46 +167,48 @@ def test_no_hostile_reply_stops_any_federation(name: str) -> None:
 # ---- norms
 
 
-def scaled(factor: float, names: str = "abc") -> Script:
+def engine_with_scaled_update(factor: float, names: str = "abc") -> ScriptedEngine:
     """All clients send equal updates, except the hostile one, whose update is `factor` times as large."""
 
     def answer(job: Job) -> Update:
-        size = factor if job.client == WHO else 1.0
+        size = factor if job.client == HOSTILE_CLIENT else 1.0
         delta = {name: torch.full_like(value, 0.01 * size) for name, value in job.params.items()}
         return Update(job.client, delta, {}, 1.0, dict.fromkeys(delta, 1), 0.5)
 
-    return Script(answer, names)
+    return ScriptedEngine(answer, names)
 
 
-MODEL = small()
-ONES = 0.01 * math.sqrt(sum(value.numel() for value in MODEL.initial.values()))
+MODEL = toy_model()
+NORM_OF_PLAIN_UPDATE = 0.01 * math.sqrt(sum(value.numel() for value in MODEL.initial.values()))
 
 
-def test_an_update_far_beyond_the_initial_model_is_refused_whatever_the_server_has_become() -> None:
+def test_implausible_update_is_refused_regardless_of_server_parameters() -> None:
     initial = math.sqrt(sum(float(value.square().sum()) for value in MODEL.initial.values()))
-    most = MAX_NORM_RATIO * initial / ONES
-    run = run_of(fedavg(), 1, skip_failed_clients=True)
+    most = MAX_NORM_RATIO * initial / NORM_OF_PLAIN_UPDATE
+    run = toy_run(fedavg(), 1, skip_failed_clients=True)
     for server in (None, Server(tensors.scale(MODEL.initial, 1e6))):
         for factor, lost in ((0.99 * most, 0), (1.01 * most, 1)):
-            [each] = rounds(run, MODEL, scaled(factor), server)
+            [each] = rounds(run, MODEL, engine_with_scaled_update(factor), server)
             assert len(each.lost) == lost
     assert "is implausible" in each.lost[0].reason
 
 
-def test_longer_updates_are_scaled_down_and_recorded() -> None:
-    run = run_of(fedavg(), 1, max_norm=2 * ONES)
-    [each] = rounds(run, MODEL, scaled(50.0))
-    [same] = rounds(run_of(fedavg(), 1), MODEL, scaled(2.0))
-    assert each.bounded == {WHO}
-    assert each.norms == pytest.approx({"a": ONES, "b": 50 * ONES, "c": ONES})
-    for name, value in last([same]).items():
-        torch.testing.assert_close(last([each])[name], value)
+def test_update_above_max_norm_is_scaled_down_and_recorded() -> None:
+    run = toy_run(fedavg(), 1, max_norm=2 * NORM_OF_PLAIN_UPDATE)
+    [each] = rounds(run, MODEL, engine_with_scaled_update(50.0))
+    [same] = rounds(toy_run(fedavg(), 1), MODEL, engine_with_scaled_update(2.0))
+    assert each.bounded == {HOSTILE_CLIENT}
+    assert each.norms == pytest.approx(
+        {"a": NORM_OF_PLAIN_UPDATE, "b": 50 * NORM_OF_PLAIN_UPDATE, "c": NORM_OF_PLAIN_UPDATE}
+    )
+    for name, value in final_params([same]).items():
+        torch.testing.assert_close(final_params([each])[name], value)
 
 
-def test_slots_are_scaled_with_their_delta() -> None:
-    run = run_of(build("scaffold"), 1)
-    free = play(run, MODEL, THREE)[0]
-    bound = play(replace(run, max_norm=min(free.norms.values()) / 4), MODEL, THREE)[0]
+def test_slots_are_scaled_down_with_the_delta() -> None:
+    run = toy_run(build("scaffold"), 1)
+    free = play(run, MODEL, THREE_CLIENTS)[0]
+    bound = play(replace(run, max_norm=min(free.norms.values()) / 4), MODEL, THREE_CLIENTS)[0]
     assert bound.bounded == set("abc")
     for name, value in free.server.state["control"].items():
         assert float(bound.server.state["control"][name].norm()) < 0.5 * float(value.norm()) + 1e-9
@@ -214,27 +218,29 @@ def test_slots_are_scaled_with_their_delta() -> None:
     ("setting", "value", "message"),
     [("max_norm", 0.0, "must be a number above 0"), ("max_norm", math.inf, "above 0"), ("max_examples", 0, "least 1")],
 )
-def test_a_bound_that_is_none_is_refused(setting: str, value: float, message: str) -> None:
+def test_invalid_norm_or_example_bound_is_refused(setting: str, value: float, message: str) -> None:
     with pytest.raises(RunError, match=rf"federation\.{setting} is {value}; it must be .*{message.split()[-1]}"):
-        run_of(fedavg(), 1, **{setting: value})
+        toy_run(fedavg(), 1, **{setting: value})
 
 
-def test_a_bound_beside_client_level_privacy_is_refused() -> None:
+def test_max_norm_with_client_level_privacy_is_refused() -> None:
     with pytest.raises(RunError, match=r"leave federation\.max_norm out"):
-        run_of(protect_clients(fedavg(), 1.0, 1.0, 3), 1, max_norm=1.0)
+        toy_run(protect_clients(fedavg(), 1.0, 1.0, 3), 1, max_norm=1.0)
 
 
-def test_norms_of_protected_clients_are_not_recorded() -> None:
-    assert not any(each.norms for each in play(run_of(protect_clients(fedavg(), 1.0, 1.0, 3), 2), MODEL, THREE))
+def test_norms_are_not_recorded_under_client_level_privacy() -> None:
+    assert not any(
+        each.norms for each in play(toy_run(protect_clients(fedavg(), 1.0, 1.0, 3), 2), MODEL, THREE_CLIENTS)
+    )
 
 
 # ---- weights
 
 
-def test_weights_of_clients_of_unknown_size_are_capped_and_said_to_be_on_trust() -> None:
-    run = run_of(fedavg(), 2, examples={"a": 5}, max_examples=6, skip_failed_clients=True)
+def test_weights_of_clients_of_unknown_size_are_capped_with_a_warning() -> None:
+    run = toy_run(fedavg(), 2, examples={"a": 5}, max_examples=6, skip_failed_clients=True)
     with pytest.warns(UserWarning, match=r"weights are trusted up to federation\.max_examples = 6") as caught:
-        played = play(run, MODEL, THREE)
+        played = play(run, MODEL, THREE_CLIENTS)
     assert len(caught) == 1, "one warning per run"
     assert [[lost.client for lost in each.lost] for each in played] == [["c"], ["c"]]
     assert "sent the weight 7.0" in played[0].lost[0].reason
@@ -243,37 +249,37 @@ def test_weights_of_clients_of_unknown_size_are_capped_and_said_to_be_on_trust()
 # ---- skipped rounds
 
 
-def test_a_round_with_too_few_usable_replies_is_skipped_and_the_run_goes_on() -> None:
+def test_round_with_too_few_usable_replies_is_skipped() -> None:
     def answer(job: Job) -> Update:
         delta = {"head.weight": torch.full((3, 4), math.nan if job.round == 1 else 1.0)}
         return Update(job.client, delta, {}, 1.0, {"head.weight": 1}, 0.5)
 
-    run = run_of(fedavg(), 3, min_updates=2, skip_failed_clients=True)
-    played = list(rounds(run, MODEL, Script(answer)))
+    run = toy_run(fedavg(), 3, min_updates=2, skip_failed_clients=True)
+    played = list(rounds(run, MODEL, ScriptedEngine(answer)))
     assert [each.skipped is not None for each in played] == [False, True, False]
     assert "only 0 of 2 clients answered in round 1 and federation.min_updates is 2" in str(played[1].skipped)
-    assert tensors.equal(last(played[:1]), last(played[:2]))
-    assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
+    assert tensors.equal(final_params(played[:1]), final_params(played[:2]))
+    assert torch.equal(final_params(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
     with pytest.raises(ClientError):
-        list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
+        list(rounds(replace(run, skip_failed_clients=False), MODEL, ScriptedEngine(answer)))
 
 
-NOT_EVEN_A_REPLY = ("no update but text", "client is a stranger", "client is list", "round 0", "delta is None")
+UNUSABLE_REPLIES = ("no update but text", "client is a stranger", "client is list", "round 0", "delta is None")
 
 
-@pytest.mark.parametrize("case", [each for each in CASES if each.name in NOT_EVEN_A_REPLY], ids=lambda case: case.name)
-def test_one_client_can_make_a_round_that_needs_it_not_count_but_not_end_the_run(case: Case) -> None:
-    at = setting("fedavg")
+@pytest.mark.parametrize("case", [each for each in CASES if each.name in UNUSABLE_REPLIES], ids=lambda case: case.name)
+def test_unusable_reply_skips_a_round_that_needs_it_without_ending_the_run(case: Case) -> None:
+    at = federation_after_one_round("fedavg")
     played = at.play(case, min_updates=3)
     assert played
     assert [each.skipped is not None for each in played] == [True, False]
-    assert tensors.equal(last(played[:1]), at.server.params)
+    assert tensors.equal(final_params(played[:1]), at.server.params)
 
 
-def test_clients_that_stay_away_are_an_error_as_ever() -> None:
-    run = run_of(fedavg(), 1, min_updates=2, skip_failed_clients=True)
+def test_too_many_absent_clients_are_an_error_even_when_failures_are_skipped() -> None:
+    run = toy_run(fedavg(), 1, min_updates=2, skip_failed_clients=True)
     with pytest.raises(RunError, match=r"only 0 of 2 clients answered"):
-        list(rounds(run, MODEL, Script(lambda job: ClientFailure(job.client, "is asleep"))))
+        list(rounds(run, MODEL, ScriptedEngine(lambda job: ClientFailure(job.client, "is asleep"))))
 
 
 @dataclass(frozen=True)
@@ -293,14 +299,14 @@ class Explosive(ServerRule):
 
 
 @pytest.mark.parametrize("state", [False, True])
-def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
+def test_round_is_skipped_when_the_server_would_not_be_finite(state: bool) -> None:
     def answer(job: Job) -> Update:
         return Update(
             job.client, {"head.weight": torch.full((3, 4), 1.0 + job.round)}, {}, 1.0, {"head.weight": 1}, 0.5
         )
 
-    run = run_of(Method("explosive", server_rule=Explosive(state)), 3, skip_failed_clients=True)
-    played = list(rounds(run, MODEL, Script(answer)))
+    run = toy_run(Method("explosive", server_rule=Explosive(state)), 3, skip_failed_clients=True)
+    played = list(rounds(run, MODEL, ScriptedEngine(answer)))
     named = "memory/head.weight" if state else "head.weight"
     assert [each.skipped for each in played] == [
         None,
@@ -310,26 +316,26 @@ def test_a_server_that_would_not_be_finite_stays_as_it_was(state: bool) -> None:
     assert played[1].server.params["head.weight"] is played[0].server.params["head.weight"]
     assert tensors.equal(played[1].server.state["memory"], played[0].server.state["memory"])
     with pytest.raises(RunError, match=rf"round 1 would have made the server's '{named}' not finite; lower training"):
-        list(rounds(replace(run, skip_failed_clients=False), MODEL, Script(answer)))
+        list(rounds(replace(run, skip_failed_clients=False), MODEL, ScriptedEngine(answer)))
 
 
 # ---- records
 
 
-def norms_of(**norms: float) -> RoundResult:
-    return replace(play(run_of(fedavg(), 1), MODEL, THREE)[0], norms=norms)
+def round_with_norms(**norms: float) -> RoundResult:
+    return replace(play(toy_run(fedavg(), 1), MODEL, THREE_CLIENTS)[0], norms=norms)
 
 
-def test_an_update_far_beyond_the_median_raises_an_alarm_that_names_its_client() -> None:
-    [alarm] = check_round(norms_of(a=1.0, b=10.1, c=0.5, d=1.0))
+def test_update_far_above_the_median_norm_raises_an_alarm() -> None:
+    [alarm] = check_round(round_with_norms(a=1.0, b=10.1, c=0.5, d=1.0))
     assert (alarm.kind, alarm.round) == ("outlying update", 0)
     assert "the update norm of b (10.1) is more than 10 times the round's median of 1;" in alarm.text
     for quiet in ({"a": 1.0, "b": 9.9, "c": 1.0}, {"a": 1.0, "b": 50.0}, {"a": 0.0, "b": 0.0, "c": 1.0}, {}):
-        assert check_round(norms_of(**quiet)) == []
+        assert check_round(round_with_norms(**quiet)) == []
 
 
 @dataclass
-class Loud:
+class EngineWithLongUpdates:
     """An engine whose client c1 scales its update by 30, and replies twice in round 1."""
 
     engine: SimulationEngine
@@ -351,14 +357,16 @@ class Loud:
 
 
 @pytest.mark.parametrize("drift", [True, False])
-def test_rows_and_the_report_tell_of_it(drift: bool, tmp_path: Path) -> None:
+def test_rows_and_report_show_outlying_bounded_and_refused_updates(drift: bool, tmp_path: Path) -> None:
     raw = tomllib.loads(SMALL_VIT + SMALL_TASK)
     raw |= {"rounds": 2, "method": {"name": "fedavg"}, "evaluate": {"drift": drift}}
     config = parse({**raw, "federation": {"skip_failed_clients": True, "max_norm": 1.0}})
     experiment, folder = build_experiment(config), tmp_path / "run"
     prepare(experiment, folder)
     store = MemoryStore()
-    engine = Loud(SimulationEngine(experiment.run, experiment.model, experiment.federation, store=store))
+    engine = EngineWithLongUpdates(
+        SimulationEngine(experiment.run, experiment.model, experiment.federation, store=store)
+    )
     rows = list(play_rows(experiment, folder, engine, store, initial_server(experiment.run, experiment.model), 0))
     assert all(row["alarms"].keys() == {"outlying update"} for row in rows)
     assert all(row["bounded"].keys() == {"c1"} for row in rows)
@@ -368,14 +376,14 @@ def test_rows_and_the_report_tell_of_it(drift: bool, tmp_path: Path) -> None:
     assert "outlying update in round 1 to 2</b>: the update norm of c1 (" in text
 
 
-def test_a_skipped_round_is_recorded_with_its_alarm() -> None:
-    each = replace(norms_of(), skipped="only 0 of 2 clients answered")
+def test_skipped_round_raises_an_alarm() -> None:
+    each = replace(round_with_norms(), skipped="only 0 of 2 clients answered")
     [alarm] = check_round(each)
     assert alarm.kind == "skipped round"
     assert alarm.text == "only 0 of 2 clients answered; the server state did not change"
 
 
-def test_a_config_registers_the_size_of_every_client() -> None:
+def test_config_registers_the_size_of_every_client() -> None:
     experiment = build_experiment(parse({**tomllib.loads(SMALL_VIT + SMALL_TASK), "method": {"name": "fedavg"}}))
     assert experiment.run.examples is not None
     sizes = {client: len(experiment.federation[client].train) for client in experiment.federation.clients}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import small
+from helpers import toy_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from partita.core.tensors import Mean, Names, Tensors
 from partita.core.update import Update
 from partita.core.versions import ParameterVersions
 
-quick = settings(max_examples=50)
+few_examples = settings(max_examples=50)
 NAMES = ("a", "b", "c", "d", "e")
 subsets = st.frozensets(st.sampled_from(NAMES))
 
@@ -56,18 +56,18 @@ def contradictions() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", contradictions())
-def test_a_plan_that_contradicts_itself_is_refused_by_name(what: str) -> None:
+def test_contradictory_plan_is_refused_by_name(what: str) -> None:
     with pytest.raises(PlanError, match=rf"^a: these names are {what}.*; (take|add) "):
         Plan(**contradictions()[what])
 
 
-def test_a_long_list_of_names_is_cut() -> None:
+def test_plan_error_shortens_a_long_list_of_names() -> None:
     with pytest.raises(PlanError, match=r"^a, b, c and 2 more: "):
         Plan((), up=frozenset(NAMES), down=frozenset(NAMES))
 
 
-def test_a_plan_is_checked_against_the_model() -> None:
-    model = small()
+def test_plan_with_names_outside_the_model_is_refused() -> None:
+    model = toy_model()
 
     def stray(model: Any, round_info: RoundInfo) -> Plan:
         return share(model.all_names() | {"nowhere"}, down=model.all_names() | {"nowhere"})
@@ -77,14 +77,14 @@ def test_a_plan_is_checked_against_the_model() -> None:
     assert plan_for(share_everything, model, RoundInfo(0, 1, "c")).train == model.all_names()
 
 
-def test_an_unknown_tag_is_named_with_the_nearest() -> None:
+def test_unknown_tag_error_suggests_the_nearest_tag() -> None:
     with pytest.raises(TagError, match=r"tagged 'querry'; it has: .*mlp.*Did you mean 'query'\?"):
-        small().names("querry")
+        toy_model().names("querry")
 
 
 @given(plans(), subsets)
-@quick
-def test_narrowing_only_takes_away(plan: Plan, names: Names) -> None:
+@few_examples
+def test_narrowing_a_plan_only_removes_names(plan: Plan, names: Names) -> None:
     less = plan.narrow(names)
     assert less.train == plan.train & names
     assert less.up == plan.up & names
@@ -95,16 +95,16 @@ def test_narrowing_only_takes_away(plan: Plan, names: Names) -> None:
 
 
 @given(plans(), subsets, subsets)
-@quick
-def test_narrowing_twice_is_narrowing_to_the_intersection(plan: Plan, one: Names, two: Names) -> None:
+@few_examples
+def test_narrowing_twice_equals_narrowing_to_the_intersection(plan: Plan, one: Names, two: Names) -> None:
     assert plan.narrow(one).narrow(two) == plan.narrow(one & two) == plan.narrow(two).narrow(one)
     if all(phase.names for phase in plan.phases):
         assert plan.narrow(plan.train) == plan
 
 
 @given(subsets, subsets)
-@quick
-def test_share_sends_up_all_that_trains_and_is_not_kept(train: Names, keep: Names) -> None:
+@few_examples
+def test_share_sends_up_trained_names_that_are_not_kept(train: Names, keep: Names) -> None:
     plan = share(train, down=frozenset(NAMES) - keep, keep=keep)
     assert (plan.train, plan.up, plan.keep) == (train, train - keep, keep)
 
@@ -135,8 +135,8 @@ def numpy_mean(sent: list[tuple[Tensors, float]], name: str, divisor: float | No
 
 
 @given(payloads(), st.randoms(use_true_random=False))
-@quick
-def test_the_mean_is_numpys_over_those_who_sent_a_name_in_any_order(
+@few_examples
+def test_mean_over_senders_matches_numpy_in_any_order(
     sent: list[tuple[Tensors, float]], shuffler: random.Random
 ) -> None:
     before = [tensors.digest(part) for part, _ in sent]
@@ -155,8 +155,8 @@ def test_the_mean_is_numpys_over_those_who_sent_a_name_in_any_order(
 
 
 @given(payloads())
-@quick
-def test_the_first_of_a_mean_is_exact_and_a_copy(sent: list[tuple[Tensors, float]]) -> None:
+@few_examples
+def test_mean_of_one_message_is_an_exact_copy(sent: list[tuple[Tensors, float]]) -> None:
     [(first, weight), *_] = sent
     mean = Mean()
     mean.add(first, weight)
@@ -165,7 +165,7 @@ def test_the_first_of_a_mean_is_exact_and_a_copy(sent: list[tuple[Tensors, float
     assert all(not torch.equal(mean.value[name], first[name]) for name in first)
 
 
-def test_equal_messages_have_themselves_as_mean_bit_for_bit() -> None:
+def test_mean_of_equal_messages_is_that_message_bit_for_bit() -> None:
     value = {"a": torch.randn(50, generator=Key(0).generator())}
     mean = Mean()
     for weight in (3.0, 7.0, 0.1):
@@ -183,7 +183,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 
 @given(payloads(), st.sampled_from(["senders", "cohort"]))
-@quick
+@few_examples
 def test_average_over_senders_and_over_the_cohort(sent: list[tuple[Tensors, float]], over: Any) -> None:
     updates = [Update("c", part, {"slot": part}, weight, {}, None) for part, weight in sent]
     result = average(iter(updates), over)
@@ -195,14 +195,14 @@ def test_average_over_senders_and_over_the_cohort(sent: list[tuple[Tensors, floa
     assert tensors.equal(result.delta, result.slots["slot"])
 
 
-def test_average_weighs_as_told() -> None:
+def test_average_uses_the_given_weights() -> None:
     updates = [Update("c", {"a": torch.tensor([value])}, {}, 100.0 * value, {}, None) for value in (1.0, 3.0)]
     assert float(average(updates, weigh=lambda update: 1.0).delta["a"]) == 2.0
 
 
 @given(payloads(), subsets)
-@quick
-def test_tree_arithmetic_by_name(sent: list[tuple[Tensors, float]], names: Names) -> None:
+@few_examples
+def test_tensor_arithmetic_works_name_by_name(sent: list[tuple[Tensors, float]], names: Names) -> None:
     whole = {name: torch.full((3,), float(place)) for place, name in enumerate(NAMES)}
     part, factor = sent[0]
     assert list(tensors.select(whole, names)) == sorted(names)
@@ -239,8 +239,8 @@ def test_equal_and_digest_see_every_difference(other: Tensors) -> None:
 
 # ---- keys
 
-steps = st.one_of(st.integers(-3, 1000), st.text(max_size=4))
-paths = st.lists(steps, max_size=4)
+path_steps = st.one_of(st.integers(-3, 1000), st.text(max_size=4))
+paths = st.lists(path_steps, max_size=4)
 
 
 def follow(root: int, path: Sequence[str | int]) -> Key:
@@ -255,21 +255,21 @@ def draws(key: Key) -> tuple[Any, ...]:
 
 
 @given(st.integers(0, 3), st.integers(0, 3), paths, paths)
-@quick
-def test_the_path_alone_decides_what_is_drawn(root: int, other: int, path: list[Any], second: list[Any]) -> None:
+@few_examples
+def test_draws_depend_only_on_the_key_path(root: int, other: int, path: list[Any], second: list[Any]) -> None:
     one, two = follow(root, path), follow(other, second)
     assert draws(one) == draws(follow(root, path))
     same = root == other and [(type(step), step) for step in path] == [(type(step), step) for step in second]
     assert (draws(one)[0] == two.seed()) == same
 
 
-def test_a_number_and_its_text_are_different_steps() -> None:
+def test_key_path_distinguishes_numbers_from_text() -> None:
     assert (Key(0) / 1).seed() != (Key(0) / "1").seed()
     assert (Key(0) / "a" / "b").seed() != (Key(0) / "ab").seed() != (Key(0) / "a, b").seed()
     assert (Key(0) / "round" / 1 / 2).seed() != (Key(0) / "round" / 12).seed()
 
 
-def test_keys_neither_read_nor_move_global_random_state() -> None:
+def test_keys_neither_read_nor_change_global_random_state() -> None:
     seen = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -288,7 +288,7 @@ def test_uniform_draws_are_uniform() -> None:
     assert np.abs(drawn - np.linspace(0, 1, 2000)).max() < 1.63 / np.sqrt(2000)  # Kolmogorov-Smirnov at one percent
 
 
-class Lazy(Sequence[int]):
+class CountingPopulation(Sequence[int]):
     """A population that counts how many of its members were accessed."""
 
     def __init__(self, count: int) -> None:
@@ -305,15 +305,15 @@ class Lazy(Sequence[int]):
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40))
-@quick
-def test_a_sample_is_unique_and_costs_itself(seed: int, count: int) -> None:
-    population = Lazy(10**9)
+@few_examples
+def test_sample_is_unique_and_touches_only_the_sampled_members(seed: int, count: int) -> None:
+    population = CountingPopulation(10**9)
     sample = Key(seed).sample(population, count)
     assert len(set(sample)) == count
     assert population.made == count
 
 
-def test_a_sample_of_all_is_a_permutation_and_every_order_is_possible() -> None:
+def test_sampling_all_members_reaches_every_order() -> None:
     seen = {tuple((Key(0) / number).sample("abc", 3)) for number in range(200)}
     assert len(seen) == 6
     counts = np.bincount(np.concatenate([(Key(1) / number).permutation(4)[:1].numpy() for number in range(2000)]))
@@ -352,7 +352,7 @@ def messages(draw: st.DrawFn) -> dict[str, Tensors]:
 
 @given(messages())
 @settings(max_examples=120)
-def test_a_message_weighs_what_is_counted_and_comes_out_as_it_went_in(slots: dict[str, Tensors]) -> None:
+def test_message_round_trips_and_byte_counts_match_its_size(slots: dict[str, Tensors]) -> None:
     packed, counted = serialization.pack(slots), serialization.byte_counts(slots)
     assert sum(counted.values()) == (len(packed) if slots else 0)
     for name in set().union(*slots.values()):
@@ -366,33 +366,33 @@ def test_a_message_weighs_what_is_counted_and_comes_out_as_it_went_in(slots: dic
 
 @given(st.lists(messages(), max_size=3), st.integers(1, 3))
 @settings(max_examples=40)
-def test_messages_together_weigh_what_each_does(several: list[dict[str, Tensors]], times: int) -> None:
+def test_total_bytes_is_the_sum_over_messages(several: list[dict[str, Tensors]], times: int) -> None:
     counted = [serialization.byte_counts(slots) for slots in several * times]
     assert serialization.total_bytes(counted) == sum((Counter(each) for each in counted), Counter())
 
 
 @pytest.mark.parametrize("name", ["ü", "naïve é", "日本語", "😀", "a\\b", 'say "x"', "new\nline", "a/b", "\x7f"])
-def test_a_name_in_any_script_is_counted_in_the_bytes_it_takes(name: str) -> None:
+def test_byte_counts_match_for_names_in_any_script(name: str) -> None:
     for repeat in range(1, 9):  # headers are padded, so one length alone could hide a difference
         slots = {"delta": {name * repeat: torch.ones(2)}}
         assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
         assert serialization.unpack(serialization.pack(slots)).keys() == {"delta"}
 
 
-def test_offsets_of_every_size_are_counted() -> None:
+def test_byte_counts_match_for_offsets_of_every_size() -> None:
     slots = {"s": {f"n{size}": torch.zeros(size, dtype=kind) for size, kind in enumerate(TYPES * 3, start=9)}}
     assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
     assert serialization.byte_counts({}) == serialization.byte_counts({"empty": {}}) == {}
 
 
 @pytest.mark.parametrize("length", range(1, 9))
-def test_the_first_offset_is_zero(length: int) -> None:
+def test_byte_counts_match_at_every_header_padding(length: int) -> None:
     """An offset range 1 to 10 has one digit more than 0 to 9, which shows at one of eight padded header lengths."""
     slots = {"s": {"n" * length: torch.zeros(9, dtype=torch.int8)}}
     assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
 
 
-def test_what_was_packed_beside_tensors_is_read_without_them() -> None:
+def test_metadata_is_read_without_the_tensors() -> None:
     for size in (1, 300):
         about = {"round": "3", "client": "ü" * size}
         packed = serialization.pack({"delta": {"a": torch.ones(5)}}, about)
@@ -400,7 +400,7 @@ def test_what_was_packed_beside_tensors_is_read_without_them() -> None:
         assert serialization.unpack(packed)["delta"]["a"].tolist() == [1.0] * 5
 
 
-def test_one_tensor_may_travel_under_two_names() -> None:
+def test_message_holds_one_tensor_under_two_names() -> None:
     value = torch.arange(3.0)
     slots = {"params": {"a": value}, "memory": {"a": value, "b": value}}
     back = serialization.unpack(serialization.pack(slots))
@@ -414,8 +414,8 @@ CLIENTS = ("u", "v", "w")
 
 
 @given(st.data(), st.booleans())
-@quick
-def test_the_ledger_agrees_with_a_dict_of_dicts(data: st.DataObject, clients_have_initial_model: bool) -> None:
+@few_examples
+def test_parameter_versions_agree_with_a_dict_of_dicts(data: st.DataObject, clients_have_initial_model: bool) -> None:
     """Random rounds: some clients acknowledge some names, then some names change."""
     ledger = ParameterVersions(dict.fromkeys(NAMES, 0), clients_have_initial_model=clients_have_initial_model)
     present = dict.fromkeys(NAMES, "initial")
@@ -438,7 +438,7 @@ def test_the_ledger_agrees_with_a_dict_of_dicts(data: st.DataObject, clients_hav
         present |= dict.fromkeys(changed, f"round {number}")
 
 
-def test_who_acknowledged_lacks_nothing_until_a_name_changes() -> None:
+def test_client_that_acknowledged_misses_nothing_until_a_name_changes() -> None:
     everything = frozenset(NAMES)
     ledger = ParameterVersions(dict.fromkeys(NAMES, 0))
     assert ledger.missing("u", everything) == everything
@@ -453,7 +453,7 @@ def test_who_acknowledged_lacks_nothing_until_a_name_changes() -> None:
     assert ledger.missing("u", everything) == frozenset("abd")
 
 
-def test_who_was_sent_something_else_under_a_name_lacks_that_name_alone() -> None:
+def test_forget_makes_only_the_given_names_missing() -> None:
     ledger = ParameterVersions({"a": 0, "b": 0, "c": 0}).acknowledge([("x", frozenset("abc")), ("y", frozenset("abc"))])
     ledger = ledger.forget([("x", frozenset("b")), ("new", frozenset("a"))])
     assert ledger.missing("x", frozenset("abc")) == {"b"}
@@ -465,20 +465,20 @@ def test_who_was_sent_something_else_under_a_name_lacks_that_name_alone() -> Non
     assert clients_have_initial_model.missing("x", frozenset("ab")) == {"b"}
 
 
-def test_preloaded_clients_lack_only_what_changed() -> None:
+def test_preloaded_clients_miss_only_changed_names() -> None:
     ledger = ParameterVersions(dict.fromkeys(NAMES, 0), clients_have_initial_model=True)
     assert ledger.missing("new", frozenset(NAMES)) == NO_NAMES
     assert ledger.changed(frozenset("c"), 1).missing("new", frozenset(NAMES)) == frozenset("c")
 
 
-def test_clients_in_step_share_one_row() -> None:
+def test_clients_with_equal_versions_share_one_object() -> None:
     ledger = ParameterVersions(dict.fromkeys(NAMES, 0)).acknowledge(
         (str(number), frozenset(NAMES)) for number in range(100)
     )
     assert len({id(row) for row in ledger.held.values()}) == 1
 
 
-def test_a_dtype_that_messages_cannot_hold_is_named_with_those_they_can() -> None:
+def test_unsupported_dtype_is_refused_with_the_supported_ones() -> None:
     slots = {"delta": {"w": torch.zeros(2, dtype=torch.complex64)}}
     for write in (serialization.pack, serialization.byte_counts):
         with pytest.raises(

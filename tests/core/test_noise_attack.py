@@ -22,37 +22,37 @@ def cosine(left: Tensor, right: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(left.double(), right.double(), dim=0))
 
 
-def by_seed(seed: int) -> Tensor:
+def noise_of_seed(seed: int) -> Tensor:
     """Noise from torch's generator, as it was drawn before."""
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
 
 
-def old_scheme(total: Tensor, secret: int) -> Tensor:
-    return total + by_seed(secret)
+def release_with_seeded_noise(total: Tensor, secret: int) -> Tensor:
+    return total + noise_of_seed(secret)
 
 
-def new_scheme(total: Tensor, secret: int) -> Tensor:
+def release_with_keyed_noise(total: Tensor, secret: int) -> Tensor:
     return add_noise(total, gaussian_noise({"w": total}, Key(secret), 1.0)["w"], 1.0)
 
 
-def attack(released: Tensor, known: int) -> Tensor | None:
+def subtract_guessed_noise(released: Tensor, known: int) -> Tensor | None:
     """Try every seed given 18 of its 32 bits, and return the release minus the matching noise."""
     for low in range(2**BITS):
-        noise = by_seed(known | low)
+        noise = noise_of_seed(known | low)
         if cosine(noise, released) > 0.9:
             return released - noise
     return None
 
 
-@pytest.mark.parametrize(("scheme", "succeeds"), [(old_scheme, True), (new_scheme, False)])
-def test_the_search_over_seeds_finds_the_old_noise_and_not_the_new(
+@pytest.mark.parametrize(("scheme", "succeeds"), [(release_with_seeded_noise, True), (release_with_keyed_noise, False)])
+def test_seed_search_recovers_seeded_noise_but_not_keyed_noise(
     scheme: Callable[[Tensor, int], Tensor], succeeds: bool
 ) -> None:
     total = torch.nn.functional.normalize(torch.randn(SIZE, generator=Key(8).generator()), dim=0) * SIGNAL * SIZE**0.5
     secret = secrets.randbits(63)
     released = scheme(total, secret)
     assert abs(cosine(total, released)) < 0.2, "the noise hides the sum in the release"
-    found = attack(released, secret % 2**32 >> BITS << BITS)
+    found = subtract_guessed_noise(released, secret % 2**32 >> BITS << BITS)
     assert (found is not None) == succeeds
     if found is not None:
         assert cosine(total, found) > 0.999

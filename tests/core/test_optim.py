@@ -18,7 +18,7 @@ SHAPES = {"matrix": (5, 3), "scalar": (), "vector": (7,), "volume": (2, 3, 4), "
 LR = 0.03
 
 
-def draw(*path: str | int, scale: float = 1.0, lead: tuple[int, ...] = ()) -> Tensors:
+def random_tensors(*path: str | int, scale: float = 1.0, lead: tuple[int, ...] = ()) -> Tensors:
     key = Key(11)
     for step in path:
         key = key / step
@@ -27,7 +27,7 @@ def draw(*path: str | int, scale: float = 1.0, lead: tuple[int, ...] = ()) -> Te
     }
 
 
-def torchs(optimizer: Optimizer, params: list[Tensor]) -> torch.optim.Optimizer:
+def torch_optimizer(optimizer: Optimizer, params: list[Tensor]) -> torch.optim.Optimizer:
     if isinstance(optimizer, SGD):
         return torch.optim.SGD(
             params, LR, momentum=optimizer.momentum, weight_decay=optimizer.weight_decay, nesterov=optimizer.nesterov
@@ -46,13 +46,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_ten_steps_equal_torchs_bit_for_bit(kind: str) -> None:
-    ours, start = CASES[kind], draw("start")
+def test_optimizer_steps_equal_torch_bit_for_bit(kind: str) -> None:
+    ours, start = CASES[kind], random_tensors("start")
     params = {name: value.clone() for name, value in start.items()}
     theirs = [value.clone().requires_grad_() for value in start.values()]
-    reference, state = torchs(ours, theirs), ours.init(params)
+    reference, state = torch_optimizer(ours, theirs), ours.init(params)
     for step in range(10):
-        grads = draw("grads", step, scale=10.0 ** (step % 4 - 3))
+        grads = random_tensors("grads", step, scale=10.0 ** (step % 4 - 3))
         given = tensors.digest(grads)
         for param, grad in zip(theirs, grads.values(), strict=True):
             param.grad = grad.clone()
@@ -64,22 +64,22 @@ def test_ten_steps_equal_torchs_bit_for_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_name_without_a_gradient_stays_as_in_torch(kind: str) -> None:
-    ours, params = CASES[kind], draw("start")
+def test_parameter_without_a_gradient_does_not_move(kind: str) -> None:
+    ours, params = CASES[kind], random_tensors("start")
     still = params["vector"].clone()
-    grads = {name: value for name, value in draw("grads").items() if name != "vector"}
+    grads = {name: value for name, value in random_tensors("grads").items() if name != "vector"}
     ours.step(params, grads, ours.init(params), LR, dict.fromkeys(params, 1))
     assert torch.equal(params["vector"], still)
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_stacked_clients_step_as_each_alone(kind: str) -> None:
-    ours, start = CASES[kind], draw("start", lead=(3,))
+def test_stacked_clients_step_like_each_alone(kind: str) -> None:
+    ours, start = CASES[kind], random_tensors("start", lead=(3,))
     stacked = {name: value.clone() for name, value in start.items()}
     alone = [{name: value[client].clone() for name, value in start.items()} for client in range(3)]
     states = ours.init(stacked), *(ours.init(each) for each in alone)
     for step in range(4):
-        grads, ages = draw("grads", step, lead=(3,)), dict.fromkeys(start, step + 1)
+        grads, ages = random_tensors("grads", step, lead=(3,)), dict.fromkeys(start, step + 1)
         ours.step(stacked, grads, states[0], LR, ages)
         for client, params in enumerate(alone):
             own = {name: value[client] for name, value in grads.items()}
@@ -87,17 +87,17 @@ def test_stacked_clients_step_as_each_alone(kind: str) -> None:
             assert tensors.equal(params, {name: value[client] for name, value in stacked.items()})
 
 
-def test_ages_are_by_name() -> None:
+def test_bias_correction_uses_the_age_of_each_name() -> None:
     """A name that joins later gets its own bias correction, like a torch parameter group added later."""
-    ours, params = AdamW(), draw("start")
+    ours, params = AdamW(), random_tensors("start")
     late = params["vector"].clone().requires_grad_()
     state = ours.init(params)
     for step in range(3):
-        early = {name: value for name, value in draw("grads", step).items() if name != "vector"}
+        early = {name: value for name, value in random_tensors("grads", step).items() if name != "vector"}
         ours.step(params, early, state, LR, dict.fromkeys(params, step + 1))
-    reference = torchs(ours, [late])
+    reference = torch_optimizer(ours, [late])
     for step in range(3, 6):
-        grads = draw("grads", step)
+        grads = random_tensors("grads", step)
         ages = {**dict.fromkeys(params, step + 1), "vector": step - 2}
         ours.step(params, grads, state, LR, ages)
         late.grad = grads["vector"]
@@ -106,8 +106,8 @@ def test_ages_are_by_name() -> None:
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1.0, 13.0, 1e6])
-def test_clipping_equals_torchs_bit_for_bit(limit: float) -> None:
-    grads = draw("grads")
+def test_gradient_clipping_equals_torch_bit_for_bit(limit: float) -> None:
+    grads = random_tensors("grads")
     theirs = [torch.zeros_like(value).requires_grad_() for value in grads.values()]
     for param, grad in zip(theirs, grads.values(), strict=True):
         param.grad = grad.clone()
@@ -118,21 +118,21 @@ def test_clipping_equals_torchs_bit_for_bit(limit: float) -> None:
     assert float(tensors.norm(clipped)) <= limit * (1 + 1e-6)
 
 
-def test_an_empty_tree_has_no_length() -> None:
+def test_norm_of_no_tensors_is_zero() -> None:
     assert float(tensors.norm({})) == 0.0
 
 
 ROUNDS = 12
 
 
-def test_constant_and_step() -> None:
+def test_constant_and_step_schedules_have_known_factors() -> None:
     assert {Schedule().factor(number, ROUNDS) for number in range(ROUNDS)} == {1.0}
     steps = Schedule("step", every=5, gamma=0.5)
     assert [steps.factor(number, ROUNDS) for number in range(ROUNDS)] == [1.0] * 5 + [0.5] * 5 + [0.25] * 2
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.2])
-def test_cosine_is_torchs_and_linear_is_a_line(floor: float) -> None:
+def test_cosine_schedule_matches_torch_and_linear_schedule_is_a_line(floor: float) -> None:
     cosine, line = Schedule("cosine", floor=floor), Schedule("linear", floor=floor)
     param = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([param], 1.0)
@@ -150,13 +150,13 @@ def test_cosine_is_torchs_and_linear_is_a_line(floor: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["constant", "cosine", "linear", "step"])
-def test_warm_up_rises_in_a_line_and_then_the_schedule_starts(kind: str) -> None:
+def test_warmup_rises_linearly_before_the_schedule_starts(kind: str) -> None:
     warm, plain = Schedule(kind, warmup=3, every=2), Schedule(kind, every=2)  # type: ignore[arg-type]
     assert [warm.factor(number, ROUNDS) for number in range(3)] == [0.25, 0.5, 0.75]
     assert [warm.factor(3 + number, ROUNDS) for number in range(9)] == [plain.factor(number, 9) for number in range(9)]
 
 
-def test_warm_up_longer_than_the_run_still_has_factors() -> None:
+def test_warmup_longer_than_the_run_keeps_rising() -> None:
     assert [Schedule("cosine", warmup=5).factor(number, 3) for number in range(3)] == pytest.approx(
         [1 / 6, 2 / 6, 3 / 6]
     )

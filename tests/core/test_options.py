@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from helpers import run_of
+from helpers import toy_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
 
 
-def sample(
+def target_function(
     rate: float,
     count: int = 3,
     kind: Literal["one", "two"] = "one",
@@ -82,7 +82,7 @@ FITS: list[tuple[Any, Any, bool]] = [
 @pytest.mark.parametrize(
     ("value", "hint", "expected"), FITS, ids=[f"{value!r} {hint}" for value, hint, _ in FITS[:-1]] + ["any"]
 )
-def test_fits(value: Any, hint: Any, expected: bool) -> None:
+def test_matches_type_checks_a_value_against_a_hint(value: Any, hint: Any, expected: bool) -> None:
     assert matches_type(value, hint) is expected
 
 
@@ -101,39 +101,44 @@ def test_fits(value: Any, hint: Any, expected: bool) -> None:
         (Settings, "Settings"),
     ],
 )
-def test_describe(hint: Any, words: str) -> None:
+def test_describe_puts_a_type_hint_into_words(hint: Any, words: str) -> None:
     assert describe(hint) == words
 
 
-def test_bind_hands_on_what_fits() -> None:
-    assert validate_options(sample, {"rate": 1}, "method") == {"rate": 1}
+def test_valid_options_are_returned() -> None:
+    assert validate_options(target_function, {"rate": 1}, "method") == {"rate": 1}
     given_all = {"rate": 0.5, "count": 2, "kind": "two", "limit": None, "names": ["a", "b"]}
-    assert validate_options(sample, given_all, "method") == {**given_all, "names": ("a", "b")}
+    assert validate_options(target_function, given_all, "method") == {**given_all, "names": ("a", "b")}
     assert validate_options(Settings, {"size": 3, "flag": True}, "data") == {"size": 3, "flag": True}
-    assert validate_options(sample, {"count": 2}, "method", given=["rate"]) == {"count": 2}
-    sample(**validate_options(sample, given_all, "method"))
+    assert validate_options(target_function, {"count": 2}, "method", given=["rate"]) == {"count": 2}
+    target_function(**validate_options(target_function, given_all, "method"))
     assert validate_options(lambda size, **rest: None, {"size": 1, "other": "x"}, "split") == {"size": 1, "other": "x"}
 
 
 @pytest.mark.parametrize(
     ("target", "options", "given_names", "message"),
     [
-        (sample, {"rate": 1, "cuont": 2}, [], r"unknown key 'method.cuont'; did you mean 'count'\?"),
-        (sample, {"rate": 1, "zzz": 2}, [], "unknown key 'method.zzz'; it can be: count, kind, limit, names, rate"),
-        (sample, {"rate": 1}, ["rate"], r"unknown key 'method.rate'; "),
-        (sample, {}, [], "'method.rate' is missing; it must be a number"),
-        (sample, {"rate": "fast"}, [], "method.rate is 'fast'; it must be a number"),
-        (sample, {"rate": 1, "count": 2.5}, [], "method.count is 2.5; it must be a whole number"),
-        (sample, {"rate": 1, "count": True}, [], "method.count is True; it must be a whole number"),
-        (sample, {"rate": 1, "kind": "three"}, [], "method.kind is 'three'; it must be 'one' or 'two'"),
-        (sample, {"rate": 1, "limit": "x"}, [], "method.limit is 'x'; it must be a number or left out"),
-        (sample, {"rate": 1, "names": [1]}, [], "method.names is .1.; it must be a list, each a text"),
+        (target_function, {"rate": 1, "cuont": 2}, [], r"unknown key 'method.cuont'; did you mean 'count'\?"),
+        (
+            target_function,
+            {"rate": 1, "zzz": 2},
+            [],
+            "unknown key 'method.zzz'; it can be: count, kind, limit, names, rate",
+        ),
+        (target_function, {"rate": 1}, ["rate"], r"unknown key 'method.rate'; "),
+        (target_function, {}, [], "'method.rate' is missing; it must be a number"),
+        (target_function, {"rate": "fast"}, [], "method.rate is 'fast'; it must be a number"),
+        (target_function, {"rate": 1, "count": 2.5}, [], "method.count is 2.5; it must be a whole number"),
+        (target_function, {"rate": 1, "count": True}, [], "method.count is True; it must be a whole number"),
+        (target_function, {"rate": 1, "kind": "three"}, [], "method.kind is 'three'; it must be 'one' or 'two'"),
+        (target_function, {"rate": 1, "limit": "x"}, [], "method.limit is 'x'; it must be a number or left out"),
+        (target_function, {"rate": 1, "names": [1]}, [], "method.names is .1.; it must be a list, each a text"),
         (Settings, {"flag": True}, [], "'method.size' is missing; it must be a whole number"),
         (Settings, {"size": 1, "flag": 1}, [], "method.flag is 1; it must be true or false"),
         (lambda: None, {"x": 1}, [], "unknown key 'method.x'; there are no options"),
     ],
 )
-def test_bind_names_key_value_and_remedy(
+def test_invalid_options_are_refused_with_key_value_and_remedy(
     target: Any, options: dict[str, Any], given_names: list[str], message: str
 ) -> None:
     with pytest.raises(OptionError, match=f"^{message}"):
@@ -147,7 +152,7 @@ def test_bind_names_key_value_and_remedy(
     )
 )
 @settings(max_examples=60)
-def test_bind_takes_what_fits_and_refuses_the_rest(options: dict[str, Any]) -> None:
+def test_training_options_are_accepted_or_refused(options: dict[str, Any]) -> None:
     numbers = {key: value for key, value in options.items() if key != "precision"}
     right = "lr" in options and "lrr" not in options and all(isinstance(value, int) for value in numbers.values())
     if right and options.get("precision", "float32") == "float32":
@@ -157,7 +162,7 @@ def test_bind_takes_what_fits_and_refuses_the_rest(options: dict[str, Any]) -> N
             validate_options(Training, options, "training")
 
 
-def test_nearest_and_pick() -> None:
+def test_closest_match_and_registry_import_suggest_a_name() -> None:
     assert closest_match("fedprx", INDEX) == "did you mean 'fedprox'?"
     assert closest_match("qqq", ["b", "a"]) == "it can be: a, b"
     assert import_from_registry(INDEX, "fedavg", "method")().name == "fedavg"
@@ -165,7 +170,7 @@ def test_nearest_and_pick() -> None:
         import_from_registry(INDEX, "fedporx", "method")
 
 
-def test_methods_are_built_by_name_with_their_options() -> None:
+def test_methods_are_built_by_name_and_options() -> None:
     for name in INDEX:
         built = build(name)
         assert isinstance(built, Method)
@@ -187,7 +192,7 @@ def test_methods_are_built_by_name_with_their_options() -> None:
         ("fedavg+nothing", {}, "unknown method 'nothing'"),
     ],
 )
-def test_a_method_that_cannot_be_built_says_why(name: str, options: dict[str, Any], message: str) -> None:
+def test_method_with_invalid_name_or_options_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         build(name, options)
 
@@ -209,25 +214,25 @@ def test_a_method_that_cannot_be_built_says_why(name: str, options: dict[str, An
         ("fedfrozen", {"scope": "value", "freeze": "mlp"}, "method.scope 'value' already says what trains"),
     ],
 )
-def test_a_value_out_of_range_is_named(name: str, options: dict[str, Any], message: str) -> None:
+def test_method_option_out_of_range_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, options)
 
 
-def test_settings_that_make_no_sense_are_refused_by_name() -> None:
+def test_inconsistent_core_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"training\.nesterov needs training\.momentum"):
         SGD(nesterov=True)
     with pytest.raises(PlanError, match="a phase of 0 epochs"):
         Phase(frozenset({"a"}), epochs=0)
     with pytest.raises(RunError, match=r"federation\.cohort is -0\.5"):
-        run_of(fedavg(), 1, cohort=-0.5).cohort_size(4)
+        toy_run(fedavg(), 1, cohort=-0.5).cohort_size(4)
     with pytest.raises(MethodError, match="a slot cannot be called 'delta'"):
-        Method("m", client_rules=(TakesDelta(),))
+        Method("m", client_rules=(RuleWithDeltaSlot(),))
     with pytest.raises(MethodError, match="a slot cannot be called 'two words'"):
         Method("m", transforms=(TwoWords(),))
 
 
-class TakesDelta(ClientRule):
+class RuleWithDeltaSlot(ClientRule):
     slots = frozenset({"delta"})
 
 

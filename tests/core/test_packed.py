@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graph_fixtures import farthest, scene
+from graph_fixtures import max_relative_difference, small_vit_run
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_fixtures import packed
+from packed_fixtures import pack_per_client
 
 from partita import SGD, AdamW, SimulationEngine, rounds
 from partita.core import serialization, tensors
@@ -29,9 +29,9 @@ def random_tensors(shapes: list[tuple[int, ...]], clients: int, seed: int = 0) -
 
 
 @given(shapes=SHAPES, clients=st.integers(1, 3))
-def test_what_is_laid_in_a_row_is_found_in_it(shapes: list[tuple[int, ...]], clients: int) -> None:
+def test_packed_tensors_hold_the_values_of_each_client(shapes: list[tuple[int, ...]], clients: int) -> None:
     joined = random_tensors(shapes, clients)
-    for rank, each in enumerate(packed(joined)):
+    for rank, each in enumerate(pack_per_client(joined)):
         assert tensors.equal(each, {name: value[rank] for name, value in joined.items()})
         assert all(value.storage_offset() % ALIGNMENT == 0 for value in each.values())
         assert all(value.data_ptr() >= each.buffer.data_ptr() for value in each.values())
@@ -39,28 +39,30 @@ def test_what_is_laid_in_a_row_is_found_in_it(shapes: list[tuple[int, ...]], cli
         assert serialization.byte_counts({"delta": each}) == serialization.byte_counts({"delta": {**each}})
 
 
-def test_in_another_process_it_lies_in_a_row_of_the_same_form() -> None:
-    left, right = packed(random_tensors([(3,), (2, 2)], 2))
+def test_packed_tensors_keep_their_layout_when_pickled() -> None:
+    left, right = pack_per_client(random_tensors([(3,), (2, 2)], 2))
     first, second = pickle.loads(pickle.dumps([left, right]))
     assert tensors.equal(first, left)
     assert first.layout is second.layout is left.layout
     assert first["n1"].data_ptr() == first.buffer[ALIGNMENT:].data_ptr()
 
 
-def test_of_a_row_nothing_is_changed_by_itself() -> None:
-    [row] = packed(random_tensors([(3,)], 1))
+def test_packed_tensors_do_not_support_item_assignment() -> None:
+    [row] = pack_per_client(random_tensors([(3,)], 1))
     with pytest.raises(TypeError, match="'PackedTensors' object does not support item assignment"):
         operator.setitem(row, "n0", torch.zeros(3))
     assert {**row, "n0": 1}["n0"] == 1
 
 
 @given(shapes=SHAPES, weights=st.lists(st.floats(0, 10), min_size=1, max_size=5), stray=st.integers(0, 5))
-def test_the_mean_of_rows_is_the_mean_of_their_tensors(
+def test_mean_of_packed_tensors_equals_the_mean_by_name(
     shapes: list[tuple[int, ...]], weights: list[float], stray: int
 ) -> None:
     """Also when one update is a plain mapping that lacks a name."""
     by_row, by_name = Mean(), Mean()
-    for place, (each, weight) in enumerate(zip(packed(random_tensors(shapes, len(weights))), weights, strict=True)):
+    for place, (each, weight) in enumerate(
+        zip(pack_per_client(random_tensors(shapes, len(weights))), weights, strict=True)
+    ):
         given = {name: value for name, value in each.items() if name != "n0"} if place == stray else each
         by_row.add(given, weight)
         by_name.add(dict(given), weight)
@@ -68,8 +70,8 @@ def test_the_mean_of_rows_is_the_mean_of_their_tensors(
     torch.testing.assert_close(dict(by_row.value), dict(by_name.value))
 
 
-def test_a_mean_is_not_what_was_first_added() -> None:
-    first, second = packed(random_tensors([(3,)], 2))
+def test_mean_does_not_change_the_first_packed_tensors() -> None:
+    first, second = pack_per_client(random_tensors([(3,)], 2))
     before, mean = first["n0"].clone(), Mean()
     mean.add(first, 1.0)
     mean.add(second, 1.0)
@@ -86,17 +88,17 @@ CASES = {
 }
 
 
-def play(method: str, optimizer: AdamW | SGD, **engine: bool) -> tuple[list[RoundResult], Tensors]:
-    run, model, federation = scene(method, optimizer, 3)
+def play_small_run(method: str, optimizer: AdamW | SGD, **engine: bool) -> tuple[list[RoundResult], Tensors]:
+    run, model, federation = small_vit_run(method, optimizer, 3)
     played = list(rounds(run, model, SimulationEngine(run, model, federation, block=4, **engine)))
     return played, played[-1].server.params
 
 
 @pytest.mark.parametrize(("method", "optimizer", "engine"), CASES.values(), ids=CASES)
-def test_a_run_in_rows_is_the_run(
+def test_run_with_packed_tensors_equals_a_plain_run(
     method: str, optimizer: AdamW | SGD, engine: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, params = play(method, optimizer, **engine)
+    plain, params = play_small_run(method, optimizer, **engine)
     monkeypatch.setattr(phase_trainer, "PACKED_DEVICES", ("cpu",))
     seen: list[bool] = []
     add = Mean.add
@@ -106,8 +108,8 @@ def test_a_run_in_rows_is_the_run(
         add(self, given, weight)
 
     monkeypatch.setattr(Mean, "add", watched)
-    in_rows, others = play(method, optimizer, **engine)
-    assert farthest(others, params) < 1e-4
+    in_rows, others = play_small_run(method, optimizer, **engine)
+    assert max_relative_difference(others, params) < 1e-4
     for ours, theirs in zip(in_rows, plain, strict=True):
         assert ours.traffic == theirs.traffic
         assert ours.sent == theirs.sent
@@ -116,7 +118,7 @@ def test_a_run_in_rows_is_the_run(
     assert any(seen) == (method != "fedrep" and "wire" not in engine)  # phases and messages create plain dicts
 
 
-def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_update_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase_trainer, "PACKED_DEVICES", ("cpu",))
     moved = phase_trainer.PhaseTrainer.deltas
 
@@ -127,4 +129,4 @@ def test_a_client_whose_row_is_not_finite_is_told_of(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(phase_trainer.PhaseTrainer, "deltas", broken)
     with pytest.raises(Exception, match=r"sent 'classifier.bias' with values that are not finite"):
-        play("fedavg", AdamW())
+        play_small_run("fedavg", AdamW())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import KERNEL, Clients, Script, last, play, run_of, small
+from helpers import KERNEL, Clients, ScriptedEngine, final_params, play, toy_model, toy_run
 from torch import Tensor
 
 from partita.core import serialization, tensors
@@ -46,55 +46,60 @@ from partita.training.local_training import start_training
 from partita.training.phase_trainer import PhaseTrainer
 
 FOUR = Clients(a=5, b=6, c=7, d=8)
-MODEL = small()
-SIZE = {name: value.numel() * value.element_size() for name, value in MODEL.initial.items()}
+MODEL = toy_model()
+BYTES = {name: value.numel() * value.element_size() for name, value in MODEL.initial.items()}
 EVERY = MODEL.all_names()
 
 
-def moved(job: Job, by: float = 1.0) -> Tensors:
+def constant_delta(job: Job, by: float = 1.0) -> Tensors:
     return {name: torch.full_like(value, by) for name, value in job.params.items()}
 
 
-def reply_to(job: Job, delta: Tensors | None = None, weight: float = 1.0, slots: Slots | None = None) -> Update:
+def make_update(job: Job, delta: Tensors | None = None, weight: float = 1.0, slots: Slots | None = None) -> Update:
     return Update(
-        job.client, moved(job) if delta is None else delta, slots or {}, weight, dict.fromkeys(job.params, 1), 0.5
+        job.client,
+        constant_delta(job) if delta is None else delta,
+        slots or {},
+        weight,
+        dict.fromkeys(job.params, 1),
+        0.5,
     )
 
 
 # ---- bytes
 
 
-def test_after_the_warm_up_bytes_fall_by_exactly_the_kernels_share() -> None:
+def test_bytes_fall_by_exactly_the_kernel_after_warmup() -> None:
     warmup = 2
-    played = play(run_of(fedfrozen(warmup), 5, AdamW(weight_decay=0.1)), MODEL, FOUR)
+    played = play(toy_run(fedfrozen(warmup), 5, AdamW(weight_decay=0.1)), MODEL, FOUR)
     for each in played:
         up, down = each.traffic.up, each.traffic.down
         for name in EVERY:
             trains = each.number < warmup or name not in KERNEL
-            assert up[name] == (4 * SIZE[name] if trains else 0)
+            assert up[name] == (4 * BYTES[name] if trains else 0)
             # The kernel of the last warm-up round still has to be sent down once.
-            assert down[name] == (4 * SIZE[name] if trains or each.number == warmup else 0)
+            assert down[name] == (4 * BYTES[name] if trains or each.number == warmup else 0)
     for early, late in ((1, 2), (1, 4)):
         saved = sum(played[early].traffic.up.values()) - sum(played[late].traffic.up.values())
         headers = played[early].traffic.up[serialization.HEADER] - played[late].traffic.up[serialization.HEADER]
-        assert saved - headers == 4 * sum(SIZE[name] for name in KERNEL)
+        assert saved - headers == 4 * sum(BYTES[name] for name in KERNEL)
         assert headers > 0
 
 
 @pytest.mark.parametrize("engine", [{}, {"wire": True}, {"block": 3}], ids=["plain", "wire", "block"])
-def test_a_client_that_missed_the_last_warm_up_round_gets_the_final_kernel_once(engine: dict[str, Any]) -> None:
+def test_client_that_missed_the_last_warmup_round_gets_the_final_kernel_once(engine: dict[str, Any]) -> None:
     """Client c is absent in the last warm-up round and in the first round after it."""
     availability = Availability(trace={(1, "c"): 0.0, (2, "c"): 0.0})
-    played = play(run_of(fedfrozen(2), 6), MODEL, FOUR, availability=availability, **engine)
+    played = play(toy_run(fedfrozen(2), 6), MODEL, FOUR, availability=availability, **engine)
     for name in KERNEL:
-        sent = [each.traffic.down[name] // SIZE[name] for each in played]
+        sent = [each.traffic.down[name] // BYTES[name] for each in played]
         # Asking c in rounds 1 and 2 costs bytes too; in round 3 only c lacks the kernel.
         assert sent == [4, 4, 4, 1, 0, 0]
     assert [[lost.client for lost in each.lost] for each in played] == [[], ["c"], ["c"], [], [], []]
 
 
-def test_downloads_under_partial_participation_follow_who_answered_when() -> None:
-    warmup, run = 3, run_of(fedfrozen(3), 14, cohort=2, min_updates=0)
+def test_downloads_under_partial_participation_match_a_version_ledger() -> None:
+    warmup, run = 3, toy_run(fedfrozen(3), 14, cohort=2, min_updates=0)
     made, held = 0, dict[str, int]()  # the kernel's version, and the version each client holds
     late = 0
     for each in rounds(
@@ -102,7 +107,7 @@ def test_downloads_under_partial_participation_follow_who_answered_when() -> Non
     ):
         lacking = [client for client in each.cohort if held.get(client) != made]
         for name in KERNEL:
-            assert each.traffic.down[name] == SIZE[name] * len(lacking)
+            assert each.traffic.down[name] == BYTES[name] * len(lacking)
         here = set(each.cohort) - {lost.client for lost in each.lost}
         held |= dict.fromkeys(here, made)
         made = each.number + 1 if here and each.number < warmup else made
@@ -111,15 +116,15 @@ def test_downloads_under_partial_participation_follow_who_answered_when() -> Non
 
 
 def test_preloaded_clients_are_not_sent_the_initial_model() -> None:
-    first, second = play(run_of(fedfrozen(0), 2, clients_have_initial_model=True), MODEL, FOUR)
+    first, second = play(toy_run(fedfrozen(0), 2, clients_have_initial_model=True), MODEL, FOUR)
     assert sum(first.traffic.down.values()) == 0
     assert {name for name, size in second.traffic.down.items() if size and name} == EVERY - KERNEL
-    first, _ = play(run_of(fedfrozen(0), 2), MODEL, FOUR)
-    assert all(first.traffic.down[name] == 4 * SIZE[name] for name in EVERY)
+    first, _ = play(toy_run(fedfrozen(0), 2), MODEL, FOUR)
+    assert all(first.traffic.down[name] == 4 * BYTES[name] for name in EVERY)
 
 
-def test_what_is_counted_is_what_messages_weigh() -> None:
-    run = run_of(fedfrozen(1), 3)
+def test_recorded_traffic_equals_the_size_of_packed_messages() -> None:
+    run = toy_run(fedfrozen(1), 3)
     engine = SimulationEngine(run, MODEL, FOUR)
     seen: list[tuple[int, int]] = []
 
@@ -145,16 +150,16 @@ def test_what_is_counted_is_what_messages_weigh() -> None:
     assert seen == [(sum(each.traffic.down.values()), sum(each.traffic.up.values())) for each in played]
 
 
-def test_local_only_sends_nothing_at_all() -> None:
-    for each in play(run_of(local_only(), 2), MODEL, FOUR):
+def test_local_only_sends_nothing() -> None:
+    for each in play(toy_run(local_only(), 2), MODEL, FOUR):
         assert not each.traffic.up
         assert not each.traffic.down
         assert tensors.equal(each.server.params, MODEL.initial)
         assert each.loss is not None
 
 
-def test_the_kernel_is_bit_for_bit_still_after_the_warm_up() -> None:
-    played = play(run_of(fedfrozen(2), 6, AdamW(weight_decay=0.3)), MODEL, FOUR)
+def test_kernel_does_not_change_after_warmup() -> None:
+    played = play(toy_run(fedfrozen(2), 6, AdamW(weight_decay=0.3)), MODEL, FOUR)
     still = played[1].server.params
     assert not any(torch.equal(still[name], MODEL.initial[name]) for name in KERNEL)
     for each in played[2:]:
@@ -167,7 +172,7 @@ def test_the_kernel_is_bit_for_bit_still_after_the_warm_up() -> None:
 
 
 @dataclass(frozen=True)
-class Favour(ServerRule):
+class DoubleHeadForOneClient(ServerRule):
     """In one round client a gets a doubled head; otherwise every client gets the server's tensors."""
 
     when: int
@@ -187,7 +192,7 @@ class Favour(ServerRule):
 
 
 @dataclass(frozen=True)
-class Generous(ServerRule):
+class SendSlotForEveryName(ServerRule):
     """Sends a slot for every name, whatever is requested, to all clients but one."""
 
     but: str = ""
@@ -200,40 +205,40 @@ class Generous(ServerRule):
 
 
 @pytest.mark.parametrize(("but", "times"), [("", 2), ("a", 1), ("b", 1)])
-def test_slots_come_down_for_what_trains_and_are_counted(but: str, times: int) -> None:
-    method = Method("generous", fedfrozen(0).plan, server_rule=Generous(but))
-    engine = Script(lambda job: reply_to(job, {}))
-    played = list(rounds(run_of(method, 2, clients_have_initial_model=True), MODEL, engine))
+def test_server_slots_are_sent_for_trained_names_and_counted(but: str, times: int) -> None:
+    method = Method("generous", fedfrozen(0).plan, server_rule=SendSlotForEveryName(but))
+    engine = ScriptedEngine(lambda job: make_update(job, {}))
+    played = list(rounds(toy_run(method, 2, clients_have_initial_model=True), MODEL, engine))
     assert {frozenset(job.slots["beside"]) for job in engine.jobs if job.client != but} == {EVERY - KERNEL}
     for each in played:
-        assert all(each.traffic.down[name] == (0 if name in KERNEL else times * SIZE[name]) for name in EVERY)
+        assert all(each.traffic.down[name] == (0 if name in KERNEL else times * BYTES[name]) for name in EVERY)
 
 
-def frozen_head(model: Model, round_info: RoundInfo) -> Plan:
+def share_all_but_head(model: Model, round_info: RoundInfo) -> Plan:
     plan = share_everything(model, round_info)
     return plan.narrow(model.all_names() - {"head.weight"})
 
 
 @pytest.mark.parametrize(("when", "times"), [(0, [4, 1, 0, 0]), (1, [4, 1, 1, 0])])
-def test_a_client_that_was_sent_another_tensor_does_not_hold_the_servers(when: int, times: list[int]) -> None:
+def test_client_sent_a_personal_tensor_is_sent_the_server_tensor_later(when: int, times: list[int]) -> None:
     """The head never changes, so a client that got another head once must be sent the server's head afterwards."""
-    run = run_of(Method("favour", frozen_head, server_rule=Favour(when)), 4)
+    run = toy_run(Method("favour", share_all_but_head, server_rule=DoubleHeadForOneClient(when)), 4)
     plain, packed = (play(run, MODEL, FOUR, wire=wire) for wire in (False, True))
-    assert tensors.equal(last(plain), last(packed))
-    sent = [each.traffic.down["head.weight"] // SIZE["head.weight"] for each in plain]
+    assert tensors.equal(final_params(plain), final_params(packed))
+    sent = [each.traffic.down["head.weight"] // BYTES["head.weight"] for each in plain]
     assert sent == times
 
 
 # ---- cohorts and failures
 
 
-def test_the_cohort_is_keyed_and_of_the_size_asked_for() -> None:
-    run = run_of(fedavg(), 8, cohort=0.5)
-    engine = Script(reply_to, tuple("abcdef"))
+def test_cohort_is_reproducible_and_has_the_requested_size() -> None:
+    run = toy_run(fedavg(), 8, cohort=0.5)
+    engine = ScriptedEngine(make_update, tuple("abcdef"))
     cohorts = [each.cohort for each in rounds(run, MODEL, engine)]
     assert {len(set(cohort)) for cohort in cohorts} == {3}
     assert len(set(cohorts)) > 3
-    assert cohorts == [each.cohort for each in rounds(run, MODEL, Script(reply_to, tuple("abcdef")))]
+    assert cohorts == [each.cohort for each in rounds(run, MODEL, ScriptedEngine(make_update, tuple("abcdef")))]
     assert [job.client for job in engine.jobs[:3]] == list(cohorts[0])
     for size in (0, 7, 1.5):
         with pytest.raises(RunError, match=rf"federation.cohort is {size}, but there are 6 clients"):
@@ -244,13 +249,13 @@ def test_the_cohort_is_keyed_and_of_the_size_asked_for() -> None:
     ("cohort", "population", "size"),
     [(0.5, 6, 3), (1.0, 7, 7), (0.01, 10, 1), (0.2, 10, 2), (1, 5, 1), (5, 5, 5), (3, 100, 3), (0.34, 100, 34)],
 )
-def test_a_cohort_is_a_number_or_a_share_of_at_least_one_client(cohort: float, population: int, size: int) -> None:
-    assert run_of(fedavg(), cohort=cohort).cohort_size(population) == size
+def test_cohort_size_is_a_count_or_a_fraction_of_at_least_one_client(cohort: float, population: int, size: int) -> None:
+    assert toy_run(fedavg(), cohort=cohort).cohort_size(population) == size
 
 
-def test_cohorts_are_drawn_by_the_secret_only_if_they_are_hidden() -> None:
+def test_cohorts_use_the_secret_key_only_when_hidden() -> None:
     clients = [f"c{number}" for number in range(40)]
-    plain = run_of(fedavg(), cohort=5)
+    plain = toy_run(fedavg(), cohort=5)
     public, secret = (
         [(key / "round" / number / "cohort").sample(clients, 5) for number in range(3)] for key in (plain.key, Key(99))
     )
@@ -265,24 +270,24 @@ def test_cohorts_are_drawn_by_the_secret_only_if_they_are_hidden() -> None:
         assert [run.draw_cohort(number, clients) for number in range(3)] == wanted
 
 
-def test_the_rate_of_a_round_follows_its_schedule() -> None:
-    run = run_of(fedavg(), 4, lr=0.3, schedule=Schedule("linear", warmup=1))
+def test_learning_rate_of_a_round_follows_the_schedule() -> None:
+    run = toy_run(fedavg(), 4, lr=0.3, schedule=Schedule("linear", warmup=1))
     wanted = [0.3 * run.training.schedule.factor(number, 4) for number in range(4)]
     assert [run.rate(number) for number in range(4)] == wanted
     assert len(set(wanted)) > 2
 
 
-def test_an_optimizer_that_a_method_is_not_derived_for_is_refused_before_the_run() -> None:
+def test_unsupported_optimizer_is_refused_before_the_run() -> None:
     with pytest.raises(MethodError, match="is derived for sgd, not for adamw"):
-        run_of(scaffold(), optimizer=AdamW())
+        toy_run(scaffold(), optimizer=AdamW())
 
 
-def test_a_lost_client_is_recorded_and_sent_everything_again() -> None:
+def test_failed_client_is_recorded_and_sent_everything_again() -> None:
     def answer(job: Job) -> Update | ClientFailure:
-        return ClientFailure("b", "the battery died") if job.client == "b" and job.round < 2 else reply_to(job, {})
+        return ClientFailure("b", "the battery died") if job.client == "b" and job.round < 2 else make_update(job, {})
 
-    engine = Script(answer)
-    run = run_of(fedavg(), 4)
+    engine = ScriptedEngine(answer)
+    run = toy_run(fedavg(), 4)
     for each in rounds(run, MODEL, engine):
         assert each.lost == ((ClientFailure("b", "the battery died"),) if each.number < 2 else ())
         assert set(each.cohort) == {"a", "b"}
@@ -291,45 +296,47 @@ def test_a_lost_client_is_recorded_and_sent_everything_again() -> None:
     assert [len(stale[number, "b"]) for number in range(4)] == [len(EVERY)] * 3 + [0]
 
 
-def test_too_few_answers_are_an_error_that_gives_the_reasons() -> None:
+def test_too_few_updates_raise_an_error_with_reasons() -> None:
     def answer(job: Job) -> Update | ClientFailure:
-        return ClientFailure(job.client, "is asleep") if job.client != "a" else reply_to(job)
+        return ClientFailure(job.client, "is asleep") if job.client != "a" else make_update(job)
 
-    run = run_of(fedavg(), 1, min_updates=2)
+    run = toy_run(fedavg(), 1, min_updates=2)
     with pytest.raises(
         RunError, match=r"only 1 of 3 clients answered in round 0 and federation.min_updates is 2 \(.*is asleep"
     ):
-        next(rounds(run, MODEL, Script(answer, "abc")))
-    assert next(rounds(replace(run, min_updates=1), MODEL, Script(answer, "abc")))
+        next(rounds(run, MODEL, ScriptedEngine(answer, "abc")))
+    assert next(rounds(replace(run, min_updates=1), MODEL, ScriptedEngine(answer, "abc")))
 
 
-def test_a_minimum_above_the_cohort_is_an_error_that_says_so() -> None:
+def test_min_updates_above_the_cohort_is_refused() -> None:
     with pytest.raises((ClientError, RunError), match=r"federation.min_updates is 3"):
-        next(rounds(run_of(fedavg(), 1, min_updates=3), MODEL, Script(reply_to)))
+        next(rounds(toy_run(fedavg(), 1, min_updates=3), MODEL, ScriptedEngine(make_update)))
 
 
-def poisoned() -> Clients:
+def clients_with_nan_data() -> Clients:
     bad = Clients(a=5, b=6, c=7)
     bad.parts["b"] = ToyExamples(bad.parts["b"].x * float("nan"), bad.parts["b"].y)
     return bad
 
 
 @pytest.mark.parametrize("block", [1, 3])
-def test_a_client_with_nan_ends_the_run_or_is_recorded_as_told(block: int) -> None:
-    run = run_of(fedavg(), 2)
+def test_client_with_nan_loss_ends_the_run_or_is_skipped(block: int) -> None:
+    run = toy_run(fedavg(), 2)
     with pytest.raises(ClientError, match="client 'b': the loss is nan at step 1 of 2 in round 0"):
-        play(run, MODEL, poisoned(), block=block)
+        play(run, MODEL, clients_with_nan_data(), block=block)
     tolerant = replace(run, skip_failed_clients=True)
-    played = play(tolerant, MODEL, poisoned(), block=block)
+    played = play(tolerant, MODEL, clients_with_nan_data(), block=block)
     assert [[lost.client for lost in each.lost] for each in played] == [["b"], ["b"]]
     assert "the loss is nan" in played[0].lost[0].reason
-    assert all(bool(torch.isfinite(value).all()) for value in last(played).values())
+    assert all(bool(torch.isfinite(value).all()) for value in final_params(played).values())
     if block == 1:
         away = Availability(trace={(0, "b"): 0.0, (1, "b"): 0.0})
-        assert tensors.equal(last(played), last(play(run, MODEL, Clients(a=5, b=6, c=7), availability=away)))
+        assert tensors.equal(
+            final_params(played), final_params(play(run, MODEL, Clients(a=5, b=6, c=7), availability=away))
+        )
 
 
-BAD: dict[str, tuple[Any, str]] = {
+BAD_DELTAS: dict[str, tuple[Any, str]] = {
     "another name": (
         lambda job: {"nowhere": torch.zeros(2)},
         "sent 'nowhere', which its plan does not send up in round 0",
@@ -353,35 +360,35 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_a_bad_update_is_refused_and_its_client_named(kind: str) -> None:
-    make, message = BAD[kind]
+@pytest.mark.parametrize("kind", BAD_DELTAS)
+def test_bad_delta_is_refused_and_its_client_named(kind: str) -> None:
+    make, message = BAD_DELTAS[kind]
 
     def answer(job: Job) -> Update:
-        return reply_to(job, make(job) if job.client == "b" else {"head.weight": torch.ones(3, 4)})
+        return make_update(job, make(job) if job.client == "b" else {"head.weight": torch.ones(3, 4)})
 
-    run = run_of(fedfrozen(0), 2)
+    run = toy_run(fedfrozen(0), 2)
     with pytest.raises(ClientError, match=f"client 'b': {message}"):
-        next(rounds(run, MODEL, Script(answer)))
-    engine = Script(answer)
+        next(rounds(run, MODEL, ScriptedEngine(answer)))
+    engine = ScriptedEngine(answer)
     played = list(rounds(replace(run, skip_failed_clients=True), MODEL, engine))
     assert [lost.client for lost in played[0].lost] == ["b"]
-    assert torch.equal(last(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
+    assert torch.equal(final_params(played)["head.weight"], MODEL.initial["head.weight"] + 1 + 1)
     assert [job.stale for job in engine.jobs if job.client == "b"][1] == EVERY
 
 
-def test_a_bad_slot_is_refused_like_a_bad_delta() -> None:
+def test_undeclared_slot_is_refused() -> None:
     for part in ({"nowhere": torch.zeros(2)}, {"head.weight": torch.zeros(3, 4)}):
-        engine = Script(lambda job, part=part: reply_to(job, {}, slots={"slot": part}), "a")  # type: ignore[misc]
+        engine = ScriptedEngine(lambda job, part=part: make_update(job, {}, slots={"slot": part}), "a")  # type: ignore[misc]
         with pytest.raises(ClientError, match="client 'a': sent the slot 'slot', which fedavg does not have"):
-            next(rounds(run_of(fedavg(), 1), MODEL, engine))
+            next(rounds(toy_run(fedavg(), 1), MODEL, engine))
 
 
 @pytest.mark.parametrize("block", [1, 3])
-def test_a_delta_that_is_not_finite_is_found_though_every_loss_is(block: int) -> None:
+def test_non_finite_delta_is_refused_even_when_losses_are_finite(block: int) -> None:
     far = Clients(a=5, b=6, c=7)
     far.parts["b"] = ToyExamples(far.parts["b"].x * 1e9, far.parts["b"].y)
-    run = run_of(fedavg(), 1, lr=1e30, steps=1, min_updates=0)
+    run = toy_run(fedavg(), 1, lr=1e30, steps=1, min_updates=0)
     with pytest.raises(ClientError, match=r"norm .* is implausible"):
         play(run, MODEL, far, block=block)
     [played] = play(replace(run, skip_failed_clients=True), MODEL, far, block=block)
@@ -391,7 +398,7 @@ def test_a_delta_that_is_not_finite_is_found_though_every_loss_is(block: int) ->
     assert tensors.equal(played.server.params, MODEL.initial)
 
 
-def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it_came_as_a_message(
+def test_finiteness_is_checked_once_per_block_and_once_for_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks, largest = [], tensors.max_abs
@@ -399,40 +406,40 @@ def test_what_the_engine_has_looked_at_for_a_block_is_looked_at_again_only_if_it
     counts = []
     for real in (False, True):
         looks.clear()
-        play(run_of(fedavg(), 1), MODEL, FOUR, block=2, wire=real)
+        play(toy_run(fedavg(), 1), MODEL, FOUR, block=2, wire=real)
         counts.append(len(looks))
     assert counts == [2 + 1, 2 + 1], "one check per block and one for the server; norms cover the rest"
 
 
-class Spoil(UpdateTransform):
+class MakeNan(UpdateTransform):
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         return replace(update, delta={name: value * float("nan") for name, value in update.delta.items()}), {}
 
 
-def test_what_a_transform_made_is_looked_at() -> None:
+def test_non_finite_transform_output_is_refused() -> None:
     with pytest.raises(ClientError, match="with values that are not finite"):
-        play(run_of(replace(fedavg(), transforms=(Spoil(),)), 1), MODEL, FOUR, block=2)
+        play(toy_run(replace(fedavg(), transforms=(MakeNan(),)), 1), MODEL, FOUR, block=2)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 0.0, 1e12])
-def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
+def test_invalid_weight_is_refused(weight: float) -> None:
     def answer(job: Job) -> Update:
-        return reply_to(job, weight=weight if job.client == "b" else 1.0)
+        return make_update(job, weight=weight if job.client == "b" else 1.0)
 
     with pytest.raises(ClientError, match="client 'b'"):
-        next(rounds(run_of(fedavg(), 1), MODEL, Script(answer)))
+        next(rounds(toy_run(fedavg(), 1), MODEL, ScriptedEngine(answer)))
 
 
 # ---- aggregation and transforms
 
 
-def test_the_server_takes_the_weighted_mean_over_those_who_sent_a_name() -> None:
+def test_server_applies_the_weighted_mean_over_senders_of_each_name() -> None:
     def answer(job: Job) -> Update:
         names = {"a": ["embed.weight", "head.weight"], "b": ["head.weight"]}[job.client]
         delta = {name: torch.full_like(job.params[name], 1.0 if job.client == "a" else 4.0) for name in names}
-        return reply_to(job, delta, weight=1.0 if job.client == "a" else 2.0)
+        return make_update(job, delta, weight=1.0 if job.client == "a" else 2.0)
 
-    [each] = rounds(run_of(fedavg(), 1), MODEL, Script(answer))
+    [each] = rounds(toy_run(fedavg(), 1), MODEL, ScriptedEngine(answer))
     new = each.server.params
     torch.testing.assert_close(new["head.weight"], MODEL.initial["head.weight"] + 3.0)
     torch.testing.assert_close(new["embed.weight"], MODEL.initial["embed.weight"] + 1.0)
@@ -443,11 +450,15 @@ def test_the_server_takes_the_weighted_mean_over_those_who_sent_a_name() -> None
     }
 
 
-def test_the_rounds_loss_is_weighted_by_examples() -> None:
+def test_round_loss_is_weighted_by_examples() -> None:
     def answer(job: Job) -> Update:
-        return replace(reply_to(job), weight=3.0, loss=1.0) if job.client == "a" else replace(reply_to(job), loss=5.0)
+        return (
+            replace(make_update(job), weight=3.0, loss=1.0)
+            if job.client == "a"
+            else replace(make_update(job), loss=5.0)
+        )
 
-    [each] = rounds(run_of(fedavg(), 1), MODEL, Script(answer))
+    [each] = rounds(toy_run(fedavg(), 1), MODEL, ScriptedEngine(answer))
     assert each.loss == pytest.approx(2.0)
 
 
@@ -472,25 +483,25 @@ class Affine(UpdateTransform):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_transforms_are_undone_in_reverse(late: bool) -> None:
+def test_transforms_are_decoded_in_reverse_order(late: bool) -> None:
     plain, coded = (
-        run_of(Method("m", transforms=channel), 2) for channel in ((), (Affine(2.0, late), Affine(4.0, late)))
+        toy_run(Method("m", transforms=channel), 2) for channel in ((), (Affine(2.0, late), Affine(4.0, late)))
     )
-    one, two = (last(play(run, MODEL, FOUR)) for run in (plain, coded))
+    one, two = (final_params(play(run, MODEL, FOUR)) for run in (plain, coded))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-5)
 
 
 @dataclass(frozen=True)
-class Noted(UpdateTransform):
+class AddKeyedNumber(UpdateTransform):
     """Adds a number drawn from its key."""
 
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
         return replace(update, delta={name: value + key.uniform() for name, value in update.delta.items()}), {}
 
 
-def test_transforms_draw_by_round_client_and_place() -> None:
-    once, twice = (run_of(Method("m", transforms=(Noted(),) * count), 2, lr=1e-30) for count in (1, 2))
+def test_transform_keys_differ_by_round_client_and_position() -> None:
+    once, twice = (toy_run(Method("m", transforms=(AddKeyedNumber(),) * count), 2, lr=1e-30) for count in (1, 2))
     drawn = set()
     for run in (once, twice):
         engine = SimulationEngine(run, MODEL, FOUR)
@@ -501,7 +512,7 @@ def test_transforms_draw_by_round_client_and_place() -> None:
 
 
 @dataclass(frozen=True)
-class Watchful(ServerRule):
+class SignalRoundsSeen(ServerRule):
     """Signals the number of rounds it has seen to the plan."""
 
     def init(self, model: Model) -> Slots:
@@ -514,12 +525,12 @@ class Watchful(ServerRule):
         return replace(super().apply(server, aggregate), state={"seen": {"": server.state["seen"][""] + 1}})
 
 
-def test_what_the_server_saw_reaches_the_plan_on_both_sides() -> None:
+def test_server_signal_reaches_the_plan() -> None:
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         whole = share_everything(model, round_info)
         return whole if round_info.signal["seen"] < 2 else whole.narrow(model.all_names() - KERNEL)
 
-    played = play(run_of(Method("automatic", plan, server_rule=Watchful()), 4), MODEL, FOUR)
+    played = play(toy_run(Method("automatic", plan, server_rule=SignalRoundsSeen()), 4), MODEL, FOUR)
     sent = [bool(each.traffic.up[sorted(KERNEL)[0]]) for each in played]
     assert sent == [True, True, False, False]
 
@@ -527,7 +538,7 @@ def test_what_the_server_saw_reaches_the_plan_on_both_sides() -> None:
 # ---- streaming
 
 
-class Counted:
+class UpdateCountingEngine:
     """Counts how many of an engine's update tensors are alive whenever another update is yielded."""
 
     def __init__(self, engine: SimulationEngine) -> None:
@@ -551,18 +562,18 @@ class Counted:
 
 
 @pytest.mark.parametrize("block", [1, 2, 4])
-def test_updates_stream_so_that_memory_does_not_grow_with_the_cohort(block: int) -> None:
+def test_updates_are_streamed_not_collected(block: int) -> None:
     crowd = Clients(**{f"c{number}": 3 for number in range(12)})
-    run = run_of(fedavg(), 1, batch_size=3)
-    counted = Counted(SimulationEngine(run, MODEL, crowd, block=block))
+    run = toy_run(fedavg(), 1, batch_size=3)
+    counted = UpdateCountingEngine(SimulationEngine(run, MODEL, crowd, block=block))
     [each] = rounds(run, MODEL, counted)
     assert counted.handed == len(each.cohort) == 12
     assert counted.most <= block + 1
 
 
-def test_the_loop_is_lazy_and_its_server_a_value() -> None:
-    run = run_of(fedavg(), 3)
-    engine = Script(reply_to)
+def test_rounds_are_lazy_and_do_not_mutate_the_server() -> None:
+    run = toy_run(fedavg(), 3)
+    engine = ScriptedEngine(make_update)
     start = initial_server(run, MODEL)
     stream = rounds(run, MODEL, engine, start)
     assert engine.jobs == []
@@ -575,17 +586,17 @@ def test_the_loop_is_lazy_and_its_server_a_value() -> None:
     assert start.versions.held == {}
 
 
-def test_going_on_from_a_server_gives_the_rest_of_the_rounds() -> None:
-    run: Run = run_of(fedavg(), 4, cohort=0.5)
+def test_continuing_from_a_server_gives_the_remaining_rounds() -> None:
+    run: Run = toy_run(fedavg(), 4, cohort=0.5)
     whole = play(run, MODEL, FOUR)
     rest = play(run, MODEL, FOUR, server=whole[1].server, start=2)
     assert [each.number for each in rest] == [2, 3]
     assert [each.cohort for each in rest] == [each.cohort for each in whole[2:]]
     assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
-    assert tensors.equal(last(rest), last(whole))
+    assert tensors.equal(final_params(rest), final_params(whole))
 
 
-def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(run: Run, visits: list[object], blocks: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
@@ -593,9 +604,9 @@ def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pyte
     with pytest.raises(
         RunError, match=r"out of memory while training 4 clients together; lower engine\.clients_per_block"
     ):
-        play(run_of(fedavg(), 1), MODEL, FOUR, block=4)
+        play(toy_run(fedavg(), 1), MODEL, FOUR, block=4)
     with pytest.raises(RunError, match=r"lower training\.batch_size"):
-        play(run_of(fedavg(), 1), MODEL, FOUR)
+        play(toy_run(fedavg(), 1), MODEL, FOUR)
 
 
 @pytest.mark.parametrize(
@@ -603,7 +614,7 @@ def test_too_large_a_block_is_an_error_that_says_what_to_lower(monkeypatch: pyte
     [(0, ["give a", "wait a", "give b", "wait b", "give c", "wait c"]),
      (1, ["give a", "give b", "wait a", "give c", "wait b", "wait c"])],
 )  # fmt: skip
-def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
+def test_engine_queues_the_next_block_before_waiting_for_the_last(
     ahead: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -617,7 +628,7 @@ def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
         return lambda: told.append(f"wait {client}") or wait()  # type: ignore[func-returns-value]
 
     monkeypatch.setattr("partita.engines.simulation.start_training", watched)
-    run, clients = run_of(fedavg(), 1), Clients(a=4, b=4, c=4)
+    run, clients = toy_run(fedavg(), 1), Clients(a=4, b=4, c=4)
     engine = SimulationEngine(run, MODEL, clients)
     assert engine.blocks_ahead == 0  # on a CPU
     engine.blocks_ahead = ahead
@@ -626,7 +637,7 @@ def test_a_gpu_has_the_next_block_before_the_last_is_waited_for(
     assert told == said
 
 
-def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nondeterministic_operation_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "blur_backward does not have a deterministic implementation, but you set 'x'. You can turn off"
 
     def fail(run: Run, visits: list[object], blocks: object) -> None:
@@ -634,14 +645,14 @@ def test_what_has_no_deterministic_form_is_named_with_the_remedy(monkeypatch: py
 
     monkeypatch.setattr("partita.engines.simulation.start_training", fail)
     with pytest.raises(RunError, match=r"blur_backward .* implementation; set engine\.deterministic = false"):
-        play(run_of(fedavg(), 1), MODEL, FOUR)
+        play(toy_run(fedavg(), 1), MODEL, FOUR)
     said = "something else"
     with pytest.raises(RuntimeError, match="something else"):
-        play(run_of(fedavg(), 1), MODEL, FOUR)
+        play(toy_run(fedavg(), 1), MODEL, FOUR)
 
 
-def test_an_answer_nobody_asked_for_is_an_error_or_dropped() -> None:
-    run, engine = run_of(fedavg(), 1), Script(lambda job: replace(reply_to(job), client="b"), "ab")
+def test_unrequested_reply_is_refused_or_dropped() -> None:
+    run, engine = toy_run(fedavg(), 1), ScriptedEngine(lambda job: replace(make_update(job), client="b"), "ab")
     with pytest.raises(ClientError, match="client 'b': answered in round 0 without being asked, or twice"):
         next(rounds(run, MODEL, engine))
     [each] = rounds(replace(run, skip_failed_clients=True), MODEL, engine)
@@ -654,7 +665,7 @@ def test_an_answer_nobody_asked_for_is_an_error_or_dropped() -> None:
 
 
 @dataclass(frozen=True)
-class Noting(UpdateTransform):
+class RecordKeys(UpdateTransform):
     """Records the keys that the server draws from."""
 
     keys: list[Key]
@@ -664,91 +675,93 @@ class Noting(UpdateTransform):
         return aggregate
 
 
-def test_the_server_draws_by_round_and_by_the_place_of_a_transform() -> None:
+def test_server_transform_keys_differ_by_round_and_position() -> None:
     """Client-level noise comes from this key, so the same key in two rounds would repeat the noise."""
     keys: list[Key] = []
-    run = run_of(Method("noting", transforms=(Noting(keys), Noting(keys))), 2)
-    list(rounds(run, MODEL, Script(reply_to)))
+    run = toy_run(Method("noting", transforms=(RecordKeys(keys), RecordKeys(keys))), 2)
+    list(rounds(run, MODEL, ScriptedEngine(make_update)))
     assert keys == [run.key / "round" / number / "channel" / index for number in range(2) for index in (1, 0)]
 
 
 @pytest.mark.parametrize("drift", [True, False])
-def test_drift_is_measured_only_if_it_is_asked_for(drift: bool) -> None:
-    [each] = rounds(run_of(fedavg(), 1, drift=drift), MODEL, Script(reply_to))
+def test_drift_is_measured_only_when_enabled(drift: bool) -> None:
+    [each] = rounds(toy_run(fedavg(), 1, drift=drift), MODEL, ScriptedEngine(make_update))
     assert bool(each.drift) == drift
 
 
-def test_an_error_about_missing_answers_gives_three_reasons() -> None:
+def test_missing_updates_error_gives_three_reasons() -> None:
     def answer(job: Job) -> Update | ClientFailure:
         return ClientFailure(job.client, "is asleep")
 
     with pytest.raises(RunError) as caught:
-        next(rounds(run_of(fedavg(), 1), MODEL, Script(answer, "abcd")))
+        next(rounds(toy_run(fedavg(), 1), MODEL, ScriptedEngine(answer, "abcd")))
     assert str(caught.value).count("is asleep") == 3
 
 
-def test_a_job_comes_with_its_plan_alone() -> None:
-    run = run_of(fedavg(), 1)
+def test_make_job_returns_the_job_and_its_plan() -> None:
+    run = toy_run(fedavg(), 1)
     job, plan = make_job(run, MODEL, initial_server(run, MODEL), 0, "a")
     assert (job.client, plan.up) == ("a", EVERY)
 
 
-def test_slots_of_an_honest_client_pass() -> None:
-    [each] = play(run_of(scaffold(), 1), MODEL, Clients(a=5, b=6))
+def test_scaffold_slots_are_accepted() -> None:
+    [each] = play(toy_run(scaffold(), 1), MODEL, Clients(a=5, b=6))
     assert each.lost == ()
     assert set(each.sent) == {"a", "b"}
 
 
-def test_who_was_refused_is_told_from_who_stayed_away() -> None:
+def test_refused_and_absent_clients_are_distinguished() -> None:
     """An unusable reply must not end the run, but absent clients do if too few are left."""
 
     def answer(job: Job) -> Any:
         if job.client == "b":
-            return reply_to(job, weight=-1.0)
-        return ClientFailure("c", "is asleep") if job.client == "c" else reply_to(job)
+            return make_update(job, weight=-1.0)
+        return ClientFailure("c", "is asleep") if job.client == "c" else make_update(job)
 
-    run = run_of(fedavg(), 1, skip_failed_clients=True)
-    [each] = rounds(run, MODEL, Script(answer, "abc"))
+    run = toy_run(fedavg(), 1, skip_failed_clients=True)
+    [each] = rounds(run, MODEL, ScriptedEngine(answer, "abc"))
     assert {lost.client: lost.refused for lost in each.lost} == {"b": True, "c": False}
-    [skipped] = rounds(replace(run, min_updates=2), MODEL, Script(answer, "abc"))
+    [skipped] = rounds(replace(run, min_updates=2), MODEL, ScriptedEngine(answer, "abc"))
     assert skipped.skipped is not None
     with pytest.raises(RunError, match="only 1 of 3 clients answered"):
-        list(rounds(replace(run, min_updates=3), MODEL, Script(answer, "abc")))
+        list(rounds(replace(run, min_updates=3), MODEL, ScriptedEngine(answer, "abc")))
 
 
-NAMELESS: Any = {"client": 7}
+NAME_THAT_IS_NO_TEXT: Any = {"client": 7}
 
 
-@pytest.mark.parametrize("rubbish", [5, None, replace(reply_to(Job(0, "b", {}, frozenset())), **NAMELESS)])
-def test_what_is_no_reply_at_all_is_recorded_and_its_client_counts_as_refused(rubbish: Any) -> None:
-    run = run_of(fedavg(), 1, skip_failed_clients=True)
-    engine = Script(lambda job: rubbish if job.client == "b" else reply_to(job))
+@pytest.mark.parametrize(
+    "rubbish", [5, None, replace(make_update(Job(0, "b", {}, frozenset())), **NAME_THAT_IS_NO_TEXT)]
+)
+def test_reply_that_is_no_update_is_recorded_and_its_client_refused(rubbish: Any) -> None:
+    run = toy_run(fedavg(), 1, skip_failed_clients=True)
+    engine = ScriptedEngine(lambda job: rubbish if job.client == "b" else make_update(job))
     [each] = rounds(run, MODEL, engine)
     assert [(lost.client, lost.refused) for lost in each.refused] == [("unknown", True)]
     assert [(lost.client, lost.reason, lost.refused) for lost in each.lost] == [("b", "gave no answer", True)]
     with pytest.raises(ClientError, match=r"client 'b': sent a .* instead of an update with a client name"):
-        next(rounds(replace(run, skip_failed_clients=False), MODEL, Script(lambda job: rubbish, ("b",))))
+        next(rounds(replace(run, skip_failed_clients=False), MODEL, ScriptedEngine(lambda job: rubbish, ("b",))))
 
 
 @pytest.mark.parametrize(("claimed", "fine"), [(None, True), (0, True), (1, False), (False, False), (0.0, False)])
-def test_a_reply_is_for_the_round_that_asked(claimed: Any, fine: bool) -> None:
-    run = run_of(fedavg(), 1, skip_failed_clients=True)
-    engine = Script(lambda job: replace(reply_to(job), round=claimed if job.client == "b" else None))
+def test_reply_for_another_round_is_refused(claimed: Any, fine: bool) -> None:
+    run = toy_run(fedavg(), 1, skip_failed_clients=True)
+    engine = ScriptedEngine(lambda job: replace(make_update(job), round=claimed if job.client == "b" else None))
     [each] = rounds(run, MODEL, engine)
     assert ("b" in each.sent) == fine
     assert [lost.client for lost in each.refused] == ([] if fine else ["b"])
 
 
-def test_reasons_and_names_from_outside_are_cut() -> None:
+def test_long_reasons_and_client_names_are_shortened() -> None:
     def answer(job: Job) -> Any:
-        return ClientFailure("b", "x" * 600) if job.client == "b" else replace(reply_to(job), client="y" * 600)
+        return ClientFailure("b", "x" * 600) if job.client == "b" else replace(make_update(job), client="y" * 600)
 
-    [each] = rounds(run_of(fedavg(), 1, skip_failed_clients=True, min_updates=0), MODEL, Script(answer))
+    [each] = rounds(toy_run(fedavg(), 1, skip_failed_clients=True, min_updates=0), MODEL, ScriptedEngine(answer))
     assert {lost.client: len(lost.reason) for lost in each.lost} == {"b": 500, "a": 14}
     assert [len(lost.client) for lost in each.refused] == [500]
 
 
-class Scoring(ClientRule):
+class SelectEverything(ClientRule):
     """Selects by data, so its clients may report scores."""
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
@@ -759,10 +772,10 @@ def test_a_round_records_norms_bounds_and_scores_by_client() -> None:
     def answer(job: Job) -> Update:
         delta = {"head.weight": torch.zeros(3, 4)}
         delta["head.weight"][0, 0] = 1.0 if job.client == "a" else 8.0
-        return replace(reply_to(job, delta), metrics={"score": 0.5} if job.client == "a" else {})
+        return replace(make_update(job, delta), metrics={"score": 0.5} if job.client == "a" else {})
 
-    run = run_of(Method("scoring", client_rules=(Scoring(),)), 1, max_norm=2.0)
-    [each] = rounds(run, MODEL, Script(answer))
+    run = toy_run(Method("scoring", client_rules=(SelectEverything(),)), 1, max_norm=2.0)
+    [each] = rounds(run, MODEL, ScriptedEngine(answer))
     assert each.norms == {"a": 1.0, "b": 8.0}
     assert each.bounded == {"b"}
     assert each.metrics == {"a": {"score": 0.5}}
@@ -770,21 +783,21 @@ def test_a_round_records_norms_bounds_and_scores_by_client() -> None:
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_client_that_lost_all_it_held_is_sent_all_again(empty: bool) -> None:
+def test_client_that_lost_its_state_is_sent_everything_again(empty: bool) -> None:
     def answer(job: Job) -> Update | ClientFailure:
         return (
             ClientFailure("b", "was reinstalled", empty=empty)
             if job.client == "b" and job.round == 1
-            else reply_to(job, {})
+            else make_update(job, {})
         )
 
-    engine = Script(answer)
-    list(rounds(run_of(fedavg(), 3), MODEL, engine))
+    engine = ScriptedEngine(answer)
+    list(rounds(toy_run(fedavg(), 3), MODEL, engine))
     [stale] = [job.stale for job in engine.jobs if (job.round, job.client) == (2, "b")]
     assert stale == (EVERY if empty else frozenset())
 
 
-class Counting(ServerRule):
+class CountRounds(ServerRule):
     """Its state holds integers and an empty tensor, which count as finite."""
 
     def init(self, model: Model) -> Slots:
@@ -795,19 +808,21 @@ class Counting(ServerRule):
         return replace(super().apply(server, aggregate), state=state)
 
 
-def test_a_state_of_whole_numbers_or_of_none_is_finite() -> None:
-    *_, each = rounds(run_of(Method("counting", server_rule=Counting()), 2), MODEL, Script(reply_to))
+def test_integer_and_empty_server_state_counts_as_finite() -> None:
+    *_, each = rounds(toy_run(Method("counting", server_rule=CountRounds()), 2), MODEL, ScriptedEngine(make_update))
     assert each.server.state["count"]["n"].item() == 2
     assert each.skipped is None
 
 
-def test_a_loss_that_nobody_asked_about_is_dropped_under_its_name() -> None:
-    engine = Script(lambda job: ClientFailure("mallory", "is asleep") if job.client == "b" else reply_to(job))
-    [each] = rounds(run_of(fedavg(), 1, skip_failed_clients=True), MODEL, engine)
+def test_failure_of_an_unknown_client_is_recorded_as_refused() -> None:
+    engine = ScriptedEngine(
+        lambda job: ClientFailure("mallory", "is asleep") if job.client == "b" else make_update(job)
+    )
+    [each] = rounds(toy_run(fedavg(), 1, skip_failed_clients=True), MODEL, engine)
     assert [lost.client for lost in each.refused] == ["mallory"]
 
 
-class Spoiling(ServerRule):
+class MakeHeadInfinite(ServerRule):
     """Makes one parameter infinite."""
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
@@ -815,9 +830,9 @@ class Spoiling(ServerRule):
         return replace(after, params={**after.params, "head.weight": torch.full((3, 4), float("inf"))})
 
 
-def test_the_parameter_that_would_not_be_finite_is_named() -> None:
+def test_error_names_the_parameter_that_would_not_be_finite() -> None:
     with pytest.raises(RunError, match=r"would have made the server's 'head\.weight' not finite"):
-        next(rounds(run_of(Method("spoiling", server_rule=Spoiling()), 1), MODEL, Script(reply_to)))
+        next(rounds(toy_run(Method("spoiling", server_rule=MakeHeadInfinite()), 1), MODEL, ScriptedEngine(make_update)))
 
 
 @dataclass(frozen=True)
@@ -841,4 +856,4 @@ def test_a_server_rule_that_sends_other_names_than_the_plan_is_refused(adds: boo
 
     method = Method("wrong", keep_head, server_rule=WrongSend(adds))
     with pytest.raises(MethodError, match=rf"wrong: WrongSend\.send {fault} for client 'a'"):
-        next(rounds(run_of(method, 1), MODEL, Script(reply_to)))
+        next(rounds(toy_run(method, 1), MODEL, ScriptedEngine(make_update)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_of, small
+from helpers import toy_model, toy_run
 from torch import Tensor
 
 from partita.core.data import Examples
@@ -36,20 +36,20 @@ from partita.methods.scaffold import scaffold
 from partita.privacy.client_level import protect_clients
 
 SIZES = {"a": 10, "b": 6, "unknown": 0}
-EVERY = frozenset(small().initial)
+EVERY = frozenset(toy_model().initial)
 SOME = frozenset({"embed.weight", "layers.0.key.bias"})
 
 
 @dataclass
-class Desk:
+class ValidatorSetup:
     """A validator for one run. Ten examples in batches of four are three steps."""
 
     method: Method = field(default_factory=fedavg)
     settings: dict[str, Any] = field(default_factory=dict)
-    model: Model = field(default_factory=small)
+    model: Model = field(default_factory=toy_model)
 
     def __post_init__(self) -> None:
-        self.run = run_of(self.method, **{"examples": SIZES, **self.settings})
+        self.run = toy_run(self.method, **{"examples": SIZES, **self.settings})
         self.server = initial_server(self.run, self.model)
         self.limits = UpdateLimits(self.run, self.model)
         self.plan = make_job(self.run, self.model, self.server, 0, "a")[1]
@@ -59,7 +59,7 @@ class Desk:
 
     def update(self, names: Names = EVERY, **changes: Any) -> Update:
         """An update with norm 1 in each of these names."""
-        delta = {name: one(self.model.initial[name]) for name in sorted(names)}
+        delta = {name: unit_tensor(self.model.initial[name]) for name in sorted(names)}
         return replace(Update("a", delta, {}, 10.0, dict.fromkeys(delta, 1), 0.5), **changes)
 
     def check(self, update: Update) -> CheckedUpdate:
@@ -70,13 +70,13 @@ class Desk:
             self.check(update)
 
 
-def one(like: Tensor) -> Tensor:
+def unit_tensor(like: Tensor) -> Tensor:
     value = torch.zeros_like(like)
     value.view(-1)[0] = 1.0
     return value
 
 
-class Lazy(Mapping[Any, Any]):
+class CustomMapping(Mapping[Any, Any]):
     """A client's own mapping type, which must be read only once."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
@@ -92,7 +92,7 @@ class Lazy(Mapping[Any, Any]):
         return len(self.values_)
 
 
-class Telling(ClientRule):
+class SelectEverything(ClientRule):
     """Selects by data, so its clients may report scores and send fewer names."""
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
@@ -103,19 +103,19 @@ class Telling(ClientRule):
 
 
 @pytest.mark.parametrize("weight", [10, 10.0, 0.001])
-def test_a_weight_up_to_the_number_of_examples_passes(weight: float) -> None:
-    desk = Desk()
+def test_weight_up_to_the_number_of_examples_passes(weight: float) -> None:
+    desk = ValidatorSetup()
     assert desk.check(desk.update(weight=weight)).update.weight == weight
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, 10.001, math.nan, math.inf, 10**400, True, "5", None])
-def test_any_other_weight_is_refused(weight: object) -> None:
-    desk = Desk()
+def test_weight_beyond_the_number_of_examples_or_no_number_is_refused(weight: object) -> None:
+    desk = ValidatorSetup()
     desk.refuses(desk.update(weight=weight), "sent the weight .* above 0 and at most 10")
 
 
-def test_where_sizes_are_not_known_the_weight_is_bounded_by_the_setting_and_a_warning_says_so_once() -> None:
-    desk = Desk(settings={"max_examples": 50})
+def test_weight_of_unknown_client_is_bounded_by_max_examples_with_one_warning() -> None:
+    desk = ValidatorSetup(settings={"max_examples": 50})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [desk.limits.examples(client) for client in ("a", "unknown", "unknown", "stranger", "b")]
@@ -124,24 +124,24 @@ def test_where_sizes_are_not_known_the_weight_is_bounded_by_the_setting_and_a_wa
     assert "federation.max_examples = 50" in str(warning.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Desk(settings={"max_examples": 50, "examples": None}).limits.examples("a") == 50
+        assert ValidatorSetup(settings={"max_examples": 50, "examples": None}).limits.examples("a") == 50
 
 
 @pytest.mark.parametrize("loss", [None, 0, 0.5, 1e9, -1e9])
-def test_a_loss_is_none_or_a_number_of_usual_size(loss: float | None) -> None:
-    desk = Desk()
+def test_loss_may_be_none_or_a_plausible_number(loss: float | None) -> None:
+    desk = ValidatorSetup()
     assert desk.check(desk.update(loss=loss)).update.loss == loss
 
 
 @pytest.mark.parametrize("loss", [1.001e9, -1.001e9, math.nan, -math.inf, 10**400, False, "0.5"])
-def test_any_other_loss_is_refused(loss: object) -> None:
-    desk = Desk()
+def test_implausible_loss_is_refused(loss: object) -> None:
+    desk = ValidatorSetup()
     desk.refuses(desk.update(loss=loss), "sent the loss")
 
 
 @pytest.mark.parametrize("steps", [0, -1, 4, 2.0, True, None, "1"])
-def test_steps_are_whole_numbers_up_to_what_the_examples_allow(steps: object) -> None:
-    desk = Desk()
+def test_steps_must_be_integers_within_the_possible_range(steps: object) -> None:
+    desk = ValidatorSetup()
     for fine in (1, 3):
         desk.check(desk.update(steps=dict.fromkeys(EVERY, fine)))
     taken = {**dict.fromkeys(EVERY, 1), "head.weight": steps}
@@ -150,16 +150,16 @@ def test_steps_are_whole_numbers_up_to_what_the_examples_allow(steps: object) ->
     desk.refuses(desk.update(steps={**dict.fromkeys(EVERY, 1), "new": 1}), "sent steps of 'new'")
 
 
-def test_steps_of_two_phases_add_up() -> None:
+def test_step_limits_of_two_phases_add_up() -> None:
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         return Plan((Phase(EVERY, 2), Phase(SOME, 3)), up=EVERY, down=EVERY)
 
-    desk = Desk(Method("twice", plan))
+    desk = ValidatorSetup(Method("twice", plan))
     assert desk.limits.steps(desk.plan, 10) == {name: 15 if name in SOME else 6 for name in EVERY}
 
 
-def test_scores_are_few_short_and_of_layers_that_there_are() -> None:
-    desk = Desk(Method("telling", client_rules=(ClientRule(), Telling())))
+def test_metrics_are_limited_in_number_name_layer_and_value() -> None:
+    desk = ValidatorSetup(Method("telling", client_rules=(ClientRule(), SelectEverything())))
     for told in (
         {f"score/{number}": 1e9 for number in range(1024)},
         {"x" * 64: -1.0, "score/layer.0": 3, f"{'x' * 64}/{'y' * 64}": 0.0},
@@ -177,15 +177,15 @@ def test_scores_are_few_short_and_of_layers_that_there_are() -> None:
         ({"score": True}, "for the metric 'score'"),
     ):
         desk.refuses(desk.update(metrics=wrong), said)
-    plain = Desk()
+    plain = ValidatorSetup()
     plain.refuses(plain.update(metrics={"score": 1.0}), "sent 1 metrics; clients of fedavg send at most 0")
 
 
 # ---- tensors
 
 
-def test_a_reply_has_the_names_shapes_and_types_that_were_asked_for() -> None:
-    desk = Desk()
+def test_delta_must_have_planned_names_shapes_and_dtypes() -> None:
+    desk = ValidatorSetup()
     desk.check(desk.update(SOME))
     for name, value, said in (
         ("new", torch.ones(2), "sent 'new', which its plan does not send up in round 0"),
@@ -196,28 +196,28 @@ def test_a_reply_has_the_names_shapes_and_types_that_were_asked_for() -> None:
         desk.refuses(replace(update, delta={**update.delta, name: value}), said)
 
 
-def laid(delta: Mapping[str, Tensor]) -> PackedTensors:
+def packed_row(delta: Mapping[str, Tensor]) -> PackedTensors:
     form = layout_for(tuple(delta), tuple(value.shape for value in delta.values()))
     [row] = form.per_client(form.pack([value.unsqueeze(0) for value in delta.values()]))
     return row
 
 
-def test_tensors_in_a_row_are_checked_once_for_all_clients_with_the_same_steps() -> None:
-    desk = Desk()
+def test_packed_deltas_with_bad_steps_or_names_are_refused() -> None:
+    desk = ValidatorSetup()
     update = desk.update()
-    row, fine, wrong = laid(update.delta), dict.fromkeys(EVERY, 3), dict.fromkeys(EVERY, 4)
+    row, fine, wrong = packed_row(update.delta), dict.fromkeys(EVERY, 3), dict.fromkeys(EVERY, 4)
     desk.refuses(replace(update, delta=row, steps=wrong), "a whole number from 1 to 3")
     for _ in range(2):
         checked = desk.check(replace(update, delta=row, steps=fine))
         assert checked.update.delta is row
         assert checked.norm == pytest.approx(math.sqrt(len(EVERY)))
     desk.refuses(replace(update, delta=row, steps=wrong), "a whole number from 1 to 3")
-    stray = laid({**update.delta, "new": torch.ones(1)})
+    stray = packed_row({**update.delta, "new": torch.ones(1)})
     desk.refuses(replace(update, delta=stray), "sent 'new', which its plan does not send up")
 
 
-def test_the_limit_of_a_norm_is_a_thousand_times_that_of_the_initial_model_and_at_least_a_thousand() -> None:
-    limits = Desk().limits
+def test_norm_limit_is_a_thousand_times_the_initial_norm_and_at_least_a_thousand() -> None:
+    limits = ValidatorSetup().limits
     large, tiny = frozenset({"embed.weight", "head.weight"}), frozenset({"head.weight"})
     limits.model.initial["head.weight"] = torch.full((3, 4), 1e-3)
     limits.model.initial["embed.weight"] = torch.full((4, 4), 3.0)
@@ -226,8 +226,8 @@ def test_the_limit_of_a_norm_is_a_thousand_times_that_of_the_initial_model_and_a
         assert limits.norm(names) == pytest.approx(wanted[names], rel=1e-6)
 
 
-def test_an_update_of_that_norm_passes_and_a_longer_one_does_not() -> None:
-    desk = Desk()
+def test_update_above_the_norm_limit_is_refused() -> None:
+    desk = ValidatorSetup()
     limit = desk.limits.norm(frozenset({"head.weight"}))
     for factor, fine in ((0.999, True), (1.001, False)):
         update = desk.update(frozenset({"head.weight"}))
@@ -239,29 +239,29 @@ def test_an_update_of_that_norm_passes_and_a_longer_one_does_not() -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_the_first_name_that_is_not_finite_is_said(wrong: float) -> None:
-    desk = Desk()
-    for container in (dict, laid):
+def test_error_names_the_tensor_that_is_not_finite(wrong: float) -> None:
+    desk = ValidatorSetup()
+    for container in (dict, packed_row):
         update = desk.update()
         delta = {**update.delta, "head.weight": torch.full((3, 4), wrong)}
         desk.refuses(replace(update, delta=container(delta)), "sent 'head.weight' with values that are not finite")
 
 
-def test_finite_numbers_whose_squares_have_no_finite_sum_are_refused() -> None:
+def test_finite_values_whose_norm_overflows_are_refused() -> None:
     """Only float64 values are this large. The overflow must not raise another error."""
     part = {name: torch.full((1,), 1.2e154, dtype=torch.float64) for name in ("b", "a", "c")}
-    update = Desk().update()
+    update = ValidatorSetup().update()
     assert _measure(replace(update, delta={"a": part["a"]})).square == pytest.approx(1.2e154**2)
     with pytest.raises(InvalidUpdate, match="sent 'a' with values that are not finite"):
         _measure(replace(update, delta=part))
 
 
-@pytest.mark.parametrize("container", [dict, laid])
+@pytest.mark.parametrize("container", [dict, packed_row])
 def test_known_facts_of_finite_deltas_are_not_measured_again(container: Any) -> None:
     delta = container({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
 
     def measured(facts: DeltaFacts | None) -> tuple[float | None, Mapping[str, float] | None]:
-        found = _measure(replace(Desk().update(), delta=delta, facts=facts))
+        found = _measure(replace(ValidatorSetup().update(), delta=delta, facts=facts))
         assert found.finite
         assert found.delta is delta
         return found.square, found.squares
@@ -278,11 +278,11 @@ def test_known_facts_of_finite_deltas_are_not_measured_again(container: Any) -> 
 @pytest.mark.parametrize("facts", [5, {"finite": True}])
 def test_facts_of_another_type_are_refused(facts: Any) -> None:
     with pytest.raises(InvalidUpdate, match="sent facts as"):
-        readable(replace(Desk().update(), facts=facts))
+        readable(replace(ValidatorSetup().update(), facts=facts))
 
 
 def test_an_update_that_passed_carries_facts_about_its_delta() -> None:
-    desk = Desk()
+    desk = ValidatorSetup()
     update = desk.check(desk.update()).update
     facts = update.known_facts()
     assert facts is not None
@@ -292,11 +292,14 @@ def test_an_update_that_passed_carries_facts_about_its_delta() -> None:
     assert replace(update, delta=dict(update.delta)).known_facts() is None, "a new delta has no facts"
 
 
-def test_only_an_update_longer_than_the_bound_is_scaled_down_with_its_slots() -> None:
+def test_update_above_max_norm_is_scaled_with_its_slots() -> None:
     for bound, bounded in ((None, False), (6.0, False), (5.0, False), (2.5, True)):
-        desk = Desk(scaffold(), {"max_norm": bound})
+        desk = ValidatorSetup(scaffold(), {"max_norm": bound})
         update = desk.update(SOME)
-        delta = {"embed.weight": 3 * one(torch.zeros(4, 4)), "layers.0.key.bias": 4 * one(torch.zeros(4))}
+        delta = {
+            "embed.weight": 3 * unit_tensor(torch.zeros(4, 4)),
+            "layers.0.key.bias": 4 * unit_tensor(torch.zeros(4)),
+        }
         slots = {"control": {name: 2 * value for name, value in delta.items()}}
         checked = desk.check(replace(update, delta=delta, slots=slots))
         assert (checked.norm, checked.bounded) == (5.0, bounded)
@@ -310,12 +313,12 @@ def test_only_an_update_longer_than_the_bound_is_scaled_down_with_its_slots() ->
 
 
 def with_control(update: Update, names: Names) -> Update:
-    control = {name: torch.zeros_like(small().initial[name]) for name in sorted(names)}
+    control = {name: torch.zeros_like(toy_model().initial[name]) for name in sorted(names)}
     return replace(update, slots={"control": control})
 
 
-def test_a_slot_comes_for_the_names_of_an_honest_client() -> None:
-    desk = Desk(replace(scaffold(), client_rules=(ClientRule(), *scaffold().client_rules)))
+def test_slot_must_cover_exactly_the_honest_names() -> None:
+    desk = ValidatorSetup(replace(scaffold(), client_rules=(ClientRule(), *scaffold().client_rules)))
     desk.check(with_control(desk.update(), EVERY))
     desk.check(with_control(desk.update(SOME), SOME))
     count = len(EVERY)
@@ -323,27 +326,27 @@ def test_a_slot_comes_for_the_names_of_an_honest_client() -> None:
     desk.refuses(with_control(desk.update(), SOME), f"for 2 names; an honest update has it for {count} names")
     desk.refuses(with_control(desk.update(SOME), EVERY), f"for {count} names; an honest update has it for 2 names")
     desk.refuses(replace(desk.update(SOME), slots={**with_control(desk.update(), SOME).slots, "x": {}}), "the slot 'x'")
-    alone = Desk(scaffold())
+    alone = ValidatorSetup(scaffold())
     alone.refuses(alone.update(), "sent the slot 'control' for none")
-    plain = Desk()
+    plain = ValidatorSetup()
     plain.refuses(with_control(plain.update(), EVERY), "sent the slot 'control', which fedavg does not have")
 
 
-def test_of_several_names_that_nobody_asked_for_the_first_is_said() -> None:
+def test_error_names_the_first_unplanned_name() -> None:
     """A name that is not a string must not end the check with another error."""
-    desk = Desk(scaffold())
+    desk = ValidatorSetup(scaffold())
     update = desk.update(SOME)
     for stray, said in (({"zz": 1, "y": 1}, "sent 'y'"), ({"zz": 1, 5: 1}, "sent 5")):
         delta: Any = {**update.delta, **dict.fromkeys(stray, torch.ones(1))}
         desk.refuses(with_control(replace(update, delta=delta), SOME), said)
 
 
-def test_a_slot_that_is_far_larger_than_a_gradient_is_refused() -> None:
-    desk = Desk(scaffold())
+def test_implausibly_large_slot_is_refused() -> None:
+    desk = ValidatorSetup(scaffold())
     update = with_control(desk.update(SOME), SOME)
     limit = desk.limits.norm(SOME) / 0.05
     for factor, fine in ((0.99, True), (1.01, False)):
-        control = {**update.slots["control"], "layers.0.key.bias": one(torch.zeros(4)) * limit * factor}
+        control = {**update.slots["control"], "layers.0.key.bias": unit_tensor(torch.zeros(4)) * limit * factor}
         each = replace(update, slots={"control": control})
         if fine:
             desk.check(each)
@@ -351,7 +354,7 @@ def test_a_slot_that_is_far_larger_than_a_gradient_is_refused() -> None:
             desk.refuses(each, "sent the slot 'control' of norm .* implausible")
 
 
-class Keeping(ClientRule):
+class SlotFromFullContext(ClientRule):
     """Sends a slot only if its context is as in training: with kept names and round info."""
 
     slots = frozenset({"seen"})
@@ -362,32 +365,32 @@ class Keeping(ClientRule):
         return ({"seen": dict(params)} if full else {}), {"seen": {}}
 
 
-def test_rules_are_asked_what_they_send_as_in_training() -> None:
+def test_honest_slots_are_computed_with_the_full_training_context() -> None:
     up = EVERY - {"head.weight"}
 
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         return Plan((Phase(EVERY),), up=up, down=up, keep=EVERY - up)
 
-    desk = Desk(Method("keeping", plan, client_rules=(Keeping(),)))
+    desk = ValidatorSetup(Method("keeping", plan, client_rules=(SlotFromFullContext(),)))
     assert desk.inspector._honest_slots("a", desk.plan, up) == {"seen": up}
     assert desk.inspector._honest_slots("a", desk.plan, SOME) == {"seen": SOME}
 
 
-class Remembering(ClientRule):
+class MemoryOnlySlot(ClientRule):
     """Keeps a slot in its memory and sends none."""
 
     slots = frozenset({"seen"})
 
 
-def test_a_slot_that_no_rule_sends_is_refused() -> None:
-    desk = Desk(Method("remembering", client_rules=(Remembering(),)))
+def test_slot_kept_only_in_memory_is_refused_when_sent() -> None:
+    desk = ValidatorSetup(Method("remembering", client_rules=(MemoryOnlySlot(),)))
     update = desk.update(SOME)
     desk.check(update)
     slots = {"seen": {"head.weight": torch.zeros(3, 4)}}
     desk.refuses(replace(update, slots=slots), "sent the slot 'seen' for 1 names; an honest update has it for none")
 
 
-class Looking(ClientRule):
+class DataDependentSlot(ClientRule):
     """The slots it sends depend on its training data, so the server cannot know them."""
 
     slots = frozenset({"seen"})
@@ -396,12 +399,12 @@ class Looking(ClientRule):
         raise KeyError("what was seen")
 
 
-def test_where_slots_depend_on_examples_they_are_of_names_in_the_delta() -> None:
-    desk = Desk(Method("looking", client_rules=(Looking(),)))
+def test_data_dependent_slot_may_cover_only_names_in_the_delta() -> None:
+    desk = ValidatorSetup(Method("looking", client_rules=(DataDependentSlot(),)))
     update = desk.update(SOME)
 
     def sent(*names: str) -> Update:
-        return replace(update, slots={"seen": {name: one(small().initial[name]) for name in names}})
+        return replace(update, slots={"seen": {name: unit_tensor(toy_model().initial[name]) for name in names}})
 
     desk.check(update)
     desk.check(sent("embed.weight"))
@@ -412,20 +415,20 @@ def test_where_slots_depend_on_examples_they_are_of_names_in_the_delta() -> None
 # ---- client-level privacy
 
 
-def test_under_client_level_privacy_all_send_the_same_and_no_norm_is_told() -> None:
+def test_client_level_privacy_requires_equal_names_and_hides_norms() -> None:
     protected = protect_clients(fedavg(), 100.0, 1.0, 2)
-    desk = Desk(replace(protected, transforms=(*protected.transforms, UpdateTransform())))
+    desk = ValidatorSetup(replace(protected, transforms=(*protected.transforms, UpdateTransform())))
     checked = desk.check(desk.update())
     assert (checked.norm, checked.bounded) == (None, False)
     facts = checked.update.known_facts()
     assert facts is not None
     assert facts.finite
     desk.refuses(desk.update(SOME), f"sent 2 names, not the {len(EVERY)} names of the round")
-    narrowing = Desk(protect_clients(Method("telling", client_rules=(Telling(),)), 100.0, 1.0, 2))
+    narrowing = ValidatorSetup(protect_clients(Method("telling", client_rules=(SelectEverything(),)), 100.0, 1.0, 2))
     narrowing.check(narrowing.update(SOME))
     narrowing.check(narrowing.update(SOME))
     narrowing.refuses(narrowing.update(), f"sent {len(EVERY)} names, not the 2 names of the round")
-    plain = Desk()
+    plain = ValidatorSetup()
     plain.check(plain.update(SOME))
     plain.check(plain.update())
 
@@ -433,18 +436,18 @@ def test_under_client_level_privacy_all_send_the_same_and_no_norm_is_told() -> N
 # ---- containers
 
 
-def test_a_plain_reply_is_not_copied() -> None:
-    desk = Desk()
-    for delta in (desk.update().delta, laid(desk.update().delta)):
+def test_plain_containers_are_not_copied() -> None:
+    desk = ValidatorSetup()
+    for delta in (desk.update().delta, packed_row(desk.update().delta)):
         update = desk.update(delta=delta)
         assert readable(update) is update
 
 
 @pytest.mark.parametrize("which", ["delta", "steps", "metrics", "slots"])
-def test_a_mapping_of_the_clients_own_is_copied_into_a_plain_one(which: str) -> None:
-    desk = Desk()
+def test_custom_mapping_in_a_reply_is_copied_into_a_dict(which: str) -> None:
+    desk = ValidatorSetup()
     update = desk.update(metrics={"score": 1.0}, slots={"seen": {"head.weight": torch.ones(2)}})
-    changes: dict[str, Any] = {which: Lazy(getattr(update, which))}
+    changes: dict[str, Any] = {which: CustomMapping(getattr(update, which))}
     found = readable(replace(update, **changes))
     for each in ("delta", "steps", "metrics", "slots"):
         assert type(getattr(found, each)) is dict
@@ -452,11 +455,11 @@ def test_a_mapping_of_the_clients_own_is_copied_into_a_plain_one(which: str) -> 
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_so_is_a_mapping_in_a_slot(lazy: bool) -> None:
-    desk = Desk()
-    part = Lazy({"head.weight": torch.ones(2)})
+def test_custom_mapping_in_a_slot_is_copied_into_a_dict(lazy: bool) -> None:
+    desk = ValidatorSetup()
+    part = CustomMapping({"head.weight": torch.ones(2)})
     update = desk.update(slots={"seen": part})
-    found = readable(replace(update, steps=Lazy(update.steps)) if lazy else update)
+    found = readable(replace(update, steps=CustomMapping(update.steps)) if lazy else update)
     assert type(found.slots["seen"]) is dict
     assert torch.equal(found.slots["seen"]["head.weight"], torch.ones(2))
 
@@ -474,8 +477,8 @@ def test_so_is_a_mapping_in_a_slot(lazy: bool) -> None:
         ({"steps": None}, "sent steps as NoneType"),
     ],
 )
-def test_what_is_no_tensor_by_name_is_refused(changes: dict[str, Any], said: str) -> None:
-    desk = Desk()
+def test_anything_but_named_tensors_is_refused(changes: dict[str, Any], said: str) -> None:
+    desk = ValidatorSetup()
     with pytest.raises(InvalidUpdate, match=said):
         readable(desk.update(**changes))
 
@@ -483,7 +486,7 @@ def test_what_is_no_tensor_by_name_is_refused(changes: dict[str, Any], said: str
 # ---- messages
 
 
-class Odd:
+class UnprintableObject:
     def __repr__(self) -> str:
         raise RuntimeError("no")
 
@@ -494,9 +497,9 @@ class Odd:
         ("x" * 198, f"'{'x' * 198}'"),
         ("x" * 199, f"'{'x' * 199}..."),
         (ValueError("why"), "ValueError: why"),
-        (Odd(), "an odd Odd"),
+        (UnprintableObject(), "an odd UnprintableObject"),
         (5, "5"),
     ],
 )
-def test_whatever_a_client_sent_is_said_in_short(value: object, text: str) -> None:
+def test_shorten_describes_any_value_in_200_characters(value: object, text: str) -> None:
     assert shorten(value) == text

@@ -27,20 +27,20 @@ from partita.data.task import ClientSplit, Partition, group_by_client
 quick = settings(max_examples=30, deadline=None)
 
 
-def numbers(count: int, classes: int = 3) -> Table:
+def number_table(count: int, classes: int = 3) -> Table:
     return Table({"x": torch.arange(count)}, torch.arange(count) % classes)
 
 
 def numbered_task(count: int) -> Task:
-    return Task("numbers", numbers(count), numbers(7), ("a", "b", "c"))
+    return Task("numbers", number_table(count), number_table(7), ("a", "b", "c"))
 
 
-def rows_of(examples: Any) -> list[int]:
+def row_numbers(examples: Any) -> list[int]:
     rows: list[int] = examples.take(torch.arange(len(examples))).inputs["x"].tolist()
     return rows
 
 
-def test_a_table_gathers_then_transforms() -> None:
+def test_table_takes_rows_before_transforming_them() -> None:
     pixels = torch.randint(0, 256, (9, 3, 2, 2), dtype=torch.uint8)
     before = pixels.clone()
     table = Table({"pixel_values": pixels}, torch.arange(9), Normalize((0.5, 0.4, 0.3), (0.1, 0.2, 0.3)))
@@ -56,8 +56,8 @@ def test_a_table_gathers_then_transforms() -> None:
 
 @given(st.data())
 @quick
-def test_rows_of_a_table_are_its_rows(data: st.DataObject) -> None:
-    table = numbers(20)
+def test_subset_takes_the_rows_of_its_table(data: st.DataObject) -> None:
+    table = number_table(20)
     chosen = data.draw(st.lists(st.integers(0, 19), min_size=1))
     picked = data.draw(st.lists(st.integers(0, len(chosen) - 1)))
     view = Subset(table, torch.tensor(chosen))
@@ -67,11 +67,11 @@ def test_rows_of_a_table_are_its_rows(data: st.DataObject) -> None:
     assert batch.targets.tolist() == [chosen[i] % 3 for i in picked]
 
 
-def test_tables_and_tasks_must_fit_together() -> None:
+def test_inputs_targets_and_columns_must_have_equal_lengths() -> None:
     with pytest.raises(DataError, match="input 'x' has 3 rows, but there are 4 targets"):
         Table({"x": torch.zeros(3)}, torch.zeros(4))
     with pytest.raises(DataError, match="column 'domain' has 2 values for 5 train rows"):
-        Task("toy", numbers(5), numbers(5), ("a",), {"domain": np.array(["a", "b"])})
+        Task("toy", number_table(5), number_table(5), ("a",), {"domain": np.array(["a", "b"])})
 
 
 shares = st.integers(0, 99).map(lambda percent: percent / 100)
@@ -79,7 +79,9 @@ shares = st.integers(0, 99).map(lambda percent: percent / 100)
 
 @given(size=st.integers(1, 200), validation=shares, test=shares, seed=st.integers(0, 2**32))
 @quick
-def test_parts_are_exact_shares_and_train_has_the_rest(size: int, validation: float, test: float, seed: int) -> None:
+def test_client_parts_have_exact_shares_and_train_gets_the_rest(
+    size: int, validation: float, test: float, seed: int
+) -> None:
     whole = Partition(np.arange(size) * 2, np.array([0, size]), NamedClients(["lone"]))
     fractions = Fraction(str(validation)), Fraction(str(test))
     if sum(fractions) >= 1:
@@ -93,7 +95,7 @@ def test_parts_are_exact_shares_and_train_has_the_rest(size: int, validation: fl
     assert sorted(torch.cat(parts).tolist()) == list(range(0, 2 * size, 2))
 
 
-def test_shares_are_taken_by_their_decimals() -> None:
+def test_shares_are_exact_decimals() -> None:
     lone = split(numbered_task(100), "iid", 1, key=Key(0), validation=0.29, test=0.57)["c0"]  # 0.29 * 100 < 29
     assert (len(lone.train), len(lone.validation), len(lone.test)) == (14, 29, 57)
 
@@ -106,17 +108,17 @@ def test_rows_are_grouped_by_owner() -> None:
 
 
 @pytest.mark.parametrize(("size", "lengths"), [(1, (1, 0, 0)), (4, (4, 0, 0)), (5, (4, 0, 1)), (10, (7, 1, 2))])
-def test_small_clients(size: int, lengths: tuple[int, int, int]) -> None:
+def test_small_clients_keep_rows_for_training_first(size: int, lengths: tuple[int, int, int]) -> None:
     lone = split(numbered_task(size), "iid", 1, key=Key(0))["c0"]
     assert (len(lone.train), len(lone.validation), len(lone.test)) == lengths
 
 
-def test_shares_below_zero_are_refused() -> None:
+def test_negative_share_is_refused() -> None:
     with pytest.raises(DataError, match=r"test = -0\.1 is negative"):
         split(numbered_task(9), "iid", 1, key=Key(0), test=-0.1)
 
 
-def test_a_cut_depends_on_the_key_the_name_and_the_rows_alone() -> None:
+def test_client_parts_depend_only_on_key_name_and_rows() -> None:
     rows, shares = np.arange(30), (Fraction(1, 10), Fraction(1, 5))
     first = ClientSplit(Partition(rows, np.array([0, 10, 30]), NamedClients(["a", "b"])), Key(3), *shares)
     other = ClientSplit(Partition(rows[10:], np.array([0, 20]), NamedClients(["b"])), Key(3), *shares)
@@ -127,42 +129,42 @@ def test_a_cut_depends_on_the_key_the_name_and_the_rows_alone() -> None:
     assert torch.equal(first[1][2], expected[: floor(20 * shares[1])])
 
 
-def test_a_federation_deals_its_task() -> None:
+def test_federation_gives_each_row_to_one_client_part() -> None:
     task = numbered_task(100)
     federation = split(task, "iid", 7, key=Key(1))
     parts = [(data.train, data.validation, data.test) for data in (federation[client] for client in federation.clients)]
-    assert sorted(row for three in parts for part in three for row in rows_of(part)) == list(range(100))
-    assert rows_of(federation["c3"].train) == rows_of(split(task, "iid", 7, key=Key(1))["c3"].train)
-    assert rows_of(federation["c3"].train) != rows_of(split(task, "iid", 7, key=Key(2))["c3"].train)
+    assert sorted(row for three in parts for part in three for row in row_numbers(part)) == list(range(100))
+    assert row_numbers(federation["c3"].train) == row_numbers(split(task, "iid", 7, key=Key(1))["c3"].train)
+    assert row_numbers(federation["c3"].train) != row_numbers(split(task, "iid", 7, key=Key(2))["c3"].train)
     assert federation.test is task.test
     assert federation.classes == ("a", "b", "c")
 
 
-def test_pooling_joins_like_with_like() -> None:
+def test_pooling_joins_equal_parts() -> None:
     federation = split(numbered_task(100), "iid", 7, key=Key(1))
     pooled = federation.pooled()
     assert list(pooled.clients) == ["pooled"]
     for part in "train", "validation", "test":
-        apart = [rows_of(getattr(federation[client], part)) for client in federation.clients]
-        assert rows_of(getattr(pooled["pooled"], part)) == [row for rows in apart for row in rows]
+        apart = [row_numbers(getattr(federation[client], part)) for client in federation.clients]
+        assert row_numbers(getattr(pooled["pooled"], part)) == [row for rows in apart for row in rows]
     assert len(pooled["pooled"].test) > 0
     with pytest.raises(DataError, match="no client 'c0'"):
         pooled["c0"]
 
 
-def test_a_large_population_is_two_arrays() -> None:
+def test_large_federation_pickles_as_two_arrays() -> None:
     count, clients = 100_000, 50_000
     federation = split(numbered_task(count), "iid", clients, key=Key(0))
     held = pickle.dumps(federation.parts)
     assert len(held) < 8 * (count + clients) + 2_000
     last = federation.clients[-1]
     again = Federation(federation.task, federation.clients, pickle.loads(held))
-    assert rows_of(again[last].train) == rows_of(federation[last].train)
+    assert row_numbers(again[last].train) == row_numbers(federation[last].train)
 
 
 @given(count=st.integers(1, 300), position=st.integers(-300, 299))
 @quick
-def test_numbered_names_are_as_good_as_listed_ones(count: int, position: int) -> None:
+def test_numbered_clients_behave_like_named_clients(count: int, position: int) -> None:
     lazy, listed = NumberedClients(count), NamedClients(f"c{number}" for number in range(count))
     assert list(lazy) == list(listed)
     assert lazy[position // 2 :: 3] == listed[position // 2 :: 3]
@@ -180,12 +182,12 @@ def test_numbered_names_are_as_good_as_listed_ones(count: int, position: int) ->
                 names.index(strange)
 
 
-def test_two_clients_of_one_name_are_refused() -> None:
+def test_duplicate_client_names_are_refused() -> None:
     with pytest.raises(DataError, match="two clients are named 'a'"):
         NamedClients(["a", "b", "a"])
 
 
-def test_digits_are_scikit_learns() -> None:
+def test_digits_match_scikit_learn() -> None:
     from sklearn.datasets import load_digits  # slow to import, and only here
 
     task, other = load("digits", Key(0)), load("digits", Key(1))
@@ -239,12 +241,12 @@ def test_synthetic_images_are_class_plus_domain_plus_noise() -> None:
         load("synthetic", Key(0), classes=0)
 
 
-def pictures(count: int, size: tuple[int, int] = (6, 6)) -> list[np.ndarray]:
+def random_images(count: int, size: tuple[int, int] = (6, 6)) -> list[np.ndarray]:
     draws = np.random.default_rng(count)
     return [draws.integers(0, 256, (*size, 3), np.uint8) for _ in range(count)]
 
 
-def write(
+def write_images(
     folder: Path, part: str, images: list[np.ndarray], classes: tuple[str, ...] = ("cat", "dog"), **other: Any
 ) -> None:
     datasets = pytest.importorskip("datasets")
@@ -269,10 +271,10 @@ def write(
     datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{part}.parquet")
 
 
-def test_an_image_folder_becomes_a_task(tmp_path: Path) -> None:
-    train, test = pictures(8), pictures(4)
-    write(tmp_path, "train", train)
-    write(tmp_path, "test", test)
+def test_parquet_images_become_a_task(tmp_path: Path) -> None:
+    train, test = random_images(8), random_images(4)
+    write_images(tmp_path, "train", train)
+    write_images(tmp_path, "test", test)
     task = load("images", Key(0), path=str(tmp_path))
     pixels = task.train.inputs["pixel_values"]
     assert pixels.dtype == torch.uint8
@@ -290,12 +292,12 @@ def test_an_image_folder_becomes_a_task(tmp_path: Path) -> None:
     assert list(split(task, "by_column", key=Key(0), column="domain").clients) == ["photo", "sketch"]
 
 
-def test_images_are_made_grey_and_resized(tmp_path: Path) -> None:
+def test_images_are_converted_to_grey_and_resized(tmp_path: Path) -> None:
     from PIL import Image
 
-    train = pictures(2, (5, 9))
-    write(tmp_path, "train", train)
-    write(tmp_path, "test", pictures(2, (4, 4)))
+    train = random_images(2, (5, 9))
+    write_images(tmp_path, "train", train)
+    write_images(tmp_path, "test", random_images(2, (4, 4)))
     task = load("images", Key(0), path=tmp_path, size=4, channels=1, mean=[0.0], std=[1.0])
     expected = np.asarray(Image.fromarray(train[0]).convert("L").resize((4, 4)))
     assert np.array_equal(task.train.inputs["pixel_values"][0, 0].numpy(), expected)
@@ -314,9 +316,9 @@ def test_images_are_made_grey_and_resized(tmp_path: Path) -> None:
         ({"path": "nowhere"}, "no file or folder 'nowhere'; give a file"),
     ],
 )
-def test_image_errors(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    write(tmp_path, "train", pictures(2))
-    write(tmp_path, "test", pictures(2))
+def test_invalid_image_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    write_images(tmp_path, "train", random_images(2))
+    write_images(tmp_path, "test", random_images(2))
     with pytest.raises((DataError, OptionError), match=message):
         load("images", Key(0), **{"path": str(tmp_path), **options})
 
@@ -324,43 +326,51 @@ def test_image_errors(tmp_path: Path, options: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        ({"images": pictures(2, (4, 6))}, {"images": pictures(2)}, "is 6 by 4; set size"),
+        ({"images": random_images(2, (4, 6))}, {"images": random_images(2)}, "is 6 by 4; set size"),
         (
-            {"images": pictures(1) + pictures(1, (3, 3))},
-            {"images": pictures(2)},
+            {"images": random_images(1) + random_images(1, (3, 3))},
+            {"images": random_images(2)},
             "the image in row 1 of the train part .* is 3 by 3, .* 6 by 6; set size",
         ),
-        ({"images": pictures(2)}, {"images": pictures(2, (4, 4))}, "differ in size between train and test; set size"),
-        ({"images": pictures(2), "label": [0, -1]}, {"images": pictures(2)}, "row 1 of the train part .* has no label"),
         (
-            {"images": pictures(2)},
-            {"images": pictures(2), "classes": ("dog", "cat")},
+            {"images": random_images(2)},
+            {"images": random_images(2, (4, 4))},
+            "differ in size between train and test; set size",
+        ),
+        (
+            {"images": random_images(2), "label": [0, -1]},
+            {"images": random_images(2)},
+            "row 1 of the train part .* has no label",
+        ),
+        (
+            {"images": random_images(2)},
+            {"images": random_images(2), "classes": ("dog", "cat")},
             "name different classes in 'label'",
         ),
     ],
 )
-def test_image_folders_that_do_not_fit(tmp_path: Path, train: Any, test: Any, message: str) -> None:
-    write(tmp_path, "train", **train)
-    write(tmp_path, "test", **test)
+def test_inconsistent_image_parts_are_refused(tmp_path: Path, train: Any, test: Any, message: str) -> None:
+    write_images(tmp_path, "train", **train)
+    write_images(tmp_path, "test", **test)
     with pytest.raises(DataError, match=message):
         load("images", Key(0), path=tmp_path)
 
 
-def album(folder: Path, **counts: int) -> list[np.ndarray]:
+def write_class_folders(folder: Path, **counts: int) -> list[np.ndarray]:
     """Write one folder per class with the given number of images."""
     from PIL import Image
 
     shown = []
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
-        for number, image in enumerate(pictures(count)):
+        for number, image in enumerate(random_images(count)):
             Image.fromarray(image).save(folder / name / f"{number}.png")
             shown.append(image)
     return shown
 
 
 def test_class_folders_become_a_task(tmp_path: Path) -> None:
-    train, test = album(tmp_path / "train", dog=2, cat=3), album(tmp_path / "test", cat=1)
+    train, test = write_class_folders(tmp_path / "train", dog=2, cat=3), write_class_folders(tmp_path / "test", cat=1)
     (tmp_path / "train" / "cat" / ".hidden").write_text("left by a file manager")
     task = load("images", Key(0), path=tmp_path)
     assert task.classes == ("cat", "dog")
@@ -403,9 +413,9 @@ def other_class(folder: Path) -> None:
         (other_class, "cats' is a class that train lacks; did you mean 'cat'"),
     ],
 )
-def test_spoilt_image_folders(spoil: Any, message: str, tmp_path: Path) -> None:
-    album(tmp_path / "train", cat=3, dog=2)
-    album(tmp_path / "test", cat=1)
+def test_broken_class_folders_are_refused(spoil: Any, message: str, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", cat=3, dog=2)
+    write_class_folders(tmp_path / "test", cat=1)
     spoil(tmp_path)
     with pytest.raises(DataError, match=message):
         load("images", Key(0), path=tmp_path)
@@ -419,11 +429,11 @@ def test_spoilt_image_folders(spoil: Any, message: str, tmp_path: Path) -> None:
         ({"bytes": b"no image", "path": None}, "cannot be read: cannot identify image file"),
     ],
 )
-def test_a_spoilt_image_in_a_table_is_named_by_its_row(kept: Any, message: str, tmp_path: Path) -> None:
+def test_broken_image_in_a_table_is_named_by_its_row(kept: Any, message: str, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     for part in "train", "test":
-        write(tmp_path, part, pictures(2))
-    album(tmp_path, cat=1)
+        write_images(tmp_path, part, random_images(2))
+    write_class_folders(tmp_path, cat=1)
     good = {"bytes": (tmp_path / "cat" / "0.png").read_bytes(), "path": None}
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
     table = datasets.Dataset.from_dict({"image": [good, kept], "label": [0, 1]}, features=features)
@@ -432,7 +442,7 @@ def test_a_spoilt_image_in_a_table_is_named_by_its_row(kept: Any, message: str, 
         load("images", Key(0), path=tmp_path)
 
 
-def test_folders_without_data_are_told(tmp_path: Path) -> None:
+def test_folder_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing here")
     with pytest.raises(DataError, match=r"holds no dataset that partita can read; give a file \(parquet"):
         load("images", Key(0), path=tmp_path)
@@ -448,18 +458,18 @@ def test_folders_without_data_are_told(tmp_path: Path) -> None:
         ("images", {"path": ".", "mean": 0.5}, "data.mean is 0.5; it must be a list"),
     ],
 )
-def test_loading_errors(name: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_task_names_and_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         load(name, Key(0), **options)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasets_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the package 'datasets': pip install 'partita\[data\]'"):
         load("images", Key(0), path="anywhere")
 
 
-def test_optional_packages_are_imported_late() -> None:
+def test_data_modules_import_optional_packages_lazily() -> None:
     files = list(Path(partita.data.__path__[0]).glob("*.py"))
     assert {f"partita.data.{file.stem}" for file in files} >= {module.partition(":")[0] for module in INDEX.values()}
     for file in files:

@@ -85,7 +85,7 @@ def png(width: int = 4, height: int = 4, shade: int = 7) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def valid_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Valid files, by name."""
     folder = tmp_path_factory.mktemp("valid")
     table = datasets.Dataset.from_list(ROWS)
@@ -100,7 +100,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def take(file: Path, tokenizer: str) -> object:
+def load_file(file: Path, tokenizer: str) -> object:
     """Load the file as an experiment would."""
     if file.name == "trace.csv":
         return read_trace(file)
@@ -145,7 +145,7 @@ def damages(draw: st.DrawFn) -> Callable[[bytes], bytes]:
     return damage
 
 
-def attempt(name: str, data: bytes, folder: Path, tokenizer: str) -> str | None:
+def try_to_load(name: str, data: bytes, folder: Path, tokenizer: str) -> str | None:
     if name.endswith(".png"):
         for label in ("cat", "dog"):
             (folder / "train" / label).mkdir(parents=True)
@@ -154,7 +154,7 @@ def attempt(name: str, data: bytes, folder: Path, tokenizer: str) -> str | None:
         folder = folder / "train" / "cat"
     (folder / name).write_bytes(data)
     path = folder / name if not name.endswith(".png") else folder
-    message = refusal(lambda: take(folder / name, tokenizer))
+    message = refusal(lambda: load_file(folder / name, tokenizer))
     assert message is None or str(path.parent.parent if path == folder else path) in message, message
     return message
 
@@ -163,26 +163,26 @@ NAMES = ["all.parquet", "classes.parquet", "all.csv", "all.jsonl", "all.json", "
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_file_is_read(name: str, valid: dict[str, bytes], tokenizer: str, tmp_path: Path) -> None:
-    assert attempt(name, valid[name], tmp_path, tokenizer) is None
+def test_valid_file_is_read(name: str, valid_files: dict[str, bytes], tokenizer: str, tmp_path: Path) -> None:
+    assert try_to_load(name, valid_files[name], tmp_path, tokenizer) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"\xff" * 100, b"\n\n", b"PAR1", b"not data"], ids=repr)
-def test_a_file_of_nothing_is_refused_by_name(
-    name: str, data: bytes, valid: dict[str, bytes], tokenizer: str, tmp_path: Path
+def test_file_without_data_is_refused_by_name(
+    name: str, data: bytes, valid_files: dict[str, bytes], tokenizer: str, tmp_path: Path
 ) -> None:
-    assert attempt(name, data, tmp_path, tokenizer) is not None
+    assert try_to_load(name, data, tmp_path, tokenizer) is not None
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(4000, marks=pytest.mark.slow)])
-def test_a_damaged_file_is_read_or_refused_by_name(
-    count: int, valid: dict[str, bytes], tokenizer: str, tmp_path_factory: pytest.TempPathFactory
+def test_damaged_data_file_is_read_or_refused_by_name(
+    count: int, valid_files: dict[str, bytes], tokenizer: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     @given(name=st.sampled_from(NAMES), damage=damages())
     @settings(FUZZ, max_examples=count, derandomize=count < 1000)
     def check(name: str, damage: Callable[[bytes], bytes]) -> None:
-        attempt(name, damage(valid[name]), tmp_path_factory.mktemp("damaged"), tokenizer)
+        try_to_load(name, damage(valid_files[name]), tmp_path_factory.mktemp("damaged"), tokenizer)
 
     check()
 
@@ -191,12 +191,12 @@ def test_a_damaged_file_is_read_or_refused_by_name(
 def test_broken_tags_are_refused_by_row(tags: Any, tokenizer: str, tmp_path: Path) -> None:
     rows = [*WORDS * 3, {"tokens": ["no", "cough"], "tags": tags}]
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    assert attempt("tokens.jsonl", data, tmp_path, tokenizer) is not None
+    assert try_to_load("tokens.jsonl", data, tmp_path, tokenizer) is not None
 
 
 @pytest.mark.parametrize("size", [(10**5, 10**5), (2**31 - 1, 2**31 - 1), (0, 0), (2**32 - 1, 1), (4, 40_000)])
-def test_an_image_whose_header_lies_is_refused(size: tuple[int, int], tokenizer: str, tmp_path: Path) -> None:
-    assert attempt("1.png", png(*size), tmp_path, tokenizer) is not None
+def test_image_with_a_false_header_is_refused(size: tuple[int, int], tokenizer: str, tmp_path: Path) -> None:
+    assert try_to_load("1.png", png(*size), tmp_path, tokenizer) is not None
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_an_image_whose_header_lies_is_refused(size: tuple[int, int], tokenizer:
     ],
     ids=lambda text: text[:40],
 )
-def test_a_broken_trace_is_refused_by_name(text: str, tokenizer: str, tmp_path: Path) -> None:
+def test_broken_trace_is_refused_by_name(text: str, tokenizer: str, tmp_path: Path) -> None:
     assert csv.field_size_limit() < 200_000
-    assert attempt("trace.csv", text.encode(), tmp_path, tokenizer) is not None
+    assert try_to_load("trace.csv", text.encode(), tmp_path, tokenizer) is not None
 
 
-def test_labels_of_a_list_column_are_read(tmp_path: Path) -> None:
+def test_label_lists_are_read_from_a_list_column(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text("".join(json.dumps({"label": ["a", "b"]}) + "\n" for _ in range(10)))
     assert label_lists(load_dataset(str(tmp_path / "all.jsonl"), Key(0)), "label")[0] == ("a", "b")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from example_fixtures import WORDS, encoder
+from example_fixtures import WORDS, write_encoder
 from PIL import Image
 
 from partita.core.dp_settings import PrivacyError
@@ -31,7 +31,7 @@ datasets = pytest.importorskip("datasets")
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(encoder(tmp_path_factory.mktemp("bert") / "model"))
+    return str(write_encoder(tmp_path_factory.mktemp("bert") / "model"))
 
 
 def reviews(count: int = 30) -> list[dict[str, Any]]:

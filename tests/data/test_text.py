@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import batches_of
+from helpers import client_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -89,7 +89,7 @@ def notes(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def tagged(count: int, seed: int = 0) -> list[dict[str, Any]]:
+def tagged_sentences(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Sentences with one entity of one or two words; sentence lengths differ between documents."""
     draw = np.random.default_rng(seed)
     rows = []
@@ -102,7 +102,7 @@ def tagged(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def write(file: Path, rows: list[dict[str, Any]], **features: Any) -> None:
+def write_table(file: Path, rows: list[dict[str, Any]], **features: Any) -> None:
     """Write the rows in the format of the file's suffix."""
     file.parent.mkdir(parents=True, exist_ok=True)
     table = datasets.Dataset.from_list(rows)
@@ -116,7 +116,7 @@ def write(file: Path, rows: list[dict[str, Any]], **features: Any) -> None:
         file.write_text("[" + ",".join(lines) + "]" if file.suffix == ".json" else "\n".join(lines) + "\n")
 
 
-def everything(examples: Examples) -> Batch:
+def take_all(examples: Examples) -> Batch:
     return examples.take(torch.arange(len(examples)))
 
 
@@ -124,7 +124,7 @@ def sentences_of(task: Task, tokenizer: Path) -> list[str]:
     from transformers import AutoTokenizer
 
     decode = AutoTokenizer.from_pretrained(tokenizer)
-    return decode.batch_decode(everything(task.train).inputs["input_ids"], skip_special_tokens=True)
+    return decode.batch_decode(take_all(task.train).inputs["input_ids"], skip_special_tokens=True)
 
 
 # Rows of tokens
@@ -136,7 +136,7 @@ def sentences_of(task: Task, tokenizer: Path) -> list[str]:
     data=st.data(),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_batch_is_its_rows_padded_to_the_longest(rows: list[list[int]], limit: int, data: st.DataObject) -> None:
+def test_batch_is_padded_to_its_longest_row(rows: list[list[int]], limit: int, data: st.DataObject) -> None:
     picked = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=9))
     longest = max(len(rows[place]) for place in picked)
     width = min(limit, 8 * math.ceil(longest / 8))
@@ -153,7 +153,7 @@ def test_a_batch_is_its_rows_padded_to_the_longest(rows: list[list[int]], limit:
     ]
 
 
-def test_rows_must_fit_their_limit_and_their_targets() -> None:
+def test_ragged_rows_must_fit_limit_and_targets() -> None:
     with pytest.raises(DataError, match="rows have 0 to 2 tokens, not 1 to 4"):
         ragged([[1, 2], []], 4, targets=torch.zeros(2))
     with pytest.raises(DataError, match="rows have 1 to 5 tokens, not 1 to 4"):
@@ -169,33 +169,33 @@ def test_rows_must_fit_their_limit_and_their_targets() -> None:
 
 def as_parquet(folder: Path) -> Path:
     for part, seed in ("train", 0), ("test", 1):
-        write(folder / f"{part}.parquet", notes(12, seed))
+        write_table(folder / f"{part}.parquet", notes(12, seed))
     return folder
 
 
 def as_named_classes(folder: Path) -> Path:
     for part, seed in ("train", 0), ("test", 1):
-        write(folder / f"{part}.parquet", notes(12, seed), label=datasets.ClassLabel(names=["cough", "fever"]))
+        write_table(folder / f"{part}.parquet", notes(12, seed), label=datasets.ClassLabel(names=["cough", "fever"]))
     return folder
 
 
 def as_csv(folder: Path) -> Path:
     for part, seed in ("train", 0), ("test", 1):
-        write(folder / f"{part}.csv", notes(12, seed))
+        write_table(folder / f"{part}.csv", notes(12, seed))
     return folder
 
 
 def as_json(folder: Path) -> Path:
     for part, seed in ("train", 0), ("test", 1):
-        write(folder / f"{part}.json", notes(12, seed))
+        write_table(folder / f"{part}.json", notes(12, seed))
     return folder
 
 
 def as_shards(folder: Path) -> Path:
     rows = notes(12)
-    write(folder / "data" / "train-00000-of-00002.jsonl", rows[:5])
-    write(folder / "data" / "train-00001-of-00002.jsonl", rows[5:])
-    write(folder / "data" / "test-00000-of-00001.jsonl", notes(12, 1))
+    write_table(folder / "data" / "train-00000-of-00002.jsonl", rows[:5])
+    write_table(folder / "data" / "train-00001-of-00002.jsonl", rows[5:])
+    write_table(folder / "data" / "test-00000-of-00001.jsonl", notes(12, 1))
     return folder
 
 
@@ -218,7 +218,7 @@ def test_every_format_gives_the_same_task(make: Callable[[Path], Path], tmp_path
     assert list(split(task, "by_column", key=Key(0), column="site").clients) == ["north", "south"]
 
 
-def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, bert: Path) -> None:
+def test_token_ids_match_the_tokenizer(tmp_path: Path, bert: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bert)
@@ -234,21 +234,21 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, bert: Path) -> None:
 
 
 @pytest.mark.parametrize("numbers", [True, False])
-def test_labels_may_be_numbers_or_texts(numbers: bool, tmp_path: Path, bert: Path) -> None:
+def test_labels_can_be_numbers_or_texts(numbers: bool, tmp_path: Path, bert: Path) -> None:
     rows = [{**row, "label": 7 if row["label"] == "fever" else 12} if numbers else row for row in notes(12)]
-    write(tmp_path / "train.csv", rows)
-    write(tmp_path / "test.csv", rows[:3])
+    write_table(tmp_path / "train.csv", rows)
+    write_table(tmp_path / "test.csv", rows[:3])
     task = load("text", Key(0), path=tmp_path, tokenizer=str(bert), max_length=16)
     assert task.classes == (("7", "12") if numbers else ("cough", "fever"))
     assert [task.classes[code] for code in task.labels()] == [str(row["label"]) for row in rows]
 
 
-def test_several_labels_are_zeros_and_ones(tmp_path: Path, bert: Path) -> None:
+def test_label_lists_become_multi_label_targets(tmp_path: Path, bert: Path) -> None:
     rows = [{"text": "fever", "labels": labels} for labels in ([0, 2], [], [1], [2, 2])]
     named = datasets.List(datasets.ClassLabel(names=["x", "y", "z"]))
     for part in "train", "test":
-        write(tmp_path / f"{part}.parquet", rows, labels=named)
-        write(
+        write_table(tmp_path / f"{part}.parquet", rows, labels=named)
+        write_table(
             tmp_path / "other" / f"{part}.jsonl", [{**row, "labels": ["xyz"[n] for n in row["labels"]]} for row in rows]
         )
     for folder in tmp_path, tmp_path / "other":
@@ -260,14 +260,14 @@ def test_several_labels_are_zeros_and_ones(tmp_path: Path, bert: Path) -> None:
             split(task, "dirichlet", 2, key=Key(0), alpha=1.0, min_examples=1)
 
 
-def test_a_test_part_is_cut_by_key_where_there_is_none(tmp_path: Path, bert: Path) -> None:
+def test_missing_test_part_is_split_off_by_key(tmp_path: Path, bert: Path) -> None:
     rows = [{"text": " ".join(["fever"] * (1 + number)), "label": number % 2} for number in range(10)]
-    write(tmp_path / "all.csv", rows)
+    write_table(tmp_path / "all.csv", rows)
 
     def lengths(seed: int, **more: Any) -> tuple[list[int], list[int]]:
         task = load("text", Key(seed), path=tmp_path / "all.csv", tokenizer=str(bert), max_length=16, **more)
         assert task.name == "all"
-        kept, held = (everything(part).inputs["attention_mask"].sum(1) - 2 for part in (task.train, task.test))
+        kept, held = (take_all(part).inputs["attention_mask"].sum(1) - 2 for part in (task.train, task.test))
         return kept.tolist(), held.tolist()
 
     kept, held = lengths(0)
@@ -285,9 +285,9 @@ def test_a_test_part_is_cut_by_key_where_there_is_none(tmp_path: Path, bert: Pat
             lengths(0, test=share)
 
 
-def test_another_part_may_be_tested_on(tmp_path: Path, bert: Path) -> None:
-    write(tmp_path / "train.csv", notes(12))
-    write(tmp_path / "validation.csv", notes(5, 2))
+def test_another_part_can_be_the_test_part(tmp_path: Path, bert: Path) -> None:
+    write_table(tmp_path / "train.csv", notes(12))
+    write_table(tmp_path / "validation.csv", notes(5, 2))
     options = {"path": tmp_path, "tokenizer": str(bert), "max_length": 16}
     assert len(load("text", Key(0), test="validation", **options).test) == 5
     assert len(load("text", Key(0), **options).test) == 2  # cut from the twelve: a validation part is not meant for it
@@ -295,7 +295,7 @@ def test_another_part_may_be_tested_on(tmp_path: Path, bert: Path) -> None:
         load("text", Key(0), test="valid", **options)
 
 
-def test_the_hub_is_asked_for_what_is_no_folder(monkeypatch: pytest.MonkeyPatch, bert: Path) -> None:
+def test_path_that_is_no_folder_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch, bert: Path) -> None:
     asked: list[tuple[str, str | None]] = []
 
     def fake(name: str, config: str | None) -> Any:
@@ -325,11 +325,11 @@ def test_the_hub_is_asked_for_what_is_no_folder(monkeypatch: pytest.MonkeyPatch,
 # Refusals before training
 
 
-def table(file: str, rows: list[dict[str, Any]]) -> Callable[[Path], Any]:
-    return lambda folder: write(folder / file, rows)
+def table_file(file: str, rows: list[dict[str, Any]]) -> Callable[[Path], Any]:
+    return lambda folder: write_table(folder / file, rows)
 
 
-def plain(file: str, content: bytes) -> Callable[[Path], Any]:
+def raw_file(file: str, content: bytes) -> Callable[[Path], Any]:
     return lambda folder: (folder / file).write_bytes(content)
 
 
@@ -344,24 +344,24 @@ GOOD = [{"text": "fever", "label": "a"}, {"text": "cough", "label": "b"}]
         ([], {"text": "number"}, "column 'number' of the train part .* holds no text"),
         ([], {"label": "share"}, "column 'share' .* holds float64, but labels are classes, texts or integers"),
         (
-            [table("train.csv", [*GOOD, {"text": " ", "label": "a"}])],
+            [table_file("train.csv", [*GOOD, {"text": " ", "label": "a"}])],
             {},
             "row 2 of the train part .* no text in 'text'",
         ),
         (
-            [table("test.csv", [*GOOD, {"text": "fever", "label": ""}])],
+            [table_file("test.csv", [*GOOD, {"text": "fever", "label": ""}])],
             {},
             "row 2 of the test part .* has no label",
         ),
         (
-            [table("test.csv", [*GOOD, {"text": "fever", "label": "c"}])],
+            [table_file("test.csv", [*GOOD, {"text": "fever", "label": "c"}])],
             {},
             "row 2 of the test part .* has the label 'c' in 'label', which no train row has",
         ),
-        ([plain("test.csv", b"text,label\n")], {}, "the test part of .* is empty"),
-        ([plain("test.csv", b"")], {}, r"the csv file '.*test\.csv' cannot be read: "),
+        ([raw_file("test.csv", b"text,label\n")], {}, "the test part of .* is empty"),
+        ([raw_file("test.csv", b"")], {}, r"the csv file '.*test\.csv' cannot be read: "),
         (
-            [plain("train.parquet", b"PAR1 not really")],
+            [raw_file("train.parquet", b"PAR1 not really")],
             {},
             r"has the part 'train' as \.csv and \.parquet; keep one",
         ),
@@ -373,12 +373,12 @@ GOOD = [{"text": "fever", "label": "a"}, {"text": "cough", "label": "b"}]
         ([], {"max_length": 2}, "tokens, not 2"),
     ],
 )
-def test_texts_that_are_refused(
+def test_invalid_text_data_is_refused(
     makes: list[Callable[[Path], Any]], options: dict[str, Any], message: str, tmp_path: Path, bert: Path
 ) -> None:
     more = {"number": 1, "share": 0.5}
     for part in "train", "test":
-        write(tmp_path / f"{part}.csv", [{**row, **more} for row in GOOD])
+        write_table(tmp_path / f"{part}.csv", [{**row, **more} for row in GOOD])
     for make in makes:
         make(tmp_path)
     with pytest.raises(DataError, match=message):
@@ -394,22 +394,22 @@ def test_texts_that_are_refused(
         ("all.txt", b"fever", r"all\.txt' is not one of parquet, csv, json, jsonl"),
     ],
 )
-def test_files_that_cannot_be_read(file: str, content: bytes, message: str, tmp_path: Path, bert: Path) -> None:
+def test_unreadable_data_files_are_refused(file: str, content: bytes, message: str, tmp_path: Path, bert: Path) -> None:
     (tmp_path / file).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load("text", Key(0), path=tmp_path / file, tokenizer=str(bert), max_length=16)
 
 
-def test_rows_are_named_as_the_file_counts_them(tmp_path: Path, bert: Path) -> None:
+def test_errors_number_rows_as_in_the_file(tmp_path: Path, bert: Path) -> None:
     rows = [{"text": "fever", "label": "a"}] * 40
     rows[33] = {"text": "", "label": "a"}
-    write(tmp_path / "all.jsonl", rows)
+    write_table(tmp_path / "all.jsonl", rows)
     for seed in range(8):  # it is cut off with the test part for some of them
         with pytest.raises(DataError, match=r"row 33 of the train part of '.*all\.jsonl' has no text in 'text'"):
             load("text", Key(seed), path=tmp_path / "all.jsonl", tokenizer=str(bert), max_length=16)
 
 
-def test_tokenizers_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_tokenizers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import BertConfig
 
     as_csv(tmp_path / "notes")
@@ -424,11 +424,11 @@ def test_tokenizers_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # Words and tags
 
 
-def test_the_first_piece_of_a_word_bears_its_tag(tmp_path: Path, bert: Path) -> None:
+def test_first_token_of_a_word_gets_its_tag(tmp_path: Path, bert: Path) -> None:
     words = ["patient", "reports", "severe", "heartburns", "\u200b", "zebra", "fever"]
     names = ["O", "O", "B-Sign", "I-Sign", "O", "O", "B-Sign"]
     for part in "train", "test":
-        write(tmp_path / f"{part}.jsonl", [{"tokens": words, "tags": names}, {"tokens": ["a"], "tags": ["O"]}])
+        write_table(tmp_path / f"{part}.jsonl", [{"tokens": words, "tags": names}, {"tokens": ["a"], "tags": ["O"]}])
     task = load("tokens", Key(0), path=tmp_path, tokenizer=str(bert), max_length=16)
     assert task.kind is TOKENS
     assert task.classes == ("B-Sign", "I-Sign", "O")
@@ -442,18 +442,18 @@ def test_the_first_piece_of_a_word_bears_its_tag(tmp_path: Path, bert: Path) -> 
     assert batch.targets[1].tolist() == [none, outside, *[none] * 14]
 
 
-def test_words_of_a_tokenizer_of_bytes_have_a_space_before_them(tmp_path: Path, gpt: Path) -> None:
-    write(tmp_path / "all.jsonl", [{"tokens": ["no", "fever"], "tags": ["O", "B-Sign"]}] * 5)
+def test_byte_level_tokenizer_gets_a_space_before_each_word(tmp_path: Path, gpt: Path) -> None:
+    write_table(tmp_path / "all.jsonl", [{"tokens": ["no", "fever"], "tags": ["O", "B-Sign"]}] * 5)
     task = load("tokens", Key(0), path=tmp_path / "all.jsonl", tokenizer=str(gpt), max_length=16)
     batch = task.train.take(torch.tensor([0]))
     assert (batch.targets[0] != IGNORE_INDEX).nonzero().flatten().tolist() == [0, 3]  # of " no fever"
 
 
-def test_long_sentences_are_refused_unless_they_may_be_cut(tmp_path: Path, bert: Path) -> None:
+def test_long_sentences_are_refused_unless_truncated(tmp_path: Path, bert: Path) -> None:
     long = {"tokens": ["fever"] * 9, "tags": ["B-Sign"] * 9}
     short = {"tokens": ["no", "fever"], "tags": ["O", "B-Sign"]}
-    write(tmp_path / "train.jsonl", [short, long, long])
-    write(tmp_path / "test.jsonl", [short])
+    write_table(tmp_path / "train.jsonl", [short, long, long])
+    write_table(tmp_path / "test.jsonl", [short])
     options = {"path": tmp_path, "tokenizer": str(bert), "max_length": 8}
     told = "2 of 3 sentences are longer than max_length = 8 tokens, the first is row 1 .* with 11; raise max_length, or"
     with pytest.raises(DataError, match=told):
@@ -478,16 +478,16 @@ def test_long_sentences_are_refused_unless_they_may_be_cut(tmp_path: Path, bert:
         ({"tokens": ["fever"], "tags": [None]}, "row 1 .* has no label in 'tags'"),
     ],
 )
-def test_sentences_that_are_refused(row: dict[str, Any], message: str, tmp_path: Path, bert: Path) -> None:
+def test_invalid_tagged_sentences_are_refused(row: dict[str, Any], message: str, tmp_path: Path, bert: Path) -> None:
     good = {"tokens": ["severe", "fever"], "tags": ["B-Sign", "I-Sign"]}
-    write(tmp_path / "train.jsonl", [good, {"tokens": ["no"], "tags": ["O"]}])
-    write(tmp_path / "test.jsonl", [good, row])
+    write_table(tmp_path / "train.jsonl", [good, {"tokens": ["no"], "tags": ["O"]}])
+    write_table(tmp_path / "test.jsonl", [good, row])
     with pytest.raises(DataError, match=message):
         load("tokens", Key(0), path=tmp_path, tokenizer=str(bert), max_length=16)
 
 
 def test_tags_must_be_bio(tmp_path: Path, bert: Path) -> None:
-    write(tmp_path / "all.jsonl", [{"tokens": ["fever"], "tags": ["NOUN"], "text": "fever"}] * 5)
+    write_table(tmp_path / "all.jsonl", [{"tokens": ["fever"], "tags": ["NOUN"], "text": "fever"}] * 5)
     options = {"path": tmp_path / "all.jsonl", "tokenizer": str(bert), "max_length": 16}
     with pytest.raises(DataError, match=r"'NOUN' in .* is not a BIO tag; use O, B-type and I-type"):
         load("tokens", Key(0), **options)
@@ -498,7 +498,7 @@ def test_tags_must_be_bio(tmp_path: Path, bert: Path) -> None:
 # Running text
 
 
-def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> None:
+def test_language_model_blocks_cover_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gpt)
@@ -506,8 +506,8 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
         {"text": text, "role": role}
         for role, text in zip("abab", ["to be or not", "ayes", "to be", "not"], strict=True)
     ]
-    write(tmp_path / "train.csv", rows)
-    write(tmp_path / "test.csv", [{"text": "or", "role": "c"}])
+    write_table(tmp_path / "train.csv", rows)
+    write_table(tmp_path / "test.csv", [{"text": "or", "role": "c"}])
     options = {"path": tmp_path, "tokenizer": str(gpt), "block_size": 8}
     task = load("lm", Key(0), group="role", **options)
     assert (task.kind, task.classes) == (LM, ())
@@ -527,7 +527,7 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
         assert len(places) == math.ceil((len(stream) - 1) / 8)
     whole = load("lm", Key(0), **options)
     assert whole.columns == {}
-    assert int((everything(whole.train).targets != IGNORE_INDEX).sum()) == sum(len(row["text"]) + 1 for row in rows) - 1
+    assert int((take_all(whole.train).targets != IGNORE_INDEX).sum()) == sum(len(row["text"]) + 1 for row in rows) - 1
     assert list(split(task, "by_column", key=Key(0), column="role").clients) == ["a", "b"]
     with pytest.raises(DataError, match="one class per example"):
         split(task, "dirichlet", 2, key=Key(0), alpha=1.0, min_examples=1)
@@ -538,23 +538,23 @@ def test_blocks_tell_every_token_of_a_group_once(tmp_path: Path, gpt: Path) -> N
 # Metrics
 
 
-def answers(logits: Tensor, targets: Tensor, losses: Tensor, size: int = 7) -> Iterator[Predictions]:
+def prediction_batches(logits: Tensor, targets: Tensor, losses: Tensor, size: int = 7) -> Iterator[Predictions]:
     for part in torch.arange(len(targets)).split(size):
         yield Predictions(logits[part], targets[part], losses[part])
 
 
-def draws(*shape: int, seed: int = 0) -> Tensor:
+def random_normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_one_class_is_judged_as_scikit_learn_does() -> None:
+def test_single_label_metrics_match_scikit_learn() -> None:
     from sklearn import metrics
 
-    logits, targets = draws(60, 5), torch.arange(60) % 4  # the last class never occurs
+    logits, targets = random_normal(60, 5), torch.arange(60) % 4  # the last class never occurs
     logits[range(60), targets] += 1.0
     logits[:, 4] -= 9.0
     losses = functional.cross_entropy(logits, targets, reduction="none")
-    found = SingleLabel()(answers(logits, targets, losses))
+    found = SingleLabel()(prediction_batches(logits, targets, losses))
     guesses, chances = logits.argmax(1), logits.softmax(1)
     apart = [metrics.roc_auc_score(targets == place, chances[:, place]) for place in range(4)]
     assert found == pytest.approx(
@@ -566,23 +566,23 @@ def test_one_class_is_judged_as_scikit_learn_does() -> None:
             "loss": float(losses.mean()),
         }
     )
-    plain = ACCURACY(answers(logits, targets, losses))
+    plain = ACCURACY(prediction_batches(logits, targets, losses))
     assert plain == pytest.approx({name: found[name] for name in ("accuracy", "loss")})
-    alone = SingleLabel()(answers(logits[:1], targets[:1], losses[:1]))
+    alone = SingleLabel()(prediction_batches(logits[:1], targets[:1], losses[:1]))
     assert "auroc" not in alone  # one class cannot be ranked against others
-    unsound = SingleLabel()(answers(logits * math.nan, targets, losses))
+    unsound = SingleLabel()(prediction_batches(logits * math.nan, targets, losses))
     assert "auroc" not in unsound
 
 
-def test_several_classes_are_judged_as_scikit_learn_does() -> None:
+def test_multi_label_metrics_match_scikit_learn() -> None:
     from sklearn import metrics
 
-    truth = (draws(60, 5, seed=1) > 0.5).float()
+    truth = (random_normal(60, 5, seed=1) > 0.5).float()
     truth[:, 4] = 0.0
-    logits = draws(60, 5) + truth
+    logits = random_normal(60, 5) + truth
     logits[:, 4] = -1.0  # a class that neither occurs nor is predicted
     losses = functional.binary_cross_entropy_with_logits(logits, truth, reduction="none").mean(1)
-    found = MultiLabel()(answers(logits, truth, losses))
+    found = MultiLabel()(prediction_batches(logits, truth, losses))
     guesses = (logits.sigmoid() > 0.5).long()
     assert found == pytest.approx(
         {
@@ -592,11 +592,11 @@ def test_several_classes_are_judged_as_scikit_learn_does() -> None:
             "loss": float(losses.mean()),
         }
     )
-    nothing = MultiLabel()(answers(-torch.ones(3, 5), torch.zeros(3, 5), torch.ones(3)))
+    nothing = MultiLabel()(prediction_batches(-torch.ones(3, 5), torch.zeros(3, 5), torch.ones(3)))
     assert nothing == {"loss": 1.0}  # with nothing to find and nothing found, there is no F1
 
 
-def test_entities_are_judged_as_seqeval_does() -> None:
+def test_entity_metrics_match_seqeval() -> None:
     seqeval = pytest.importorskip("seqeval.metrics")
     from seqeval.scheme import IOB2
 
@@ -608,7 +608,7 @@ def test_entities_are_judged_as_seqeval_does() -> None:
     logits = functional.one_hot(told, 5).float()
     each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(3, 6)
     losses = each.sum(1) / (targets != IGNORE_INDEX).sum(1)
-    found = Entities(tags)(answers(logits, targets, losses, size=2))
+    found = Entities(tags)(prediction_batches(logits, targets, losses, size=2))
     kept = targets != IGNORE_INDEX
     truths, guesses = (
         [[tags[tag] for tag in row[real]] for row, real in zip(rows, kept, strict=True)] for rows in (targets, told)
@@ -624,11 +624,11 @@ def test_entities_are_judged_as_seqeval_does() -> None:
         }
     )
     assert (found["precision"], found["recall"]) == (2 / 4, 2 / 4)  # I-Sign alone is no entity; half a one is wrong
-    silent = Entities(tags)(answers(logits[2:] * 0, targets[2:], losses[2:]))
+    silent = Entities(tags)(prediction_batches(logits[2:] * 0, targets[2:], losses[2:]))
     assert silent.keys() == {"accuracy", "loss"}  # no entity present and none predicted
 
 
-def test_without_seqeval_the_remedy_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_seqeval_is_reported_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partita.evaluation.metrics.find_spec", lambda name: None)
     with pytest.raises(EvaluationError, match=re.escape("pip install 'partita[text]'")):
         TOKENS.evaluator(tuple(TAGS))
@@ -638,15 +638,15 @@ def tokens_table() -> RaggedExamples:
     return ragged([[1, 2]], 4, tags=[[0, 1]])
 
 
-def test_perplexity_is_of_the_mean_token_and_not_of_the_mean_text(tmp_path: Path, gpt: Path) -> None:
-    write(
+def test_perplexity_averages_over_tokens_not_texts(tmp_path: Path, gpt: Path) -> None:
+    write_table(
         tmp_path / "all.csv",
         [{"text": "to be or not to be, " * count, "role": str(count)} for count in (1, 2, 3, 9) * 3],
     )
     task = load("lm", Key(0), path=tmp_path / "all.csv", group="role", tokenizer=str(gpt), block_size=16)
     model = build("pretrained", task, Key(0), path=str(gpt))
     found = score(model, model.initial, task.train, NextToken())
-    batch = everything(task.train)
+    batch = take_all(task.train)
     with torch.no_grad():
         logits = model(model.initial, batch.inputs).logits
     loss = float(functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX))
@@ -662,17 +662,17 @@ def table_for(kind: str, folder: Path) -> dict[str, Any]:
     """Write a small table of this kind of task, and return the options that load it."""
     if kind == "text":
         for part, seed in ("train", 0), ("test", 1):
-            write(folder / f"{part}.csv", notes(30, seed))
+            write_table(folder / f"{part}.csv", notes(30, seed))
         return {"name": "text", "path": str(folder), "max_length": 20}
     if kind == "tokens":
         named = datasets.List(datasets.ClassLabel(names=TAGS))
-        numbers = [{**row, "tags": [TAGS.index(tag) for tag in row["tags"]]} for row in tagged(30)]
-        write(folder / "train.parquet", numbers, tags=named)
-        write(folder / "test.parquet", numbers[:10], tags=named)
+        numbers = [{**row, "tags": [TAGS.index(tag) for tag in row["tags"]]} for row in tagged_sentences(30)]
+        write_table(folder / "train.parquet", numbers, tags=named)
+        write_table(folder / "test.parquet", numbers[:10], tags=named)
         return {"name": "tokens", "path": str(folder), "max_length": 20}
     rows = [{"text": "to be or not to be, " * length, "role": f"r{length}"} for length in (1, 2, 3)] * 4
-    write(folder / "train.jsonl", [*rows, {"text": "to be", "role": "r0"}])
-    write(folder / "test.jsonl", rows[:3])
+    write_table(folder / "train.jsonl", [*rows, {"text": "to be", "role": "r0"}])
+    write_table(folder / "test.jsonl", rows[:3])
     return {"name": "lm", "path": str(folder), "group": "role", "block_size": 20}
 
 
@@ -680,7 +680,7 @@ COLUMN = {"text": "site", "tokens": "document", "lm": "role"}
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "lm"])
-def test_clients_of_different_lengths_train_side_by_side_as_alone(
+def test_clients_with_texts_of_different_lengths_train_in_a_block_as_alone(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     path = str(request.getfixturevalue("gpt" if kind == "lm" else "bert"))
@@ -690,7 +690,7 @@ def test_clients_of_different_lengths_train_side_by_side_as_alone(
     model = build("pretrained", task, Key(0), path=path)
     run = Run(fedavg(), Training(0.1, SGD(), batch_size=3), 1, Key(0))
     widths = [
-        [part.take(indices).inputs["input_ids"].shape[1] for indices in batches_of(run, 0, client, part)]
+        [part.take(indices).inputs["input_ids"].shape[1] for indices in client_batches(run, 0, client, part)]
         for client, part in ((client, federation[client].train) for client in federation.clients)
     ]  # (client, step)
     assert any(len(set(at_one_step)) > 1 for at_one_step in zip(*widths, strict=False))
@@ -725,7 +725,7 @@ test = 0.3
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "lm"])
-def test_a_run_from_end_to_end(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_text_runs_work_end_to_end(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     raw = tomllib.loads(CONFIG)
     raw["data"] = table_for(kind, tmp_path / "data")  # no tokenizer is named: it is the model's
     raw["model"] = {"name": "pretrained", "path": str(request.getfixturevalue("gpt" if kind == "lm" else "bert"))}
@@ -746,7 +746,7 @@ def test_a_run_from_end_to_end(kind: str, tmp_path: Path, request: pytest.Fixtur
     assert run_folder.finished(tmp_path / "run") is not None
 
 
-def test_a_model_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+def test_text_task_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     from partita.experiment.builder import build as build_experiment
 
     raw = tomllib.loads(CONFIG)
@@ -767,7 +767,9 @@ def test_a_model_without_a_tokenizer_is_told(tmp_path: Path) -> None:
         ("tokens", "bc5cdr", {"truncate": True}, (4560, 4797, 5)),
     ],
 )
-def test_real_data(name: str, folder: str, options: dict[str, Any], sizes: tuple[int, int, int], bert: Path) -> None:
+def test_real_data_sets_load_with_known_sizes(
+    name: str, folder: str, options: dict[str, Any], sizes: tuple[int, int, int], bert: Path
+) -> None:
     if not (SHARED / folder).is_dir():
         pytest.skip(f"{folder} is not here")
     task = load(name, Key(0), path=SHARED / folder, tokenizer=str(bert), max_length=20, **options)

@@ -6,47 +6,49 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Clients, play, run_of, small
+from helpers import Clients, play, toy_model, toy_run
 
 from partita.core import tensors
 from partita.core.rng import Key
 from partita.engines.availability import Availability, TraceError, read_trace
 from partita.methods.fedavg import fedavg
 
-MANY = [(number, f"c{client}") for number in range(40) for client in range(100)]
+ROUND_CLIENT_PAIRS = [(number, f"c{client}") for number in range(40) for client in range(100)]
 
 
-def drawn(availability: Availability, seed: int = 0) -> np.ndarray:
-    return np.array([availability.completed_fraction(Key(seed), number, client) for number, client in MANY])
+def completed_fractions(availability: Availability, seed: int = 0) -> np.ndarray:
+    return np.array(
+        [availability.completed_fraction(Key(seed), number, client) for number, client in ROUND_CLIENT_PAIRS]
+    )
 
 
-def test_without_faults_all_work_is_done() -> None:
-    assert set(drawn(Availability())) == {1.0}
+def test_default_availability_completes_all_work() -> None:
+    assert set(completed_fractions(Availability())) == {1.0}
 
 
 @pytest.mark.parametrize(("dropout", "straggle"), [(0.1, 0.0), (0.0, 0.4), (0.3, 0.5), (1.0, 0.5)])
-def test_rates_are_met_and_shares_are_uniform(dropout: float, straggle: float) -> None:
-    work = drawn(Availability(dropout, straggle))
+def test_dropout_and_straggler_rates_are_met(dropout: float, straggle: float) -> None:
+    work = completed_fractions(Availability(dropout, straggle))
     lost, slow = work == 0, (work > 0) & (work < 1)
     for rate, seen in ((dropout, lost.mean()), ((1 - dropout) * straggle, slow.mean())):
-        assert abs(seen - rate) <= 4 * np.sqrt(rate * (1 - rate) / len(MANY))
+        assert abs(seen - rate) <= 4 * np.sqrt(rate * (1 - rate) / len(ROUND_CLIENT_PAIRS))
     if slow.sum() > 100:
         shares = np.sort(work[slow])
         assert np.abs(shares - np.linspace(0, 1, len(shares))).max() < 1.95 / np.sqrt(len(shares))
 
 
-def test_draws_are_keyed_by_round_and_client() -> None:
+def test_availability_is_keyed_by_round_and_client() -> None:
     availability = Availability(0.5, 0.5)
-    work = drawn(availability).reshape(40, 100)
-    assert np.array_equal(work.ravel(), drawn(availability))
-    assert not np.array_equal(work.ravel(), drawn(availability, seed=1))
+    work = completed_fractions(availability).reshape(40, 100)
+    assert np.array_equal(work.ravel(), completed_fractions(availability))
+    assert not np.array_equal(work.ravel(), completed_fractions(availability, seed=1))
     assert len({tuple(row) for row in work}) == 40
     assert len({tuple(column) for column in work.T}) == 100
     # Dropping out and straggling are independent: among present clients the straggler rate is as requested.
     assert abs((work[work > 0] < 1).mean() - 0.5) < 0.05
 
 
-def test_a_trace_decides_where_it_speaks() -> None:
+def test_trace_overrides_the_rates() -> None:
     availability = Availability(client_dropout=1.0, trace={(3, "c7"): 0.25, (4, "c7"): 1.0})
     assert [availability.completed_fraction(Key(0), number, "c7") for number in (2, 3, 4)] == [0.0, 0.25, 1.0]
     assert availability.completed_fraction(Key(0), 3, "c8") == 0.0
@@ -56,14 +58,14 @@ def test_a_trace_decides_where_it_speaks() -> None:
     ("rate", "value"),
     [("client_dropout", -0.1), ("client_dropout", 1.1), ("straggler_rate", 2.0), ("straggler_rate", float("nan"))],
 )
-def test_a_rate_that_is_no_probability_is_named(rate: str, value: float) -> None:
+def test_rate_outside_zero_to_one_is_refused(rate: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"federation.{rate} is {value}; it must be a probability from 0 to 1"):
         Availability(**{rate: value})
 
 
-def test_a_trace_is_played_by_the_engine() -> None:
-    model, population = small(), Clients(a=8, b=8)
-    run = run_of(fedavg(), 2, epochs=2)
+def test_engine_follows_a_trace() -> None:
+    model, population = toy_model(), Clients(a=8, b=8)
+    run = toy_run(fedavg(), 2, epochs=2)
     plain = play(run, model, population)
     traced = play(run, model, population, availability=Availability(trace={(0, "a"): 0.0, (1, "b"): 0.5}))
     assert [[(lost.client, lost.reason) for lost in each.lost] for each in traced] == [
@@ -76,17 +78,17 @@ def test_a_trace_is_played_by_the_engine() -> None:
     assert not tensors.equal(full[1].server.params, traced[1].server.params)
 
 
-def write(folder: Path, text: str) -> Path:
+def write_trace(folder: Path, text: str) -> Path:
     path = folder / "trace.csv"
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def test_a_trace_is_read(tmp_path: Path) -> None:
+def test_trace_file_is_read(tmp_path: Path) -> None:
     text = "round,client,work\n3,c7,0.5\n0,ü b,0\n12,c7,1\n"
-    assert read_trace(write(tmp_path, text)) == {(3, "c7"): 0.5, (0, "ü b"): 0.0, (12, "c7"): 1.0}
-    assert read_trace(write(tmp_path, "work,round,client\n0.5,3,c7\n")) == {(3, "c7"): 0.5}
-    assert read_trace(write(tmp_path, "round,client,work\n")) == {}
+    assert read_trace(write_trace(tmp_path, text)) == {(3, "c7"): 0.5, (0, "ü b"): 0.0, (12, "c7"): 1.0}
+    assert read_trace(write_trace(tmp_path, "work,round,client\n0.5,3,c7\n")) == {(3, "c7"): 0.5}
+    assert read_trace(write_trace(tmp_path, "round,client,work\n")) == {}
 
 
 @pytest.mark.parametrize(
@@ -99,18 +101,18 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         ("round,client,work\n3,c7,nan\n", 2, "work is nan; it must be a fraction"),
     ],
 )
-def test_a_trace_that_cannot_be_read_names_file_and_line(tmp_path: Path, text: str, line: int, what: str) -> None:
+def test_invalid_trace_line_is_refused_with_file_and_line(tmp_path: Path, text: str, line: int, what: str) -> None:
     with pytest.raises(TraceError, match=rf"trace.csv, line {line}: {what}"):
-        read_trace(write(tmp_path, text))
+        read_trace(write_trace(tmp_path, text))
 
 
 @pytest.mark.parametrize("text", ["round,client\n3,c7\n", "3,c7,0.5\n4,c7,0.5\n", ""])
-def test_a_trace_without_its_columns_is_named(tmp_path: Path, text: str) -> None:
+def test_trace_without_required_columns_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(TraceError, match=r"trace.csv has no column '(work|round)'; its first line must be 'round,cl"):
-        read_trace(write(tmp_path, text))
+        read_trace(write_trace(tmp_path, text))
 
 
-def test_a_trace_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
+def test_missing_or_binary_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cannot read the trace .*absent.csv: No such file"):
         read_trace(tmp_path / "absent.csv")
     (tmp_path / "trace.csv").write_bytes(b"round,client,work\n\xff\xfe,\x00,1\n")

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from helpers import SMALL_TASK, distance, last
+from helpers import SMALL_TASK, final_params, max_difference
 
 from partita import models
 from partita.core import tensors
@@ -63,7 +63,7 @@ models.INDEX["plain"] = "plain_model:plain"
 """
 
 # A site that starts its first job, touches a file, and hangs.
-HANGS = """import os
+HANGING_SITE = """import os
 import time
 from pathlib import Path
 
@@ -89,19 +89,19 @@ app.evaluate()(honest)
 
 
 @pytest.fixture(autouse=True)
-def plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def register_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the model in this process; OWN_MODEL does so in the started ones."""
     monkeypatch.setitem(models.INDEX, "plain", "plain_model:plain")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def found_by_all() -> Iterator[None]:
+def tests_on_python_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
         yield
 
 
-def written(
+def write_app(
     folder: Path,
     method: str = "fedavg",
     options: str = "",
@@ -126,7 +126,7 @@ def wait_until(what: str, happened: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def gone(group: int) -> bool:
+def has_ended(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -134,11 +134,9 @@ def gone(group: int) -> bool:
     return False
 
 
-def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_survives_a_site_killed_during_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
-    app = written(tmp_path, client=HANGS)
+    app = write_app(tmp_path, client=HANGING_SITE)
     with deploy_locally(["c0", "c1", "c2"], tmp_path / "logs", ["partita.experiment.flower_app"]) as federation:
         settings = f'deadline={LONG} patience=1.0 folder="{tmp_path / "run"}"'
         running = threading.Thread(target=federation.run, args=(app, settings))
@@ -162,8 +160,8 @@ def test_a_run_outlives_a_site_that_is_killed_in_the_middle_of_a_round(
     )
     _, there = checkpoint.load(list_checksummed(tmp_path / "run" / "checkpoints")[-1])
     # The cohort order, and so the order of the sum, depends on the number of available clients.
-    assert distance(last(played), there.params) < 1e-6
-    wait_until("all processes have ended", lambda: all(gone(group) for group in groups))
+    assert max_difference(final_params(played), there.params) < 1e-6
+    wait_until("all processes have ended", lambda: all(has_ended(group) for group in groups))
 
 
 # ---- certificates and keys
@@ -186,7 +184,7 @@ def certificates(folder: Path) -> None:
         subprocess.run(["ssh-keygen", *shlex.split(f"-q -t ecdsa -b 384 -N '' -f {name}")], cwd=folder, check=True)
 
 
-def test_with_node_authentication_a_stranger_is_refused(tmp_path: Path) -> None:
+def test_node_authentication_refuses_an_unknown_node(tmp_path: Path) -> None:
     certificates(tmp_path)
     port, *others = free_ports(3)
     home = tmp_path / "flwr"
@@ -238,7 +236,7 @@ def listener() -> Iterator[socket.socket]:
         yield listening
 
 
-def test_a_fork_does_what_the_program_would_do_and_ends_with_its_caller(
+def test_preforked_program_acts_like_the_original_and_ends_with_its_caller(
     tmp_path: Path, listener: socket.socket
 ) -> None:
     with start_prefork_server(
@@ -259,7 +257,7 @@ def test_a_fork_does_what_the_program_would_do_and_ends_with_its_caller(
                 pass  # until the connection closes
 
 
-def test_a_program_starts_anew_where_nobody_waits(tmp_path: Path) -> None:
+def test_program_starts_directly_without_a_prefork_server(tmp_path: Path) -> None:
     environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
     words = [str(CLIENT_MODULE), str(tmp_path / "nobody"), find_executable("flwr-clientapp", environment), "--nonsense"]
     done = subprocess.run([sys.executable, "-IS", *words], env=environment, capture_output=True, timeout=LONG)
@@ -268,7 +266,7 @@ def test_a_program_starts_anew_where_nobody_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_hands_on_options_and_exit_status(tmp_path: Path) -> None:
+def test_warm_command_passes_on_options_and_exit_status(tmp_path: Path) -> None:
     words = shlex.split("-m partita flower warm --load json flower-supernode --nonsense")
     environment = {**current_environment(), **QUIET, "FLWR_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, timeout=LONG)
@@ -284,7 +282,7 @@ PRIVATE = """
 [privacy]
 noise = 1.0
 """
-SAME: dict[str, tuple[str, dict[str, str]]] = {
+METHOD_SETTINGS: dict[str, tuple[str, dict[str, str]]] = {
     "fedavg": ("", {}),
     "scaffold": ("", {}),
     "fedfrozen": (", warmup = 1", {}),
@@ -302,15 +300,15 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeploy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", SAME)
-def test_a_real_federation_ends_with_the_tensors_of_one_machine(
+@pytest.mark.parametrize("method", METHOD_SETTINGS)
+def test_flower_deployment_gives_the_tensors_of_a_simulation(
     method: str, federation: LocalDeployment, tmp_path: Path
 ) -> None:
-    options, tables = SAME[method]
+    options, tables = METHOD_SETTINGS[method]
     (tmp_path / "secret").write_bytes(bytes(range(32)))
     (tmp_path / "secret").chmod(0o600)
     tables = {old: new.replace("SECRET", str(tmp_path / "secret")) for old, new in tables.items()}
-    app = written(tmp_path, method, options, tables=tables)
+    app = write_app(tmp_path, method, options, tables=tables)
     federation.run(app, f'deadline={LONG} folder="{tmp_path / "there"}"')
     config = load(tmp_path / "experiment.toml")
     for _ in runner.start(config, tmp_path / "here"):

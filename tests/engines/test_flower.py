@@ -16,24 +16,24 @@ from typing import Any
 import image_fixtures
 import pytest
 import torch
-from compression_fixtures import WIDE
+from compression_fixtures import WIDE_MODEL
 from flower_fixtures import (
     THREE,
+    FakeGrid,
     Reply,
     Tamper,
-    Wire,
     blob,
-    flower,
+    flower_engine,
+    make_grid,
     records,
-    rewritten,
-    tampered,
-    wired,
+    rewrite,
+    tamper_with,
 )
-from flower_fixtures import one_task as one_task
+from flower_fixtures import task_identity as task_identity
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.app.error import Error
 from flwr.cli.config_utils import load_and_validate
-from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, last, run_of, small
+from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, final_params, toy_model, toy_run
 from typer.testing import CliRunner
 
 from partita import data
@@ -66,11 +66,13 @@ from partita.storage.client_store import DiskStore
 FOUR = Clients(c0=3, c1=7, c2=9, c3=4)  # one to three batches each
 
 
-def states(run: Run, store: Callable[[str], ClientState], clients: Iterable[str]) -> dict[str, dict[str, Any]]:
+def tensors_by_client(
+    run: Run, store: Callable[[str], ClientState], clients: Iterable[str]
+) -> dict[str, dict[str, Any]]:
     return {client: {"personal": store(client).personal, **store(client).memory} for client in clients}
 
 
-def alike(one: dict[str, dict[str, Any]], two: dict[str, dict[str, Any]]) -> bool:
+def equal_states(one: dict[str, dict[str, Any]], two: dict[str, dict[str, Any]]) -> bool:
     flat = [
         {f"{c}/{s}/{n}": v for c, slots in each.items() for s, part in slots.items() for n, v in part.items()}
         for each in (one, two)
@@ -85,27 +87,27 @@ ENVELOPE = 2_000  # bytes of a Flower message besides its tensors
 BRIEF: dict[str, dict[str, Any]] = {"fedrep": {"head_epochs": 2}, "lora": {"rank": 2}, "flora": {"rank": 2}}
 
 
-def setting(name: str) -> tuple[Run, Model, Population]:
+def run_model_and_population(name: str) -> tuple[Run, Model, Population]:
     method = build(name, BRIEF.get(name, {}))
-    model: Model = image_fixtures.small() if method.extend else small()
+    model: Model = image_fixtures.small_vit() if method.extend else toy_model()
     population: Any = image_fixtures.FOUR if method.extend else FOUR
     if method.extend:
-        model = method.extend(model, run_of(method).key)
+        model = method.extend(model, toy_run(method).key)
     optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
     return (
-        run_of(method, 3, optimizer, lr=0.02, cohort=0.5, min_updates=0, clients_have_initial_model=name == "fedpart"),
+        toy_run(method, 3, optimizer, lr=0.02, cohort=0.5, min_updates=0, clients_have_initial_model=name == "fedpart"),
         model,
         population,
     )
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(name: str, tmp_path: Path) -> None:
-    run, model, population = setting(name)
+def test_flower_gives_the_tensors_scores_and_bytes_of_a_simulation(name: str, tmp_path: Path) -> None:
+    run, model, population = run_model_and_population(name)
     availability = Availability(client_dropout=0.15, straggler_rate=0.3)
     embedded = SimulationEngine(run, model, population, availability=availability)
-    grid = wired(run, model, population, tmp_path, availability)
-    engine = flower(run, model, grid, population.clients)
+    grid = make_grid(run, model, population, tmp_path, availability)
+    engine = flower_engine(run, model, grid, population.clients)
     counted, asked = {"down": 0, "up": 0}, 0
     for one, two in zip(rounds(run, model, embedded), rounds(run, model, engine), strict=True):
         counted["down"] += sum(one.traffic.down.values())
@@ -119,48 +121,50 @@ def test_every_method_gives_the_same_tensors_scores_and_bytes_as_on_one_machine(
     names = sum(len(name) for name in model.initial)  # an update lists the steps of each name
     assert grid.scale.rest["down"] <= asked * ENVELOPE
     assert grid.scale.rest["up"] <= asked * (ENVELOPE + 2 * names)
-    there = states(
+    there = tensors_by_client(
         run, lambda client: DiskStore(tmp_path / client / "states").load(client, run.rounds), population.clients
     )
-    here = states(run, lambda client: embedded.store.load(client, run.rounds), population.clients)
-    assert alike(here, there)
+    here = tensors_by_client(run, lambda client: embedded.store.load(client, run.rounds), population.clients)
+    assert equal_states(here, there)
     jobs = [make_job(run, model, one.server, one.number, client)[0] for client in population.clients]
     assert list(engine.evaluate(jobs)) == list(embedded.evaluate(jobs))
 
 
 def test_what_transforms_remember_stays_at_the_site(tmp_path: Path) -> None:
-    run = run_of(prune(keep=0.02, error_feedback=True), 3)
-    embedded = SimulationEngine(run, WIDE, FOUR)
-    engine = flower(run, WIDE, wired(run, WIDE, FOUR, tmp_path), FOUR.clients, deadline=60.0)
-    for one, two in zip(rounds(run, WIDE, embedded), rounds(run, WIDE, engine), strict=True):
+    run = toy_run(prune(keep=0.02, error_feedback=True), 3)
+    embedded = SimulationEngine(run, WIDE_MODEL, FOUR)
+    engine = flower_engine(run, WIDE_MODEL, make_grid(run, WIDE_MODEL, FOUR, tmp_path), FOUR.clients, deadline=60.0)
+    for one, two in zip(rounds(run, WIDE_MODEL, embedded), rounds(run, WIDE_MODEL, engine), strict=True):
         assert tensors.equal(one.server.params, two.server.params)
         assert one.traffic == two.traffic
-    there = states(run, lambda client: DiskStore(tmp_path / client / "states").load(client, run.rounds), FOUR.clients)
-    here = states(run, lambda client: embedded.store.load(client, run.rounds), FOUR.clients)
-    assert alike(here, there)
+    there = tensors_by_client(
+        run, lambda client: DiskStore(tmp_path / client / "states").load(client, run.rounds), FOUR.clients
+    )
+    here = tensors_by_client(run, lambda client: embedded.store.load(client, run.rounds), FOUR.clients)
+    assert equal_states(here, there)
     assert all(embedded.store.load(client, run.rounds).memory for client in FOUR.clients)
 
 
 # ---- sites that fail
 
 
-def head(value: torch.Tensor) -> Callable[[Any], Any]:
+def replace_head(value: torch.Tensor) -> Callable[[Any], Any]:
     return lambda delta: {**delta, "head.weight": value}
 
 
-HUGE = serialization.pack({"delta": {"head.weight": torch.zeros(10**5)}})
+OVERSIZED_BLOB = serialization.pack({"delta": {"head.weight": torch.zeros(10**5)}})
 FAULTS: dict[str, tuple[Tamper, str]] = {
-    "nan": (rewritten(delta=head(torch.full((3, 4), float("nan")))), "with values that are not finite"),
-    "another shape": (rewritten(delta=head(torch.zeros(4, 3))), r"of shape \(4, 3\), not \(3, 4\)"),
-    "a slot of its own": (rewritten(slots={"s": {"head.weight": torch.zeros(2)}}), "sent the slot 's', which fedavg"),
-    "another name": (rewritten(delta={"nowhere": torch.zeros(2)}), "sent 'nowhere', which its plan does not"),
-    "no weight": (rewritten(weight=float("inf")), "sent the weight inf"),
-    "a loss of nan": (rewritten(loss=float("nan")), "sent the loss nan"),
-    "no steps": (rewritten(steps={}), "after None steps"),
-    "negative steps": (rewritten(steps=lambda steps: dict.fromkeys(steps, -2)), "after -2 steps"),
-    "half a step": (rewritten(steps=lambda steps: dict.fromkeys(steps, 0.5)), "after 0.5 steps"),
+    "nan": (rewrite(delta=replace_head(torch.full((3, 4), float("nan")))), "with values that are not finite"),
+    "another shape": (rewrite(delta=replace_head(torch.zeros(4, 3))), r"of shape \(4, 3\), not \(3, 4\)"),
+    "a slot of its own": (rewrite(slots={"s": {"head.weight": torch.zeros(2)}}), "sent the slot 's', which fedavg"),
+    "another name": (rewrite(delta={"nowhere": torch.zeros(2)}), "sent 'nowhere', which its plan does not"),
+    "no weight": (rewrite(weight=float("inf")), "sent the weight inf"),
+    "a loss of nan": (rewrite(loss=float("nan")), "sent the loss nan"),
+    "no steps": (rewrite(steps={}), "after None steps"),
+    "negative steps": (rewrite(steps=lambda steps: dict.fromkeys(steps, -2)), "after -2 steps"),
+    "half a step": (rewrite(steps=lambda steps: dict.fromkeys(steps, 0.5)), "after 0.5 steps"),
     "cut short": (blob(lambda data: data[:-9]), "its tensors cannot be read"),
-    "too much": (blob(lambda data: HUGE), r"it has 4\d\d,\d\d\d bytes of tensors"),
+    "too much": (blob(lambda data: OVERSIZED_BLOB), r"it has 4\d\d,\d\d\d bytes of tensors"),
     "noise": (blob(lambda data: b"\xff" * 99), "its tensors cannot be read"),
     "a pickle": (blob(lambda data: data, "pickle"), "are not one safetensors blob"),
     "nothing": (lambda message, reply: Message(RecordDict(), reply_to=message), "has no ConfigRecord 'job_id'"),
@@ -171,73 +175,73 @@ FAULTS: dict[str, tuple[Tamper, str]] = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_bad_answer_is_recorded_and_changes_nothing_else(kind: str, tmp_path: Path) -> None:
+def test_bad_reply_is_recorded_and_equals_an_absent_client(kind: str, tmp_path: Path) -> None:
     tamper, reason = FAULTS[kind]
-    model, run = small(), run_of(fedavg(), 2, skip_failed_clients=True, drift=False)
-    grid = wired(run, model, THREE, tmp_path)
-    tampered(grid, 11, tamper)
-    played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+    model, run = toy_model(), toy_run(fedavg(), 2, skip_failed_clients=True, drift=False)
+    grid = make_grid(run, model, THREE, tmp_path)
+    tamper_with(grid, 11, tamper)
+    played = list(rounds(run, model, flower_engine(run, model, grid, THREE.clients)))
     assert [[lost.client for lost in each.lost] for each in played] == [["c1"], []]
     with pytest.raises(AssertionError, match=reason):  # so that pytest shows the whole reason on a mismatch
         raise AssertionError(played[0].lost[0].reason)
     away = SimulationEngine(run, model, THREE, availability=Availability(trace={(0, "c1"): 0.0}))
-    assert tensors.equal(last(played), last(list(rounds(run, model, away))))
+    assert tensors.equal(final_params(played), final_params(list(rounds(run, model, away))))
 
 
 @pytest.mark.parametrize("kind", ["nan", "cut short"])
-def test_a_bad_answer_ends_a_run_that_does_not_tolerate_faults(kind: str, tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 2)
-    grid = wired(run, model, THREE, tmp_path)
-    tampered(grid, 11, FAULTS[kind][0])
+def test_bad_reply_ends_a_run_that_does_not_skip_failures(kind: str, tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 2)
+    grid = make_grid(run, model, THREE, tmp_path)
+    tamper_with(grid, 11, FAULTS[kind][0])
     with pytest.raises(ClientError, match=f"client 'c1': .*{FAULTS[kind][1]}"):
-        list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+        list(rounds(run, model, flower_engine(run, model, grid, THREE.clients)))
 
 
-def failed(message: Message, reply: Message) -> Message:
+def error_reply(message: Message, reply: Message) -> Message:
     return Message(Error(5, "the node went away"), reply_to=message)
 
 
 @pytest.mark.parametrize(
-    ("tamper", "reason"), [(lambda *_: None, "gave no answer within 0.4 s"), (failed, "the node went away")]
+    ("tamper", "reason"), [(lambda *_: None, "gave no answer within 0.4 s"), (error_reply, "the node went away")]
 )
-def test_who_does_not_answer_is_lost_to_that_round_and_goes_on_from_where_it_was(
+def test_silent_client_is_lost_for_the_round_and_keeps_its_previous_state(
     tamper: Tamper, reason: str, tmp_path: Path
 ) -> None:
     """Client c1 trains in round 1, but its reply is lost: its state of that round must not count."""
-    model, run = small(), run_of(scaffold(), 4)
-    grid = wired(run, model, THREE, tmp_path)
-    tampered(grid, 11, tamper, when=1)
+    model, run = toy_model(), toy_run(scaffold(), 4)
+    grid = make_grid(run, model, THREE, tmp_path)
+    tamper_with(grid, 11, tamper, when=1)
     begun = time.monotonic()
-    played = list(rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.4)))
+    played = list(rounds(run, model, flower_engine(run, model, grid, THREE.clients, deadline=0.4)))
     assert time.monotonic() - begun < 10
     assert [[lost.client for lost in each.lost] for each in played] == [[], ["c1"], [], []]
     assert reason in played[1].lost[0].reason
     embedded = SimulationEngine(run, model, THREE, availability=Availability(trace={(1, "c1"): 0.0}))
     whole = list(rounds(run, model, embedded))
-    assert tensors.equal(last(played), last(whole))
+    assert tensors.equal(final_params(played), final_params(whole))
     assert [each.traffic.down for each in played] == [each.traffic.down for each in whole]
 
 
-def test_a_round_ends_by_its_deadline_though_an_upload_hangs(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1)
-    grid = wired(run, model, THREE, tmp_path)
+def test_round_ends_at_the_deadline_when_an_upload_hangs(tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 1)
+    grid = make_grid(run, model, THREE, tmp_path)
     over = threading.Event()
     grid.fetching = lambda reply: (
         over.wait(60) if reply.metadata.src_node_id == 11 and reply.metadata.group_id else None
     )
     begun = time.monotonic()
-    [played] = rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.5))
+    [played] = rounds(run, model, flower_engine(run, model, grid, THREE.clients, deadline=0.5))
     over.set()
     assert time.monotonic() - begun < 10
     assert played.lost == (ClientFailure("c1", "had not sent its whole answer within 0.5 s"),)
 
 
-def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1)
-    grid = wired(run, model, THREE, tmp_path)
+def test_replies_in_time_count_after_an_earlier_client_times_out(tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 1)
+    grid = make_grid(run, model, THREE, tmp_path)
     grid.fetching = lambda reply: time.sleep(0.05)
-    tampered(grid, 11, lambda *_: None)
-    engine = flower(run, model, grid, THREE.clients, deadline=0.3)
+    tamper_with(grid, 11, lambda *_: None)
+    engine = flower_engine(run, model, grid, THREE.clients, deadline=0.3)
     engine.clients()
     found = list(
         engine.train(make_job(run, model, initial_server(run, model), 0, client)[0] for client in ("c1", "c0", "c2"))
@@ -246,19 +250,19 @@ def test_who_answers_in_time_counts_though_one_asked_before_never_answers(tmp_pa
 
 
 @pytest.mark.parametrize("silent", ["no answer", "an upload that hangs"])
-def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str, tmp_path: Path) -> None:
+def test_round_ends_after_patience_once_enough_clients_replied(silent: str, tmp_path: Path) -> None:
     """The silent client is asked first, and refusals do not count: patience starts with the second update."""
-    model, run, over = small(), run_of(fedavg(), 1, min_updates=2), threading.Event()
-    grid = wired(run, model, FOUR, tmp_path, Availability(trace={(0, "c3"): 0.0}))
+    model, run, over = toy_model(), toy_run(fedavg(), 1, min_updates=2), threading.Event()
+    grid = make_grid(run, model, FOUR, tmp_path, Availability(trace={(0, "c3"): 0.0}))
     if silent == "no answer":
-        tampered(grid, 12, lambda *_: None)
+        tamper_with(grid, 12, lambda *_: None)
 
     def slow(reply: Message) -> None:
         if reply.metadata.group_id and reply.metadata.src_node_id in (11, 12):
             over.wait(0.6 if reply.metadata.src_node_id == 11 else 60)
 
     grid.fetching = slow
-    engine = flower(run, model, grid, FOUR.clients, deadline=600.0, patience=0.2)
+    engine = flower_engine(run, model, grid, FOUR.clients, deadline=600.0, patience=0.2)
     engine.clients()
     order = ("c1", "c3", "c0", "c2")
     found = list(engine.train(make_job(run, model, initial_server(run, model), 0, client)[0] for client in order))
@@ -274,30 +278,30 @@ def test_with_patience_a_round_ends_soon_after_enough_have_answered(silent: str,
     assert found[0].reason.startswith(what)
 
 
-def test_patience_waits_for_enough_and_does_not_hide_an_error(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1, min_updates=3)
-    grid = wired(run, model, THREE, tmp_path)
+def test_patience_waits_for_min_updates_and_raises_network_errors(tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 1, min_updates=3)
+    grid = make_grid(run, model, THREE, tmp_path)
     grid.fetching = lambda reply: time.sleep(0.3) if reply.metadata.src_node_id == 11 else None
-    [played] = rounds(run, model, flower(run, model, grid, THREE.clients, patience=0.0))
+    [played] = rounds(run, model, flower_engine(run, model, grid, THREE.clients, patience=0.0))
     assert played.lost == ()
 
     def breaks(reply: Message) -> None:
         raise OSError("no network")
 
     grid.fetching = breaks
-    engine = flower(run, model, grid, THREE.clients, patience=0.0)
+    engine = flower_engine(run, model, grid, THREE.clients, patience=0.0)
     engine.nodes = {"c0": 12, "c1": 11, "c2": 10}
     with pytest.raises(OSError, match="no network"):
         list(engine.train([make_job(run, model, initial_server(run, model), 0, "c0")[0]]))
 
 
-def test_who_did_not_answer_gets_no_job_until_it_speaks(tmp_path: Path) -> None:
+def test_unresponsive_client_gets_no_job_until_it_responds(tmp_path: Path) -> None:
     """Flower lists a dead node as online for a minute, and each job for it would cost a whole deadline."""
-    model, run = small(), run_of(fedavg(), 4)
-    grid = wired(run, model, THREE, tmp_path)
+    model, run = toy_model(), toy_run(fedavg(), 4)
+    grid = make_grid(run, model, THREE, tmp_path)
     alive, cohorts = grid.nodes[11], []
     waiting: list[Message] = []
-    for each in rounds(run, model, flower(run, model, grid, THREE.clients, deadline=0.4)):
+    for each in rounds(run, model, flower_engine(run, model, grid, THREE.clients, deadline=0.4)):
         cohorts.append((sorted(each.cohort), [lost.client for lost in each.lost]))
         if each.number == 0:
             grid.nodes[11] = waiting.append
@@ -308,15 +312,15 @@ def test_who_did_not_answer_gets_no_job_until_it_speaks(tmp_path: Path) -> None:
     assert cohorts == [(everyone, []), (everyone, ["c1"]), (others, []), (everyone, [])]
 
 
-def test_too_few_answers_end_the_run(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1, min_updates=3)
-    grid = wired(run, model, THREE, tmp_path)
-    tampered(grid, 11, failed)
+def test_too_few_flower_replies_end_the_run(tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 1, min_updates=3)
+    grid = make_grid(run, model, THREE, tmp_path)
+    tamper_with(grid, 11, error_reply)
     with pytest.raises(RunError, match=r"only 2 of 3 clients answered .*the node went away"):
-        list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+        list(rounds(run, model, flower_engine(run, model, grid, THREE.clients)))
 
 
-def broken(path: Path, how: str, before: bytes) -> None:
+def break_file(path: Path, how: str, before: bytes) -> None:
     if how == "gone":
         shutil.rmtree(path.parent)
     else:
@@ -324,43 +328,43 @@ def broken(path: Path, how: str, before: bytes) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "cut short", "old"])
-def test_a_client_that_lost_its_disk_says_so_and_is_sent_everything(how: str, tmp_path: Path) -> None:
+def test_client_that_lost_its_copy_is_sent_everything(how: str, tmp_path: Path) -> None:
     """The kernel froze after round 0, so no other client is sent it again."""
-    model, run, kernel = small(), run_of(fedfrozen(1), 5), sorted(small().names("query"))[0]
-    engine = flower(run, model, wired(run, model, THREE, tmp_path), THREE.clients)
+    model, run, kernel = toy_model(), toy_run(fedfrozen(1), 5), sorted(toy_model().names("query"))[0]
+    engine = flower_engine(run, model, make_grid(run, model, THREE, tmp_path), THREE.clients)
     played, before = [], b""
     for each in rounds(run, model, engine):
         played.append(each)
         if each.number == 0:
             before = (tmp_path / "c1" / "copy.safetensors").read_bytes()
         if each.number == 1:
-            broken(tmp_path / "c1" / "copy.safetensors", how, before)
+            break_file(tmp_path / "c1" / "copy.safetensors", how, before)
     assert [[(lost.client, lost.empty) for lost in each.lost] for each in played] == [[], [], [("c1", True)], [], []]
     size = model.initial[kernel].numel() * 4
     assert [each.traffic.down[kernel] // size for each in played] == [3, 3, 0, 1, 0]
     away = SimulationEngine(run, model, THREE, availability=Availability(trace={(2, "c1"): 0.0}))
-    assert tensors.equal(last(played), last(list(rounds(run, model, away))))
+    assert tensors.equal(final_params(played), final_params(list(rounds(run, model, away))))
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, DataError])
-def test_of_an_error_that_may_quote_data_only_the_kind_leaves_the_site(
+def test_only_the_type_of_an_internal_error_leaves_the_site(
     kind: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Leaky(Clients):
         def __getitem__(self, client: str) -> Any:
             raise kind("patient 4711 has no scan")
 
-    model, run = small(), run_of(fedavg(), 1, min_updates=0, skip_failed_clients=True)
-    grid = wired(run, model, Leaky(c0=3), tmp_path)
-    [played] = rounds(run, model, flower(run, model, grid, ["c0"]))
+    model, run = toy_model(), toy_run(fedavg(), 1, min_updates=0, skip_failed_clients=True)
+    grid = make_grid(run, model, Leaky(c0=3), tmp_path)
+    [played] = rounds(run, model, flower_engine(run, model, grid, ["c0"]))
     assert played.lost == (ClientFailure("c0", f"failed with {kind.__name__}; see the log of its SuperNode"),)
     assert "patient 4711" in caplog.text
 
 
-def test_a_site_refuses_jobs_of_others_and_models_of_another_shape(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1, min_updates=0, skip_failed_clients=True)
-    grid = wired(run, model, THREE, tmp_path)
-    engine = flower(run, model, grid, THREE.clients)
+def test_site_refuses_jobs_for_another_client_or_model(tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 1, min_updates=0, skip_failed_clients=True)
+    grid = make_grid(run, model, THREE, tmp_path)
+    engine = flower_engine(run, model, grid, THREE.clients)
     engine.clients()
     engine.nodes |= {"c0": engine.nodes["c1"]}
     jobs = [make_job(run, model, initial_server(run, model), 0, "c0")[0]]
@@ -374,23 +378,25 @@ def test_a_site_refuses_jobs_of_others_and_models_of_another_shape(tmp_path: Pat
 # ---- client names
 
 
-def test_a_late_joiner_takes_part_from_the_round_after(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 4)
-    grid = wired(run, model, FOUR, tmp_path)
+def test_late_joiner_takes_part_from_the_next_round(tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 4)
+    grid = make_grid(run, model, FOUR, tmp_path)
     late = grid.nodes.pop(12)
     cohorts = []
-    for each in rounds(run, model, flower(run, model, grid, FOUR.clients, wait_for=3)):
+    for each in rounds(run, model, flower_engine(run, model, grid, FOUR.clients, wait_for=3)):
         cohorts.append(set(each.cohort))
         if each.number == 1:
             grid.nodes[12] = late
     assert cohorts == [{"c0", "c2", "c3"}] * 2 + [{"c0", "c1", "c2", "c3"}] * 2
 
 
-def test_a_name_counts_once_and_only_if_it_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, run = small(), run_of(fedavg(), 1)
-    grid = wired(run, model, Clients(c0=3, c1=4, c9=5), tmp_path)  # nodes 12, 11, 10
+def test_duplicate_and_unknown_client_names_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 1)
+    grid = make_grid(run, model, Clients(c0=3, c1=4, c9=5), tmp_path)  # nodes 12, 11, 10
     grid.nodes[20] = grid.nodes[12]
-    engine = flower(run, model, grid, FOUR.clients, wait_for=2)
+    engine = flower_engine(run, model, grid, FOUR.clients, wait_for=2)
     assert engine.clients() == ["c0", "c1"]
     assert engine.nodes == {"c0": 12, "c1": 11}
     assert "node 10 says it is 'c9', which is not a client of this run" in caplog.text
@@ -400,62 +406,66 @@ def test_a_name_counts_once_and_only_if_it_is_known(tmp_path: Path, caplog: pyte
     assert engine.nodes == {"c0": 20, "c1": 11}
 
 
-def test_too_few_clients_are_an_error_that_names_those_there_are(tmp_path: Path) -> None:
-    model, run = small(), run_of(fedavg(), 1)
-    grid = wired(run, model, Clients(c0=3, c2=4), tmp_path)
+def test_too_few_connected_clients_are_an_error_naming_those_present(tmp_path: Path) -> None:
+    model, run = toy_model(), toy_run(fedavg(), 1)
+    grid = make_grid(run, model, Clients(c0=3, c2=4), tmp_path)
     with pytest.raises(RunError, match=r"3 clients are needed, but after 0.1 s there are 2 \(c0, c2\); start the"):
-        flower(run, model, grid, FOUR.clients, wait_for=3, deadline=0.1).clients()
+        flower_engine(run, model, grid, FOUR.clients, wait_for=3, deadline=0.1).clients()
 
 
-def test_a_site_that_cannot_say_who_it_is_is_asked_again(tmp_path: Path) -> None:
-    model, run, asked = small(), run_of(fedavg(), 1), []
-    grid = wired(run, model, Clients(c0=3), tmp_path)
+def test_site_whose_name_query_fails_is_asked_again(tmp_path: Path) -> None:
+    model, run, asked = toy_model(), toy_run(fedavg(), 1), []
+    grid = make_grid(run, model, Clients(c0=3), tmp_path)
     honest = grid.nodes[10]
 
     def slow_to_wake(message: Message) -> Message | None:
         asked.append(message)
-        return failed(message, message) if len(asked) < 3 else honest(message)
+        return error_reply(message, message) if len(asked) < 3 else honest(message)
 
     grid.nodes[10] = slow_to_wake
-    assert flower(run, model, grid, ["c0"]).clients() == ["c0"]
+    assert flower_engine(run, model, grid, ["c0"]).clients() == ["c0"]
     assert len(asked) == 3
 
 
 # ---- a restarted server
 
 
-def late_head(model: Model, round_info: RoundInfo) -> Plan:
+def plan_with_late_head(model: Model, round_info: RoundInfo) -> Plan:
     """The head trains from round 2 on: at the checkpoint it has its initial value, at the sites it does not."""
     plan = share_everything(model, round_info)
     return plan if round_info.round >= 2 else plan.narrow(model.all_names() - model.names("head"))
 
 
-@pytest.mark.parametrize("method", [scaffold(), build("fedper"), Method("late head", late_head)], ids=lambda m: m.name)
-def test_a_server_that_goes_on_from_a_checkpoint_ends_where_it_would_have(method: Method, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", [scaffold(), build("fedper"), Method("late head", plan_with_late_head)], ids=lambda m: m.name
+)
+def test_server_resumed_from_a_checkpoint_gives_the_same_result(method: Method, tmp_path: Path) -> None:
     """The sites are two rounds ahead of the checkpoint; their state of those rounds must not count."""
-    model = small()
-    run = run_of(method, 5, cohort=3 if method.name == "late head" else 2, clients_have_initial_model=True)
-    whole = list(rounds(run, model, flower(run, model, wired(run, model, THREE, tmp_path / "a"), THREE.clients)))
-    grid = wired(run, model, THREE, tmp_path / "b")
-    stream = rounds(run, model, flower(run, model, grid, THREE.clients))
+    model = toy_model()
+    run = toy_run(method, 5, cohort=3 if method.name == "late head" else 2, clients_have_initial_model=True)
+    whole = list(
+        rounds(run, model, flower_engine(run, model, make_grid(run, model, THREE, tmp_path / "a"), THREE.clients))
+    )
+    grid = make_grid(run, model, THREE, tmp_path / "b")
+    stream = rounds(run, model, flower_engine(run, model, grid, THREE.clients))
     checkpoint.save(tmp_path, 2, [next(stream) for _ in range(2)][-1].server)
     next(stream), next(stream)
     done, server = checkpoint.load(next(tmp_path.glob("*.safetensors")))
     server = Server(server.params, server.state, replace(server.versions, held={}))
-    again = flower(run, model, grid, THREE.clients, session="2", start=done)
-    assert tensors.equal(last(list(rounds(run, model, again, server, done))), last(whole))
+    again = flower_engine(run, model, grid, THREE.clients, session="2", start=done)
+    assert tensors.equal(final_params(list(rounds(run, model, again, server, done))), final_params(whole))
     one, two = (
-        states(
+        tensors_by_client(
             run, lambda client, side=side: DiskStore(tmp_path / side / client / "states").load(client, 5), THREE.clients
         )
         for side in "ab"
     )
-    assert alike(one, two)
+    assert equal_states(one, two)
 
 
-def test_a_site_keeps_only_the_states_that_a_checkpoint_may_need(tmp_path: Path) -> None:
-    model, run, one = small(), run_of(scaffold(), 6), Clients(c1=4)
-    engine = flower(run, model, wired(run, model, one, tmp_path), one.clients)
+def test_site_keeps_only_states_that_a_checkpoint_may_need(tmp_path: Path) -> None:
+    model, run, one = toy_model(), toy_run(scaffold(), 6), Clients(c1=4)
+    engine = flower_engine(run, model, make_grid(run, model, one, tmp_path), one.clients)
     for each in rounds(run, model, engine):
         engine.store.commit(each.number + 1)
     numbers = sorted(int(Path(name).name[:6]) for name in files_in(tmp_path / "c1" / "states"))
@@ -483,20 +493,20 @@ clients_per_block = 1
 )
 
 
-def written(folder: Path, method: str = "fedavg", options: str = "") -> Path:
+def write_config(folder: Path, method: str = "fedavg", options: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "experiment.toml").write_text(CONFIG.format(method=method, options=options))
     return folder / "experiment.toml"
 
 
-def app_grid(config: Path, folder: Path, run_config: dict[str, Any], **nodes: dict[str, Any]) -> Wire:
+def app_grid(config: Path, folder: Path, run_config: dict[str, Any], **nodes: dict[str, Any]) -> FakeGrid:
     """A grid that calls the app of every site as Flower would."""
 
     def site(name: str, more: dict[str, Any]) -> Reply:
         own = {"client": name, "folder": str(folder), **more}
         return lambda message: flower_app.client(config)(message, Context(1, 1, own, RecordDict(), run_config))
 
-    return Wire({node: site(name, more) for node, (name, more) in enumerate(nodes.items())})
+    return FakeGrid({node: site(name, more) for node, (name, more) in enumerate(nodes.items())})
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -505,10 +515,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("method", "options"), [("scaffold", ""), ("fedfrozen", ", warmup = 1")])
-def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
-    method: str, options: str, tmp_path: Path
-) -> None:
-    config = written(tmp_path / "app", method, options)
+def test_served_and_resumed_run_records_the_rows_of_a_local_run(method: str, options: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "app", method, options)
     for _ in runner.start(load(config), tmp_path / "here"):
         pass
     settings = {"folder": str(tmp_path / "there"), "deadline": 60.0, "clients": 3, "set": ""}
@@ -534,8 +542,8 @@ def test_a_served_run_is_recorded_as_one_on_this_machine_also_after_a_stop(
         next(flower_app.serve(grid, load(config, ["seed=3"]), settings, "3"))
 
 
-def test_a_site_says_where_its_data_are_and_nothing_else(tmp_path: Path) -> None:
-    config = written(tmp_path / "app")
+def test_site_can_change_only_data_and_engine_keys(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "app")
     settings = {
         "folder": str(tmp_path / "run"),
         "deadline": 60.0,
@@ -555,8 +563,8 @@ def test_a_site_says_where_its_data_are_and_nothing_else(tmp_path: Path) -> None
     }
 
 
-def test_under_privacy_each_site_draws_by_a_secret_of_its_own(tmp_path: Path) -> None:
-    config = written(tmp_path / "app")
+def test_each_private_site_creates_its_own_secret(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "app")
     words = ["rounds=2", "privacy.noise=1.0"]
     settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 3, "set": " ".join(words)}
     (tmp_path / "mine").write_bytes(b"0123456789abcdef")
@@ -573,9 +581,9 @@ def test_under_privacy_each_site_draws_by_a_secret_of_its_own(tmp_path: Path) ->
     assert all(path.stat().st_mode & 0o077 == 0 for path in made.values())
 
 
-def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
+def test_sites_can_read_their_own_data(tmp_path: Path) -> None:
     """Each site reads its own rows; the server only has a test set."""
-    config = written(tmp_path / "app", "fedper")
+    config = write_config(tmp_path / "app", "fedper")
     changes = ["rounds=1", "split={name='site', sites=['north', 'south']}", "evaluate.personal_every=1"]
     settings = {"folder": str(tmp_path / "run"), "deadline": 60.0, "clients": 2, "set": shlex.join(changes)}
     sizes = {"north": {"data.examples": 30}, "south": {"data.examples": 90}}
@@ -587,13 +595,13 @@ def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("client", "sizes"), [("north", [21, 0]), ("south", [0, 21]), (None, [0, 0])])
-def test_all_rows_are_the_sites_own(client: str | None, sizes: list[int]) -> None:
+def test_site_split_gives_all_rows_to_the_named_client(client: str | None, sizes: list[int]) -> None:
     task = data.load("synthetic", Key(0), examples=30)
     split = data.split(task, "site", key=Key(0), sites=("north", "south"), client=client)
     assert [len(split[name].train) for name in split.clients] == sizes
 
 
-def test_a_site_that_nobody_listed_is_an_error() -> None:
+def test_unlisted_site_is_refused() -> None:
     task = data.load("synthetic", Key(0), examples=30)
     with pytest.raises(ValueError, match=r"split.client is 'nort', .* did you mean 'north'"):
         data.split(task, "site", key=Key(0), sites=("north", "south"), client="nort")
@@ -601,9 +609,9 @@ def test_a_site_that_nobody_listed_is_an_error() -> None:
         data.split(task, "site", key=Key(0), sites=())
 
 
-def test_the_app_that_is_written_is_one_that_flower_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_app_passes_flower_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    app = flower_app.init(tmp_path / "app", written(tmp_path), ["rounds=7"], clients=2)
+    app = flower_app.init(tmp_path / "app", write_config(tmp_path), ["rounds=7"], clients=2)
     project, warnings = load_and_validate(app / "pyproject.toml")
     assert warnings == []
     assert project["tool"]["flwr"]["app"]["config"] == {
@@ -620,31 +628,33 @@ def test_the_app_that_is_written_is_one_that_flower_takes(tmp_path: Path, monkey
         flower_app.init(app, tmp_path / "experiment.toml")
 
 
-def test_the_command_writes_an_app_and_says_how_to_try_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_command_writes_an_app_and_prints_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    config = written(tmp_path)
+    config = write_config(tmp_path)
     done = CliRunner().invoke(flower_commands.app, ["init", "app", "--config", str(config), "--set", "seed=4"])
     assert done.exit_code == 0, done.output
     assert "partita flower up app --run" in done.output
     assert flower_app.recorded_folder(Path("app")) == tmp_path / "runs" / "fedavg-seed-4"
 
 
-def test_without_flower_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flower_commands_name_the_extra_when_flower_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower_commands, "find_spec", lambda name: None)
     for words in (["up", str(tmp_path)], ["init", str(tmp_path), "--config", "experiment.toml"]):
         failed = CliRunner().invoke(flower_commands.app, words)
         assert "pip install 'partita[flower]'" in str(failed.exception)
 
 
-def test_simulated_nodes_are_clients_by_their_number(tmp_path: Path) -> None:
-    config = written(tmp_path / "app")
+def test_simulated_nodes_become_clients_by_partition_number(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "app")
     settings = {"folder": str(tmp_path / "run"), "sites": str(tmp_path / "sites"), "deadline": 60.0, "clients": 3}
 
     def node(number: int) -> Reply:
         own: Any = {"partition-id": number, "num-partitions": 3}
         return lambda message: flower_app.client(config)(message, Context(1, 1, own, RecordDict(), settings))  # type: ignore[arg-type]
 
-    grid = Wire({number: node(2 - number) for number in range(3)})
+    grid = FakeGrid({number: node(2 - number) for number in range(3)})
     row = next(flower_app.serve(grid, load(config), settings, "1"))
     assert sorted(row["cohort"]) == ["c0", "c1", "c2"]
     assert row["lost"] == {}

@@ -13,12 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from flower_fixtures import THREE, Reply, Tamper, Wire, blob, flower, records, rewritten, tampered, wired
-from flower_fixtures import one_task as one_task
+from flower_fixtures import (
+    THREE,
+    FakeGrid,
+    Reply,
+    Tamper,
+    blob,
+    flower_engine,
+    make_grid,
+    records,
+    rewrite,
+    tamper_with,
+)
+from flower_fixtures import task_identity as task_identity
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.app.error import Error
 from google.protobuf.message import DecodeError
-from helpers import last, run_of, small
+from helpers import final_params, toy_model, toy_run
 
 from partita.core import tensors
 from partita.core.client import ClientError
@@ -64,7 +75,7 @@ def numbers(**changes: Any) -> Tamper:
     return tamper
 
 
-def without(name: str) -> Tamper:
+def drop(name: str) -> Tamper:
     def tamper(message: Message, reply: Message) -> Message:
         return Message(RecordDict({k: v for k, v in reply.content.items() if k != name}), reply_to=message)
 
@@ -98,21 +109,21 @@ def entry(kind: str = "F32", shape: Any = (3, 4), offsets: Any = (0, 48)) -> dic
 
 
 def delta(change: Callable[[torch.Tensor], torch.Tensor], name: str = "head.weight") -> Tamper:
-    return rewritten(delta=lambda found: {**found, name: change(found[name])})
+    return rewrite(delta=lambda found: {**found, name: change(found[name])})
 
 
 def scales(change: Callable[[torch.Tensor], torch.Tensor]) -> Tamper:
     def changed(slots: Any) -> Any:
         return {slot: {name: change(value) for name, value in part.items()} for slot, part in slots.items()}
 
-    return rewritten(slots=changed)
+    return rewrite(slots=changed)
 
 
 def extra(name: str) -> Tamper:
-    return rewritten(delta=lambda found: {**found, name: torch.zeros(2)})
+    return rewrite(delta=lambda found: {**found, name: torch.zeros(2)})
 
 
-def two_blobs(message: Message, reply: Message) -> Message:
+def reply_with_two_blobs(message: Message, reply: Message) -> Message:
     [whole] = reply.content["tensors"].values()  # type: ignore[union-attr]
     return Message(
         RecordDict({**reply.content, "tensors": ArrayRecord({"blob": whole, "more": whole})}), reply_to=message
@@ -123,13 +134,13 @@ def of_error(reason: str) -> Tamper:
     return lambda message, reply: Message(Error(5, reason), reply_to=message)
 
 
-def elsewhere(message: Message, reply: Message) -> Message:
+def reply_to_another_message(message: Message, reply: Message) -> Message:
     """A reply to another message."""
     reply.metadata.__dict__["_reply_to_message_id"] = "another"
     return reply
 
 
-def empty(message: Message, reply: Message) -> Message:
+def reply_without_content(message: Message, reply: Message) -> Message:
     """A reply with neither content nor error, which Flower cannot unpack."""
     reply.__dict__["_content"] = None
     return reply
@@ -138,12 +149,12 @@ def empty(message: Message, reply: Message) -> Message:
 NO_USE = "its answer cannot be used: "
 UNREAD = "its tensors cannot be read"
 ATTACKS: dict[str, Attack] = {
-    **{f"no {name}": Attack(without(name), f"Record '{name}'") for name in ("numbers", "steps", "metrics", "tensors")},
+    **{f"no {name}": Attack(drop(name), f"Record '{name}'") for name in ("numbers", "steps", "metrics", "tensors")},
     **{
         f"a ConfigRecord as {name}": Attack(records(**{name: ConfigRecord({"a": 1})}), f"Record '{name}'")
         for name in ("numbers", "steps", "metrics", "tensors")
     },
-    "no ticket": Attack(without("job_id"), "no ConfigRecord 'job_id'"),
+    "no ticket": Attack(drop("job_id"), "no ConfigRecord 'job_id'"),
     "a ticket of numbers": Attack(records(job_id=MetricRecord({"round": 0})), "no ConfigRecord 'job_id'"),
     "a ticket of another round": Attack(job_id(round=1), "it answers round 1 of client 'c1'"),
     "a ticket of round -1": Attack(job_id(round=-1), "it answers round -1"),
@@ -152,8 +163,8 @@ ATTACKS: dict[str, Attack] = {
     "a ticket with a long name": Attack(job_id(client=LONG), "it answers round 0 of client 'xxx"),
     "a record of its own": Attack(records(more=ConfigRecord({"a": LONG * 10})), "it has a record 'more'"),
     "a record with an odd name": Attack(records(**{ODD: ConfigRecord()}), r"it has a record '\x1b[2J"),
-    "an empty message": Attack(empty, "sent a message that cannot be unpacked"),
-    "an answer to another message": Attack(elsewhere, "sent an answer to another message"),
+    "an empty message": Attack(reply_without_content, "sent a message that cannot be unpacked"),
+    "an answer to another message": Attack(reply_to_another_message, "sent an answer to another message"),
     "an error of 1 MB": Attack(of_error(LONG), "could not answer: xxx"),
     "an odd error": Attack(of_error(ODD), r"could not answer: \x1b[2J"),
     "a refusal of 10 MB": Attack(refusal(LONG * 10), "xxx"),
@@ -183,7 +194,7 @@ ATTACKS: dict[str, Attack] = {
     "a name of 1 MB told": Attack(numbers(metrics={LONG: 1.0}), "sent a metric named", "safl"),
     "1e308 told": Attack(numbers(metrics={"attention/layer.0": 1e308}), "sent 1e+308", "safl"),
     "nan told": Attack(numbers(metrics={"attention/layer.0": float("nan")}), "sent nan", "safl"),
-    "two blobs": Attack(two_blobs, "are not one safetensors blob"),
+    "two blobs": Attack(reply_with_two_blobs, "are not one safetensors blob"),
     "a pickle": Attack(blob(lambda data: data, "numpy.ndarray"), "are not one safetensors blob"),
     "no bytes": Attack(blob(lambda data: b""), UNREAD),
     "seven bytes": Attack(blob(lambda data: data[:7]), UNREAD),
@@ -213,7 +224,7 @@ ATTACKS: dict[str, Attack] = {
     "steps of no name": Attack(numbers(steps={"": 1}), "sent steps of ''"),
     "a record of no name": Attack(records(**{"": ConfigRecord()}), "it has a record ''"),
     "too many bytes": Attack(delta(lambda value: torch.zeros(10**5)), "bytes of tensors"),
-    "many names": Attack(rewritten(delta={f"n{i}": torch.zeros(0) for i in range(MANY)}), "bytes of tensors"),
+    "many names": Attack(rewrite(delta={f"n{i}": torch.zeros(0) for i in range(MANY)}), "bytes of tensors"),
     "a name of its own": Attack(extra("mine"), "sent 'mine', which its plan does not send up in round 0"),
     "an odd name": Attack(extra(ODD), r"sent '\x1b[2J"),
     "a name of 1 MB": Attack(extra(LONG), "bytes of tensors"),
@@ -228,13 +239,13 @@ ATTACKS: dict[str, Attack] = {
         f"the number {value}": Attack(delta(lambda found, value=value: torch.full_like(found, value)), "not finite")
         for value in (float("nan"), float("inf"), float("-inf"))
     },
-    "a slot of its own": Attack(rewritten(slots={"mine": {"head.weight": torch.zeros(3, 4)}}), "sent the slot 'mine'"),
-    "parameters for a slot": Attack(rewritten(slots={"params": {"head.weight": torch.zeros(3, 4)}}), "slot 'params'"),
+    "a slot of its own": Attack(rewrite(slots={"mine": {"head.weight": torch.zeros(3, 4)}}), "sent the slot 'mine'"),
+    "parameters for a slot": Attack(rewrite(slots={"params": {"head.weight": torch.zeros(3, 4)}}), "slot 'params'"),
     "a slot of another shape": Attack(
-        rewritten(slots={"control": {"head.weight": torch.zeros(2)}}), "the slot 'control'", "scaffold", kept=True
+        rewrite(slots={"control": {"head.weight": torch.zeros(2)}}), "the slot 'control'", "scaffold", kept=True
     ),
     "a slot of whole numbers": Attack(
-        rewritten(slots={"control": {"head.weight": torch.zeros(3, 4).long()}}),
+        rewrite(slots={"control": {"head.weight": torch.zeros(3, 4).long()}}),
         "the slot 'control' for 1 names",
         "scaffold",
         kept=True,
@@ -246,9 +257,9 @@ ATTACKS: dict[str, Attack] = {
     "scales of true and false": Attack(scales(lambda value: value.bool()), "as torch.bool on cpu, not", "quantize"),
     "scales of 64 bits": Attack(scales(lambda value: value.double()), "as torch.float64 on cpu, not", "quantize"),
     "scales of another shape": Attack(scales(lambda value: value[:1, None]), "cannot be decoded", "quantize"),
-    "no scales": Attack(rewritten(slots={}), "cannot be decoded", "quantize"),
+    "no scales": Attack(rewrite(slots={}), "cannot be decoded", "quantize"),
     "a slot beside the scales": Attack(
-        rewritten(slots=lambda found: {**found, "mine": {"head.weight": torch.zeros(3, WIDTH)}}),
+        rewrite(slots=lambda found: {**found, "mine": {"head.weight": torch.zeros(3, WIDTH)}}),
         "sent the slot 'mine'",
         "quantize",
     ),
@@ -256,45 +267,45 @@ ATTACKS: dict[str, Attack] = {
     "a loss of its own": Attack(numbers(numbers={"loss": -7.0}), ""),
     "a million examples": Attack(numbers(numbers={"weight": 1e6}), ""),
     "a large update": Attack(delta(lambda value: value * 100), ""),
-    "nothing learned": Attack(rewritten(delta={}), ""),
+    "nothing learned": Attack(rewrite(delta={}), ""),
 }  # fmt: skip
 
 
-def method_of(name: str) -> Method:
+def build_method(name: str) -> Method:
     return build(name, {"k": 1} if name == "safl" else {})
 
 
 def model_for(name: str) -> Model:
     """A wider model for quantize, which leaves small tensors unquantized."""
-    return ToyTransformer(width=WIDTH, layers=1) if name == "quantize" else small()
+    return ToyTransformer(width=WIDTH, layers=1) if name == "quantize" else toy_model()
 
 
-def run_under(attack: Attack, skip_failed_clients: bool) -> Run:
-    return run_of(method_of(attack.method), 2, skip_failed_clients=skip_failed_clients, drift=False)
+def run_for(attack: Attack, skip_failed_clients: bool) -> Run:
+    return toy_run(build_method(attack.method), 2, skip_failed_clients=skip_failed_clients, drift=False)
 
 
 @cache
-def honest_end(method: str, away: bool) -> str:
-    run, model = run_of(method_of(method), 2, drift=False), model_for(method)
+def honest_digest(method: str, away: bool) -> str:
+    run, model = toy_run(build_method(method), 2, drift=False), model_for(method)
     availability = Availability(trace={(0, "c1"): 0.0} if away else {})
     return tensors.digest(
-        last(list(rounds(run, model, SimulationEngine(run, model, THREE, availability=availability))))
+        final_params(list(rounds(run, model, SimulationEngine(run, model, THREE, availability=availability))))
     )
 
 
-def strike(attack: Attack, folder: Path, skip_failed_clients: bool = True) -> tuple[list[ClientFailure], str]:
+def run_with_attack(attack: Attack, folder: Path, skip_failed_clients: bool = True) -> tuple[list[ClientFailure], str]:
     """Run with c1 attacking in round 0; return the lost clients and the digest of the final model."""
-    run, model = run_under(attack, skip_failed_clients), model_for(attack.method)
-    grid = wired(run, model, THREE, folder)
-    tampered(grid, 11, attack.tamper)
-    played = list(rounds(run, model, flower(run, model, grid, THREE.clients, deadline=60.0)))
-    return [lost for each in played for lost in each.lost], tensors.digest(last(played))
+    run, model = run_for(attack, skip_failed_clients), model_for(attack.method)
+    grid = make_grid(run, model, THREE, folder)
+    tamper_with(grid, 11, attack.tamper)
+    played = list(rounds(run, model, flower_engine(run, model, grid, THREE.clients, deadline=60.0)))
+    return [lost for each in played for lost in each.lost], tensors.digest(final_params(played))
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_no_answer_of_a_site_ends_a_run_or_leaves_a_trace_in_it(kind: str, tmp_path: Path) -> None:
+def test_hostile_site_neither_ends_nor_steers_the_run(kind: str, tmp_path: Path) -> None:
     attack = ATTACKS[kind]
-    lost, end = strike(attack, tmp_path)
+    lost, end = run_with_attack(attack, tmp_path)
     if not attack.reason:
         assert lost == []
         return
@@ -303,26 +314,26 @@ def test_no_answer_of_a_site_ends_a_run_or_leaves_a_trace_in_it(kind: str, tmp_p
     assert attack.reason in reason
     assert len(reason) <= MAX_TEXT
     assert reason.isprintable()
-    assert attack.kept or end == honest_end(attack.method, away=True)
+    assert attack.kept or end == honest_digest(attack.method, away=True)
 
 
 @pytest.mark.parametrize(
     "kind", ["no ticket", "a ticket of another round", "a refusal of 10 MB", "steps of an odd name", "a header of 1 TB"]
 )
-def test_a_run_that_does_not_tolerate_faults_ends_with_the_client_and_the_fault(kind: str, tmp_path: Path) -> None:
+def test_attack_ends_a_strict_run_naming_client_and_fault(kind: str, tmp_path: Path) -> None:
     attack = ATTACKS[kind]
     with pytest.raises(ClientError) as ended:
-        strike(attack, tmp_path, skip_failed_clients=False)
+        run_with_attack(attack, tmp_path, skip_failed_clients=False)
     assert ended.value.client == "c1"
     assert attack.reason in ended.value.reason
     assert len(ended.value.reason) <= MAX_TEXT
     assert ended.value.reason.isprintable()
 
 
-def test_an_old_answer_and_an_answer_of_another_do_not_pass(tmp_path: Path) -> None:
+def test_replayed_and_borrowed_replies_are_refused(tmp_path: Path) -> None:
     """Client c1 sends the round 0 reply of c0 in round 1, and its own round 0 reply in round 2."""
-    run, model = run_of(fedavg(), 3, skip_failed_clients=True, drift=False), small()
-    grid = wired(run, model, THREE, tmp_path)
+    run, model = toy_run(fedavg(), 3, skip_failed_clients=True, drift=False), toy_model()
+    grid = make_grid(run, model, THREE, tmp_path)
     sent: dict[tuple[int, str], RecordDict] = {}
     honest = {node: grid.nodes[node] for node in (11, 12)}
 
@@ -339,61 +350,61 @@ def test_an_old_answer_and_an_answer_of_another_do_not_pass(tmp_path: Path) -> N
         return answer
 
     grid.nodes |= {node: noting(node) for node in (11, 12)}
-    played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+    played = list(rounds(run, model, flower_engine(run, model, grid, THREE.clients)))
     reasons = [[lost.reason for lost in each.lost] for each in played]
     assert [len(each) for each in reasons] == [0, 1, 1]
     assert "it answers round 0 of client 'c0'" in reasons[1][0]
     assert "it answers round 0 of client 'c1'" in reasons[2][0]
 
 
-def test_an_answer_counts_once_though_it_comes_twice(tmp_path: Path) -> None:
-    class Echo(Wire):
+def test_duplicated_reply_counts_once(tmp_path: Path) -> None:
+    class Echo(FakeGrid):
         def pull_messages(self, message_ids: Any) -> Iterator[Message]:
             for reply in super().pull_messages(message_ids):
                 yield from (reply, reply)
 
-    run, model = run_of(fedavg(), 2, drift=False), small()
-    grid = wired(run, model, THREE, tmp_path)
-    played = list(rounds(run, model, flower(run, model, Echo(grid.nodes), THREE.clients)))
-    assert tensors.digest(last(played)) == honest_end("fedavg", away=False)
+    run, model = toy_run(fedavg(), 2, drift=False), toy_model()
+    grid = make_grid(run, model, THREE, tmp_path)
+    played = list(rounds(run, model, flower_engine(run, model, Echo(grid.nodes), THREE.clients)))
+    assert tensors.digest(final_params(played)) == honest_digest("fedavg", away=False)
 
 
 @pytest.mark.parametrize(
     "kind", [IndexError, AttributeError, AssertionError, RecursionError, DecodeError, struct.error]
 )
-def test_a_message_that_flower_cannot_unpack_loses_its_site_alone(kind: type[Exception], tmp_path: Path) -> None:
-    run, model = run_of(fedavg(), 2, skip_failed_clients=True, drift=False), small()
-    grid = wired(run, model, THREE, tmp_path)
+def test_unpackable_message_loses_only_its_site(kind: type[Exception], tmp_path: Path) -> None:
+    run, model = toy_run(fedavg(), 2, skip_failed_clients=True, drift=False), toy_model()
+    grid = make_grid(run, model, THREE, tmp_path)
 
     def breaks(reply: Message) -> None:
         if reply.metadata.src_node_id == 11 and reply.metadata.group_id == "0":
             raise kind("made up")
 
     grid.fetching = breaks
-    played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+    played = list(rounds(run, model, flower_engine(run, model, grid, THREE.clients)))
     assert played[0].lost == (ClientFailure("c1", f"sent a message that cannot be unpacked ({kind.__name__})"),)
 
 
-def test_the_report_shows_a_reason_as_text() -> None:
+def test_report_escapes_failure_reasons() -> None:
     class Record:
         label, seed, rows = "run", 0, [{"round": 0, "lost": {"c1": messages.printable_line(ODD)}}]
 
     assert "<script>" not in lost_table([Record()])  # type: ignore[list-item]
 
 
-def test_the_limit_is_that_of_the_round(tmp_path: Path) -> None:
+def test_frozen_parameters_in_a_later_reply_are_refused(tmp_path: Path) -> None:
     """After the warm-up the kernel is frozen, so a reply that still holds it is refused."""
-    run, model = run_of(build("fedfrozen", {"warmup": 1}), 2, skip_failed_clients=True, drift=False), small()
-    grid = wired(run, model, THREE, tmp_path)
+    run, model = toy_run(build("fedfrozen", {"warmup": 1}), 2, skip_failed_clients=True, drift=False), toy_model()
+    grid = make_grid(run, model, THREE, tmp_path)
     kept: list[Update] = []
 
     def note(message: Message, reply: Message) -> Message:
         kept.append(messages.decode_update(reply.content, messages.decode_job_id(reply.content), 10**9))
         return reply
 
-    tampered(grid, 11, note, when=0)
-    tampered(grid, 11, lambda message, reply: rewritten(delta=kept[0].delta)(message, reply), when=1)
-    played = list(rounds(run, model, flower(run, model, grid, THREE.clients)))
+    tamper_with(grid, 11, note, when=0)
+    tamper_with(grid, 11, lambda message, reply: rewrite(delta=kept[0].delta)(message, reply), when=1)
+    played = list(rounds(run, model, flower_engine(run, model, grid, THREE.clients)))
     assert [[lost.client for lost in each.lost] for each in played] == [[], ["c1"]]
     assert "which its plan does not send up in round 1" in played[1].lost[0].reason
 
@@ -415,17 +426,17 @@ SCORES: dict[str, tuple[Tamper, str]] = {
     "a metric of its own": (scored({"mine": 0.5}), "for the unknown metric 'mine'; known metrics: accuracy, loss"),
     "an odd metric": (scored({ODD: 0.5}), r"sent a score for the unknown metric '\x1b[2J"),
     "many metrics": (scored({f"m{i}": 0.5 for i in range(MANY)}), "sent a score for the unknown metric 'm0'"),
-    "no scores": (without("scores"), "no MetricRecord 'scores'"),
+    "no scores": (drop("scores"), "no MetricRecord 'scores'"),
     "texts": (records(scores=ConfigRecord({"accuracy": "1"})), "no MetricRecord 'scores'"),
-    "no ticket": (without("job_id"), "no ConfigRecord 'job_id'"),
+    "no ticket": (drop("job_id"), "no ConfigRecord 'job_id'"),
     "an old ticket": (job_id(round=7), "it answers round 7"),
     "an odd refusal": (refusal(ODD), "<script>"),
 }  # fmt: skip
 
 
-def evaluated(tamper: Tamper, folder: Path, skip_failed_clients: bool) -> list[tuple[str, dict[str, float]]]:
-    run, model = run_of(fedavg(), 1, skip_failed_clients=skip_failed_clients), small()
-    grid = wired(run, model, THREE, folder)
+def evaluate_with(tamper: Tamper, folder: Path, skip_failed_clients: bool) -> list[tuple[str, dict[str, float]]]:
+    run, model = toy_run(fedavg(), 1, skip_failed_clients=skip_failed_clients), toy_model()
+    grid = make_grid(run, model, THREE, folder)
     honest = grid.nodes[11]
 
     def answer(message: Message) -> Message | None:
@@ -433,35 +444,35 @@ def evaluated(tamper: Tamper, folder: Path, skip_failed_clients: bool) -> list[t
         return tamper(message, reply) if reply and message.metadata.message_type == "evaluate" else reply
 
     grid.nodes[11] = answer
-    engine, server = flower(run, model, grid, THREE.clients, deadline=60.0), initial_server(run, model)
+    engine, server = flower_engine(run, model, grid, THREE.clients, deadline=60.0), initial_server(run, model)
     jobs = [make_job(run, model, server, 0, name)[0] for name in engine.clients()]
     return list(engine.evaluate(jobs))
 
 
 @pytest.mark.parametrize("kind", SCORES)
-def test_scores_that_nobody_could_have_measured_are_left_out(
+def test_impossible_scores_are_dropped_or_end_a_strict_run(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tamper, reason = SCORES[kind]
-    found = evaluated(tamper, tmp_path / "a", skip_failed_clients=True)
+    found = evaluate_with(tamper, tmp_path / "a", skip_failed_clients=True)
     assert [name for name, _ in found] == ["c0", "c2"]
     assert reason in caplog.text
     assert len(caplog.records[-1].getMessage()) <= MAX_TEXT + 50
     with pytest.raises(ClientError, match="client 'c1'"):
-        evaluated(tamper, tmp_path / "b", skip_failed_clients=False)
+        evaluate_with(tamper, tmp_path / "b", skip_failed_clients=False)
 
 
 # ---- a hostile site: names
 
 
-def named(value: Any) -> Callable[[Message], Message]:
+def reply_with_name(value: Any) -> Callable[[Message], Message]:
     return lambda message: Message(RecordDict({"site": ConfigRecord({"client": value})}), reply_to=message)
 
 
 NAMES: dict[str, Callable[[Message], Message]] = {
-    "a name of 1 MB": named(LONG),
-    "an odd name": named(ODD),
-    "a number": named(7),
+    "a name of 1 MB": reply_with_name(LONG),
+    "an odd name": reply_with_name(ODD),
+    "a number": reply_with_name(7),
     "no name": lambda message: Message(RecordDict(), reply_to=message),
     "a refusal of 1 MB": lambda message: Message(messages.encode_error(ErrorReply(LONG)), reply_to=message),
     "an error of 1 MB": lambda message: Message(Error(5, LONG), reply_to=message),
@@ -470,11 +481,11 @@ NAMES: dict[str, Callable[[Message], Message]] = {
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_a_node_with_a_bad_name_is_left_out(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run, model = run_of(fedavg(), 1), small()
-    grid = wired(run, model, THREE, tmp_path)
+def test_node_with_a_bad_name_is_ignored(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, model = toy_run(fedavg(), 1), toy_model()
+    grid = make_grid(run, model, THREE, tmp_path)
     grid.nodes[5] = NAMES[kind]
-    engine = flower(run, model, grid, THREE.clients)
+    engine = flower_engine(run, model, grid, THREE.clients)
     for _ in range(10):
         assert engine.clients() == ["c0", "c1", "c2"]
     assert 5 not in engine.nodes.values()
@@ -483,18 +494,18 @@ def test_a_node_with_a_bad_name_is_left_out(kind: str, tmp_path: Path, caplog: p
     assert all(each.getMessage().isprintable() for each in caplog.records)
 
 
-def test_a_node_cannot_be_one_client_after_another(tmp_path: Path) -> None:
+def test_node_cannot_pose_as_one_client_after_another(tmp_path: Path) -> None:
     """It ignores its jobs, is asked for its name again, and gives a new name every time."""
-    run, model = run_of(fedavg(), 4, skip_failed_clients=True), small()
-    grid = wired(run, model, THREE, tmp_path)
+    run, model = toy_run(fedavg(), 4, skip_failed_clients=True), toy_model()
+    grid = make_grid(run, model, THREE, tmp_path)
     others = [f"d{number}" for number in range(100)]
     turns = iter(["c1", *others])
 
     def hostile(message: Message) -> Message | None:
-        return named(next(turns))(message) if message.metadata.message_type == "query" else None
+        return reply_with_name(next(turns))(message) if message.metadata.message_type == "query" else None
 
     grid.nodes = {11: hostile, 10: grid.nodes[10], 12: grid.nodes[12]}
-    engine = flower(run, model, grid, [*THREE.clients, *others], deadline=0.3, wait_for=3)
+    engine = flower_engine(run, model, grid, [*THREE.clients, *others], deadline=0.3, wait_for=3)
     played = list(rounds(run, model, engine))
     assert [sorted(each.cohort) for each in played] == [["c0", "c1", "c2"], *[["c0", "c2"]] * 3]
 
@@ -503,12 +514,12 @@ def test_a_node_cannot_be_one_client_after_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tally_of_attacks(tmp_path: Path) -> None:
+def test_all_attacks_together_are_refused_unless_plausible(tmp_path: Path) -> None:
     """No attack ends a run that skips failed clients, and all but the plausible ones are refused."""
     tally = Counter[str]()
     for number, attack in enumerate(ATTACKS.values()):
         try:
-            lost, _ = strike(attack, tmp_path / str(number))
+            lost, _ = run_with_attack(attack, tmp_path / str(number))
         except Exception:
             tally["stopped"] += 1
         else:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from flower_fixtures import CPU, THREE, Wire, carried
-from flower_fixtures import one_task as one_task
+from flower_fixtures import CPU, THREE, FakeGrid, through_bytes
+from flower_fixtures import task_identity as task_identity
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from helpers import SMALL_TASK, SMALL_VIT, files_in, run_of, small
+from helpers import SMALL_TASK, SMALL_VIT, files_in, toy_model, toy_run
 
 from partita.core import tensors
 from partita.core.client import Job
@@ -47,18 +47,18 @@ ODD = "\x1b[2J\r\n\u202e<script>alert(1)</script>"
 
 
 def site_at(folder: Path, run: Run, config: str = "") -> Site:
-    return Site(run, small(), "c1", THREE["c1"], folder, Availability(), CPU, ACCURACY, config)
+    return Site(run, toy_model(), "c1", THREE["c1"], folder, Availability(), CPU, ACCURACY, config)
 
 
-def answer_of(site: Site, content: RecordDict, kind: str = "train") -> RecordDict:
+def reply_of(site: Site, content: RecordDict, kind: str = "train") -> RecordDict:
     """The site's reply to a message that went through its serialized form."""
-    message = carried(Message(content, 1, kind))
+    message = through_bytes(Message(content, 1, kind))
     return client_app(lambda context: "c1", lambda context: site)(message, Context(1, 1, {}, RecordDict(), {})).content
 
 
-def order(run: Run, round: int = 0, change: Callable[[Job], Job] = lambda job: job, **more: Any) -> RecordDict:
+def honest_order(run: Run, round: int = 0, change: Callable[[Job], Job] = lambda job: job, **more: Any) -> RecordDict:
     """An honest server's first message, with changes; `more` are entries of the job's record."""
-    model = small()
+    model = toy_model()
     job, _ = make_job(run, model, initial_server(run, model), round, "c1")
     about = {"session": "1", "config": "", "void": 0, "settled": 0} | more
     job = change(job)
@@ -123,19 +123,19 @@ def method_at_site(name: str) -> Method:
 
 @pytest.mark.parametrize("asked", ["train", "evaluate"])
 @pytest.mark.parametrize("kind", ORDERS)
-def test_a_site_refuses_what_its_own_plan_does_not_say(kind: str, asked: str, tmp_path: Path) -> None:
+def test_site_refuses_orders_outside_its_own_plan(kind: str, asked: str, tmp_path: Path) -> None:
     method, changes, reason = ORDERS[kind]
-    run = run_of(method_at_site(method), 3)
+    run = toy_run(method_at_site(method), 3)
     site = site_at(tmp_path, run)
-    before = answer_of(site, order(run))
+    before = reply_of(site, honest_order(run))
     assert "refusal" not in before
     files = {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)}
     if kind in ("round -1", "a round behind the last", "round 2^62"):
-        forged = order(run)
+        forged = honest_order(run)
         forged["job"]["round"] = changes["round"]  # type: ignore[index]
     else:
-        forged = order(run, **changes)
-    answer = answer_of(site, forged, asked)
+        forged = honest_order(run, **changes)
+    answer = reply_of(site, forged, asked)
     assert set(answer) <= {"refusal", "job_id"}
     refused = messages.decode_error(answer)
     assert refused
@@ -157,9 +157,9 @@ MALFORMED: dict[str, Callable[[RecordDict], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_a_site_refuses_what_it_cannot_read(kind: str, tmp_path: Path) -> None:
-    run = run_of(fedavg(), 3)
-    answer = answer_of(site_at(tmp_path, run), RecordDict(MALFORMED[kind](order(run))))
+def test_site_refuses_malformed_messages(kind: str, tmp_path: Path) -> None:
+    run = toy_run(fedavg(), 3)
+    answer = reply_of(site_at(tmp_path, run), RecordDict(MALFORMED[kind](honest_order(run))))
     refused = messages.decode_error(answer)
     assert refused
     assert refused.fault
@@ -167,12 +167,16 @@ def test_a_site_refuses_what_it_cannot_read(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "scaffold", "fedfrozen", "local-only"])
-def test_nothing_but_what_the_plan_sends_up_leaves_a_site(name: str, tmp_path: Path) -> None:
+def test_site_sends_only_what_the_plan_sends_up(name: str, tmp_path: Path) -> None:
     """Whatever the server claims is stale, the site sends only names of its own plan."""
-    run, model = run_of(method_at_site(name), 3), small()
+    run, model = toy_run(method_at_site(name), 3), toy_model()
     _, plan = make_job(run, model, initial_server(run, model), 0, "c1")
-    for forged in (order(run), order(run, change=lambda job: replace(job, stale=frozenset())), order(run, void=0)):
-        answer = answer_of(site_at(tmp_path, run), forged)
+    for forged in (
+        honest_order(run),
+        honest_order(run, change=lambda job: replace(job, stale=frozenset())),
+        honest_order(run, void=0),
+    ):
+        answer = reply_of(site_at(tmp_path, run), forged)
         if "refusal" not in answer:
             update = messages.decode_update(answer, messages.JobId(0, "c1", ""), 10**9)
             assert update.delta.keys() <= plan.up
@@ -180,14 +184,16 @@ def test_nothing_but_what_the_plan_sends_up_leaves_a_site(name: str, tmp_path: P
             assert update.steps.keys() <= plan.train
 
 
-def test_a_leak_in_a_method_does_not_leave_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(build("fedper"), 1)
+def test_site_refuses_to_send_a_kept_parameter_leaked_by_a_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = toy_run(build("fedper"), 1)
 
     def leaky(self: SimulationEngine, jobs: Any) -> Iterator[Update]:
         yield Update("c1", {"head.weight": HEAD}, {}, 1.0, {"head.weight": 1}, None)
 
     monkeypatch.setattr(SimulationEngine, "train", leaky)
-    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run)))
+    refused = messages.decode_error(reply_of(site_at(tmp_path, run), honest_order(run)))
     assert refused
     assert "would send 'head.weight', which the plan of the round does not send up" in refused.reason
 
@@ -195,96 +201,96 @@ def test_a_leak_in_a_method_does_not_leave_the_site(tmp_path: Path, monkeypatch:
 # ---- replayed messages
 
 
-def test_an_old_message_does_not_take_a_site_back(tmp_path: Path) -> None:
-    run = run_of(scaffold(), 4)
+def test_site_refuses_old_rounds_and_ended_sessions(tmp_path: Path) -> None:
+    run = toy_run(scaffold(), 4)
     site = site_at(tmp_path, run)
-    asked = [order(run, number, void=number) for number in range(3)]
-    assert all("refusal" not in answer_of(site, content) for content in asked)
+    asked = [honest_order(run, number, void=number) for number in range(3)]
+    assert all("refusal" not in reply_of(site, content) for content in asked)
     files = files_in(tmp_path)
-    refused = messages.decode_error(answer_of(site, asked[0]))
+    refused = messages.decode_error(reply_of(site, asked[0]))
     assert refused
     assert "was asked for round 0 after round 2; this is an old message" in refused.reason
-    assert "refusal" not in answer_of(site, order(run, 1, void=1, session="2")), (
+    assert "refusal" not in reply_of(site, honest_order(run, 1, void=1, session="2")), (
         "a server may resume from an older checkpoint"
     )
-    refused = messages.decode_error(answer_of(site, asked[2]))
+    refused = messages.decode_error(reply_of(site, asked[2]))
     assert refused
     assert "session '1' has ended here; this is an old message" in refused.reason
     assert files_in(tmp_path) < files, "the new session dropped the site's state of round 2"
 
 
-def test_sessions_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_sessions_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answered_rounds, "SESSIONS_KEPT", 3)
-    run = run_of(fedavg(), 1)
-    replies = [answer_of(site_at(tmp_path, run), order(run, session=str(number))) for number in range(6)]
+    run = toy_run(fedavg(), 1)
+    replies = [reply_of(site_at(tmp_path, run), honest_order(run, session=str(number))) for number in range(6)]
     assert ["refusal" in each for each in replies] == [False] * 3 + [True] * 3
 
 
 # ---- noise
 
 
-def private(method: Method | None = None, noise: float = 1.0) -> Run:
-    run = run_of(method or fedavg(), 3, steps=1, secret=Key(11))
+def private_run(method: Method | None = None, noise: float = 1.0) -> Run:
+    run = toy_run(method or fedavg(), 3, steps=1, secret=Key(11))
     return replace(run, method=replace(run.method, privacy=DPSGDSettings(1.0, noise)))
 
 
-def other_model(job: Job) -> Job:
+def shift_params(job: Job) -> Job:
     params = {name: value + 0.3 for name, value in job.params.items()}
     return replace(job, params=params, stale=frozenset(params))
 
 
-def deltas(answer: RecordDict) -> tensors.Tensors:
+def delta_of(answer: RecordDict) -> tensors.Tensors:
     return dict(messages.decode_update(answer, messages.JobId(0, "c1", ""), 10**9).delta)
 
 
-AGAIN: dict[str, dict[str, Any]] = {
-    "another model": {"change": other_model},
-    "another model in a new session": {"change": other_model, "session": "2"},
+REPEATED_ORDERS: dict[str, dict[str, Any]] = {
+    "another model": {"change": shift_params},
+    "another model in a new session": {"change": shift_params, "session": "2"},
     "one number changed": {"change": lambda job: sent(head__weight=job.params["head.weight"] + 1e-3)(job)},
-    "settled and void as far as they go": {"change": other_model, "session": "3", "void": 0, "settled": 0},
+    "settled and void as far as they go": {"change": shift_params, "session": "3", "void": 0, "settled": 0},
 }
 
 
-def test_two_answers_with_the_same_noise_would_show_what_it_hides(
+def test_two_replies_with_equal_noise_would_reveal_the_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Demonstrates the attack on a site that answers a round twice."""
     monkeypatch.setattr(answered_rounds, "claim", lambda *_: True)
     found = {}
     for noise in (1.0, 0.0):
-        run, folder = private(noise=noise), tmp_path / str(noise)
-        asked = order(run), order(run, change=other_model)
-        found[noise] = [deltas(answer_of(site_at(folder, run), content)) for content in asked]
+        run, folder = private_run(noise=noise), tmp_path / str(noise)
+        asked = honest_order(run), honest_order(run, change=shift_params)
+        found[noise] = [delta_of(reply_of(site_at(folder, run), content)) for content in asked]
     apart = {noise: tensors.subtract(*two) for noise, two in found.items()}
     hidden = float(tensors.norm(tensors.subtract(found[1.0][0], found[0.0][0])))
     assert hidden > 0.05
     assert float(tensors.norm(tensors.subtract(apart[1.0], apart[0.0]))) < 1e-2 * hidden, "up to the grid"
 
 
-@pytest.mark.parametrize("kind", AGAIN)
-def test_under_privacy_a_round_is_answered_for_one_model_only(kind: str, tmp_path: Path) -> None:
-    run = private()
-    first = answer_of(site_at(tmp_path, run), order(run))
-    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, **AGAIN[kind])))
+@pytest.mark.parametrize("kind", REPEATED_ORDERS)
+def test_private_round_is_answered_for_one_model_only(kind: str, tmp_path: Path) -> None:
+    run = private_run()
+    first = reply_of(site_at(tmp_path, run), honest_order(run))
+    refused = messages.decode_error(reply_of(site_at(tmp_path, run), honest_order(run, **REPEATED_ORDERS[kind])))
     assert refused
     assert "round 0 was already answered for another model; answering again would reuse its noise" in refused.reason
     assert not refused.fault, "the server records the client as lost and continues"
-    again = answer_of(site_at(tmp_path, run), order(run, session="9"))
-    assert tensors.equal(deltas(first), deltas(again)), "the same order gets the same reply"
+    again = reply_of(site_at(tmp_path, run), honest_order(run, session="9"))
+    assert tensors.equal(delta_of(first), delta_of(again)), "the same order gets the same reply"
 
 
-def test_a_server_cannot_change_a_sites_own_state_to_draw_noise_twice(tmp_path: Path) -> None:
+def test_server_cannot_make_a_site_reuse_noise_by_dropping_its_state(tmp_path: Path) -> None:
     """The sent model is the same, but dropping the state of round 0 changes the site's personal head."""
-    run = private(build("fedper", {"finetune": 0}))
+    run = private_run(build("fedper", {"finetune": 0}))
     for number in range(2):
-        assert "refusal" not in answer_of(site_at(tmp_path, run), order(run, number, void=number))
-    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, 1, void=0, session="2")))
+        assert "refusal" not in reply_of(site_at(tmp_path, run), honest_order(run, number, void=number))
+    refused = messages.decode_error(reply_of(site_at(tmp_path, run), honest_order(run, 1, void=0, session="2")))
     assert refused
     assert "round 1 was already answered" in refused.reason
 
 
-def test_the_round_is_on_disk_before_it_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = private()
+def test_answered_round_is_recorded_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = private_run()
 
     def dies(self: SimulationEngine, jobs: Any) -> Iterator[Update]:
         assert "0" in json.loads((tmp_path / client.ANSWERED).read_text())
@@ -292,22 +298,22 @@ def test_the_round_is_on_disk_before_it_is_answered(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(SimulationEngine, "train", dies)
-        assert "refusal" in answer_of(site_at(tmp_path, run), order(run))
-    assert "refusal" in answer_of(site_at(tmp_path, run), order(run, change=other_model))
-    assert "refusal" not in answer_of(site_at(tmp_path, run), order(run))
+        assert "refusal" in reply_of(site_at(tmp_path, run), honest_order(run))
+    assert "refusal" in reply_of(site_at(tmp_path, run), honest_order(run, change=shift_params))
+    assert "refusal" not in reply_of(site_at(tmp_path, run), honest_order(run))
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"0": "'])
-def test_a_site_that_cannot_read_what_it_answered_answers_nothing(damage: bytes, tmp_path: Path) -> None:
-    run = private()
-    answer_of(site_at(tmp_path, run), order(run))
+def test_site_with_a_damaged_answer_record_refuses(damage: bytes, tmp_path: Path) -> None:
+    run = private_run()
+    reply_of(site_at(tmp_path, run), honest_order(run))
     (tmp_path / client.ANSWERED).write_bytes(damage)
-    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, 1)))
+    refused = messages.decode_error(reply_of(site_at(tmp_path, run), honest_order(run, 1)))
     assert refused
     assert "answered.json in this site's folder is damaged; restore it from a copy" in refused.reason
 
 
-def test_of_several_at_a_time_one_draws_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_concurrent_claims_wins_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = answered_rounds._read
 
     def slow(path: Path) -> Any:
@@ -323,17 +329,17 @@ def test_of_several_at_a_time_one_draws_the_noise(tmp_path: Path, monkeypatch: p
     assert sum(won) == 1
 
 
-def test_without_privacy_a_round_may_be_asked_again(tmp_path: Path) -> None:
-    run = run_of(fedavg(), 1)
-    for content in (order(run), order(run, change=other_model)):
-        assert "refusal" not in answer_of(site_at(tmp_path, run), content)
+def test_round_without_privacy_may_be_asked_again(tmp_path: Path) -> None:
+    run = toy_run(fedavg(), 1)
+    for content in (honest_order(run), honest_order(run, change=shift_params)):
+        assert "refusal" not in reply_of(site_at(tmp_path, run), content)
     assert not (tmp_path / client.ANSWERED).exists()
 
 
-def test_under_privacy_no_scores_are_made_by_training_without_noise(tmp_path: Path) -> None:
-    run = private(build("fedper"))
-    answer_of(site_at(tmp_path, run), order(run))
-    refused = messages.decode_error(answer_of(site_at(tmp_path, run), order(run, void=1), "evaluate"))
+def test_private_site_refuses_evaluation_that_adapts_without_noise(tmp_path: Path) -> None:
+    run = private_run(build("fedper"))
+    reply_of(site_at(tmp_path, run), honest_order(run))
+    refused = messages.decode_error(reply_of(site_at(tmp_path, run), honest_order(run, void=1), "evaluate"))
     assert refused
     assert "adapts to training examples before it is scored" in refused.reason
 
@@ -355,7 +361,9 @@ skip_failed_clients = true
 )
 
 
-def served(config: Path, folder: Path, here: list[str], there: list[str], secret: Path | None = None) -> dict[str, Any]:
+def serve_one_round(
+    config: Path, folder: Path, here: list[str], there: list[str], secret: Path | None = None
+) -> dict[str, Any]:
     """The row of a one-site run, with config overrides `here` for the server and `there` for the site."""
     (config.parent / "app").mkdir(parents=True, exist_ok=True)
     settings = {"folder": str(folder), "deadline": 60.0, "clients": 1, "set": " ".join(there)}
@@ -366,7 +374,7 @@ def served(config: Path, folder: Path, here: list[str], there: list[str], secret
     def site(message: Message) -> Message:
         return flower_app.client(config)(message, Context(1, 1, own, RecordDict(), settings))  # type: ignore[arg-type]
 
-    [row] = flower_app.serve(Wire({1: site}), load(config, here), settings, folder.name)
+    [row] = flower_app.serve(FakeGrid({1: site}), load(config, here), settings, folder.name)
     return row
 
 
@@ -376,12 +384,12 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "experiment.toml"
 
 
-def test_a_site_with_another_config_refuses_and_says_so(config: Path, tmp_path: Path) -> None:
-    row = served(config, tmp_path / "a", ["training.lr=0.5"], [])
+def test_site_with_a_different_config_refuses(config: Path, tmp_path: Path) -> None:
+    row = serve_one_round(config, tmp_path / "a", ["training.lr=0.5"], [])
     [reason] = row["lost"].values()
     assert reason.startswith("the server's config has the digest '")
     assert "run the same app with the same run config on both sides" in reason
-    assert served(config, tmp_path / "b", [], ["data.noise=2.0", "engine.threads=1"])["lost"] == {}
+    assert serve_one_round(config, tmp_path / "b", [], ["data.noise=2.0", "engine.threads=1"])["lost"] == {}
 
 
 @pytest.mark.parametrize(
@@ -389,21 +397,23 @@ def test_a_site_with_another_config_refuses_and_says_so(config: Path, tmp_path: 
     ["training.lr=0.5", "method.name=fedprox", "seed=1", "privacy.noise=2.0", "training.batch_size=8", "rounds=9",
      "model.width=16", "split.clients=4", "federation.client_dropout=0.5", "label=b"],
 )  # fmt: skip
-def test_whatever_both_sides_must_agree_on_is_in_the_digest(change: str, config: Path) -> None:
+def test_shared_digest_covers_every_shared_setting(change: str, config: Path) -> None:
     plain, own = shared_digest(load(config)), ["data.noise=2.0", "engine.threads=1", "engine.secret_file=s"]
     assert shared_digest(load(config, [change])) != plain
     assert shared_digest(load(config, own)) == plain
 
 
-def test_a_second_experiment_does_not_draw_the_noise_of_the_first_again(config: Path, tmp_path: Path) -> None:
+def test_secret_file_gives_each_experiment_its_own_noise(config: Path, tmp_path: Path) -> None:
     """One secret file may serve many experiments, so the shared config is part of every key path."""
     (tmp_path / "secret").write_bytes(bytes(range(32)))
     (tmp_path / "secret").chmod(0o600)
     private = ["privacy.noise=1.0"]
-    assert served(config, tmp_path / "a", private, private, tmp_path / "secret")["lost"] == {}
-    assert served(config, tmp_path / "b", private, private, tmp_path / "secret")["lost"] == {}, "it is the same run"
+    assert serve_one_round(config, tmp_path / "a", private, private, tmp_path / "secret")["lost"] == {}
+    assert serve_one_round(config, tmp_path / "b", private, private, tmp_path / "secret")["lost"] == {}, (
+        "it is the same run"
+    )
     other = [*private, "training.lr=0.5"]
-    assert served(config, tmp_path / "c", other, other, tmp_path / "secret")["lost"] == {}
+    assert serve_one_round(config, tmp_path / "c", other, other, tmp_path / "secret")["lost"] == {}
     roots = [
         build_experiment(load(config, [*words, f"engine.secret_file={tmp_path / 'secret'}"]))
         for words in (private, other)
@@ -415,7 +425,7 @@ PATHS = ["../x", "a/b", "/etc", ".", "..", "nul\0", "x" * 10_000, "a\\b", "~", "
 
 
 @pytest.mark.parametrize("name", PATHS, ids=range(len(PATHS)))
-def test_a_name_is_one_folder_inside_the_folder(name: str, tmp_path: Path) -> None:
+def test_any_client_name_or_label_is_one_folder_component(name: str, tmp_path: Path) -> None:
     for part in (path_component(name), label_folder(name)):
         made = tmp_path / part
         made.mkdir(exist_ok=True)
@@ -425,13 +435,13 @@ def test_a_name_is_one_folder_inside_the_folder(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("label", ["../../x", "/etc/x", "a/b", "x" * 10_000])
-def test_a_label_does_not_lead_out_of_the_folder(label: str, config: Path) -> None:
+def test_label_cannot_escape_the_folder(label: str, config: Path) -> None:
     name = flower_app._identity(replace(load(config), label=label))
     assert len(Path(name).parts) == 1
     assert len(name) < 200
 
 
-def test_a_client_called_dots_has_a_folder_of_its_own(config: Path, tmp_path: Path) -> None:
+def test_client_called_dots_gets_its_own_folder(config: Path, tmp_path: Path) -> None:
     settings = {"set": shlex.quote("split={name='site', sites=['..', 'north']}")}
     own: Any = {"client": "..", "folder": str(tmp_path / "sites")}
     site = flower_app._site(Context(1, 1, own, RecordDict(), settings), config)  # type: ignore[arg-type]

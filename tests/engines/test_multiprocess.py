@@ -16,8 +16,8 @@ from threading import Thread
 
 import pytest
 import torch
-from compression_fixtures import WIDE
-from helpers import Clients, run_of, small, small_config
+from compression_fixtures import WIDE_MODEL
+from helpers import Clients, small_config, toy_model, toy_run
 from torch import Tensor
 
 from partita.compression.prune import prune
@@ -42,24 +42,26 @@ from partita.testing.toy import ToyTransformer
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers share memory as on Linux")
 CLIENTS = Clients(c0=3, c1=9, c2=12, c3=6, c4=5)
 CPU = torch.device("cpu")
-STARTS = pytest.mark.parametrize("spawn", [False, True], ids=["forks", "new processes"])
+BOTH_START_METHODS = pytest.mark.parametrize("spawn", [False, True], ids=["forks", "new processes"])
 
 
-def made(name: str, block: int = 1, lr: float = 0.05) -> SimulationEngine:
+def make_engine(name: str, block: int = 1, lr: float = 0.05) -> SimulationEngine:
     """Module-level, so that new processes can import it; they configure torch like this process."""
     configure_backends("auto")
-    run = run_of(build(name), lr=lr, count=4, cohort=4)
+    run = toy_run(build(name), lr=lr, count=4, cohort=4)
     return SimulationEngine(
-        run, small(), CLIENTS, block, availability=Availability(client_dropout=0.2, straggler_rate=0.3)
+        run, toy_model(), CLIENTS, block, availability=Availability(client_dropout=0.2, straggler_rate=0.3)
     )
 
 
-def broken() -> SimulationEngine:
+def failing_build() -> SimulationEngine:
     raise RunError("no engine can be built here")
 
 
 @contextmanager
-def workers(make: Callable[[], SimulationEngine], spawn: bool = False, count: int = 2) -> Iterator[MultiprocessEngine]:
+def worker_engine(
+    make: Callable[[], SimulationEngine], spawn: bool = False, count: int = 2
+) -> Iterator[MultiprocessEngine]:
     engine = MultiprocessEngine(make(), count, make if spawn else None)
     try:
         yield engine
@@ -79,12 +81,12 @@ def workers(make: Callable[[], SimulationEngine], spawn: bool = False, count: in
         *((name, block, True) for name, block in (("fedavg", 1), ("scaffold", 2), ("fedper", 2))),
     ],
 )
-def test_workers_give_what_the_engine_gives(name: str, block: int, spawn: bool) -> None:
-    make = partial(made, name, block)
+def test_workers_give_the_result_of_one_process(name: str, block: int, spawn: bool) -> None:
+    make = partial(make_engine, name, block)
     alone = make()
     run, model = alone.run, alone.model
     one = list(rounds(run, model, alone))
-    with workers(make, spawn) as engine:
+    with worker_engine(make, spawn) as engine:
         many = list(rounds(run, model, engine))
         assert [each.lost for each in many] == [each.lost for each in one]
         assert [each.traffic for each in many] == [each.traffic for each in one]
@@ -97,11 +99,11 @@ def test_workers_give_what_the_engine_gives(name: str, block: int, spawn: bool) 
 
 
 def test_workers_keep_what_transforms_remember() -> None:
-    run = run_of(prune(keep=0.02, error_feedback=True), count=3, cohort=3)
-    alone, shared = (SimulationEngine(run, WIDE, CLIENTS) for _ in range(2))
-    one = list(rounds(run, WIDE, alone))
-    with workers(lambda: shared) as engine:
-        many = list(rounds(run, WIDE, engine))
+    run = toy_run(prune(keep=0.02, error_feedback=True), count=3, cohort=3)
+    alone, shared = (SimulationEngine(run, WIDE_MODEL, CLIENTS) for _ in range(2))
+    one = list(rounds(run, WIDE_MODEL, alone))
+    with worker_engine(lambda: shared) as engine:
+        many = list(rounds(run, WIDE_MODEL, engine))
         kept = states_of(run, engine.engine)
     assert tensors.equal(many[-1].server.params, one[-1].server.params)
     expected = states_of(run, alone)
@@ -109,10 +111,10 @@ def test_workers_keep_what_transforms_remember() -> None:
     assert any(state for state in expected.values())
 
 
-def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:
-    plain = made("fedavg")
+def test_abandoned_round_does_not_affect_later_rounds() -> None:
+    plain = make_engine("fedavg")
     run, model = plain.run, plain.model
-    with workers(partial(made, "fedavg"), count=3) as engine:
+    with worker_engine(partial(make_engine, "fedavg"), count=3) as engine:
         server = initial_server(run, model)
         first = next(engine.train(make_job(run, model, server, 0, client)[0] for client in CLIENTS.clients))
         assert first.client == "c0"
@@ -120,33 +122,33 @@ def test_a_round_that_nobody_hears_to_the_end_leaves_no_trace() -> None:
         assert tensors.equal(again[-1].server.params, list(rounds(run, model, plain))[-1].server.params)
 
 
-@STARTS
-def test_a_clients_fault_comes_through_with_its_name(spawn: bool) -> None:
+@BOTH_START_METHODS
+def test_client_error_in_a_worker_names_the_client(spawn: bool) -> None:
     with (
-        workers(partial(made, "fedavg", lr=1e30), spawn) as engine,
+        worker_engine(partial(make_engine, "fedavg", lr=1e30), spawn) as engine,
         pytest.raises(ClientError, match=r"client 'c\d': (the loss is nan|sent an update of norm)"),
     ):
         list(rounds(engine.engine.run, engine.engine.model, engine))
 
 
-@STARTS
-def test_a_dead_worker_is_an_error(spawn: bool) -> None:
-    with workers(partial(made, "fedavg"), spawn) as engine:
+@BOTH_START_METHODS
+def test_dead_worker_raises_an_error(spawn: bool) -> None:
+    with worker_engine(partial(make_engine, "fedavg"), spawn) as engine:
         for process in engine.processes:
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         with pytest.raises(RunError, match="a worker process died"):
             list(rounds(engine.engine.run, engine.engine.model, engine))
 
 
-def at_work(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def train_for_ever(spawn: bool, tell: int) -> None:
-    make = partial(made, "fedavg")
+def train_forever(spawn: bool, tell: int) -> None:
+    make = partial(make_engine, "fedavg")
     engine = MultiprocessEngine(make(), 3, make if spawn else None)
     while True:
         list(rounds(engine.engine.run, engine.engine.model, engine))
@@ -154,11 +156,11 @@ def train_for_ever(spawn: bool, tell: int) -> None:
 
 
 @pytest.mark.parametrize("spawn", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new processes"])
-def test_workers_end_with_a_parent_that_is_killed(spawn: bool) -> None:
+def test_workers_end_when_their_parent_is_killed(spawn: bool) -> None:
     hear, tell = os.pipe()
     parent = os.fork()
     if parent == 0:
-        train_for_ever(spawn, tell)
+        train_forever(spawn, tell)
     os.close(tell)
     with os.fdopen(hear) as told:
         pids = [int(word) for word in told.readline().split()]
@@ -166,14 +168,14 @@ def test_workers_end_with_a_parent_that_is_killed(spawn: bool) -> None:
         os.waitpid(parent, 0)
     assert len(pids) == 3
     until = time.monotonic() + 5  # seconds; more than needed unless the machine is busy
-    while any(map(at_work, pids)) and time.monotonic() < until:
+    while any(map(is_running, pids)) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not any(map(at_work, pids))
+    assert not any(map(is_running, pids))
 
 
-def test_an_engine_that_cannot_be_built_anew_says_why() -> None:
-    alone = made("fedavg")
-    engine = MultiprocessEngine(alone, 2, broken)
+def test_error_while_building_a_worker_engine_is_raised() -> None:
+    alone = make_engine("fedavg")
+    engine = MultiprocessEngine(alone, 2, failing_build)
     try:
         with pytest.raises(RunError, match="no engine can be built here"):
             list(rounds(alone.run, alone.model, engine))
@@ -181,8 +183,8 @@ def test_an_engine_that_cannot_be_built_anew_says_why() -> None:
         engine.close()
 
 
-def test_what_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = made("fedavg")
+def test_unsupported_worker_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = make_engine("fedavg")
     with pytest.raises(RunError, match=r"engine\.workers is 0"):
         MultiprocessEngine(alone, 0)
     with pytest.raises(RunError, match="does not support `wire`"):
@@ -195,10 +197,10 @@ def test_what_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -
         MultiprocessEngine(alone, 2)
 
 
-def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
+def test_worker_copies_only_changed_parameters_from_the_shared_board() -> None:
     """A GPU worker holds one copy for all its clients; every machine has the device "meta"."""
     meta = torch.device("meta")
-    with workers(partial(made, "fedavg")) as engine:
+    with worker_engine(partial(make_engine, "fedavg")) as engine:
         run, model = engine.engine.run, engine.engine.model
         worker = _Worker(engine.engine, meta, torch.zeros(10_000, dtype=torch.uint8))
 
@@ -222,7 +224,7 @@ def test_what_lies_elsewhere_than_the_board_is_read_once_an_edition() -> None:
         assert tensors.equal(engine.shared_params, moved.params)
 
 
-def test_each_parameter_has_its_own_place_on_the_board() -> None:
+def test_shared_buffer_holds_each_parameter_aligned() -> None:
     like = {
         "b": torch.randn(10, 10),
         "a": torch.arange(7),
@@ -242,7 +244,7 @@ def test_each_parameter_has_its_own_place_on_the_board() -> None:
     ("workers", "gpus", "block"),
     [(1, 1, 3), (1, 2, 3), (2, 2, 2), (2, 1, 1), (4, 2, 1), (8, 8, 1)],
 )
-def test_workers_of_one_gpu_share_what_it_has_free(
+def test_block_size_divides_free_gpu_memory_between_workers(
     workers: int, gpus: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU has 12 GB free, of which half is kept as a reserve; each worker needs what this process holds."""
@@ -252,12 +254,12 @@ def test_workers_of_one_gpu_share_what_it_has_free(
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * 10**9, 16 * 10**9))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    alone = made("fedavg")
+    alone = make_engine("fedavg")
     chosen = choose_block(alone.run, alone.model, CLIENTS, torch.device("cuda"), workers=workers)
     assert chosen == block
 
 
-def test_a_message_arrives_as_it_was_sent() -> None:
+def test_pipe_message_arrives_as_it_was_sent() -> None:
     """Every dtype and shape, empty tensors, views and strided tensors; shared tensors stay shared."""
     grid = torch.arange(12.0).view(3, 4)
     parts = {
@@ -282,7 +284,7 @@ def test_a_message_arrives_as_it_was_sent() -> None:
     assert not any(value._is_view() for value in got["parts"].values())
 
 
-def test_a_message_that_breaks_off_is_the_end() -> None:
+def test_truncated_pipe_message_raises_eof_error() -> None:
     ours, theirs = Pipe()
     file, large = theirs.fileno(), torch.zeros(1000)
     whole, end = Pipe()
@@ -294,7 +296,7 @@ def test_a_message_that_breaks_off_is_the_end() -> None:
         receive(ours, CPU)
 
 
-def test_a_worker_builds_the_engine_of_the_experiment() -> None:
+def test_worker_builds_the_engine_of_the_experiment() -> None:
     """As on GPUs: from the config alone, with the block size chosen for a worker."""
     experiment = build_experiment(small_config("fedper", 3, device="cpu", workers=2))
     engines = runner.build_engine(experiment, MemoryStore()), runner.rebuild_engine(runner._resolved(experiment), None)

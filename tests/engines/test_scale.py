@@ -13,7 +13,7 @@ import pytest
 CONFIG = Path(__file__).parent.parent.parent / "examples" / "ten_thousand.toml"
 
 # In a separate process, because this one holds memory of other tests.
-WATCHED = """
+MEMORY_SCRIPT = """
 import json, sys
 from pathlib import Path
 from partita.experiment.config import load
@@ -30,8 +30,8 @@ print(json.dumps(sizes))
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory as Linux gives it")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedfrozen", "local-only"])
-def test_ten_thousand_clients_in_bounded_memory(method: str, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", WATCHED, str(CONFIG), str(tmp_path / "run"), f"method={{name='{method}'}}"]
+def test_memory_is_bounded_with_ten_thousand_clients(method: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", MEMORY_SCRIPT, str(CONFIG), str(tmp_path / "run"), f"method={{name='{method}'}}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr
     sizes = json.loads(done.stdout)  # megabytes after each round

@@ -30,7 +30,7 @@ name = "{method}"
     ("method", "common"),
     [("fedavg", True), ("fedfrozen", True), ("fedper", False), ("fedbabu", False), ("fedtp", False)],
 )
-def test_the_central_test_is_of_the_model_that_clients_would_use(method: str, common: bool) -> None:
+def test_central_test_uses_the_server_model_only_when_it_is_shared(method: str, common: bool) -> None:
     experiment = build(parse(tomllib.loads(CONFIG.format(method=method))))
     run, model, federation = experiment.run, experiment.model, experiment.federation
     engine = SimulationEngine(run, model, federation)
@@ -40,7 +40,7 @@ def test_the_central_test_is_of_the_model_that_clients_would_use(method: str, co
     assert (found == of_the_server) == common
 
 
-def test_an_adaptation_that_cannot_be_is_refused_before_training() -> None:
+def test_negative_finetune_is_refused_before_training() -> None:
     settings = tomllib.loads(CONFIG.format(method="fedbabu"))
     settings["method"]["finetune"] = -1
     with pytest.raises(ValueError, match=r"method\.finetune is -1; it must be a whole number from 0"):

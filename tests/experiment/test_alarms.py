@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Clients, play, run_of
+from helpers import Clients, play, toy_run
 from torch import Tensor
 
 from partita.core.data import Batch
@@ -18,10 +18,10 @@ from partita.methods.fedavg import fedavg
 from partita.methods.safl import safl
 from partita.testing.toy import ToyTransformer
 
-FIVE = Clients(a=12, b=9, c=6, d=8, e=10)
+FIVE_CLIENTS = Clients(a=12, b=9, c=6, d=8, e=10)
 
 
-class Scored(ToyTransformer):
+class ModelWithScores(ToyTransformer):
     """Attention scores are a function of the layer number and the batch."""
 
     def __init__(self, score: Any) -> None:
@@ -33,9 +33,11 @@ class Scored(ToyTransformer):
         return {layer: torch.full((len(batch.targets), 1), score) for layer, score in paid.items()}
 
 
-def watch(model: ToyTransformer, count: int = LONG_WINDOW, **options: Any) -> list[list[Alarm]]:
+def alarms_by_round(model: ToyTransformer, count: int = LONG_WINDOW, **options: Any) -> list[list[Alarm]]:
     """The alarms raised after each round."""
-    seen = [summarize(each, model) for each in play(run_of(safl(**options), count, lr=0.02, steps=1), model, FIVE)]
+    seen = [
+        summarize(each, model) for each in play(toy_run(safl(**options), count, lr=0.02, steps=1), model, FIVE_CLIENTS)
+    ]
     return [check_window(seen[: place + 1], layer_tags(model)) for place in range(count)]
 
 
@@ -43,84 +45,96 @@ def kinds(rung: list[Alarm]) -> set[str]:
     return {alarm.kind for alarm in rung}
 
 
-def lot(number: int, batch: Batch) -> float:
+def varied_score(number: int, batch: Batch) -> float:
     """Differs between clients and rounds, as the probe does; two layers stand out for all clients."""
     return 0.2 + 0.5 * (number % 5 == 0) + 0.4 * float((batch.inputs["x"][:3].sum() * (number + 1)).sin())
 
 
-def test_all_is_quiet_in_a_federation_that_is_well() -> None:
+def test_healthy_federation_raises_no_alarm() -> None:
     """Clients with real attention scores select half of the layers and agree on some of them."""
     model = ToyTransformer(width=6, layers=4)
-    rung = watch(model, LONG_WINDOW + 2, k=2, probe=4)
+    rung = alarms_by_round(model, LONG_WINDOW + 2, k=2, probe=4)
     assert all(each == [] for each in rung)
 
 
-def test_scores_that_do_not_differ_ring() -> None:
-    flat = Scored(lambda number, batch: 0.3 + 0.001 * lot(number, batch))
-    rung = watch(flat, SHORT_WINDOW + 1, k=3)
+def test_equal_attention_scores_raise_an_alarm() -> None:
+    flat = ModelWithScores(lambda number, batch: 0.3 + 0.001 * varied_score(number, batch))
+    rung = alarms_by_round(flat, SHORT_WINDOW + 1, k=3)
     assert [("attention collapse" in kinds(each)) for each in rung] == [False] * (SHORT_WINDOW - 1) + [True] * 2
     [alarm] = [alarm for alarm in rung[-1] if alarm.kind == "attention collapse"]
     assert alarm.round == SHORT_WINDOW
     assert "set method.select = 'gradient'" in alarm.text
-    some = Scored(lambda number, batch: 0.3 + 0.1 * number)
-    assert "attention collapse" not in kinds(watch(some, SHORT_WINDOW, k=3)[-1])
+    some = ModelWithScores(lambda number, batch: 0.3 + 0.1 * number)
+    assert "attention collapse" not in kinds(alarms_by_round(some, SHORT_WINDOW, k=3)[-1])
 
 
-def test_layers_that_nobody_chooses_ring() -> None:
-    fixed = Scored(lambda number, batch: 0.1 + 0.1 * number)
-    rung = watch(fixed, LONG_WINDOW, k=2)
+def test_layers_nobody_selects_raise_an_alarm() -> None:
+    fixed = ModelWithScores(lambda number, batch: 0.1 + 0.1 * number)
+    rung = alarms_by_round(fixed, LONG_WINDOW, k=2)
     assert [("layer starvation" in kinds(each)) for each in rung] == [False] * (LONG_WINDOW - 1) + [True]
     [alarm] = rung[-1]
     assert "4 of 6 layers (0, 1, 2, 3) were chosen by no client in the last 8 rounds" in alarm.text
-    few = watch(fixed, LONG_WINDOW, k=5)[-1]
+    few = alarms_by_round(fixed, LONG_WINDOW, k=5)[-1]
     assert kinds(few) == {"layer starvation"}, "one layer is never selected"
-    assert watch(fixed, LONG_WINDOW, k=6)[-1] == []
-    assert watch(fixed, LONG_WINDOW, k=2, select="static")[-1] == [], "a static selection raises no alarm"
+    assert alarms_by_round(fixed, LONG_WINDOW, k=6)[-1] == []
+    assert alarms_by_round(fixed, LONG_WINDOW, k=2, select="static")[-1] == [], "a static selection raises no alarm"
 
 
-def test_a_layer_that_one_client_sends_alone_rings() -> None:
+def test_layers_sent_by_a_single_client_raise_an_alarm() -> None:
     def own(number: int, batch: Batch) -> float:
         """Each client prefers its own layer, identified by its number of examples."""
         place = [12, 9, 6, 8, 10].index(len(batch.targets))
         return 0.9 if number == place else 0.1
 
-    rung = watch(Scored(own), SHORT_WINDOW + 1, k=1)
+    rung = alarms_by_round(ModelWithScores(own), SHORT_WINDOW + 1, k=1)
     assert [("aggregation mismatch" in kinds(each)) for each in rung] == [False] * (SHORT_WINDOW - 1) + [True] * 2
     [alarm] = [alarm for alarm in rung[-1] if alarm.kind == "aggregation mismatch"]
     assert "15 of 15 came from a single client" in alarm.text
     assert "federation.cohort" in alarm.text
 
 
-def test_where_all_send_all_nothing_rings() -> None:
+def test_no_alarm_when_all_clients_send_all_layers() -> None:
     model = ToyTransformer(width=4, layers=2)
-    seen = [summarize(each, model) for each in play(run_of(fedavg(), LONG_WINDOW, steps=1), model, FIVE)]
+    seen = [summarize(each, model) for each in play(toy_run(fedavg(), LONG_WINDOW, steps=1), model, FIVE_CLIENTS)]
     assert check_window(seen, layer_tags(model)) == []
 
 
-def seen(round: int, sent: Mapping[str, set[int]], scores: Mapping[str, list[float]] | None = None) -> RoundSummary:
+def make_summary(
+    round: int, sent: Mapping[str, set[int]], scores: Mapping[str, list[float]] | None = None
+) -> RoundSummary:
     told = {c: {f"layer.{n}": score for n, score in enumerate(each)} for c, each in (scores or {}).items()}
     return RoundSummary(round, {c: frozenset(f"layer.{n}" for n in numbers) for c, numbers in sent.items()}, told)
 
 
-def test_a_sign_must_last_and_two_clients_are_too_few_to_miss_each_other() -> None:
+def test_alarms_need_a_full_window_and_three_clients() -> None:
     layers = [f"layer.{number}" for number in range(4)]
     apart = {"a": {0}, "b": {1}, "c": {2}}
-    assert kinds(check_window([seen(n, apart) for n in range(SHORT_WINDOW)], layers)) == {"aggregation mismatch"}
+    assert kinds(check_window([make_summary(n, apart) for n in range(SHORT_WINDOW)], layers)) == {
+        "aggregation mismatch"
+    }
     for other in ({"a": {0}, "b": {1}}, {"a": {0}, "b": {0}, "c": {1}}):
-        assert check_window([seen(0, apart), seen(1, other), seen(2, apart)], layers) == []
+        assert check_window([make_summary(0, apart), make_summary(1, other), make_summary(2, apart)], layers) == []
     flat, steep = {"a": [0.5, 0.5, 0.5, 0.49]}, {"a": [0.5, 0.1, 0.5, 0.49]}
-    rounds = [seen(0, {}, flat), seen(1, {}), seen(2, {}, flat), seen(3, {}), seen(4, {}, flat)]
+    rounds = [
+        make_summary(0, {}, flat),
+        make_summary(1, {}),
+        make_summary(2, {}, flat),
+        make_summary(3, {}),
+        make_summary(4, {}, flat),
+    ]
     assert kinds(check_window(rounds, layers)) == {"attention collapse"}, "rounds without scores are skipped"
-    assert check_window([*rounds[:-1], seen(4, {}, steep)], layers) == []
-    assert kinds(check_window([seen(n, {}, {"a": [0.0] * 4}) for n in range(3)], layers)) == {"attention collapse"}
+    assert check_window([*rounds[:-1], make_summary(4, {}, steep)], layers) == []
+    assert kinds(check_window([make_summary(n, {}, {"a": [0.0] * 4}) for n in range(3)], layers)) == {
+        "attention collapse"
+    }
     assert check_window([], layers) == []
 
 
-def test_noisy_scores_are_read_as_they_are_told() -> None:
+def test_summary_keeps_noisy_scores_as_sent() -> None:
     model = ToyTransformer(width=4, layers=4)
-    [each] = play(run_of(safl(noise=1.0, probe=0.5), 1), model, FIVE)
+    [each] = play(toy_run(safl(noise=1.0, probe=0.5), 1), model, FIVE_CLIENTS)
     found = summarize(each, model)
-    assert found.scores.keys() == found.sent.keys() == set(FIVE.clients)
+    assert found.scores.keys() == found.sent.keys() == set(FIVE_CLIENTS.clients)
     for client, scores in found.scores.items():
         assert torch.tensor(list(scores.values())).norm() == pytest.approx(1)
         best = max(scores, key=lambda layer: scores[layer])

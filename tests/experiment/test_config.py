@@ -15,7 +15,7 @@ from partita.methods import COMPOSITIONS, INDEX
 EXAMPLES = sorted([*Path("examples").glob("*.toml"), *Path("studies").rglob("*.toml")])
 
 
-def parsed(*changes: str) -> object:
+def parse_with(*changes: str) -> object:
     raw = {"method": {"name": "fedavg"}}
     for change in changes:
         apply_override(raw, change)
@@ -29,32 +29,32 @@ def test_every_shipped_config_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*INDEX, *COMPOSITIONS, "lora+feddyn"])
-def test_every_methods_config_resolves_to_itself(name: str) -> None:
+def test_config_of_every_method_resolves_to_itself(name: str) -> None:
     """Options may be lists, and two parts may use the same option name (the alpha of lora and feddyn)."""
     config = parse({"method": {"name": name}})
     assert parse(tomllib.loads(config.to_toml())) == config
 
 
-def test_there_are_shipped_configs() -> None:
+def test_shipped_configs_exist() -> None:
     assert EXAMPLES
 
 
-def test_defaults_are_written_out() -> None:
+def test_resolved_config_writes_defaults_out() -> None:
     text = parse({"method": {"name": "fedprox"}}).to_toml()
     assert tomllib.loads(text)["method"] == {"name": "fedprox", "mu": 0.01}
     assert tomllib.loads(text)["training"]["batch_size"] == 32
 
 
-def test_seed_zero_is_a_seed() -> None:
+def test_seed_zero_is_kept() -> None:
     assert parse({"method": {"name": "fedavg"}, "seed": 0}).seed == 0
 
 
-def test_composed_methods_share_the_options_out() -> None:
+def test_composed_method_distributes_options_to_its_parts() -> None:
     config = parse({"method": {"name": "fedfrozen+fedprox", "mu": 0.5, "warmup": 3}})
     assert (config.method["mu"], config.method["warmup"], config.method["scope"]) == (0.5, 3, "rest")
 
 
-def test_optimizers_are_built() -> None:
+def test_training_config_builds_its_optimizer() -> None:
     adam = parse({"method": {"name": "fedavg"}, "training": {"weight_decay": 0.2}}).training.build()
     assert adam.optimizer == AdamW(weight_decay=0.2)
     plain = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0}
@@ -88,18 +88,18 @@ def test_optimizers_are_built() -> None:
         ("seed=first", "seed is 'first'; it must be a whole number"),
     ],
 )
-def test_what_is_wrong_is_named(change: str, message: str) -> None:
+def test_wrong_key_or_value_is_refused_with_a_hint(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        parsed("split={name='dirichlet', clients=4, alpha=1.0}", "model={name='vit'}", change)
+        parse_with("split={name='dirichlet', clients=4, alpha=1.0}", "model={name='vit'}", change)
 
 
 @pytest.mark.parametrize("change", ["lr", "=3", "seed.x=1"])
-def test_a_change_must_be_key_and_value(change: str) -> None:
+def test_override_must_be_key_and_value(change: str) -> None:
     with pytest.raises(ValueError, match="cannot"):
         apply_override({"seed": 1}, change)
 
 
-def test_a_missing_or_broken_file(tmp_path: Path) -> None:
+def test_missing_broken_or_empty_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read the config"):
         load(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("rounds = = 3")

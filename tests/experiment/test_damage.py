@@ -37,27 +37,27 @@ def settings(method: str = "fedper", seed: int = 0, rounds: int = ROUNDS) -> Con
     return parse({**raw, "split": {"name": "iid", "clients": 3}})
 
 
-def play(config: Config, folder: Path) -> str:
+def finish_run(config: Config, folder: Path) -> str:
     """Start or resume the run, and return the digest of its result."""
     begun = (folder / run_folder.CONFIG).exists()
     for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(config, folder):
         pass
-    return digest(folder)
+    return result_digest(folder)
 
 
-def digest(folder: Path) -> str:
+def result_digest(folder: Path) -> str:
     found: str = json.loads((folder / run_folder.RESULT).read_text())["digest"]
     return found
 
 
 def assert_same(folder: Path, whole: Path) -> None:
     """Equal result tensors and rows, except for times."""
-    assert digest(folder) == digest(whole)
+    assert result_digest(folder) == result_digest(whole)
     one, two = ([{**row, "seconds": 0} for row in run_folder.read_rows(each)] for each in (folder, whole))
     assert one == two
 
 
-def half(config: Config, folder: Path) -> Path:
+def half_done_run(config: Config, folder: Path) -> Path:
     rows = start(config, folder)
     for _ in range(ROUNDS - 1):
         next(rows)
@@ -66,7 +66,7 @@ def half(config: Config, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_secret() -> Iterator[None]:
+def fixed_secret() -> Iterator[None]:
     """All private runs draw from the same secret, so that they can be compared."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("partita.experiment.builder.draw", lambda: Key(77))
@@ -76,10 +76,10 @@ def one_secret() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
-    play(settings(), root / "whole")
+    finish_run(settings(), root / "whole")
     others = {"seed": settings(seed=1), "method": settings("fedrep")}
-    made = {name: half(config, root / name) for name, config in others.items()}
-    return {"whole": root / "whole", "half": half(settings(), root / "half"), **made}
+    made = {name: half_done_run(config, root / name) for name, config in others.items()}
+    return {"whole": root / "whole", "half": half_done_run(settings(), root / "half"), **made}
 
 
 # Kind of file -> its path in a run folder.
@@ -133,11 +133,11 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def oldest(path: Path) -> Path:
+def oldest_file(path: Path) -> Path:
     return list_checksummed(path)[0] if path.is_dir() else path
 
 
-QUICK = {
+FAST_CASES = {
     ("config.toml", "flip at 50%"), ("plan.json", "cut"), ("privacy.json", "flip at 20%"), ("checksums.json", "empty"),
     ("checksums.json", "flip at 50%"), ("rows.jsonl", "flip at 20%"), ("rows.jsonl", "cut"), ("rows.jsonl", "delete"),
     (".lock", "delete"), ("newest checkpoint", "zero"), ("newest checkpoint", "delete"), ("older checkpoint", "empty"),
@@ -149,16 +149,16 @@ QUICK = {
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [
-        pytest.param(kind, damage, marks=() if (kind, damage) in QUICK else pytest.mark.slow)
+        pytest.param(kind, damage, marks=() if (kind, damage) in FAST_CASES else pytest.mark.slow)
         for kind in KINDS
         for damage in [*DAMAGE, "delete"]
     ],
 )
-def test_a_damaged_file_is_named_or_makes_no_difference(
+def test_damaged_file_is_named_or_does_not_change_the_result(
     kind: str, damage: str, runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
 ) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
-    path = oldest(KINDS[kind](folder))
+    path = oldest_file(KINDS[kind](folder))
     if damage == "delete":
         path.unlink()
     else:
@@ -174,12 +174,12 @@ def test_a_damaged_file_is_named_or_makes_no_difference(
         *((kind, False) for kind in KINDS if "state" in kind or "checkpoint" in kind),
     ],
 )
-def test_a_file_of_another_run_is_named(
+def test_file_of_another_run_is_named_or_does_not_change_the_result(
     kind: str, keeps_name: bool, other: str, runs: dict[str, Path], tmp_path: Path,
     shell: Callable[[Path], tuple[int, str]],
 ) -> None:  # fmt: skip
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
-    path, strange = oldest(KINDS[kind](folder)), oldest(KINDS[kind](runs[other]))
+    path, strange = oldest_file(KINDS[kind](folder)), oldest_file(KINDS[kind](runs[other]))
     path.unlink()
     put = path if keeps_name else path.with_name(strange.name)
     shutil.copy(strange, put)
@@ -190,7 +190,7 @@ def test_a_file_of_another_run_is_named(
         assert path.name in err or put.name in err, err
 
 
-def test_a_missing_state_is_found_before_the_first_round(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_client_state_is_refused_on_resume(runs: dict[str, Path], tmp_path: Path) -> None:
     for client in ("c0", "c1", "c2"):
         folder = Path(shutil.copytree(runs["half"], tmp_path / client))
         path = list_checksummed(folder / run_folder.CLIENTS / client)[-1]
@@ -199,7 +199,7 @@ def test_a_missing_state_is_found_before_the_first_round(runs: dict[str, Path], 
             next(resume(load(folder / run_folder.CONFIG), folder))
 
 
-def test_a_state_that_no_checkpoint_names_is_not_read(
+def test_states_not_named_by_a_checkpoint_are_ignored_on_resume(
     runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
 ) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
@@ -207,28 +207,28 @@ def test_a_state_that_no_checkpoint_names_is_not_read(
         for strange in list_checksummed(runs["seed"] / "clients" / client.name):
             shutil.copy(strange, client / strange.name)
     assert shell(folder)[0] == 0
-    assert digest(folder) == digest(runs["whole"])
+    assert result_digest(folder) == result_digest(runs["whole"])
 
 
-def test_a_run_killed_while_it_was_prepared_goes_on(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_run_killed_during_preparation_can_be_finished(runs: dict[str, Path], tmp_path: Path) -> None:
     names = ["config.toml", "environment.json", "plan.json", "privacy.json", "checksums.json"]
     for count in (1, 3, 5):
         folder = tmp_path / str(count)
         shutil.copytree(runs["half"] / "private", folder / "private")
         for name in names[:count]:
             shutil.copy(runs["half"] / name, folder / name)
-        assert play(settings(), folder) == digest(runs["whole"])
+        assert finish_run(settings(), folder) == result_digest(runs["whole"])
         assert run_folder.verify(folder)
 
 
-def test_without_its_config_a_folder_is_not_taken_for_a_new_one(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_run_folder_without_its_config_is_not_treated_as_new(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
     (folder / run_folder.CONFIG).unlink()
     with pytest.raises(run_folder.RunFolderError, match="already holds a run"):
         next(start(settings(), folder))
 
 
-def test_a_checksum_outside_the_folder_is_not_read(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_checksum_paths_outside_the_run_folder_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
     for name in ("../half/config.toml", "/etc/passwd", "checkpoints/../../x"):
         listed = json.loads((runs["half"] / run_folder.CHECKSUMS).read_text())
@@ -241,7 +241,7 @@ LINKS = ["rows.jsonl", "config.toml", "checkpoints", "clients", "clients/c0", ".
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_a_link_is_named_and_not_followed(
+def test_resume_refuses_symlinks_in_the_run_folder(
     name: str, runs: dict[str, Path], tmp_path: Path, shell: Callable[[Path], tuple[int, str]]
 ) -> None:
     folder, elsewhere = Path(shutil.copytree(runs["half"], tmp_path / "run")), tmp_path / "elsewhere"
@@ -258,7 +258,7 @@ def test_a_link_is_named_and_not_followed(
     assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
 
 
-def test_a_new_run_does_not_write_through_links(tmp_path: Path) -> None:
+def test_writes_do_not_follow_symlinks_or_pipes(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "clients").symlink_to(tmp_path / "elsewhere")
@@ -282,7 +282,7 @@ def test_a_new_run_does_not_write_through_links(tmp_path: Path) -> None:
 # ---- a full disk
 
 
-def writes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> Iterator[int]:
+def count_writes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> Iterator[int]:
     """Count fsync calls, and fail at one of them as a full disk does."""
     calls = 0
     real = os.fsync
@@ -300,26 +300,24 @@ def writes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> Iterator[int
     yield calls
 
 
-def fill(config: Config, folder: Path, fail_at: int | None, monkeypatch: pytest.MonkeyPatch) -> int:
-    counting = writes(monkeypatch, fail_at)
+def run_on_full_disk(config: Config, folder: Path, fail_at: int | None, monkeypatch: pytest.MonkeyPatch) -> int:
+    counting = count_writes(monkeypatch, fail_at)
     next(counting)
     if fail_at is None:
-        play(config, folder)
+        finish_run(config, folder)
     else:
         with pytest.raises(DiskError, match=r"cannot write .*No space left on device.*then resume the run"):
-            play(config, folder)
+            finish_run(config, folder)
     return next(counting)
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_disk_that_fills_at_any_write_loses_nothing(
-    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_at_any_write_loses_nothing(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(rounds=2)
-    count = fill(config, tmp_path / "whole", None, monkeypatch)
+    count = run_on_full_disk(config, tmp_path / "whole", None, monkeypatch)
     assert count > 20
     for call in range(random.Random(every).randrange(every), count, every):
         folder = tmp_path / str(call)
-        fill(config, folder, call, monkeypatch)
+        run_on_full_disk(config, folder, call, monkeypatch)
         assert not list(folder.rglob("*.part"))
-        assert play(config, folder) == digest(tmp_path / "whole"), f"after write {call}"
+        assert finish_run(config, folder) == result_digest(tmp_path / "whole"), f"after write {call}"

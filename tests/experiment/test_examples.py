@@ -6,14 +6,14 @@ from pathlib import Path
 
 import dual_encoder_fixtures
 import pytest
-from example_fixtures import EXAMPLES, encoder, notes
+from example_fixtures import EXAMPLES, write_encoder, write_notes
 from PIL import Image
 
 from partita.experiment import runner
 from partita.experiment.config import load
 
 
-def pictures(folder: Path) -> Path:
+def write_images(folder: Path) -> Path:
     for place, name in enumerate(("cat", "dog")):
         (folder / "train" / name).mkdir(parents=True)
         for number in range(30):
@@ -21,17 +21,17 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-def test_clinical_notes_by_hospital(tmp_path: Path) -> None:
-    paths = [f"data.path={notes(tmp_path / 'notes')}", f"model.path={encoder(tmp_path / 'model')}"]
+def test_clinical_example_runs(tmp_path: Path) -> None:
+    paths = [f"data.path={write_notes(tmp_path / 'notes')}", f"model.path={write_encoder(tmp_path / 'model')}"]
     config = load(EXAMPLES / "clinical.toml", [*paths, "rounds=1", "method.k=2"])
     [row] = runner.start(config, tmp_path / "run")
     assert row["personal"]["f1"].keys() == {"north", "south"}
     assert all(len(layers) == 2 for layers in row["chosen"].values())
 
 
-def test_clinical_notes_in_private_as_the_comment_says(tmp_path: Path) -> None:
+def test_clinical_example_runs_with_the_privacy_of_its_comment(tmp_path: Path) -> None:
     """With a budget that forty sentences can meet."""
-    paths = [f"data.path={notes(tmp_path / 'notes')}", f"model.path={encoder(tmp_path / 'model')}"]
+    paths = [f"data.path={write_notes(tmp_path / 'notes')}", f"model.path={write_encoder(tmp_path / 'model')}"]
     said = (EXAMPLES / "clinical.toml").read_text()
     for setting in ("epsilon = 8.0", "noise = 8.0, probe = 0.5, every = 15"):
         assert setting in said
@@ -42,8 +42,8 @@ def test_clinical_notes_in_private_as_the_comment_says(tmp_path: Path) -> None:
     assert 0 < row["privacy"]["epsilon"] <= 8.0
 
 
-def test_prompts_beside_a_pair(tmp_path: Path) -> None:
-    paths = [f"data.path={pictures(tmp_path / 'pictures')}", f"model.path={dual_encoder_fixtures.folder('clip')}"]
+def test_prompts_example_runs_and_sends_only_global_prompts(tmp_path: Path) -> None:
+    paths = [f"data.path={write_images(tmp_path / 'pictures')}", f"model.path={dual_encoder_fixtures.folder('clip')}"]
     tiny = ["data.size=8", "data.channels=1", "data.mean=[0.5]", "data.std=[0.5]", "model.dtype=float32"]
     small = ["split.clients=2", "method.text_tokens=2", "method.vision_tokens=2", "rounds=1"]
     [row] = runner.start(load(EXAMPLES / "prompts.toml", [*paths, *tiny, *small]), tmp_path / "run")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from fuzzing import SCHEMA, TINY, Raw, configs, experiments, refusal, strange
+from fuzzing import SCHEMA, TINY, Raw, configs, experiments, refusal, strange_values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,27 +33,27 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
 
 
-def resolve(raw: Raw) -> None:
+def assert_resolves_to_itself(raw: Raw) -> None:
     config = parse(copy.deepcopy(raw))
     assert parse(tomllib.loads(config.to_toml())) == config, "a resolved config resolves to itself"
 
 
-def slow(count: int) -> Any:
+def slow_case(count: int) -> Any:
     return pytest.param(count, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("count", [300, slow(5000)])
-def test_any_config_is_taken_or_refused_in_a_line(count: int) -> None:
+@pytest.mark.parametrize("count", [300, slow_case(5000)])
+def test_any_config_is_accepted_or_refused_in_one_line(count: int) -> None:
     @given(configs())
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(raw: Raw) -> None:
-        refusal(lambda: resolve(raw))
+        refusal(lambda: assert_resolves_to_itself(raw))
 
     check()
 
 
-@pytest.mark.parametrize("count", [60, slow(1500)])
-def test_any_experiment_is_built_or_refused(count: int, small_machine: None) -> None:
+@pytest.mark.parametrize("count", [60, slow_case(1500)])
+def test_any_experiment_is_built_or_refused_in_one_line(count: int, small_machine: None) -> None:
     @given(experiments())
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(raw: Raw) -> None:
@@ -62,8 +62,10 @@ def test_any_experiment_is_built_or_refused(count: int, small_machine: None) -> 
     check()
 
 
-@pytest.mark.parametrize("count", [10, slow(400)])
-def test_any_tiny_run_ends(count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("count", [10, slow_case(400)])
+def test_any_tiny_run_finishes_or_is_refused_in_one_line(
+    count: int, small_machine: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     @given(experiments(small=True))
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
     def check(raw: Raw) -> None:
@@ -96,8 +98,8 @@ def texts() -> st.SearchStrategy[str]:
     return pieces.map("".join)
 
 
-@pytest.mark.parametrize("count", [200, slow(3000)])
-def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [200, slow_case(3000)])
+def test_any_override_is_accepted_or_refused_in_one_line(count: int, tmp_path: Path) -> None:
     """The values of --set."""
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(TINY))
@@ -107,7 +109,9 @@ def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) ->
 
     @given(
         st.lists(
-            texts() | st.builds("{}={}".format, named, texts() | strange().map(format_value)), min_size=1, max_size=3
+            texts() | st.builds("{}={}".format, named, texts() | strange_values().map(format_value)),
+            min_size=1,
+            max_size=3,
         )
     )
     @settings(FUZZ, max_examples=count, derandomize=count < MANY)
@@ -117,8 +121,8 @@ def test_any_change_is_taken_or_refused_in_a_line(count: int, tmp_path: Path) ->
     check()
 
 
-@pytest.mark.parametrize("count", [150, slow(2000)])
-def test_any_methods_are_expanded_or_refused_in_a_line(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [150, slow_case(2000)])
+def test_any_method_list_is_expanded_or_refused_in_one_line(count: int, tmp_path: Path) -> None:
     """The values of --methods."""
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(TINY))

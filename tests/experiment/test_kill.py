@@ -25,7 +25,7 @@ kill_runs = import_module("kill_runs")
 try_setting = kill_runs.try_setting
 
 
-def settings(method: str, state: str) -> Config:
+def kill_config(method: str, state: str) -> Config:
     """The federation of scripts/kill_runs.py, with one layer and the usual learning rate."""
     optimizer = "adamw" if build(method).takes("adamw") else "sgd"
     model = '{ name = "clip", shape = "tiny" }' if method in NEEDS_DUAL_ENCODER else "{ layers = 1 }"
@@ -51,8 +51,8 @@ FAST = (("scaffold", "disk"),)
         for each in [(name, "memory") for name in INDEX] + [("local-only", "disk"), ("scaffold", "disk")]
     ],
 )
-def test_twenty_kills_change_nothing(method: str, state: str, tmp_path: Path) -> None:
-    outcome = try_setting(settings(method, state), KILLS, f"{method} {state}", tmp_path)
+def test_twenty_kills_do_not_change_the_result(method: str, state: str, tmp_path: Path) -> None:
+    outcome = try_setting(kill_config(method, state), KILLS, f"{method} {state}", tmp_path)
     assert outcome.kills == KILLS
     assert outcome.same
     ends = [
@@ -63,7 +63,7 @@ def test_twenty_kills_change_nothing(method: str, state: str, tmp_path: Path) ->
     assert ends[0].versions == ends[1].versions
 
 
-def test_a_fork_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
+def test_fork_does_not_hold_the_lock_of_a_dead_parent(tmp_path: Path) -> None:
     hear, tell = os.pipe()
     if (parent := os.fork()) == 0:
         with run_folder.lock(tmp_path):
@@ -84,7 +84,7 @@ def test_a_fork_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_kills_over_several_settings_change_nothing(tmp_path: Path) -> None:
+def test_kills_in_several_settings_do_not_change_the_result(tmp_path: Path) -> None:
     for number, (name, text) in enumerate(kill_runs.SETTINGS.items()):
         outcome = try_setting(kill_runs.settings(text), 4, name, tmp_path / str(number))
         assert outcome.same, name

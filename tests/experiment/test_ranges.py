@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-from fuzzing import TINY, outside, ranges_of, refusal
+from fuzzing import TINY, bounds_outside, ranges_of, refusal
 
 from partita.core import memory
 from partita.core.memory import SizeError
@@ -39,24 +39,26 @@ SCHEMA = schema()
 OPTIONS = [(table, option) for table, options in SCHEMA.items() for option in options.values()]
 
 
-def bare_numbers(hint: Any) -> list[Any]:
+def numbers_without_range(hint: Any) -> list[Any]:
     """The numeric types in a hint without a range."""
     if get_origin(hint) is Annotated and any(isinstance(note, Range) for note in get_args(hint)):
         return []
     if hint in (int, float):
         return [hint]
     parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
-    return [] if get_origin(hint) is Literal else [each for part in parts for each in bare_numbers(part)]
+    return [] if get_origin(hint) is Literal else [each for part in parts for each in numbers_without_range(part)]
 
 
 @pytest.mark.parametrize(("table", "option"), OPTIONS, ids=lambda each: getattr(each, "name", each))
-def test_every_number_has_a_range(table: str, option: Any) -> None:
-    assert not bare_numbers(option.hint), f"give {table}.{option.name} a Range, as in Annotated[int, Range(low=1)]"
+def test_every_numeric_option_has_a_range(table: str, option: Any) -> None:
+    assert not numbers_without_range(option.hint), (
+        f"give {table}.{option.name} a Range, as in Annotated[int, Range(low=1)]"
+    )
 
 
-def test_a_number_without_a_range_is_noticed() -> None:
+def test_numbers_without_range_finds_nested_types() -> None:
     nested = Mapping[str, tuple[int, ...]] | Annotated[float | None, "meaning"] | Annotated[int, Range(low=1)] | bool
-    assert bare_numbers(nested) == [int, float]
+    assert numbers_without_range(nested) == [int, float]
 
 
 def test_every_default_is_in_its_range() -> None:
@@ -65,7 +67,7 @@ def test_every_default_is_in_its_range() -> None:
             assert matches_type(option.default, option.hint), f"{table}.{option.name}"
 
 
-def test_the_schema_has_every_table() -> None:
+def test_schema_has_every_table_and_its_options() -> None:
     assert {"", "training", "engine", "privacy", "method fedprox", "data images", "split flwr", "model vit"} <= {
         *SCHEMA
     }
@@ -88,13 +90,15 @@ def test_the_schema_has_every_table() -> None:
         (Range(low=0.5, high=1000), [0.5], [0.4], "from 0.5 to 1,000"),
     ],
 )
-def test_bounds(bounds: Range, inside: list[float], outside: list[float], words: str) -> None:
+def test_range_contains_values_within_its_bounds(
+    bounds: Range, inside: list[float], outside: list[float], words: str
+) -> None:
     assert all(value in bounds for value in inside)
     assert not any(value in bounds for value in outside)
     assert str(bounds) == words
 
 
-def sample(
+def target_function(
     count: Count = 1,
     rate: Positive | None = None,
     cohort: Count | PositiveShare = 1.0,
@@ -135,9 +139,9 @@ def sample(
         ("free", {"a\n": 1}, "free is "),
     ],
 )
-def test_what_is_out_of_range_is_named(key: str, value: Any, words: str) -> None:
+def test_option_out_of_range_is_refused_in_one_line(key: str, value: Any, words: str) -> None:
     with pytest.raises(OptionError, match=words) as found:
-        validate_options(sample, {key: value}, "")
+        validate_options(target_function, {key: value}, "")
     assert len(str(found.value).splitlines()) == 1
     assert len(str(found.value)) < 600
 
@@ -154,11 +158,11 @@ def test_what_is_out_of_range_is_named(key: str, value: Any, words: str) -> None
         ("free", [1]),
     ],
 )
-def test_what_is_in_range_passes(key: str, value: Any) -> None:
-    assert validate_options(sample, {key: value}, "") in ({key: value}, {key: (1,)})
+def test_option_in_range_is_accepted(key: str, value: Any) -> None:
+    assert validate_options(target_function, {key: value}, "") in ({key: value}, {key: (1,)})
 
 
-def test_values_are_shown_on_one_short_line() -> None:
+def test_format_value_gives_one_short_line() -> None:
     assert format_value("a\nb") == "'a\\nb'"
     assert len(format_value("x" * 10_000)) < 300
     assert len(format_value([["x" * 1000] * 100] * 100)) < 300
@@ -169,7 +173,7 @@ def test_values_are_shown_on_one_short_line() -> None:
     assert ranges_of(Union[Count, None]) == [Range(low=1, high=10**9)]  # noqa: UP007
 
 
-def sample_of(hint: Any) -> Any:
+def fitting_value(hint: Any) -> Any:
     """A value that fits a required option."""
     if found := ranges_of(hint):
         return found[0].low or 1
@@ -179,7 +183,7 @@ def sample_of(hint: Any) -> Any:
 def with_value(heading: str, name: str, value: Any) -> dict[str, Any]:
     """A config whose table with this heading sets the option and all required ones."""
     table, _, kind = heading.partition(" ")
-    needed = {each.name: sample_of(each.hint) for each in SCHEMA[heading].values() if each.default is MISSING}
+    needed = {each.name: fitting_value(each.hint) for each in SCHEMA[heading].values() if each.default is MISSING}
     given = {**needed, **({"noise": 1.0} if table == "privacy" else {}), name: value}
     if not table:
         return {**TINY, **given}
@@ -187,20 +191,20 @@ def with_value(heading: str, name: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("heading", SCHEMA)
-def test_every_option_is_refused_by_name_beyond_its_bounds(heading: str) -> None:
+def test_every_option_beyond_its_bounds_is_refused_by_name(heading: str) -> None:
     for name, option in SCHEMA[heading].items():
-        numbers = [*outside(option.hint), math.nan, -math.inf, 2**63] if len(ranges_of(option.hint)) == 1 else []
+        numbers = [*bounds_outside(option.hint), math.nan, -math.inf, 2**63] if len(ranges_of(option.hint)) == 1 else []
         texts = ["a\nb", "a\0b", *([] if Range(low=0) in ranges_of(option.hint) else [""])]
-        for value in numbers if bare_texts(option.hint) == 0 else texts:
+        for value in numbers if count_texts(option.hint) == 0 else texts:
             with pytest.raises(
                 OptionError, match=re.escape(f"{heading.partition(' ')[0]}.{name}".lstrip(".") + " is ")
             ):
                 parse(with_value(heading, name, value))
 
 
-def bare_texts(hint: Any) -> int:
+def count_texts(hint: Any) -> int:
     """How many times a type hint contains str."""
-    return (hint is str) + sum(bare_texts(each) for each in get_args(hint) if not isinstance(each, str | Range))
+    return (hint is str) + sum(count_texts(each) for each in get_args(hint) if not isinstance(each, str | Range))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,7 @@ def bare_texts(hint: Any) -> int:
         "method.name=fedavg+fedavg",
     ],
 )
-def test_what_ended_in_a_traceback_is_refused_by_name(change: str) -> None:
+def test_values_that_once_caused_a_traceback_are_refused_by_name(change: str) -> None:
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
     apply_override(raw, change)
     with pytest.raises(OptionError) as found:
@@ -239,7 +243,7 @@ def test_what_ended_in_a_traceback_is_refused_by_name(change: str) -> None:
 @pytest.mark.parametrize(
     "changes", [["x=" + "[" * 10_000], ["x=" + "9" * 5000], ["a\nb=1"], ["seed.a.b=1", "seed=\udcff"]]
 )
-def test_a_change_that_cannot_be_read_is_an_error_of_one_line(changes: list[str], tmp_path: Path) -> None:
+def test_unreadable_override_is_refused_in_one_line(changes: list[str], tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("seed = 1\nmethod.name = 'fedavg'")
     with pytest.raises((ConfigError, OptionError)) as found:
         load(tmp_path / "c.toml", changes)
@@ -247,7 +251,7 @@ def test_a_change_that_cannot_be_read_is_an_error_of_one_line(changes: list[str]
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"x = " + b"[" * 10_000, b"x = " + b"9" * 5000])
-def test_a_file_that_is_no_config_is_named(text: bytes, tmp_path: Path) -> None:
+def test_unreadable_config_file_is_named(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_bytes(text)
     with pytest.raises(ConfigError, match=r"c\.toml"):
         load(tmp_path / "c.toml")
@@ -271,7 +275,7 @@ def test_a_file_that_is_no_config_is_named(text: bytes, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_into_memory_is_refused_before_it_is_allocated(
+def test_experiment_too_large_for_memory_is_refused_before_allocation(
     table: str, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 30_000 if table == "training" else 10**9
@@ -280,21 +284,21 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_allocated(
         build(parse({**TINY, table: {**TINY[table], **changes}}))
 
 
-def test_a_hypernetwork_that_does_not_fit_is_refused() -> None:
+def test_hypernetwork_too_large_for_memory_is_refused() -> None:
     large = build(parse({**TINY, "method": {"name": "fedtp", "hidden": 10**9}}))
     with pytest.raises(SizeError, match=r"fedtp would take .* EB, but .* are free; lower method\.hidden"):
         initial_server(large.run, large.model)
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 10**9}, {"steps": 10**9}])
-def test_more_steps_than_memory_can_list_are_refused(changes: dict[str, int], tmp_path: Path) -> None:
+def test_too_many_training_steps_for_memory_are_refused(changes: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(
         SizeError, match=r"the order of examples in .* steps would take .*; train fewer epochs or steps"
     ):
         list(start(parse({**TINY, "training": {**TINY["training"], **changes}}), tmp_path))
 
 
-def test_what_is_free_is_the_less_of_the_machine_and_its_container(
+def test_available_memory_is_the_smaller_of_machine_and_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With files as written by Linux. Without a container limit only the machine counts."""
@@ -310,9 +314,7 @@ def test_what_is_free_is_the_less_of_the_machine_and_its_container(
     assert memory._of_container() > 10**18, "no limit"
 
 
-def test_where_the_system_does_not_say_what_is_free_all_memory_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_available_memory_falls_back_to_total_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "Path", lambda name: tmp_path / "missing")
     monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
     assert memory._of_machine() == 4_096_000
@@ -332,12 +334,12 @@ def test_where_the_system_does_not_say_what_is_free_all_memory_counts(
         (1234 * 10**18, "1,234.0 EB"),
     ],
 )
-def test_sizes_are_written_in_the_unit_that_suits_them(count: int, text: str) -> None:
+def test_sizes_are_formatted_in_a_suitable_unit(count: int, text: str) -> None:
     assert memory.size(count) == text
 
 
 @pytest.mark.parametrize("free", [99, 100, 101])
-def test_what_takes_all_that_is_free_still_fits(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_of_all_free_memory_is_accepted(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: free)
     if free >= 100:
         memory.require(100, "the table", "make it smaller")
@@ -346,11 +348,11 @@ def test_what_takes_all_that_is_free_still_fits(free: int, monkeypatch: pytest.M
             memory.require(100, "the table", "make it smaller")
 
 
-def test_what_fits_into_memory_is_built() -> None:
+def test_small_experiment_is_built() -> None:
     assert build(parse(TINY)).block == 3
 
 
-def test_the_reference_is_up_to_date() -> None:
+def test_reference_pages_are_up_to_date() -> None:
     script = Path(__file__).parent.parent.parent / "scripts" / "write_reference.py"
     written = runpy.run_path(str(script))
     for name, page in written["PAGES"].items():
@@ -370,7 +372,7 @@ def test_the_reference_is_up_to_date() -> None:
         ("IidPartitioner", 3, {"num_partitions": "x"}),
     ],
 )
-def test_what_a_partitioner_refuses_is_one_line(partitioner: str, clients: int, options: dict[str, Any]) -> None:
+def test_partitioner_errors_are_one_line(partitioner: str, clients: int, options: dict[str, Any]) -> None:
     pytest.importorskip("flwr_datasets")
     asked = {"name": "flwr", "partitioner": partitioner, "clients": clients, "options": options}
     assert refusal(lambda: build(parse({**TINY, "split": asked}))) is not None

@@ -43,14 +43,14 @@ NAMES = [
 
 
 @pytest.fixture
-def partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+def run_partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(monkeypatch, capsys)
 
 
 # ---- names as folders
 
 
-def test_any_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_any_client_name_gets_a_separate_state_folder(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path / "clients")
     names = [*NAMES, "x" * 10_001, "ü" * 201, *(path_component(name) for name in ("", "x" * 10_000))]
     for value, name in enumerate(names):
@@ -64,7 +64,7 @@ def test_any_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def shortened(start: str, name: str) -> str:
+def shortened_name(start: str, name: str) -> str:
     """A 180-byte folder name: the beginning of a name and the digest of the whole name."""
     return f"{start}@{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
 
@@ -77,13 +77,13 @@ def shortened(start: str, name: str) -> str:
         ("a.b/c d", "a%2Eb%2Fc%20d"),
         ("..", "%2E%2E"),
         ("ü\ud800", "%C3%BC%ED%A0%80"),
-        ("", shortened("", "")),
+        ("", shortened_name("", "")),
         ("x" * 180, "x" * 180),
-        ("x" * 181, shortened("x" * 147, "x" * 181)),
-        ("\ud800" * 21, shortened(("%ED%A0%80" * 21)[:147], "\ud800" * 21)),
+        ("x" * 181, shortened_name("x" * 147, "x" * 181)),
+        ("\ud800" * 21, shortened_name(("%ED%A0%80" * 21)[:147], "\ud800" * 21)),
     ],
 )
-def test_a_name_is_quoted_and_shortened_only_if_it_is_too_long(name: str, folder: str) -> None:
+def test_path_component_quotes_names_and_shortens_long_ones(name: str, folder: str) -> None:
     """Existing run folders must stay readable, so the exact text counts."""
     assert path_component(name) == folder
     assert len(folder) <= 180
@@ -100,12 +100,12 @@ def test_a_name_is_quoted_and_shortened_only_if_it_is_too_long(name: str, folder
         ("", "run"),
         ("ü", "ü"),
         ("x" * 180, "x" * 180),
-        ("x" * 181, shortened("x" * 147, "x" * 181)),
+        ("x" * 181, shortened_name("x" * 147, "x" * 181)),
         ("ü" * 90, "ü" * 90),
-        ("ü" * 91, shortened("ü" * 73, "ü" * 91)),
+        ("ü" * 91, shortened_name("ü" * 73, "ü" * 91)),
     ],
 )
-def test_a_label_is_shortened_by_its_bytes_and_no_letter_is_cut_in_two(label: str, folder: str) -> None:
+def test_label_folder_is_shortened_by_bytes_without_splitting_a_character(label: str, folder: str) -> None:
     assert label_folder(label) == folder
     assert len(folder.encode()) <= 180
 
@@ -120,7 +120,7 @@ def test_a_label_is_shortened_by_its_bytes_and_no_letter_is_cut_in_two(label: st
         (7, "7"),
     ],
 )
-def test_what_cannot_be_seen_is_shown_as_an_escape(text: object, shown: str) -> None:
+def test_unprintable_characters_are_shown_as_escapes(text: object, shown: str) -> None:
     assert printable(text) == shown
 
 
@@ -132,7 +132,7 @@ def test_escapes_have_two_four_or_eight_digits() -> None:
 
 @given(st.text(), st.text())
 @settings(max_examples=40)
-def test_a_component_is_a_plain_name(one: str, other: str) -> None:
+def test_path_component_is_plain_unique_and_reversible(one: str, other: str) -> None:
     folder = path_component(one)
     assert re.fullmatch(r"[\w%@~-]{1,220}", folder, re.ASCII)
     assert client_of_folder(folder) in (one, None)
@@ -143,20 +143,20 @@ def test_a_component_is_a_plain_name(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["../../x", "/etc/x", "..", "a/b", "<b>", "x" * 10_000])
-def test_a_label_as_a_folder_stays_below_runs(
-    label: str, tmp_path: Path, partita: Shell, monkeypatch: pytest.MonkeyPatch
+def test_run_folder_of_any_label_stays_below_runs(
+    label: str, tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     seen: list[Path] = []
     monkeypatch.setattr("partita.experiment.runner.start", lambda config, folder: seen.append(folder) or iter(()))
     (tmp_path / "e.toml").write_text(f"label = {json.dumps(label)}\n[method]\nname = 'fedavg'\n")
-    partita("run", "-c", tmp_path / "e.toml")
+    run_partita("run", "-c", tmp_path / "e.toml")
     [folder] = seen
     assert folder.parent == Path("runs")
     folder.mkdir(parents=True)
 
 
-def test_two_methods_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_methods_with_equal_labels_are_refused(tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text("[method]\nname = 'fedavg'\n")
     with pytest.raises(ConfigError, match="would share the folder"):
         expand(tmp_path / "e.toml", [], "fedprox(mu=0.1), fedprox( mu=0.1)", 1, tmp_path / "out")
@@ -186,7 +186,7 @@ li b figure figcaption details summary span pre defs g path text tspan use rect 
 """
 
 
-def named_run(root: Path, name: str, place: int) -> Path:
+def write_run_with_name(root: Path, name: str, place: int) -> Path:
     """A run in which everything that can be named has this name: label, clients, layers, attacks."""
 
     def edit(row: dict[str, Any]) -> dict[str, Any]:
@@ -210,8 +210,8 @@ def named_run(root: Path, name: str, place: int) -> Path:
     return folder
 
 
-def skeleton_of(root: Path, name: str) -> tuple[Skeleton, str, list[RunRecord]]:
-    records = [load_run(named_run(root, name, place)) for place in (1, 2)]
+def report_skeleton(root: Path, name: str) -> tuple[Skeleton, str, list[RunRecord]]:
+    records = [load_run(write_run_with_name(root, name, place)) for place in (1, 2)]
     text = page(records, root / "page.html").read_text(encoding="utf-8")
     found = Skeleton()
     found.feed(text)
@@ -219,8 +219,8 @@ def skeleton_of(root: Path, name: str) -> tuple[Skeleton, str, list[RunRecord]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Skeleton:
-    return skeleton_of(tmp_path_factory.mktemp("plain"), "plain")[0]
+def plain_skeleton(tmp_path_factory: pytest.TempPathFactory) -> Skeleton:
+    return report_skeleton(tmp_path_factory.mktemp("plain"), "plain")[0]
 
 
 MIXED = "\"><script>alert(1)</script>'onload='x' \x1b[31m\u202e</style></svg><!-- $\\frac{ [bold] \r\n|`"
@@ -239,15 +239,15 @@ MIXED = "\"><script>alert(1)</script>'onload='x' \x1b[31m\u202e</style></svg><!-
         ),
     ],
 )
-def test_a_name_makes_no_element_and_no_attribute(name: str, plain: Skeleton, tmp_path: Path) -> None:
-    strange, html, records = skeleton_of(tmp_path, name)
+def test_names_add_no_html_elements_or_attributes(name: str, plain_skeleton: Skeleton, tmp_path: Path) -> None:
+    strange, html, records = report_skeleton(tmp_path, name)
     assert {tag for tag, _ in strange.elements} <= {*ALLOWED.split()}
     assert not [names for _, names in strange.elements for each in names if each.startswith("on")]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", html)
     for tag in ("script", "img", "style", "svg", "table", "tr", "td", "th", "li", "a", "pre", "summary"):
-        found = [[each for each in page.elements if each[0] == tag] for page in (plain, strange)]
+        found = [[each for each in page.elements if each[0] == tag] for page in (plain_skeleton, strange)]
         assert found[0] == found[1], tag
-    assert len(strange.comments) == len(plain.comments)
+    assert len(strange.comments) == len(plain_skeleton.comments)
     shown = compare(records)
     for text in (to_text(shown), to_markdown(shown)):
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028]", text)
@@ -256,24 +256,24 @@ def test_a_name_makes_no_element_and_no_attribute(name: str, plain: Skeleton, tm
 
 @given(st.text(alphabet=st.characters()))
 @settings(max_examples=40)
-def test_clean_text_moves_no_cursor(text: str) -> None:
+def test_printable_text_has_no_control_characters(text: str) -> None:
     shown = printable(text)
     assert all(each.isprintable() or each.isspace() for each in shown)
     assert not re.search(r"[\x00-\x1f\x7f-\x9f]", shown)
     assert shown.encode() or not text
 
 
-def test_ls_and_errors_show_escapes_as_text(tmp_path: Path, partita: Shell) -> None:
+def test_ls_and_errors_print_control_characters_as_text(tmp_path: Path, run_partita: Shell) -> None:
     folder = write_run(tmp_path, "x", 0, rounds=2)
     label = "\\u001b[b]"
     (folder / "config.toml").write_text(
         (folder / "config.toml").read_text().replace('label = "x"', f'label = "{label}"')
     )
-    code, out, _ = partita("ls", tmp_path)
+    code, out, _ = run_partita("ls", tmp_path)
     assert code == 0
     assert "\x1b" not in out
     assert r"\x1b[b]" in out
-    _, _, err = partita("report", tmp_path, "--against", "\x1b[31mnobody")
+    _, _, err = run_partita("report", tmp_path, "--against", "\x1b[31mnobody")
     assert "\x1b" not in err
     assert r"\x1b[31mnobody" in err
 
@@ -282,7 +282,7 @@ def test_ls_and_errors_show_escapes_as_text(tmp_path: Path, partita: Shell) -> N
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "config.toml", "plan.json", "environment.json", "audit.json"])
-def test_a_report_follows_no_link(name: str, tmp_path: Path) -> None:
+def test_report_refuses_symlinked_run_files(name: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path, "a", 0, rounds=2)
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/etc/passwd")
@@ -290,7 +290,7 @@ def test_a_report_follows_no_link(name: str, tmp_path: Path) -> None:
         load_run(folder)
 
 
-def test_a_report_does_not_write_through_a_link(tmp_path: Path) -> None:
+def test_report_replaces_a_symlink_instead_of_following_it(tmp_path: Path) -> None:
     folder, target = write_run(tmp_path, "a", 0, rounds=2), tmp_path / "target"
     target.write_text("mine")
     (folder / "report.html").symlink_to(target)
@@ -299,32 +299,32 @@ def test_a_report_does_not_write_through_a_link(tmp_path: Path) -> None:
     assert not (folder / "report.html").is_symlink()
 
 
-OPENED: list[str] | None = None
+opened_files: list[str] | None = None
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and OPENED is not None and isinstance(arguments[0], str | os.PathLike):
-        OPENED.append(os.fspath(arguments[0]))
+def _record_opened_files(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and opened_files is not None and isinstance(arguments[0], str | os.PathLike):
+        opened_files.append(os.fspath(arguments[0]))
 
 
-sys.addaudithook(_hear)
+sys.addaudithook(_record_opened_files)
 
 
-def test_a_report_opens_nothing_that_the_config_names(tmp_path: Path) -> None:
-    global OPENED
+def test_report_opens_no_file_named_in_the_config(tmp_path: Path) -> None:
+    global opened_files
     folder = write_run(tmp_path / "run", "a", 0, rounds=2)
     secret = tmp_path / "secret"
     secret.write_text("x" * 32)
     tables = f'[data]\nname = "images"\npath = "{secret}"\n[engine]\nsecret_file = "{secret}"\n'
     plain = re.sub(r"\[(data|engine)\]\n.*\n", "", (folder / "config.toml").read_text())
     (folder / "config.toml").write_text(f'{plain}trace = "{secret}"\n{tables}')
-    OPENED = []
+    opened_files = []
     try:
         record = load_run(folder)
-        opened = OPENED
+        opened = opened_files
         to_text(compare([record]))
     finally:
-        OPENED = None
+        opened_files = None
     assert str(secret) not in opened
     assert {Path(path).parent for path in opened if str(tmp_path) in path} == {folder}
 
@@ -347,7 +347,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_what_cannot_be_reported_names_its_file(what: str, tmp_path: Path) -> None:
+def test_unreportable_file_is_named(what: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path, "a", 0, rounds=2)
     name, spoil = HOSTILE[what]
     spoil(folder / name)
@@ -355,7 +355,7 @@ def test_what_cannot_be_reported_names_its_file(what: str, tmp_path: Path) -> No
         load_run(folder)
 
 
-def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
+def test_endless_lines_and_huge_files_are_refused_unread(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "a", 0, rounds=2)
     with (folder / "rows.jsonl").open("wb") as file:
         file.truncate(2**30)  # sparse: a gigabyte of zeros
@@ -370,39 +370,39 @@ def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
 VALUES: list[Any] = [None, True, -1, 2**70, 1e999, -1e300, float("nan"), "", "x", [], [[]], {}, {"a": {}}, [None], 0.5]
 
 
-def mutated(value: Any, draws: random.Random) -> Any:
+def mutate(value: Any, draws: random.Random) -> Any:
     """The value with one place replaced or removed."""
     if isinstance(value, dict) and value and draws.random() < 0.85:
         key = draws.choice(sorted(value))
         if draws.random() < 0.1:
             return {name: each for name, each in value.items() if name != key}
-        return {**value, key: mutated(value[key], draws)}
+        return {**value, key: mutate(value[key], draws)}
     if isinstance(value, list) and value and draws.random() < 0.85:
         place = draws.randrange(len(value))
-        return [*value[:place], mutated(value[place], draws), *value[place + 1 :]]
+        return [*value[:place], mutate(value[place], draws), *value[place + 1 :]]
     return draws.choice(VALUES)
 
 
-def spoilt(folder: Path, draws: random.Random) -> None:
+def spoil_one_file(folder: Path, draws: random.Random) -> None:
     name = draws.choice(["rows.jsonl", "plan.json", "audit.json", "privacy.json", "environment.json"])
     if name == "rows.jsonl":
         lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
         place = draws.randrange(len(lines))
-        lines[place] = mutated(lines[place], draws)
+        lines[place] = mutate(lines[place], draws)
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     else:
-        (folder / name).write_text(json.dumps(mutated(json.loads((folder / name).read_text()), draws)))
+        (folder / name).write_text(json.dumps(mutate(json.loads((folder / name).read_text()), draws)))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("count", "drawn"), [(80, 1), pytest.param(400, 400, marks=pytest.mark.slow)])
-def test_a_report_of_any_values_is_made_or_names_the_file(count: int, drawn: int, tmp_path: Path) -> None:
-    whole, refused = named_run(tmp_path / "whole", "a", 1), 0
+def test_report_of_mutated_files_is_made_or_names_the_file(count: int, drawn: int, tmp_path: Path) -> None:
+    whole, refused = write_run_with_name(tmp_path / "whole", "a", 1), 0
     for number in range(count):
         draws = random.Random(number)
         folder = Path(shutil.copytree(whole, tmp_path / "copy", dirs_exist_ok=True))
         for _ in range(draws.choice([1, 1, 3])):
-            spoilt(folder, draws)
+            spoil_one_file(folder, draws)
         try:
             record = load_run(folder)
         except (ReportError, DamageError) as error:
@@ -418,25 +418,25 @@ def test_a_report_of_any_values_is_made_or_names_the_file(count: int, drawn: int
 # ---- tensors
 
 
-def header(about: object, length: int | None = None) -> bytes:
+def safetensors_header(about: object, length: int | None = None) -> bytes:
     text = json.dumps(about).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text
 
 
 TENSORS = {
-    "gigabytes": header({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
-    "a long header": header({}, 2**62),
-    "negative": header({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}}),
-    "overflow": header({"w": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 0]}}),
+    "gigabytes": safetensors_header({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
+    "a long header": safetensors_header({}, 2**62),
+    "negative": safetensors_header({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}}),
+    "overflow": safetensors_header({"w": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 0]}}),
     "deep": struct.pack("<Q", 200_000) + b"[" * 200_000,
     "empty": b"",
     "a pickle": b"\x80\x04cos\nsystem\n(S'touch owned'\ntR.",
-    "no metadata": header({}),
+    "no metadata": safetensors_header({}),
 }
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_tensors_that_a_stranger_sealed_are_refused(kind: str, tmp_path: Path) -> None:
+def test_malicious_tensor_files_are_refused(kind: str, tmp_path: Path) -> None:
     data = TENSORS[kind]
     path = atomic_files.write_checksummed(tmp_path / "checkpoints", 1, data)
     with pytest.raises(DamageError, match=path.name):
@@ -447,7 +447,7 @@ def test_tensors_that_a_stranger_sealed_are_refused(kind: str, tmp_path: Path) -
             DiskStore(tmp_path / "clients").load("c0", 2)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_or_round_is_refused(tmp_path: Path) -> None:
     one, two = (Server({"w": torch.zeros(size)}, {}, ParameterVersions({"w": 0})) for size in (2, 3))
     path = checkpoint.save(tmp_path, 1, one)
     assert checkpoint.read(path, like=one).done == 1
@@ -461,25 +461,27 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 # ---- nothing is executed
 
 
-def calls() -> Iterator[tuple[str, ast.Call]]:
+def source_calls() -> Iterator[tuple[str, ast.Call]]:
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 yield path.relative_to(SOURCE).as_posix(), node
 
 
-def test_no_file_is_unpickled_or_run() -> None:
+def test_source_unpickles_and_executes_no_file() -> None:
     """Only the pipes between a run's own processes use pickle."""
     dangerous = {"eval", "exec", "compile", "torch.load", "np.load", "numpy.load", "os.system", "joblib.load"}
     dangerous |= {"pickle.load", "pickle.loads", "yaml.load", "marshal.loads", "runpy.run_path", "shelve.open"}
-    found = {(path, ast.unparse(call.func)) for path, call in calls() if ast.unparse(call.func) in dangerous}
+    found = {(path, ast.unparse(call.func)) for path, call in source_calls() if ast.unparse(call.func) in dangerous}
     assert found == {("engines/ipc.py", "pickle.loads")}
 
 
-def test_models_and_tokenizers_bring_no_code() -> None:
-    loads = [(path, call) for path, call in calls() if ast.unparse(call.func).endswith(".from_pretrained")]
+def test_source_never_trusts_remote_code() -> None:
+    loads = [(path, call) for path, call in source_calls() if ast.unparse(call.func).endswith(".from_pretrained")]
     loads += [
-        (path, call) for path, call in calls() if path == "models/pretrained.py" and ast.unparse(call.func) == "load"
+        (path, call)
+        for path, call in source_calls()
+        if path == "models/pretrained.py" and ast.unparse(call.func) == "load"
     ]
     assert len(loads) >= 5
     for path, call in loads:
@@ -488,7 +490,7 @@ def test_models_and_tokenizers_bring_no_code() -> None:
     assert any("use_safetensors=True" in ast.unparse(call) for _, call in loads)
 
 
-def test_a_config_that_is_nested_without_end_is_an_error(tmp_path: Path) -> None:
+def test_deeply_nested_or_binary_config_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     for content in (b"x = " + b"[" * 100_000, b"\xff"):
         path.write_bytes(content)

@@ -51,12 +51,14 @@ TINY = Size(clients=3, examples=5, tokens=4, width=3, rank=2, outputs=2)
 MAPS = ("identity", "elu", "relu", "random")
 
 
-def make(name: str = "identity", level: float = 1.0, seed: int = 0, size: Size = TINY) -> tuple[Federation, Features]:
+def make_world(
+    name: str = "identity", level: float = 1.0, seed: int = 0, size: Size = TINY
+) -> tuple[Federation, Features]:
     features = feature_map(name, size.rank)
     return draw(Key(seed), level, features, size), features
 
 
-def rows_of(world: Federation, features: Features) -> tuple[Tensor, Tensor]:
+def stacked_rows(world: Federation, features: Features) -> tuple[Tensor, Tensor]:
     """Z and Y of all examples stacked, each row times the square root of its weight."""
     data = world.data
     root = (data.weight[:, None] * data.share).sqrt()[..., None, None]
@@ -68,8 +70,8 @@ def rows_of(world: Federation, features: Features) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_attention_is_the_formula(name: str) -> None:
-    world, features = make(name)
+def test_linear_attention_matches_the_formula(name: str) -> None:
+    world, features = make_world(name)
     tokens = world.data.inputs[1, 2]  # (token, width)
     query, key = world.kernel
     expected = features(tokens @ query) @ features(tokens @ key).T @ tokens
@@ -83,9 +85,9 @@ def test_random_features_approach_the_exponential_kernel() -> None:
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_best_value_solves_the_stacked_ridge_problem(name: str) -> None:
-    world, features = make(name)
-    mixed, targets = rows_of(world, features)
+def test_best_value_solves_the_stacked_ridge_problem(name: str) -> None:
+    world, features = make_world(name)
+    mixed, targets = stacked_rows(world, features)
     eye = RIDGE**0.5 * np.eye(mixed.shape[1])
     augmented = np.vstack([mixed.numpy(), eye]), np.vstack([targets.numpy(), np.zeros((len(eye), targets.shape[1]))])
     expected, residual, *_ = np.linalg.lstsq(*augmented)
@@ -94,9 +96,9 @@ def test_the_best_value_solves_the_stacked_ridge_problem(name: str) -> None:
     assert float(profile(means, RIDGE)) == pytest.approx(residual.sum() / 2, rel=1e-10)
 
 
-def test_the_loss_is_the_mean_over_examples() -> None:
-    world, features = make()
-    mixed, targets = rows_of(world, features)
+def test_lab_loss_is_the_weighted_mean_over_examples() -> None:
+    world, features = make_world()
+    mixed, targets = stacked_rows(world, features)
     value = torch.ones(3, 2).double()
     expected = (targets - mixed @ value).square().sum() / 2 + RIDGE * value.square().sum() / 2
     means = moments(world.data, world.kernel, features)
@@ -107,9 +109,9 @@ def test_the_loss_is_the_mean_over_examples() -> None:
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_profile_gradient_is_that_of_the_profile(name: str) -> None:
+def test_profile_gradient_matches_autograd_and_differences(name: str) -> None:
     """The envelope theorem: no term for the change of W*. Compared with autograd and finite differences."""
-    world, features = make(name)
+    world, features = make_world(name)
     gradient = profile_gradient(world.data, world.kernel, RIDGE, features)
     live = Kernel(*(side.clone().requires_grad_() for side in world.kernel))
     through = torch.autograd.grad(profile(moments(world.data, live, features), RIDGE), live)
@@ -127,8 +129,8 @@ def test_the_profile_gradient_is_that_of_the_profile(name: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_the_frozen_stage_ends_at_its_fixed_point(steps: int) -> None:
-    world, features = make(level=2.0)
+def test_frozen_stage_converges_to_its_fixed_point(steps: int) -> None:
+    world, features = make_world(level=2.0)
     means = moments(world.data, world.kernel, features)
     setting = Setting(float(step_size(world, 0.5, features)), steps, 0, RIDGE)
     value = frozen_stage(means, world.value, setting, 5000)
@@ -137,8 +139,8 @@ def test_the_frozen_stage_ends_at_its_fixed_point(steps: int) -> None:
     assert len(set(world.data.weight.tolist())) > 1, "the weights must be unequal for this to mean much"
 
 
-def test_a_frozen_round_is_gradient_steps_and_a_mean() -> None:
-    world, features = make(level=2.0)
+def test_frozen_round_is_local_gradient_steps_and_a_mean() -> None:
+    world, features = make_world(level=2.0)
     means = moments(world.data, world.kernel, features)
     start = torch.ones(3, 2).double()
     ends = []
@@ -151,8 +153,8 @@ def test_a_frozen_round_is_gradient_steps_and_a_mean() -> None:
     torch.testing.assert_close(frozen_stage(means, start, Setting(0.2, 3, 0, RIDGE), 1), expected)
 
 
-def test_drift_is_zero_for_one_step_and_for_identical_clients_and_grows_otherwise() -> None:
-    world, features = make(level=2.0)
+def test_lab_drift_is_zero_for_one_step_or_identical_clients_and_grows_otherwise() -> None:
+    world, features = make_world(level=2.0)
     means = moments(world.data, world.kernel, features)
     lr = float(step_size(world, 0.5, features))
     distance, excess = drift(means, RIDGE, lr, 1)
@@ -167,12 +169,12 @@ def test_drift_is_zero_for_one_step_and_for_identical_clients_and_grows_otherwis
     assert float(excess) == pytest.approx(float(loss(means, value, RIDGE) - profile(means, RIDGE)), rel=1e-8)
 
 
-def test_warm_up_descends_on_the_profile_when_value_weights_are_fitted_and_steps_are_small() -> None:
+def test_small_warmup_steps_from_fitted_values_descend_on_the_profile() -> None:
     """With W at W*, a small step follows the profile's own gradient, so it decreases F at any level of heterogeneity.
 
     After it W lags behind W* by the order of the step, so the next rounds descend too while the gradient is larger.
     """
-    world, features = make(level=2.0, seed=3)
+    world, features = make_world(level=2.0, seed=3)
     fitted = replace(world, value=best_value(moments(world.data, world.kernel, features), RIDGE))
     many = stack([fitted])
     trace = warm_up(many, Setting(0.02, 2, 12, RIDGE), features)
@@ -187,13 +189,13 @@ def test_warm_up_descends_on_the_profile_when_value_weights_are_fitted_and_steps
 # ---- generated federations
 
 
-def test_a_world_depends_on_its_key_and_level_alone() -> None:
-    one, again, other = make(seed=1)[0], make(seed=1)[0], make(seed=2)[0]
+def test_lab_federation_depends_on_its_key() -> None:
+    one, again, other = make_world(seed=1)[0], make_world(seed=1)[0], make_world(seed=2)[0]
     assert torch.equal(one.data.targets, again.data.targets)
     assert one.data.targets.shape != other.data.targets.shape or not torch.equal(one.data.targets, other.data.targets)
 
 
-def test_at_level_zero_clients_share_the_task_and_above_it_they_do_not() -> None:
+def test_heterogeneity_level_controls_how_far_clients_differ() -> None:
     features = feature_map("identity", 2)
     size = Size(clients=6, examples=200)
 
@@ -212,9 +214,9 @@ def test_at_level_zero_clients_share_the_task_and_above_it_they_do_not() -> None
     assert draw(Key(0), 2.0, features, size).data.weight.std() > 0.02
 
 
-def test_shares_and_weights_sum_to_one_and_stacking_changes_no_result() -> None:
-    worlds = [make(level=level, seed=seed)[0] for seed, level in enumerate((0.0, 1.0, 3.0))]
-    features = make()[1]
+def test_weights_sum_to_one_and_stacking_changes_no_result() -> None:
+    worlds = [make_world(level=level, seed=seed)[0] for seed, level in enumerate((0.0, 1.0, 3.0))]
+    features = make_world()[1]
     many = stack(worlds)
     torch.testing.assert_close(many.data.share.sum(-1), torch.ones(3, 3).double())
     torch.testing.assert_close(many.data.weight.sum(-1), torch.ones(3).double())
@@ -224,28 +226,28 @@ def test_shares_and_weights_sum_to_one_and_stacking_changes_no_result() -> None:
         assert float(together[place]) == pytest.approx(float(alone), rel=1e-12)
 
 
-def test_errors_name_the_thing() -> None:
+def test_invalid_lab_settings_are_refused() -> None:
     with pytest.raises(LabError, match="feature map 'elo'; it can be: elu, identity, random, relu"):
         feature_map("elo", 2)
     with pytest.raises(LabError, match="level -1"):
         draw(Key(0), -1.0, feature_map("relu", 2))
     with pytest.raises(LabError, match="one federation, not 2"):
-        LabPopulation(stack([make()[0], make()[0]]).data)
+        LabPopulation(stack([make_world()[0], make_world()[0]]).data)
 
 
 # ---- the simulator and the core
 
 
-def core(world: Federation, features: Features, method: Method, setting: Setting) -> list[RoundResult]:
+def core_rounds(world: Federation, features: Features, method: Method, setting: Setting) -> list[RoundResult]:
     training = Training(lr=float(setting.lr), batch_size=1000, steps=setting.steps)
     run = Run(compose(method, ridge(setting.ridge)), training, setting.rounds, Key(0))
     return play(run, LinearAttention(world, features), LabPopulation(world.data), block=3)
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_simulator_and_the_core_give_the_same_tensors(name: str) -> None:
-    world, features = make(name, level=1.5)
-    other, _ = make(name, level=0.5, seed=9)
+def test_lab_simulator_and_core_give_the_same_tensors(name: str) -> None:
+    world, features = make_world(name, level=1.5)
+    other, _ = make_world(name, level=0.5, seed=9)
     many = stack([world, other])
     setting = Setting(torch.tensor([0.05, 0.02]).double(), 3, 4, RIDGE)
     trace = warm_up(many, setting, features)
@@ -253,7 +255,7 @@ def test_the_simulator_and_the_core_give_the_same_tensors(name: str) -> None:
     value = frozen_stage(means, trace.value[2], setting, 2)
     for place, each in enumerate((world, other)):
         own = replace(setting, lr=float(setting.lr[place]))
-        full, half = core(each, features, fedfrozen(1.0), own), core(each, features, fedfrozen(2), own)
+        full, half = core_rounds(each, features, fedfrozen(1.0), own), core_rounds(each, features, fedfrozen(2), own)
         for done in range(4):
             params = full[done].server.params
             torch.testing.assert_close(params["query.weight"], trace.kernel.query[done + 1, place], atol=1e-10, rtol=0)
@@ -267,20 +269,22 @@ def test_the_simulator_and_the_core_give_the_same_tensors(name: str) -> None:
     torch.testing.assert_close(final[4], loss(last, trace.value[4], RIDGE))
 
 
-def test_sharpness_foretells_which_frozen_stages_converge() -> None:
-    world, features = make()
+def test_sharpness_predicts_which_frozen_stages_converge() -> None:
+    world, features = make_world()
     many = stack([world, world])
     steep = step_size(many, 1.0, features)
     setting = Setting(torch.stack([steep[0] * 1.9, steep[1] * 2.6]), 1, 0, 0.0)
     still = Trace(Kernel(*(side[None] for side in many.kernel)), many.value[None], torch.zeros(0, 2))
     found = sharpness(many, still, setting, features)
     torch.testing.assert_close(found, torch.tensor([1.9, 2.6]).double())
-    alone = Data(many.data.inputs, many.data.targets, many.data.share, _only_the_steepest(world, features).expand(2, 3))
+    alone = Data(
+        many.data.inputs, many.data.targets, many.data.share, _weight_of_the_steepest(world, features).expand(2, 3)
+    )
     ends = frozen_stage(moments(alone, many.kernel, features), torch.ones_like(many.value), setting, 400)
     assert ends[0].norm() < 100 < ends[1].norm()
 
 
-def _only_the_steepest(world: Federation, features: Features) -> Tensor:
+def _weight_of_the_steepest(world: Federation, features: Features) -> Tensor:
     top = torch.linalg.eigvalsh(moments(world.data, world.kernel, features).gram)[:, -1]
     return (top == top.max()).double()
 
@@ -295,31 +299,31 @@ def frozen_at(played: list[RoundResult]) -> int:
 
 
 @pytest.mark.parametrize(("threshold", "patience"), [(1.5, 1), (2.0, 3)])
-def test_the_rule_freezes_when_the_simulator_says_so(threshold: float, patience: int) -> None:
-    worlds = [make(level=level, seed=seed)[0] for seed, level in enumerate((0.5, 2.0))]
-    features = make()[1]
+def test_auto_warmup_freezes_when_the_simulator_predicts(threshold: float, patience: int) -> None:
+    worlds = [make_world(level=level, seed=seed)[0] for seed, level in enumerate((0.5, 2.0))]
+    features = make_world()[1]
     many = stack(worlds)
     setting = Setting(0.15, 6, 12, RIDGE)
     chosen = automatic_warmup(warm_up(many, setting, features), threshold, patience)
     assert int(chosen.min()) < 12, "nothing freezes here, so nothing is compared"
     for place, world in enumerate(worlds):
         method = fedfrozen("auto", threshold=threshold, patience=patience)
-        assert frozen_at(core(world, features, method, setting)) == int(chosen[place])
+        assert frozen_at(core_rounds(world, features, method, setting)) == int(chosen[place])
 
 
-def test_identical_clients_never_freeze_and_quarrelling_ones_soon_do() -> None:
+def test_identical_clients_never_freeze_and_opposed_clients_soon_do() -> None:
     features = feature_map("identity", 2)
-    world, _ = make(level=0.0)
-    same = Data(*(value[:1].expand_as(value).contiguous() for value in _parts(world.data)))
+    world, _ = make_world(level=0.0)
+    same = Data(*(value[:1].expand_as(value).contiguous() for value in _data_with_equal_weights(world.data)))
     setting = Setting(0.1, 4, 8, RIDGE)
     agree = replace(world, data=same)
-    assert frozen_at(core(agree, features, fedfrozen("auto", threshold=0.1, patience=1), setting)) == 8
+    assert frozen_at(core_rounds(agree, features, fedfrozen("auto", threshold=0.1, patience=1), setting)) == 8
     opposed = same.targets * torch.tensor([1.0, -1.0, 0.0])[:, None, None, None]
     quarrel = replace(world, data=replace(same, targets=opposed), value=0.2 * torch.ones(3, 2).double())
-    assert frozen_at(core(quarrel, features, fedfrozen("auto", threshold=1.0, patience=2), setting)) < 8
+    assert frozen_at(core_rounds(quarrel, features, fedfrozen("auto", threshold=1.0, patience=2), setting)) < 8
 
 
-def _parts(data: Data) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _data_with_equal_weights(data: Data) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return data.inputs, data.targets, data.share, torch.full_like(data.weight, 1 / len(data.weight))
 
 
@@ -327,22 +331,22 @@ def _parts(data: Data) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("ROUNDS", 6), ("SEARCH", 2), ("LEVELS", (0.0, 1.0)), ("STEPS", (1, 3))):
         monkeypatch.setattr(experiments, name, value)
     monkeypatch.setattr(figures, "LOCAL", 3)
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_figure_is_written_and_the_other_drawn(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_figures")
+def test_lab_figures_are_drawn_and_written(tmp_path: Path) -> None:
     assert [path.name for path in commands.make("fig1", tmp_path / "out", seeds=2)] == ["fig1.png", "fig1.svg"]
     labels = [axes.get_title("left")[0] for axes in figures.fig2(2, lambda: None).figure.axes]
     assert labels == ["a", "b", "c", "d"]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_all_figures_and_a_page_that_loads_nothing(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_figures")
+def test_all_lab_figures_and_a_self_contained_page_are_written(tmp_path: Path) -> None:
     written = commands.make("all", tmp_path / "out", seeds=2)
     assert [path.name for path in written] == ["fig1.png", "fig1.svg", "fig2.png", "fig2.svg", "laboratory.html"]
     assert all(path.stat().st_size > 5000 for path in written)
@@ -351,8 +355,8 @@ def test_all_figures_and_a_page_that_loads_nothing(tmp_path: Path) -> None:
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
-@pytest.mark.usefixtures("quick")
-def test_bias_is_above_a_search_that_finds_better_kernels_and_drift_needs_local_steps(
+@pytest.mark.usefixtures("small_figures")
+def test_bias_is_positive_and_drift_needs_several_local_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(experiments, "SEARCH", 30)

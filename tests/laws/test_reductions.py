@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import KERNEL, OPTIMIZERS, Clients, ServerMomentum, distance, last, play, run_of, small
+from helpers import KERNEL, OPTIMIZERS, Clients, ServerMomentum, final_params, max_difference, play, toy_model, toy_run
 
 from partita.core import tensors
 from partita.core.method import ClientRule, Method, MethodError, ServerRule, UpdateTransform, compose
@@ -24,7 +24,7 @@ from partita.methods.local_only import local_only
 from partita.storage.client_store import MemoryStore
 from partita.testing.toy import Float64Model, Float64Population, PooledPopulation, ToyTransformer
 
-MODEL = small()
+MODEL = toy_model()
 FOUR = Clients(a=5, b=6, c=7, d=8)
 
 
@@ -32,9 +32,9 @@ FEDAVG = fedavg()
 
 
 @cache
-def played(method: Method, optimizer: str = "adamw", count: int = 4, wire: bool = False) -> list[RoundResult]:
+def play_method(method: Method, optimizer: str = "adamw", count: int = 4, wire: bool = False) -> list[RoundResult]:
     """Half the clients per round, some of which drop out or straggle."""
-    run = run_of(method, count, OPTIMIZERS[optimizer], cohort=0.5, min_updates=0)
+    run = toy_run(method, count, OPTIMIZERS[optimizer], cohort=0.5, min_updates=0)
     return play(run, MODEL, FOUR, availability=Availability(client_dropout=0.2, straggler_rate=0.3), wire=wire)
 
 
@@ -47,7 +47,7 @@ def assert_same(one: list[RoundResult], two: list[RoundResult]) -> None:
             right.lost,
             right.loss,
         )
-    assert tensors.digest(last(one)) != tensors.digest(MODEL.initial)
+    assert tensors.digest(final_params(one)) != tensors.digest(MODEL.initial)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def assert_same(one: list[RoundResult], two: list[RoundResult]) -> None:
     ],
     ids=lambda method: method.name,
 )
-def test_reductions_bit_for_bit(left: Method, right: Method) -> None:
-    assert_same(played(left), played(right))
+def test_methods_reduce_to_each_other_bit_for_bit(left: Method, right: Method) -> None:
+    assert_same(play_method(left), play_method(right))
 
 
 @pytest.mark.parametrize("left", [fedprox(0.0), fedfrozen(warmup=1.0)], ids=lambda method: method.name)
-def test_reductions_under_another_optimizer(left: Method) -> None:
-    assert_same(played(left, "nesterov"), played(FEDAVG, "nesterov"))
+def test_methods_reduce_to_fedavg_with_nesterov(left: Method) -> None:
+    assert_same(play_method(left, "nesterov"), play_method(FEDAVG, "nesterov"))
 
 
 @pytest.mark.parametrize(
@@ -84,45 +84,45 @@ def test_reductions_under_another_optimizer(left: Method) -> None:
         (Method("momentum", server_rule=ServerMomentum(0.5)), FEDAVG),
     ],
 )
-def test_and_otherwise_they_differ(left: Method, right: Method) -> None:
-    assert tensors.digest(last(played(left))) != tensors.digest(last(played(right)))
+def test_methods_differ_outside_their_reductions(left: Method, right: Method) -> None:
+    assert tensors.digest(final_params(play_method(left))) != tensors.digest(final_params(play_method(right)))
 
 
-def test_without_warm_up_the_kernel_stays_the_initial_one() -> None:
-    for each in played(fedfrozen(warmup=0)):
+def test_fedfrozen_without_warmup_keeps_the_initial_kernel() -> None:
+    for each in play_method(fedfrozen(warmup=0)):
         assert all(torch.equal(each.server.params[name], MODEL.initial[name]) for name in KERNEL)
         assert not any(name in each.traffic.up for name in KERNEL)
 
 
-def test_a_stronger_proximal_term_holds_clients_nearer_to_the_anchor() -> None:
+def test_stronger_proximal_term_keeps_clients_closer_to_the_anchor() -> None:
     """At this learning rate, mu = 1 / lr = 20 is the largest value at which the penalty does not overshoot."""
-    runs = [run_of(fedprox(mu), 1, steps=8) for mu in (0.0, 1.0, 5.0, 20.0)]
+    runs = [toy_run(fedprox(mu), 1, steps=8) for mu in (0.0, 1.0, 5.0, 20.0)]
     moved = [play(run, MODEL, FOUR)[0].drift["mlp"]["distance"] for run in runs]
     assert moved == sorted(moved, reverse=True)
     assert moved[-1] < 0.5 * moved[0]
 
 
-def test_centralized_on_one_clients_data_is_local_only_of_that_client() -> None:
+def test_centralized_with_one_client_is_local_only() -> None:
     one, states = Clients(a=9), []
     for method in (local_only(), centralized()):
         store = MemoryStore()
-        play(run_of(method, 4, OPTIMIZERS["adamw"]), MODEL, one, store=store)
+        play(toy_run(method, 4, OPTIMIZERS["adamw"]), MODEL, one, store=store)
         states.append(store.load("a", 4))
     assert tensors.digest(states[0].personal) == tensors.digest(states[1].personal)
     for slot in ("optimizer.first", "optimizer.second", "optimizer.age"):
         assert tensors.digest(states[0].memory[slot]) == tensors.digest(states[1].memory[slot])
 
 
-def test_pooling_one_client_is_that_client() -> None:
+def test_pooling_one_client_keeps_its_examples() -> None:
     pooled, whole = PooledPopulation(Clients(a=9))["pooled"].train, Clients(a=9)["a"].train
     one, two = pooled.take(torch.arange(9)), whole.take(torch.arange(9))
     assert torch.equal(one.inputs["x"], two.inputs["x"])
     assert torch.equal(one.targets, two.targets)
 
 
-def test_local_only_of_a_client_does_not_depend_on_the_others() -> None:
+def test_local_only_client_does_not_depend_on_others() -> None:
     stores = MemoryStore(), MemoryStore()
-    run = run_of(local_only(), 3, OPTIMIZERS["adamw"])
+    run = toy_run(local_only(), 3, OPTIMIZERS["adamw"])
     play(run, MODEL, FOUR, store=stores[0])
     play(run, MODEL, Clients(c=7), store=stores[1])
     one, two = (store.load("c", 3).personal for store in stores)
@@ -133,22 +133,22 @@ METHODS = [fedavg(), fedprox(0.3), fedfrozen(2), compose(fedfrozen(1), fedprox(0
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_real_messages_change_nothing(method: Method) -> None:
-    one, two = played(method), played(method, wire=True)
+def test_serialized_messages_do_not_change_results(method: Method) -> None:
+    one, two = play_method(method), play_method(method, wire=True)
     for left, right in zip(one, two, strict=True):
         assert tensors.digest(left.server.params) == tensors.digest(right.server.params)
         assert (left.traffic, left.loss) == (right.traffic, right.loss)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_the_size_of_a_block_does_not_matter(method: Method) -> None:
+def test_block_size_does_not_change_results(method: Method) -> None:
     model, population = Float64Model(MODEL), Float64Population(FOUR)
-    run = run_of(method, 3, OPTIMIZERS["adamw"])
+    run = toy_run(method, 3, OPTIMIZERS["adamw"])
     availability = Availability(trace={(0, "b"): 0.5, (1, "c"): 0.0, (2, "d"): 0.3})
     results = []
     for block in (1, 2, 3):
         store = MemoryStore()
-        server = last(play(run, model, population, block=block, availability=availability, store=store))
+        server = final_params(play(run, model, population, block=block, availability=availability, store=store))
         own = {
             f"{client}/{name}": value
             for client in FOUR.clients
@@ -156,29 +156,29 @@ def test_the_size_of_a_block_does_not_matter(method: Method) -> None:
         }
         results.append({**server, **own})
     for other in results[1:]:
-        assert distance(results[0], other) < 1e-9
+        assert max_difference(results[0], other) < 1e-9
 
 
 # ---- FedFrozen's plans
 
 
-def trains(method: Method, number: int, model: ToyTransformer = MODEL) -> Names:
+def trained_names(method: Method, number: int, model: ToyTransformer = MODEL) -> Names:
     return plan_for(method.plan, model, RoundInfo(number, 10, "c")).train
 
 
-def test_fedfrozen_trains_what_it_says() -> None:
+def test_fedfrozen_plan_follows_warmup_scope_and_freeze() -> None:
     every = MODEL.all_names()
-    assert [trains(fedfrozen(3), number) == every for number in range(5)] == [True, True, True, False, False]
-    assert [trains(fedfrozen(0.3), number) == every for number in range(5)] == [True, True, True, False, False]
-    assert trains(fedfrozen(0), 0) == every - KERNEL
-    assert trains(fedfrozen(0, scope="value"), 0) == MODEL.names("value", "head")
-    assert trains(fedfrozen(0, freeze="mlp"), 0) == every - MODEL.names("mlp")
-    assert trains(fedfrozen(0, freeze="value"), 0) == every - MODEL.names("value")
+    assert [trained_names(fedfrozen(3), number) == every for number in range(5)] == [True, True, True, False, False]
+    assert [trained_names(fedfrozen(0.3), number) == every for number in range(5)] == [True, True, True, False, False]
+    assert trained_names(fedfrozen(0), 0) == every - KERNEL
+    assert trained_names(fedfrozen(0, scope="value"), 0) == MODEL.names("value", "head")
+    assert trained_names(fedfrozen(0, freeze="mlp"), 0) == every - MODEL.names("mlp")
+    assert trained_names(fedfrozen(0, freeze="value"), 0) == every - MODEL.names("value")
     plan = plan_for(fedfrozen(0).plan, MODEL, RoundInfo(0, 10, "c"))
     assert (plan.up, plan.down, plan.keep) == (every - KERNEL, every, frozenset())
 
 
-def test_a_random_freeze_is_as_large_as_the_kernel_shape_by_shape() -> None:
+def test_random_freeze_has_the_shapes_of_the_kernel_and_varies() -> None:
     model = ToyTransformer()
     kernel = model.names("query", "key")
 
@@ -195,34 +195,38 @@ def test_a_random_freeze_is_as_large_as_the_kernel_shape_by_shape() -> None:
 
 
 @dataclass(frozen=True)
-class Slotted(ClientRule):
+class RuleWithSlot(ClientRule):
     slots: Names = frozenset({"h"})
 
 
 @dataclass(frozen=True)
-class Other(ServerRule):
+class OtherServerRule(ServerRule):
     pass
 
 
-def test_composing_queues_rules_and_transforms() -> None:
+def test_compose_concatenates_rules_and_transforms() -> None:
     first, second = UpdateTransform(), UpdateTransform()
     whole = compose(
-        Method("a", client_rules=(Slotted(),), transforms=(first,)),
+        Method("a", client_rules=(RuleWithSlot(),), transforms=(first,)),
         Method(
-            "b", client_rules=fedprox(1.0).client_rules, transforms=(second,), server_rule=Other(), carry_optimizer=True
+            "b",
+            client_rules=fedprox(1.0).client_rules,
+            transforms=(second,),
+            server_rule=OtherServerRule(),
+            carry_optimizer=True,
         ),
         fedfrozen(2),
     )
     assert whole.name == "a+b+fedfrozen"
-    assert [type(rule).__name__ for rule in whole.client_rules] == ["Slotted", "FedProxClient"]
+    assert [type(rule).__name__ for rule in whole.client_rules] == ["RuleWithSlot", "FedProxClient"]
     assert whole.transforms == (first, second)
-    assert isinstance(whole.server_rule, Other)
-    assert trains(whole, 9) == MODEL.all_names() - KERNEL
+    assert isinstance(whole.server_rule, OtherServerRule)
+    assert trained_names(whole, 9) == MODEL.all_names() - KERNEL
     assert whole.carry_optimizer
     assert not whole.pool
 
 
-def tune(model: Any) -> tuple[Phase, ...]:
+def no_adaptation(model: Any) -> tuple[Phase, ...]:
     return ()
 
 
@@ -232,17 +236,17 @@ def tune(model: Any) -> tuple[Phase, ...]:
         ((fedfrozen(1), fedfrozen(2)), "fedfrozen[+]fedfrozen: both set the plan"),
         ((fedfrozen(1), fedavg(), local_only()), "both set the plan"),
         (
-            (Method("a", server_rule=Other()), Method("b", server_rule=ServerMomentum())),
+            (Method("a", server_rule=OtherServerRule()), Method("b", server_rule=ServerMomentum())),
             "a[+]b: both set the server's rule",
         ),
         (
-            (Method("a", client_rules=(Slotted(),)), Method("b", client_rules=(Slotted(),))),
-            "a[+]b: Slotted and Slotted use the slot 'h'",
+            (Method("a", client_rules=(RuleWithSlot(),)), Method("b", client_rules=(RuleWithSlot(),))),
+            "a[+]b: RuleWithSlot and RuleWithSlot use the slot 'h'",
         ),
-        ((Method("a", adapt=tune), Method("b", adapt=lambda model: ())), "both set the adapt"),
+        ((Method("a", adapt=no_adaptation), Method("b", adapt=lambda model: ())), "both set the adapt"),
     ],
 )
-def test_a_composition_that_would_have_to_guess_is_refused(parts: tuple[Method, ...], message: str) -> None:
+def test_ambiguous_composition_is_refused(parts: tuple[Method, ...], message: str) -> None:
     with pytest.raises(MethodError, match=message):
         compose(*parts)
 
@@ -254,16 +258,16 @@ class Remembering(UpdateTransform):
 @pytest.mark.parametrize(
     ("rules", "transforms", "owners"),
     [
-        ((Slotted(), Slotted()), (), "Slotted and Slotted"),
-        ((Slotted(),), (Remembering(),), "Slotted and Remembering"),
+        ((RuleWithSlot(), RuleWithSlot()), (), "RuleWithSlot and RuleWithSlot"),
+        ((RuleWithSlot(),), (Remembering(),), "RuleWithSlot and Remembering"),
         ((), (Remembering(), Remembering()), "Remembering and Remembering"),
     ],
 )
-def test_a_method_with_one_slot_twice_is_refused(rules: Any, transforms: Any, owners: str) -> None:
+def test_method_with_a_duplicate_slot_is_refused(rules: Any, transforms: Any, owners: str) -> None:
     with pytest.raises(MethodError, match=f"m: {owners} use the slot 'h'; use one of them"):
         Method("m", client_rules=rules, transforms=transforms)
 
 
-def test_composing_one_method_gives_it_back() -> None:
-    method = replace(fedprox(0.1), adapt=tune)
+def test_composing_one_method_returns_it() -> None:
+    method = replace(fedprox(0.1), adapt=no_adaptation)
     assert compose(method) == method

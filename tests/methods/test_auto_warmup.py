@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, play, run_of, small
+from helpers import Clients, play, toy_model, toy_run
 from torch import Tensor
 
 from partita.core import tensors
@@ -22,18 +22,18 @@ from partita.storage import checkpoint
 from partita.testing.conformance import check_method
 
 FOUR = Clients(a=5, b=9, c=7, d=12)
-EAGER = fedfrozen("auto", threshold=1.3, patience=2)
+EARLY_FREEZE = fedfrozen("auto", threshold=1.3, patience=2)
 
 
-def test_a_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> None:
-    run = run_of(EAGER, 8, lr=0.2)
-    whole = play(run, small(), FOUR)
+def test_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> None:
+    run = toy_run(EARLY_FREEZE, 8, lr=0.2)
+    whole = play(run, toy_model(), FOUR)
     when = next(t for t, each in enumerate(whole) if each.server.state["warmup"]["frozen"])
     assert 1 <= when < 7, "freezing must happen during the run"
     for stop in (when, when + 1):
         path = checkpoint.save(tmp_path / str(stop), stop, whole[stop - 1].server)
         done, server = checkpoint.load(path)
-        again = play(run, small(), FOUR, server, done)
+        again = play(run, toy_model(), FOUR, server, done)
         for one, two in zip(whole[stop:], again, strict=True):
             assert tensors.equal(one.server.params, two.server.params)
             assert one.traffic == two.traffic
@@ -41,9 +41,9 @@ def test_a_resumed_run_freezes_at_the_same_round_bit_for_bit(tmp_path: Path) -> 
                 assert tensors.equal(part, two.server.state[slot])
 
 
-def test_patience_counts_rounds_in_a_row() -> None:
+def test_patience_counts_consecutive_rounds() -> None:
     """A round below the threshold resets the count; a frozen kernel is not sent, so it stays frozen."""
-    rule, model = EAGER.server_rule, small()
+    rule, model = EARLY_FREEZE.server_rule, toy_model()
     unit = torch.ones(4, 4)
     apart, alike = (unit, -0.9 * unit), (10 * unit, 10 * unit)
 
@@ -51,7 +51,7 @@ def test_patience_counts_rounds_in_a_row() -> None:
         server, said = Server(dict(model.initial), rule.init(model)), []
         for left, right in story:
             updates = [
-                _update(client, {"layers.0.query.weight": delta}) for client, delta in (("a", left), ("b", right))
+                _make_update(client, {"layers.0.query.weight": delta}) for client, delta in (("a", left), ("b", right))
             ]
             server = rule.apply(server, rule.reduce(server, updates, 2))
             said.append(rule.signal(server)["frozen"])
@@ -62,21 +62,21 @@ def test_patience_counts_rounds_in_a_row() -> None:
     assert said == [0.0, 1.0]
     said, calmed = signals(apart, alike)
     assert (said, float(calmed.state["warmup"]["streak"])) == ([0.0, 0.0], 0.0)
-    still = rule.apply(server, rule.reduce(server, [_update("a", {}), _update("b", {})], 2))
+    still = rule.apply(server, rule.reduce(server, [_make_update("a", {}), _make_update("b", {})], 2))
     assert still.state is server.state
 
 
-def _update(client: str, delta: dict[str, Tensor]) -> Update:
+def _make_update(client: str, delta: dict[str, Tensor]) -> Update:
     return Update(client, delta, {}, 1.0, {}, None)
 
 
-def test_the_spread_is_the_weighted_mean_square_distance() -> None:
-    rule, model = EAGER.server_rule, small()
+def test_spread_is_the_weighted_mean_squared_distance() -> None:
+    rule, model = EARLY_FREEZE.server_rule, toy_model()
     server = Server(dict(model.initial), rule.init(model))
     name = "layers.0.key.weight"
     deltas = {client: torch.randn(4, 4, generator=(Key(0) / client).generator()) for client in "abc"}
     weights = {"a": 1.0, "b": 2.0, "c": 5.0}
-    updates = [replace(_update(client, {name: delta}), weight=weights[client]) for client, delta in deltas.items()]
+    updates = [replace(_make_update(client, {name: delta}), weight=weights[client]) for client, delta in deltas.items()]
     after = rule.apply(server, rule.reduce(server, iter(updates), 3)).state
     mean = sum(weights[client] * delta for client, delta in deltas.items()) / 8
     spread = sum(weights[client] * (delta - mean).square().sum() for client, delta in deltas.items()) / 8
@@ -84,20 +84,20 @@ def test_the_spread_is_the_weighted_mean_square_distance() -> None:
     torch.testing.assert_close(after["progress"][name], 0.3 * mean)
 
 
-def test_latest_freezes_whatever_clients_say_and_before_any_signal_all_train() -> None:
-    model = small()
+def test_max_warmup_freezes_regardless_of_the_signal() -> None:
+    model = toy_model()
     method = fedfrozen("auto", threshold=1e9, max_warmup=0.5)
     sizes = [len(method.plan(model, RoundInfo(round, 10, "a")).train) for round in range(10)]
     assert sizes[:5] == [len(model.all_names())] * 5
     assert sizes[5:] == [len(model.all_names()) - 4] * 5
     assert len(method.plan(model, RoundInfo(0, 10, "a", {"frozen": 1.0})).train) == len(model.all_names()) - 4
-    played = play(run_of(fedfrozen("auto", threshold=1e9), 4), model, FOUR)
-    plain = play(run_of(Method("plain"), 4), model, FOUR)
+    played = play(toy_run(fedfrozen("auto", threshold=1e9), 4), model, FOUR)
+    plain = play(toy_run(Method("plain"), 4), model, FOUR)
     assert tensors.equal(played[-1].server.params, plain[-1].server.params), "never firing, it is FedAvg bit for bit"
 
 
-def test_the_rule_watches_what_will_be_frozen() -> None:
-    model = small()
+def test_auto_warmup_tracks_the_names_that_will_be_frozen() -> None:
+    model = toy_model()
     watched = fedfrozen("auto", freeze="mlp").server_rule.init(model)["progress"]
     assert watched.keys() == model.names("mlp")
     model.initial = {name: value.bfloat16() for name, value in model.initial.items()}
@@ -115,24 +115,24 @@ def test_the_rule_watches_what_will_be_frozen() -> None:
         ({"warmup": "auto", "max_warmup": 1.5}, "a fraction from 0.0 to 1.0"),
     ],
 )
-def test_refusals(options: dict[str, object], words: str) -> None:
+def test_invalid_auto_warmup_options_are_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(MethodError, match=words):
         fedfrozen(**options)  # type: ignore[arg-type]
 
 
-def test_the_automatic_method_conforms_across_the_freeze() -> None:
-    check_method(fedfrozen("auto", threshold=0.5, patience=1), small(), Clients(c0=3, c1=9, c2=12, c3=6))
+def test_auto_warmup_conforms_across_the_freeze() -> None:
+    check_method(fedfrozen("auto", threshold=0.5, patience=1), toy_model(), Clients(c0=3, c1=9, c2=12, c3=6))
 
 
-def test_round_by_round_it_is_the_formula() -> None:
+def test_auto_warmup_matches_the_formula_round_by_round() -> None:
     """Enough thresholds to distinguish slightly different formulas."""
-    told = [count for threshold in np.linspace(0.3, 1.5, 40) for count in follow(float(threshold))]
+    told = [count for threshold in np.linspace(0.3, 1.5, 40) for count in streaks_of_formula(float(threshold))]
     assert {0, 1, 2} <= set(told), "the rule must rise and fall for this to say anything"
 
 
-def follow(threshold: float) -> list[int]:
+def streaks_of_formula(threshold: float) -> list[int]:
     """The streaks of the formula in numpy, with a client of weight zero and an untracked name."""
-    rule, model = fedfrozen("auto", threshold=threshold, patience=2).server_rule, small()
+    rule, model = fedfrozen("auto", threshold=threshold, patience=2).server_rule, toy_model()
     server = Server(dict(model.initial), rule.init(model))
     watched, shapes = ("layers.0.key.bias", "layers.0.query.weight"), {"head.weight": (3, 4)}
     shapes |= {name: tuple(model.initial[name].shape) for name in watched}
@@ -148,7 +148,9 @@ def follow(threshold: float) -> list[int]:
             for client in weights
         }
         updates = [
-            replace(_update(client, {name: torch.from_numpy(value) for name, value in delta.items()}), weight=weight)
+            replace(
+                _make_update(client, {name: torch.from_numpy(value) for name, value in delta.items()}), weight=weight
+            )
             for (client, delta), weight in zip(own.items(), weights.values(), strict=True)
         ]
         server = rule.apply(server, rule.reduce(server, updates, 3))
@@ -173,15 +175,15 @@ def follow(threshold: float) -> list[int]:
     return told
 
 
-def test_clients_that_stand_still_do_not_disagree_and_one_that_weighs_nothing_has_no_say() -> None:
-    rule, model = EAGER.server_rule, small()
+def test_still_clients_and_weightless_clients_do_not_count_as_disagreement() -> None:
+    rule, model = EARLY_FREEZE.server_rule, toy_model()
     server = Server(dict(model.initial), rule.init(model))
     name = "layers.0.key.weight"
-    still = rule.apply(server, rule.reduce(server, [_update(each, {name: torch.zeros(4, 4)}) for each in "ab"], 2))
+    still = rule.apply(server, rule.reduce(server, [_make_update(each, {name: torch.zeros(4, 4)}) for each in "ab"], 2))
     assert float(still.state["warmup"]["streak"]) == 0
-    nobody = [replace(_update("a", {name: torch.ones(4, 4)}), weight=0.0)]
+    nobody = [replace(_make_update("a", {name: torch.ones(4, 4)}), weight=0.0)]
     assert rule.reduce(server, nobody, 2).slots["warmup_spread"] == {}
 
 
-def test_long_sums_are_in_double_precision() -> None:
+def test_squared_norm_is_summed_in_double_precision() -> None:
     assert squared_norm({"a": torch.tensor([4096.0, 1.0])}, "a") == 4096**2 + 1

@@ -9,7 +9,7 @@ from partita.methods.centralized import centralized
 from partita.methods.local_only import local_only
 
 
-def test_it_differs_from_local_only_in_where_the_data_is() -> None:
+def test_centralized_is_local_only_on_pooled_data() -> None:
     alone, whole = local_only(), centralized()
     assert whole == replace(alone, name="centralized", server_rule=whole.server_rule, pool=True)
     assert type(whole.server_rule) is type(alone.server_rule) is ServerRule

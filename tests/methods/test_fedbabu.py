@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Clients, TorchLoop, last, play, run_of, small
+from helpers import Clients, TorchLoop, final_params, play, toy_model, toy_run
 
 from partita.core import tensors
 from partita.core.batch_schedule import shuffled_batches
@@ -17,33 +17,33 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedbabu import fedbabu
 
 CLIENTS = Clients(a=5, b=9, c=6)
-MODEL = small()
+MODEL = toy_model()
 HEAD = MODEL.names("head")
 BODY = MODEL.all_names() - HEAD
 
 
-def test_the_plan() -> None:
+def test_fedbabu_trains_and_sends_only_the_body() -> None:
     plan = plan_for(fedbabu().plan, MODEL, RoundInfo(0, 3, "a"))
     assert plan.train == plan.up == plan.down == BODY
     assert not plan.keep
 
 
-def test_the_head_stays_as_it_was_drawn() -> None:
-    final = last(play(run_of(fedbabu(), 2), MODEL, CLIENTS))
+def test_fedbabu_head_keeps_its_initial_value() -> None:
+    final = final_params(play(toy_run(fedbabu(), 2), MODEL, CLIENTS))
     assert all(final[name] is MODEL.initial[name] for name in HEAD)
     assert all(not torch.equal(final[name], MODEL.initial[name]) for name in MODEL.names("value", "mlp"))
 
 
 @pytest.mark.parametrize(("tune", "names"), [("all", MODEL.all_names()), ("head", HEAD), ("body", BODY)])
-def test_what_is_fitted_before_a_test(tune: str, names: frozenset[str]) -> None:
+def test_fedbabu_adapts_the_chosen_part_before_evaluation(tune: str, names: frozenset[str]) -> None:
     adapt = fedbabu(finetune=3, tune=tune).adapt  # type: ignore[arg-type]
     assert adapt is not None
     assert adapt(MODEL) == (Phase(names, 3),)
     assert fedbabu(finetune=0).adapt is None
 
 
-def test_a_client_is_tested_as_a_plain_loop_on_its_data_leaves_it() -> None:
-    run = run_of(fedbabu(finetune=2), 2)
+def test_fedbabu_evaluation_equals_a_plain_fine_tuning_loop() -> None:
+    run = toy_run(fedbabu(finetune=2), 2)
     (*_, final) = play(run, MODEL, CLIENTS)
     job, _ = make_job(run, MODEL, final.server, 1, "b")
     ((client, scores),) = SimulationEngine(run, MODEL, CLIENTS).evaluate([job])
@@ -55,11 +55,11 @@ def test_a_client_is_tested_as_a_plain_loop_on_its_data_leaves_it() -> None:
     assert scores["loss"] < score(MODEL, final.server.params, data)["loss"]
 
 
-def test_with_nothing_fixed_it_is_fedavg_bit_for_bit() -> None:
-    one, two = (play(run_of(method, 3, cohort=2), MODEL, CLIENTS) for method in (fedbabu(fixed=()), fedavg()))
-    assert tensors.equal(last(one), last(two))
+def test_fedbabu_with_nothing_fixed_is_fedavg_bit_for_bit() -> None:
+    one, two = (play(toy_run(method, 3, cohort=2), MODEL, CLIENTS) for method in (fedbabu(fixed=()), fedavg()))
+    assert tensors.equal(final_params(one), final_params(two))
 
 
-def test_to_fit_a_head_that_is_not_named_is_refused() -> None:
+def test_fedbabu_refuses_to_tune_an_unnamed_head() -> None:
     with pytest.raises(MethodError, match="name the tags of the head"):
         fedbabu(fixed=(), tune="head")

@@ -11,17 +11,17 @@ from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.methods.fedclip import fedclip
 
-INPUTS = {"pixel_values": image_fixtures.pictures(5, seed=9).pixels}
+INPUTS = {"pixel_values": image_fixtures.random_images(5, seed=9).pixels}
 
 
-def extended() -> Model:
+def fedclip_model() -> Model:
     method = fedclip()
     assert method.extend
-    return method.extend(image_fixtures.towers("float32"), Key(4))
+    return method.extend(image_fixtures.tiny_clip("float32"), Key(4))
 
 
-def test_the_adapter_is_that_of_the_authors_code() -> None:
-    model, towers = extended(), image_fixtures.towers("float32")
+def test_fedclip_adapter_matches_the_authors_code() -> None:
+    model, towers = fedclip_model(), image_fixtures.tiny_clip("float32")
     image = towers.encode_image(INPUTS["pixel_values"])[:, 0]
     layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Softmax(dim=1))
     state = {
@@ -38,19 +38,19 @@ def test_the_adapter_is_that_of_the_authors_code() -> None:
     assert all(0.15 < value.abs().max() <= 0.25 for name, value in model.initial.items() if name.startswith("adapter"))
 
 
-def test_where_all_entries_weigh_the_same_it_answers_as_the_towers() -> None:
-    model, towers = extended(), image_fixtures.towers("float32")
+def test_fedclip_with_a_uniform_adapter_answers_like_clip() -> None:
+    model, towers = fedclip_model(), image_fixtures.tiny_clip("float32")
     even = {name: torch.zeros_like(value) if ".out." in name else value for name, value in model.initial.items()}
     assert torch.allclose(model(even, INPUTS).logits, towers(towers.initial, INPUTS).logits, atol=1e-5)
 
 
-def test_the_adapter_travels_whole() -> None:
-    model = extended()
+def test_fedclip_trains_and_sends_the_whole_adapter() -> None:
+    model = fedclip_model()
     plan = plan_for(fedclip().plan, model, RoundInfo(0, 3, "a"))
     assert plan.train == plan.up == plan.down == model.names("adapter")
     assert len(plan.up) == 4
     assert not plan.keep
 
 
-def test_momentum_goes_on_from_round_to_round() -> None:
-    assert image_fixtures.momentum_goes_on(fedclip())
+def test_fedclip_clients_keep_momentum_between_rounds() -> None:
+    assert image_fixtures.clients_keep_momentum(fedclip())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import Clients, last, play, run_of, small
-from quadratics import LR, Bowls, end, flat, pull, rest, start
-from quadratics import play as play_bowls
+from helpers import Clients, final_params, play, toy_model, toy_run
+from quadratics import LR, QuadraticClients, as_vector, client_step_matrix, final_point, fixed_point, initial_point
+from quadratics import quadratic_rounds as play_bowls
 
 from partita.core import tensors
 from partita.core.client import ClientState, begin_round, finish_round
@@ -17,13 +17,13 @@ from partita.methods.fedper import fedper
 from partita.methods.fedprox import fedprox
 from partita.training.local_training import train_clients
 
-EVEN = (2, 2, 2, 2)
+EQUAL_SIZES = (2, 2, 2, 2)
 
 
 @pytest.mark.parametrize("cohort", [1.0, 0.5])
-def test_every_round_is_the_papers(cohort: float) -> None:
-    bowls, steps, alpha = Bowls(), 5, 0.8
-    w, h, g = start(), np.zeros(5), np.zeros((4, 5))
+def test_feddyn_rounds_match_the_paper(cohort: float) -> None:
+    bowls, steps, alpha = QuadraticClients(), 5, 0.8
+    w, h, g = initial_point(), np.zeros(5), np.zeros((4, 5))
     for each in play_bowls(feddyn(alpha), bowls, steps, 12, cohort=cohort):
         ends = []
         for i in (int(client[1:]) for client in each.cohort):
@@ -34,43 +34,43 @@ def test_every_round_is_the_papers(cohort: float) -> None:
             ends.append(y)
         h = h - alpha / 4 * np.sum(np.stack(ends) - w, 0)
         w = np.mean(ends, 0) - h / alpha
-        np.testing.assert_allclose(flat(each.server.params), w, rtol=0, atol=1e-11)
+        np.testing.assert_allclose(as_vector(each.server.params), w, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(("cohort", "count"), [(1.0, 50), (0.5, 120)])
-def test_it_reaches_the_optimum_that_fedavg_misses(cohort: float, count: int) -> None:
-    bowls = Bowls(sizes=EVEN)
-    np.testing.assert_allclose(end(feddyn(1.0), bowls, 5, count, cohort), bowls.optimum(), rtol=0, atol=1e-6)
-    assert np.linalg.norm(rest(bowls.p, pull(bowls.H, 5), bowls.a) - bowls.optimum()) > 0.05
+def test_feddyn_reaches_the_optimum_that_fedavg_misses(cohort: float, count: int) -> None:
+    bowls = QuadraticClients(sizes=EQUAL_SIZES)
+    np.testing.assert_allclose(final_point(feddyn(1.0), bowls, 5, count, cohort), bowls.optimum(), rtol=0, atol=1e-6)
+    assert np.linalg.norm(fixed_point(bowls.p, client_step_matrix(bowls.H, 5), bowls.a) - bowls.optimum()) > 0.05
 
 
-def test_a_first_visit_is_fedproxs_bit_for_bit() -> None:
-    model, clients, updates = small(), Clients(a=7, b=5), []
+def test_feddyn_first_client_round_is_fedprox_bit_for_bit() -> None:
+    model, clients, updates = toy_model(), Clients(a=7, b=5), []
     for method in (feddyn(0.3), fedprox(0.3)):
-        run = run_of(method, 1)
+        run = toy_run(method, 1)
         job, _ = make_job(run, model, initial_server(run, model), 0, "a")
         each = begin_round(run, model, job, ClientState(), clients["a"].train)
         updates.append(finish_round(run, each, train_clients(run, [each])[0])[0])
     assert tensors.equal(updates[0].delta, updates[1].delta)
 
 
-def test_the_first_round_of_all_clients_goes_twice_as_far_as_fedproxs() -> None:
+def test_feddyn_first_round_moves_twice_as_far_as_fedprox() -> None:
     """There is no linear term yet, so the correction adds the mean once more."""
-    model, clients = small(), Clients(a=6, b=6)
-    one, two = (last(play(run_of(method, 1), model, clients)) for method in (feddyn(0.3), fedprox(0.3)))
+    model, clients = toy_model(), Clients(a=6, b=6)
+    one, two = (final_params(play(toy_run(method, 1), model, clients)) for method in (feddyn(0.3), fedprox(0.3)))
     for name, value in model.initial.items():
         np.testing.assert_allclose(one[name] - value, 2 * (two[name] - value), rtol=0, atol=1e-6)
 
 
-def test_what_a_client_keeps_is_neither_tilted_nor_tied() -> None:
+def test_feddyn_leaves_kept_parameters_alone() -> None:
     """With everything kept by the clients, training is plain."""
-    model, clients = small(), Clients(a=6, b=6)
+    model, clients = toy_model(), Clients(a=6, b=6)
     everything = tuple(sorted(frozenset().union(*model.tags.values())))
     mixed = compose(fedper(personal=everything, finetune=0), feddyn(0.5))
-    rounds = [play(run_of(method, 2), model, clients) for method in (mixed, fedper(personal=everything, finetune=0))]
+    rounds = [play(toy_run(method, 2), model, clients) for method in (mixed, fedper(personal=everything, finetune=0))]
     assert rounds[0][-1].loss == rounds[1][-1].loss
 
 
-def test_alpha_must_be_positive() -> None:
+def test_feddyn_alpha_must_be_positive() -> None:
     with pytest.raises(MethodError, match=r"method.alpha is 0; it must be above 0"):
         feddyn(0)

@@ -8,7 +8,7 @@ from partita.core.model import Model
 from partita.methods.fedfrozen import frozen_names
 
 
-class Shelf(Model):
+class MatricesAndVectors(Model):
     """Nine matrices and nine vectors, of which four and two are tagged as the kernel."""
 
     name = "shelf"
@@ -22,17 +22,17 @@ class Shelf(Model):
         return {"matrix": torch.zeros(2, 3), "vector": torch.zeros(3)}
 
 
-def places(names: frozenset[str], kind: str) -> set[str]:
+def indices_of(names: frozenset[str], kind: str) -> set[str]:
     return {name.removeprefix(kind) for name in names if name.startswith(kind)}
 
 
-def test_it_freezes_as_many_of_each_shape_as_the_kernel_has() -> None:
+def test_random_freeze_matches_the_kernel_count_of_each_shape() -> None:
     for draw in range(5):
-        names = frozen_names(Shelf(), "random", draw)
-        assert (len(places(names, "matrix")), len(places(names, "vector"))) == (4, 2)
+        names = frozen_names(MatricesAndVectors(), "random", draw)
+        assert (len(indices_of(names, "matrix")), len(indices_of(names, "vector"))) == (4, 2)
 
 
-def test_it_draws_each_shape_apart() -> None:
+def test_random_freeze_draws_each_shape_independently() -> None:
     """With one random stream for both shapes, the drawn vectors would always follow the drawn matrices."""
-    drawn = [frozen_names(Shelf(), "random", draw) for draw in range(5)]
-    assert not all(places(names, "vector") <= places(names, "matrix") for names in drawn)
+    drawn = [frozen_names(MatricesAndVectors(), "random", draw) for draw in range(5)]
+    assert not all(indices_of(names, "vector") <= indices_of(names, "matrix") for names in drawn)

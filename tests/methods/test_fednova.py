@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, last, play, run_of, small
-from quadratics import LR, Bowls, Quadratic, X, flat, powers, rest, start
+from helpers import Clients, final_params, play, toy_model, toy_run
+from quadratics import LR, Quadratic, QuadraticClients, X, as_vector, fixed_point, initial_point, matrix_powers
 
 from partita.core import tensors
 from partita.core.method import Method, MethodError, Server
@@ -19,55 +19,60 @@ from partita.methods.fednova import fednova
 STEPS = np.array([1, 2, 3, 4])  # one epoch in batches of one: as many steps as examples
 
 
-def played(method: Method, count: int, cohort: float = 1.0) -> list[RoundResult]:
-    return play(run_of(method, count, lr=LR, batch_size=1, cohort=cohort, drift=False), Quadratic(), Bowls(), block=1)
+def play_quadratics(method: Method, count: int, cohort: float = 1.0) -> list[RoundResult]:
+    return play(
+        toy_run(method, count, lr=LR, batch_size=1, cohort=cohort, drift=False),
+        Quadratic(),
+        QuadraticClients(),
+        block=1,
+    )
 
 
-def walk(lr: float) -> np.ndarray:
+def client_step_matrices(lr: float) -> np.ndarray:
     """The matrices I - (I - lr H_i)^steps_i of the client maps."""
     eye = np.eye(5)
-    maps = eye - lr * Bowls().H
-    return np.stack([eye - powers(maps[i : i + 1], int(STEPS[i]))[0] for i in range(4)])
+    maps = eye - lr * QuadraticClients().H
+    return np.stack([eye - matrix_powers(maps[i : i + 1], int(STEPS[i]))[0] for i in range(4)])
 
 
 @pytest.mark.parametrize("cohort", [1.0, 0.5])
-def test_every_round_is_the_formula(cohort: float) -> None:
-    bowls, w, B = Bowls(), start(), walk(LR)
-    for each in played(fednova(), 8, cohort):
+def test_fednova_rounds_match_the_formula(cohort: float) -> None:
+    bowls, w, B = QuadraticClients(), initial_point(), client_step_matrices(LR)
+    for each in play_quadratics(fednova(), 8, cohort):
         asked = [int(client[1:]) for client in each.cohort]
         p = bowls.p[asked] / bowls.p[asked].sum()
         directions = [-(B[i] @ (w - bowls.a[i])) / STEPS[i] for i in asked]
         w = w + (p @ STEPS[asked]) * np.einsum("i,ij->j", p, np.stack(directions))
-        np.testing.assert_allclose(flat(each.server.params), w, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(as_vector(each.server.params), w, rtol=0, atol=1e-12)
 
 
-def test_the_bias_of_unequal_steps_is_gone() -> None:
+def test_fednova_removes_the_bias_of_unequal_steps() -> None:
     """At small rates a client moves by lr · steps_i · H_i: FedAvg weights clients by steps, FedNova does not."""
-    bowls = Bowls()
-    weighted = rest(bowls.p * STEPS, bowls.H, bowls.a)
+    bowls = QuadraticClients()
+    weighted = fixed_point(bowls.p * STEPS, bowls.H, bowls.a)
     bias = np.linalg.norm(weighted - bowls.optimum())
     assert bias > 0.1
     for rate in (1e-2, 1e-3, 1e-4):
-        plain = rest(bowls.p, walk(rate), bowls.a)
-        nova = rest(bowls.p / STEPS, walk(rate), bowls.a)
+        plain = fixed_point(bowls.p, client_step_matrices(rate), bowls.a)
+        nova = fixed_point(bowls.p / STEPS, client_step_matrices(rate), bowls.a)
         assert np.linalg.norm(plain - weighted) < 10 * rate
         assert np.linalg.norm(nova - bowls.optimum()) < 10 * rate
 
 
-def test_the_federation_rests_where_the_formula_says() -> None:
-    fixed = rest(Bowls().p / STEPS, walk(LR), Bowls().a)
-    np.testing.assert_allclose(flat(last(played(fednova(), 60))), fixed, rtol=0, atol=1e-7)
+def test_fednova_converges_to_its_closed_form() -> None:
+    fixed = fixed_point(QuadraticClients().p / STEPS, client_step_matrices(LR), QuadraticClients().a)
+    np.testing.assert_allclose(as_vector(final_params(play_quadratics(fednova(), 60))), fixed, rtol=0, atol=1e-7)
 
 
-def test_fedavg_leaves_the_optimum_at_once_and_fednova_only_in_second_order() -> None:
+def test_fednova_leaves_the_optimum_only_in_second_order() -> None:
     """From the optimum, half the rate moves half as far under FedAvg and a quarter as far under FedNova."""
-    best = torch.tensor(Bowls().optimum())
+    best = torch.tensor(QuadraticClients().optimum())
     there = Server({"x": best[:X], "y": best[X:]}, versions=ParameterVersions({"x": 0, "y": 0}))
     moved = {}
     for method in (fedavg(), fednova()):
         for rate in (0.01, 0.005):
-            run = run_of(method, 1, lr=rate, batch_size=1)
-            after = flat(last(play(run, Quadratic(), Bowls(), there)))
+            run = toy_run(method, 1, lr=rate, batch_size=1)
+            after = as_vector(final_params(play(run, Quadratic(), QuadraticClients(), there)))
             moved[method.name, rate] = np.linalg.norm(after - best.numpy())
     assert moved["fedavg", 0.01] / moved["fedavg", 0.005] == pytest.approx(2, abs=0.1)
     assert moved["fednova", 0.01] / moved["fednova", 0.005] == pytest.approx(4, abs=0.1)
@@ -75,13 +80,13 @@ def test_fedavg_leaves_the_optimum_at_once_and_fednova_only_in_second_order() ->
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_with_equal_steps_it_is_fedavg_bit_for_bit(steps: int) -> None:
+def test_fednova_with_equal_steps_is_fedavg_bit_for_bit(steps: int) -> None:
     """Division by powers of two is exact."""
     clients = Clients(a=5, b=9, c=6)
-    one, two = (play(run_of(method, 3, steps=steps), small(), clients) for method in (fednova(), fedavg()))
-    assert tensors.equal(last(one), last(two))
+    one, two = (play(toy_run(method, 3, steps=steps), toy_model(), clients) for method in (fednova(), fedavg()))
+    assert tensors.equal(final_params(one), final_params(two))
 
 
-def test_other_optimizers_are_refused() -> None:
+def test_fednova_refuses_other_optimizers() -> None:
     with pytest.raises(MethodError, match="fednova: FedNovaServer is derived for sgd, not for adamw"):
-        run_of(fednova(), optimizer=AdamW())
+        toy_run(fednova(), optimizer=AdamW())

@@ -8,9 +8,9 @@ from inspect import signature
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, last, play, run_of, small
+from helpers import Clients, final_params, play, toy_model, toy_run
 from torch.testing import assert_close
-from torch_servers import TorchServer, apply_all, drawn_deltas
+from torch_servers import TorchServer, apply_all, random_deltas
 
 from partita.core import tensors
 from partita.core.method import Method, MethodError
@@ -23,20 +23,20 @@ from partita.testing.toy import Float64Model, Float64Population
 CLIENTS = Clients(a=5, b=9, c=6)
 
 
-def test_fedadam_is_torchs_adam() -> None:
+def test_fedadam_equals_torch_adam() -> None:
     torchs = TorchServer(lambda values: torch.optim.Adam(values, lr=0.3, betas=(0.8, 0.95), eps=0.02))
-    ours = apply_all(fedadam(0.3, 0.8, 0.95, 0.02).server_rule, drawn_deltas())
-    assert_close(ours, torchs.apply_all(drawn_deltas()), rtol=0, atol=1e-12)
+    ours = apply_all(fedadam(0.3, 0.8, 0.95, 0.02).server_rule, random_deltas())
+    assert_close(ours, torchs.apply_all(random_deltas()), rtol=0, atol=1e-12)
 
 
-def test_fedadam_in_a_federation_is_torchs_adam_on_the_mean_delta() -> None:
+def test_fedadam_run_equals_torch_adam_on_the_mean_delta() -> None:
     """A FedAvg round from FedAdam's server gives the mean delta for Adam."""
-    model, clients = Float64Model(small()), Float64Population(CLIENTS)
+    model, clients = Float64Model(toy_model()), Float64Population(CLIENTS)
     values = {name: value.clone() for name, value in model.initial.items()}
     adam = torch.optim.Adam(list(values.values()), lr=0.02, betas=(0.9, 0.99), eps=1e-3)
-    run = run_of(fedavg(), 3, cohort=2)
+    run = toy_run(fedavg(), 3, cohort=2)
     server = initial_server(run, model)
-    for number, each in enumerate(play(run_of(fedadam(0.02), 3, cohort=2), model, clients)):
+    for number, each in enumerate(play(toy_run(fedadam(0.02), 3, cohort=2), model, clients)):
         mean = next(rounds(run, model, SimulationEngine(run, model, clients), server, number)).server.params
         for name, value in values.items():
             value.grad = server.params[name] - mean[name]
@@ -45,7 +45,7 @@ def test_fedadam_in_a_federation_is_torchs_adam_on_the_mean_delta() -> None:
         server = replace(each.server, state={})
 
 
-def test_without_debiasing_fedadam_and_fedyogi_are_the_papers_algorithm() -> None:
+def test_fedadam_and_fedyogi_without_debiasing_match_the_paper() -> None:
     lr, beta1, beta2, tau = 0.3, 0.8, 0.95, 0.02
     squares = {
         "fedadam": lambda v, d: beta2 * v + (1 - beta2) * d**2,
@@ -53,51 +53,51 @@ def test_without_debiasing_fedadam_and_fedyogi_are_the_papers_algorithm() -> Non
     }
     for method in (fedadam(lr, beta1, beta2, tau, debias=False), fedyogi(lr, beta1, beta2, tau)):
         w, m, v = np.zeros(4), np.zeros(4), np.full(4, tau**2)
-        for delta in drawn_deltas():
+        for delta in random_deltas():
             d = delta["a"].numpy()
             m = beta1 * m + (1 - beta1) * d
             v = squares[method.name](v, d)
             w = w + lr * m / (np.sqrt(v) + tau)
-        np.testing.assert_allclose(apply_all(method.server_rule, drawn_deltas())["a"], w, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(apply_all(method.server_rule, random_deltas())["a"], w, rtol=0, atol=1e-12)
 
 
-def test_fedadagrad_is_torchs_adagrad() -> None:
+def test_fedadagrad_equals_torch_adagrad() -> None:
     torchs = TorchServer(
         lambda values: torch.optim.Adagrad(values, lr=0.3, eps=0.02, initial_accumulator_value=0.02**2)
     )
-    ours = apply_all(fedadagrad(0.3, 0.0, 0.02).server_rule, drawn_deltas())
-    assert_close(ours, torchs.apply_all(drawn_deltas()), rtol=0, atol=1e-12)
+    ours = apply_all(fedadagrad(0.3, 0.0, 0.02).server_rule, random_deltas())
+    assert_close(ours, torchs.apply_all(random_deltas()), rtol=0, atol=1e-12)
 
 
-def test_a_name_ages_only_when_it_is_sent() -> None:
-    both = drawn_deltas(count=3)
+def test_fedadam_age_of_a_name_counts_only_rounds_it_was_sent() -> None:
+    both = random_deltas(count=3)
     apart = [both[0], {"a": both[1]["a"]}, both[2]]
     alone = apply_all(fedadam(0.3).server_rule, apart)["b"]
     assert_close(alone, apply_all(fedadam(0.3).server_rule, [both[0], both[2]])["b"])
 
 
 @pytest.mark.parametrize("method", [fedadam(2.0, 0.0, 1.0, 1.0, debias=False), fedyogi(2.0, 0.0, 1.0, 1.0)])
-def test_with_moments_off_it_is_fedavg_bit_for_bit(method: Method) -> None:
+def test_fedopt_with_moments_off_is_fedavg_bit_for_bit(method: Method) -> None:
     """The second moment then stays at 1, and 2 · delta / (1 + 1) is exact."""
-    one, two = (play(run_of(each, 3, cohort=2), small(), CLIENTS) for each in (method, fedavg()))
-    assert tensors.equal(last(one), last(two))
+    one, two = (play(toy_run(each, 3, cohort=2), toy_model(), CLIENTS) for each in (method, fedavg()))
+    assert tensors.equal(final_params(one), final_params(two))
 
 
-def test_the_first_rounds_of_adagrad_and_of_a_forgetful_yogi_are_the_same_bit_for_bit() -> None:
+def test_first_rounds_of_fedadagrad_and_memoryless_fedyogi_are_equal() -> None:
     """Both add the square to a smaller initial value."""
     methods = fedadagrad(0.1, 0.0, 1e-12), fedyogi(0.1, 0.0, 0.0, 1e-12)
-    one, two = (play(run_of(each, 1), small(), CLIENTS) for each in methods)
-    assert tensors.equal(last(one), last(two))
+    one, two = (play(toy_run(each, 1), toy_model(), CLIENTS) for each in methods)
+    assert tensors.equal(final_params(one), final_params(two))
 
 
-def test_yogi_stays_where_the_square_is_what_it_expects() -> None:
+def test_fedyogi_stays_finite_when_the_square_equals_its_estimate() -> None:
     rule, tau = fedyogi(tau=0.5).server_rule, 0.5
-    still = [{name: torch.full_like(value, tau) for name, value in drawn_deltas(1)[0].items()}] * 3
+    still = [{name: torch.full_like(value, tau) for name, value in random_deltas(1)[0].items()}] * 3
     assert all(bool(torch.isfinite(value).all()) for value in apply_all(rule, still).values())
 
 
 @pytest.mark.parametrize("wrong", [{"beta1": 1.0}, {"beta2": 1.5}, {"tau": 0.0}])
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+def test_fedopt_refuses_invalid_options(wrong: dict[str, float]) -> None:
     for method in (fedadam, fedyogi, fedadagrad):
         if wrong.keys() <= signature(method).parameters.keys():
             with pytest.raises(MethodError, match=r"method.beta1 is"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import small
+from helpers import toy_model
 
 from partita.core.data import Batch
 from partita.core.method import Context
@@ -12,7 +12,7 @@ from partita.core.model import Output
 from partita.core.plan import Plan, share
 from partita.methods.fedprox import FedProxClient
 
-MODEL = small()
+MODEL = toy_model()
 HEAD = MODEL.names("head")
 BODY = MODEL.all_names() - HEAD
 
@@ -26,7 +26,7 @@ BODY = MODEL.all_names() - HEAD
     ],
     ids=["all", "a frozen head", "a personal head"],
 )
-def test_it_holds_what_trains_and_came_from_the_server(plan: Plan, held: frozenset[str]) -> None:
+def test_fedprox_penalty_covers_trained_parameters_from_the_server(plan: Plan, held: frozenset[str]) -> None:
     """A step s in each trained coordinate costs (mu / 2) s^2 for each covered coordinate."""
     step, mu = 0.5, 3.0
     params = {name: value + step * (name in plan.train) for name, value in MODEL.initial.items()}
@@ -38,7 +38,7 @@ def test_it_holds_what_trains_and_came_from_the_server(plan: Plan, held: frozens
     assert penalty.item() == pytest.approx(mu / 2 * step**2 * count, rel=1e-5)
 
 
-def test_with_nothing_to_hold_there_is_no_term() -> None:
+def test_fedprox_has_no_penalty_when_everything_is_kept() -> None:
     plan = share(MODEL.all_names(), down=frozenset(), keep=MODEL.all_names())
     ctx = Context(MODEL, plan, MODEL.initial, sent={}, memory={}, lr=0.1)
     nothing = torch.zeros(0)

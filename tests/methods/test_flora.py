@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import play, run_of
-from image_fixtures import FOUR, Albums, extended, pictures
+from helpers import play, toy_run
+from image_fixtures import FOUR, ImageClients, low_rank_vit, random_images
 from torch import Tensor
 
 from partita.core import tensors
@@ -26,18 +26,18 @@ from partita.methods.flora import flora
 from partita.methods.lora import lora
 from partita.models import ModelError
 
-MODEL = extended()
+MODEL = low_rank_vit()
 # Away from the initialization of transformers, where the factors of the queries may hardly move.
 for name, value in MODEL.initial.items():
     if ".lora_" not in name:
         MODEL.initial[name] = value + torch.randn(value.shape, generator=(Key(3) / name).generator())
-INPUTS = {"pixel_values": pictures(6, seed=9).pixels}
+INPUTS = {"pixel_values": random_images(6, seed=9).pixels}
 FLORA, LORA = flora(rank=2, alpha=3.0), lora(rank=2, alpha=3.0)
 LAYERS = ("vit.layers.0.attention.q_proj", "vit.layers.0.attention.v_proj")
 
 
 @dataclass
-class Tap:
+class RecordingEngine:
     """An engine that records the updates of its clients."""
 
     engine: SimulationEngine
@@ -56,37 +56,39 @@ class Tap:
         raise NotImplementedError
 
 
-def played(method: Method, clients: Albums) -> tuple[RoundResult, list[Update]]:
+def play_one_round(method: Method, clients: ImageClients) -> tuple[RoundResult, list[Update]]:
     """One round of many steps, so that the factors of clients are far apart."""
-    run = run_of(method, 1, lr=1.0, steps=12)
-    tap = Tap(SimulationEngine(run, MODEL, clients))
+    run = toy_run(method, 1, lr=1.0, steps=12)
+    tap = RecordingEngine(SimulationEngine(run, MODEL, clients))
     return next(iter(rounds(run, MODEL, tap))), tap.sent
 
 
-def product(params: Tensors, layer: str) -> Tensor:
+def factor_product(params: Tensors, layer: str) -> Tensor:
     A, B = (params[f"{layer}.{factor}.weight"].double() for factor in ("lora_A", "lora_B"))
     return 3.0 / 2 * B @ A
 
 
-def distance(left: Tensor, right: Tensor) -> float:
+def relative_distance(left: Tensor, right: Tensor) -> float:
     return float((left - right).norm() / right.norm())
 
 
-def test_the_aggregate_is_the_mean_of_products_and_not_the_product_of_means() -> None:
-    one, sent = played(FLORA, FOUR)
-    other, same = played(LORA, FOUR)
+def test_flora_aggregates_the_mean_of_products() -> None:
+    one, sent = play_one_round(FLORA, FOUR)
+    other, same = play_one_round(LORA, FOUR)
     assert all(tensors.equal(left.delta, right.delta) for left, right in zip(sent, same, strict=True))
     total = sum(update.weight for update in sent)
     for layer in LAYERS:
-        exact = sum(product(tensors.add(MODEL.initial, each.delta), layer) * each.weight / total for each in sent)
+        exact = sum(
+            factor_product(tensors.add(MODEL.initial, each.delta), layer) * each.weight / total for each in sent
+        )
         assert isinstance(exact, Tensor)
         added = one.server.params[f"{layer}.weight"].double() - MODEL.initial[f"{layer}.weight"].double()
-        assert distance(added, exact) < 1e-5
-        assert distance(product(other.server.params, layer), exact) > 1e-3
+        assert relative_distance(added, exact) < 1e-5
+        assert relative_distance(factor_product(other.server.params, layer), exact) > 1e-3
 
 
-def test_it_equals_stacking_as_the_paper_writes_it() -> None:
-    one, sent = played(FLORA, FOUR)
+def test_flora_equals_stacking_as_in_the_paper() -> None:
+    one, sent = play_one_round(FLORA, FOUR)
     total = sum(update.weight for update in sent)
     clients = [tensors.add(MODEL.initial, each.delta) for each in sent]
     for layer in LAYERS:
@@ -97,8 +99,8 @@ def test_it_equals_stacking_as_the_paper_writes_it() -> None:
         assert torch.allclose(one.server.params[f"{layer}.weight"], after, rtol=0, atol=1e-5)
 
 
-def test_one_client_finds_its_own_model_in_the_base() -> None:
-    one, [update] = played(FLORA, Albums(a=9))
+def test_flora_with_one_client_merges_its_model_into_the_base() -> None:
+    one, [update] = play_one_round(FLORA, ImageClients(a=9))
     own, params = tensors.add(MODEL.initial, update.delta), one.server.params
     merged = MODEL.merged(own)
     assert tensors.equal({name: params[name] for name in merged}, merged)
@@ -106,17 +108,17 @@ def test_one_client_finds_its_own_model_in_the_base() -> None:
     assert not torch.allclose(MODEL(params, INPUTS).logits, MODEL(MODEL.initial, INPUTS).logits, atol=1e-2)
 
 
-def test_up_and_to_the_head_it_is_lora() -> None:
-    (one, _), (other, _) = played(FLORA, FOUR), played(LORA, FOUR)
+def test_flora_uploads_and_head_equal_lora() -> None:
+    (one, _), (other, _) = play_one_round(FLORA, FOUR), play_one_round(LORA, FOUR)
     head = MODEL.names("head")
     assert tensors.equal(tensors.select(one.server.params, head), tensors.select(other.server.params, head))
     assert one.traffic.up == other.traffic.up
     assert one.loss == other.loss
 
 
-def test_every_round_starts_with_new_factors() -> None:
+def test_flora_draws_new_factors_every_round() -> None:
     A, B = (f"{LAYERS[0]}.{factor}.weight" for factor in ("lora_A", "lora_B"))
-    servers = [each.server for each in play(run_of(FLORA, 3), MODEL, FOUR)]
+    servers = [each.server for each in play(toy_run(FLORA, 3), MODEL, FOUR)]
     drawn = [MODEL.initial[A], *(server.params[A] for server in servers)]
     for place, value in enumerate(drawn):
         assert -0.5 <= value.min() < -0.2
@@ -126,14 +128,14 @@ def test_every_round_starts_with_new_factors() -> None:
     assert [int(server.state["flora"]["rounds"]) for server in servers] == [1, 2, 3]
     one, two = (servers[0].params[f"{layer}.lora_A.weight"] for layer in LAYERS)
     assert not torch.equal(one, two), "each layer has its own"
-    again, other = (play(run_of(flora(2, 3.0, seed=draw), 1), MODEL, FOUR)[0].server for draw in (0, 1))
+    again, other = (play(toy_run(flora(2, 3.0, seed=draw), 1), MODEL, FOUR)[0].server for draw in (0, 1))
     assert torch.equal(again.params[A], drawn[1])
     assert not torch.equal(other.params[A], drawn[1])
     assert tensors.equal({**again.params, A: drawn[0]}, {**servers[0].params, A: drawn[0]})
 
 
-def test_the_base_comes_down_each_round_and_the_zeros_once() -> None:
-    first, second = play(run_of(FLORA, 2), MODEL, FOUR)
+def test_flora_sends_the_base_every_round_and_zero_factors_once() -> None:
+    first, second = play(toy_run(FLORA, 2), MODEL, FOUR)
     for layer in LAYERS:
         for each in (first, second):
             assert each.traffic.down[f"{layer}.weight"] == len(FOUR.clients) * 4 * 4 * 4
@@ -142,21 +144,21 @@ def test_the_base_comes_down_each_round_and_the_zeros_once() -> None:
         assert f"{layer}.lora_B.weight" not in second.traffic.down
 
 
-def test_a_round_without_answers_moves_nothing() -> None:
-    before = initial_server(run_of(FLORA), MODEL)
+def test_flora_round_without_updates_changes_nothing() -> None:
+    before = initial_server(toy_run(FLORA), MODEL)
     after = FLORA.server_rule.apply(before, Aggregate({}, {}, 0))
     assert all(after.params[name] is value for name, value in before.params.items())
 
 
-def test_a_factor_that_did_not_travel_is_the_servers() -> None:
-    server, B = initial_server(run_of(FLORA), MODEL), torch.ones(4, 2)
+def test_flora_uses_the_server_factor_when_one_was_not_sent() -> None:
+    server, B = initial_server(toy_run(FLORA), MODEL), torch.ones(4, 2)
     half = Update("a", {f"{LAYERS[0]}.lora_B.weight": B}, {}, 1.0, {}, None)
     delta = FLORA.server_rule.reduce(server, [half], 1).delta
     expected = 1.5 * (B @ MODEL.initial[f"{LAYERS[0]}.lora_A.weight"])
     assert tensors.equal(delta, {f"{LAYERS[0]}.weight": expected})
 
 
-def test_updates_are_let_go_as_they_stream_past() -> None:
+def test_flora_does_not_hold_streamed_updates() -> None:
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
     def updates() -> Iterator[Update]:
@@ -166,11 +168,11 @@ def test_updates_are_let_go_as_they_stream_past() -> None:
             assert len(alive) <= 3 * len(delta)
             yield Update("a", delta, {}, 1.0, {}, None)
 
-    assert FLORA.server_rule.reduce(initial_server(run_of(FLORA), MODEL), updates(), 40).cohort == 40
+    assert FLORA.server_rule.reduce(initial_server(toy_run(FLORA), MODEL), updates(), 40).cohort == 40
 
 
-def test_what_it_learned_is_saved_merged(tmp_path: Path) -> None:
-    params = played(FLORA, FOUR)[0].server.params
+def test_flora_result_can_only_be_saved_merged(tmp_path: Path) -> None:
+    params = play_one_round(FLORA, FOUR)[0].server.params
     with pytest.raises(ModelError, match="use save_merged"):
         MODEL.save_pretrained(params, tmp_path)
     merged = MODEL.merged(params)

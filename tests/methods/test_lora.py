@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import OPTIMIZERS, files_in, last, no_slow_path, play, run_of
-from image_fixtures import FOUR, extended, pictures, small
+from helpers import OPTIMIZERS, files_in, final_params, no_vmap_fallback, play, toy_run
+from image_fixtures import FOUR, low_rank_vit, random_images, small_vit
 from peft import PeftModel
 from torch import Tensor
 from transformers import ViTForImageClassification
@@ -26,12 +26,12 @@ from partita.methods.lora import lora
 from partita.models import ModelError
 from partita.testing.toy import ToyTransformer
 
-INPUTS = {"pixel_values": pictures(6, seed=9).pixels}
+INPUTS = {"pixel_values": random_images(6, seed=9).pixels}
 BODY = ("embedding", "query", "key", "value", "output", "mlp", "norm")
 WEIGHT = "vit.layers.0.attention.q_proj.weight"
 
 
-def moved(params: Tensors, names: frozenset[str]) -> Tensors:
+def perturbed(params: Tensors, names: frozenset[str]) -> Tensors:
     draws = {name: torch.randn(params[name].shape, generator=(Key(4) / name).generator()) for name in names}
     return {name: value + 0.5 * draws[name] if name in names else value for name, value in params.items()}
 
@@ -40,15 +40,15 @@ def close(left: Tensor, right: Tensor) -> bool:
     return torch.allclose(left, right, rtol=0, atol=1e-6)
 
 
-def load(folder: Path) -> Any:
+def load_vit(folder: Path) -> Any:
     return ViTForImageClassification.from_pretrained(folder).eval()
 
 
 # The model
 
 
-def test_it_has_all_that_it_had_under_the_same_names_and_the_factors_beside() -> None:
-    base, model = small(), extended()
+def test_low_rank_model_keeps_base_names_and_adds_factors() -> None:
+    base, model = small_vit(), low_rank_vit()
     assert tensors.equal({name: model.initial[name] for name in base.initial}, base.initial)
     new = model.initial.keys() - base.initial.keys()
     assert new == model.names("lora")
@@ -57,13 +57,15 @@ def test_it_has_all_that_it_had_under_the_same_names_and_the_factors_beside() ->
     assert model.tags[f"{layers[1]}.lora_B.weight"] == {"lora", "value", "layer.0"}
 
 
-def test_untrained_it_gives_the_outputs_of_the_base_to_the_last_bit() -> None:
-    assert torch.equal(extended()(extended().initial, INPUTS).logits, small()(small().initial, INPUTS).logits)
+def test_untrained_low_rank_model_equals_its_base_bit_for_bit() -> None:
+    assert torch.equal(
+        low_rank_vit()(low_rank_vit().initial, INPUTS).logits, small_vit()(small_vit().initial, INPUTS).logits
+    )
 
 
-def test_factors_are_drawn_from_the_key_by_name_and_from_nothing_else() -> None:
+def test_factors_are_drawn_from_the_key_by_name() -> None:
     before = torch.get_rng_state()
-    one, same, other = (small().low_rank(2, 1.0, ("query", "mlp"), Key(seed)).initial for seed in (1, 1, 2))
+    one, same, other = (small_vit().low_rank(2, 1.0, ("query", "mlp"), Key(seed)).initial for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
     assert tensors.equal(one, same)
     A = [name for name in one if name.endswith("lora_A.weight")]
@@ -75,55 +77,55 @@ def test_factors_are_drawn_from_the_key_by_name_and_from_nothing_else() -> None:
     assert not torch.equal(one[A[0]], one[A[1]]), "layers differ"
 
 
-def test_the_merged_model_gives_the_same_outputs_in_plain_transformers(tmp_path: Path) -> None:
-    model = extended(layers=2)
-    params = moved(model.initial, model.all_names())
+def test_merged_model_gives_the_same_outputs_in_transformers(tmp_path: Path) -> None:
+    model = low_rank_vit(layers=2)
+    params = perturbed(model.initial, model.all_names())
     logits = model(params, INPUTS).logits
     assert close(model.base(model.merged(params), INPUTS).logits, logits)
     model.save_merged(params, tmp_path)
-    assert close(load(tmp_path)(**INPUTS).logits, logits)
-    without = moved(model.initial, model.all_names() - model.names("lora"))
+    assert close(load_vit(tmp_path)(**INPUTS).logits, logits)
+    without = perturbed(model.initial, model.all_names() - model.names("lora"))
     assert not torch.allclose(model(without, INPUTS).logits, logits, atol=1e-2), "the factors matter"
 
 
 @pytest.mark.parametrize("frozen", [(), BODY], ids=["open", "frozen"])
-def test_plain_peft_loads_what_is_saved(frozen: tuple[str, ...], tmp_path: Path) -> None:
-    model = extended(layers=2, frozen=frozen)
-    params = moved(model.initial, model.names("lora", "head"))
-    small(layers=2).save_pretrained(small(layers=2).initial, tmp_path / "base")
+def test_peft_loads_the_saved_adapter(frozen: tuple[str, ...], tmp_path: Path) -> None:
+    model = low_rank_vit(layers=2, frozen=frozen)
+    params = perturbed(model.initial, model.names("lora", "head"))
+    small_vit(layers=2).save_pretrained(small_vit(layers=2).initial, tmp_path / "base")
     model.save_pretrained(params, tmp_path / "adapter")
     assert files_in(tmp_path / "adapter") == {"adapter_config.json", "adapter_model.safetensors"}
-    loaded = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval()
+    loaded = PeftModel.from_pretrained(load_vit(tmp_path / "base"), tmp_path / "adapter").eval()
     assert loaded.peft_config["default"].modules_to_save == ["classifier"]
     logits = model(params, INPUTS).logits
     assert close(loaded(**INPUTS).logits, logits)
-    assert not torch.allclose(load(tmp_path / "base")(**INPUTS).logits, logits, atol=1e-2)
+    assert not torch.allclose(load_vit(tmp_path / "base")(**INPUTS).logits, logits, atol=1e-2)
     if not frozen:
         state = loaded.merge_and_unload().state_dict()
         assert close(state[WEIGHT], model.merged(params)[WEIGHT])
 
 
-def test_an_adapter_folder_is_refused_where_it_would_lose_something(tmp_path: Path) -> None:
-    model = extended()
+def test_saving_an_adapter_that_would_lose_changes_is_refused(tmp_path: Path) -> None:
+    model = low_rank_vit()
     with pytest.raises(ModelError, match=r"q_proj.weight' has changed since vit was loaded.* use save_merged"):
-        model.save_pretrained(moved(model.initial, frozenset({WEIGHT})), tmp_path)
-    frozen = extended(frozen=("query",))
+        model.save_pretrained(perturbed(model.initial, frozenset({WEIGHT})), tmp_path)
+    frozen = low_rank_vit(frozen=("query",))
     with pytest.raises(ModelError, match=r"q_proj.weight' is permanently frozen .* use save_pretrained"):
         frozen.merged(frozen.initial)
 
 
-def test_a_block_shares_the_base_and_takes_no_slow_path() -> None:
-    model = extended()
-    both = [moved(model.initial, model.names("lora")), model.initial]
+def test_low_rank_block_shares_the_base_without_vmap_fallback() -> None:
+    model = low_rank_vit()
+    both = [perturbed(model.initial, model.names("lora")), model.initial]
     stacked = {name: torch.stack([one[name] for one in both]) for name in model.names("lora")}
-    with no_slow_path():
+    with no_vmap_fallback():
         lifted = torch.vmap(lambda own: model({**model.initial, **own}, INPUTS).logits)(stacked)
     assert all(close(logits, model(one, INPUTS).logits) for logits, one in zip(lifted, both, strict=True))
 
 
-def test_it_can_be_sent_to_another_process_and_moved_to_a_device() -> None:
-    model = extended(frozen=("embedding",))
-    params = moved(model.initial, model.all_names())
+def test_low_rank_model_can_be_pickled_and_moved_to_a_device() -> None:
+    model = low_rank_vit(frozen=("embedding",))
+    params = perturbed(model.initial, model.all_names())
     assert torch.equal(pickle.loads(pickle.dumps(model))(params, INPUTS).logits, model(params, INPUTS).logits)
     model.to(torch.device("meta"))
     assert all(value.is_meta for value in [*model.initial.values(), *model.base.module.parameters()])
@@ -142,49 +144,49 @@ def test_it_can_be_sent_to_another_process_and_moved_to_a_device() -> None:
         ({"roles": ("qeury",)}, "no linear layer of vit is tagged 'qeury'; did you mean 'query'?"),
     ],
 )
-def test_a_wrong_request_is_named_with_a_remedy(options: dict[str, Any], message: str) -> None:
+def test_invalid_low_rank_options_are_refused_with_a_remedy(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        small().low_rank(**{"rank": 2, "alpha": 1.0, "roles": ("query",), "key": Key(0), **options})
+        small_vit().low_rank(**{"rank": 2, "alpha": 1.0, "roles": ("query",), "key": Key(0), **options})
 
 
-def test_what_cannot_be_extended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_low_rank_support_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     extend = lora().extend
     assert extend is not None
     with pytest.raises(ModelError, match="vit already has low-rank factors"):
-        extend(extended(), Key(0))
+        extend(low_rank_vit(), Key(0))
     with pytest.raises(TagError, match="use a Hugging Face model"):
         extend(ToyTransformer(), Key(0))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"pip install 'partita\[lora\]'"):
-        lora(rank=2).extend(small(), Key(0))  # type: ignore[misc]
+        lora(rank=2).extend(small_vit(), Key(0))  # type: ignore[misc]
 
 
 # The method
 
 
-def test_it_is_fedavg_on_a_model_whose_base_is_frozen() -> None:
-    open_, frozen = extended(), extended(frozen=BODY)
+def test_lora_equals_fedavg_on_a_model_with_a_frozen_base() -> None:
+    open_, frozen = low_rank_vit(), low_rank_vit(frozen=BODY)
     assert frozen.all_names() == open_.names("lora", "head")
     availability = Availability(client_dropout=0.2, straggler_rate=0.3)
     rounds = [
-        play(run_of(method, 3, OPTIMIZERS["adamw"], cohort=0.5, min_updates=0), model, FOUR, availability=availability)
+        play(toy_run(method, 3, OPTIMIZERS["adamw"], cohort=0.5, min_updates=0), model, FOUR, availability=availability)
         for method, model in ((lora(rank=2, alpha=3.0), open_), (fedavg(), frozen))
     ]
     for one, two in zip(*rounds, strict=True):
         assert tensors.equal(tensors.select(one.server.params, frozen.all_names()), two.server.params)
         assert (one.traffic, one.loss, one.lost) == (two.traffic, two.loss, two.lost)
-    assert not any(torch.equal(value, frozen.initial[name]) for name, value in last(rounds[1]).items())
+    assert not any(torch.equal(value, frozen.initial[name]) for name, value in final_params(rounds[1]).items())
 
 
-def test_the_base_neither_moves_nor_travels() -> None:
-    model = extended()
+def test_lora_base_is_neither_changed_nor_sent() -> None:
+    model = low_rank_vit()
     base = model.all_names() - model.names("lora", "head")
-    for each in play(run_of(lora(rank=2, alpha=3.0), 2), model, FOUR):
+    for each in play(toy_run(lora(rank=2, alpha=3.0), 2), model, FOUR):
         assert all(each.server.params[name] is model.initial[name] for name in base)
         assert base.isdisjoint(each.traffic.up.keys() | each.traffic.down.keys())
 
 
-class Tied(Model):
+class ModelWithTiedHead(Model):
     """A model whose head is tied to the embedding, with low-rank factors."""
 
     name = "tied"
@@ -198,7 +200,7 @@ class Tied(Model):
         self.initial = {name: torch.zeros(2) for name in self.tags}
 
 
-def test_a_head_trains_if_asked_to_and_if_it_is_not_the_embedding() -> None:
+def test_lora_trains_the_head_when_asked_unless_it_is_the_embedding() -> None:
     for head, wanted in ((True, {"q.lora_A.weight", "bias"}), (False, {"q.lora_A.weight"})):
-        plan = plan_for(lora(head=head).plan, Tied(), RoundInfo(0, 1, "a"))
+        plan = plan_for(lora(head=head).plan, ModelWithTiedHead(), RoundInfo(0, 1, "a"))
         assert plan.train == plan.up == plan.down == wanted

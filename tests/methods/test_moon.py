@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Clients, batches_of, distance, last, play, run_of, small
+from helpers import Clients, client_batches, final_params, max_difference, play, toy_model, toy_run
 from torch.nn import functional
 
 from partita.core import tensors
@@ -20,17 +20,17 @@ from partita.methods.moon import MoonClient, moon
 from partita.testing.toy import Float64Model, Float64Population, ToyTransformer
 
 
-def test_three_rounds_of_two_clients_are_the_papers() -> None:
+def test_moon_rounds_match_the_paper() -> None:
     """With a single client, its last model equals the server's, and the contrastive term has no effect."""
     mu, temperature, rate = 2.0, 0.3, 0.2
-    model, clients = Float64Model(small()), Float64Population(Clients(a=6, b=6))
-    run = run_of(moon(mu, temperature), 3, lr=rate)
+    model, clients = Float64Model(toy_model()), Float64Population(Clients(a=6, b=6))
+    run = toy_run(moon(mu, temperature), 3, lr=rate)
     ours, sent = play(run, model, clients), dict(model.initial)
     last = dict.fromkeys(clients.clients, sent)
     for number in range(3):
         for client in clients.clients:
             live = sent
-            for indices in batches_of(run, number, client, clients[client].train):
+            for indices in client_batches(run, number, client, clients[client].train):
                 live = {name: value.detach().requires_grad_() for name, value in live.items()}
                 batch = clients[client].train.take(indices)
                 out = model(live, batch.inputs)
@@ -42,19 +42,19 @@ def test_three_rounds_of_two_clients_are_the_papers() -> None:
                 live = {name: live[name] - rate * slope for name, slope in zip(live, slopes, strict=True)}
             last[client] = {name: value.detach() for name, value in live.items()}
         sent = {name: (last["a"][name] + last["b"][name]) / 2 for name in sent}
-        assert distance(ours[number].server.params, sent) < 1e-12
+        assert max_difference(ours[number].server.params, sent) < 1e-12
 
 
-def test_it_remembers_its_own_last_model_and_not_the_servers() -> None:
+def test_moon_contrast_changes_the_second_round_but_not_the_first() -> None:
     """With two clients the last local model differs from the server's, so the second round changes."""
     clients = Clients(a=7, b=7)
-    first, second = (play(run_of(moon(mu), 2, lr=0.2), small(), clients) for mu in (0.0, 5.0))
-    assert distance(first[0].server.params, second[0].server.params) < 1e-6
-    assert distance(first[1].server.params, second[1].server.params) > 1e-3
+    first, second = (play(toy_run(moon(mu), 2, lr=0.2), toy_model(), clients) for mu in (0.0, 5.0))
+    assert max_difference(first[0].server.params, second[0].server.params) < 1e-6
+    assert max_difference(first[1].server.params, second[1].server.params) > 1e-3
 
 
-def test_padding_has_no_say() -> None:
-    model, data = small(), Clients(a=4)["a"].train
+def test_moon_penalty_ignores_masked_examples() -> None:
+    model, data = toy_model(), Clients(a=4)["a"].train
     other = {
         name: value + 0.3 * torch.randn(value.shape, generator=Key(1).generator())
         for name, value in model.initial.items()
@@ -69,23 +69,23 @@ def test_padding_has_no_say() -> None:
     assert abs(float(penalties[0]) - float(penalties[2])) > 1e-3, "the example that is repeated does matter"
 
 
-def test_without_weight_it_is_fedavg_bit_for_bit() -> None:
+def test_moon_with_mu_zero_is_fedavg_bit_for_bit() -> None:
     clients = Clients(a=5, b=9, c=6)
-    one, two = (play(run_of(method, 3, cohort=2), small(), clients) for method in (moon(mu=0.0), fedavg()))
-    assert tensors.equal(last(one), last(two))
+    one, two = (play(toy_run(method, 3, cohort=2), toy_model(), clients) for method in (moon(mu=0.0), fedavg()))
+    assert tensors.equal(final_params(one), final_params(two))
 
 
-class Blind(ToyTransformer):
+class ModelWithoutFeatures(ToyTransformer):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return Output(super().__call__(params, inputs).logits)
 
 
-def test_a_model_without_features_is_refused() -> None:
+def test_moon_refuses_a_model_without_features() -> None:
     with pytest.raises(MethodError, match="moon compares features, and tiny attention gives none"):
-        play(run_of(moon()), Blind(width=4, layers=1), Clients(a=5))
+        play(toy_run(moon()), ModelWithoutFeatures(width=4, layers=1), Clients(a=5))
 
 
 @pytest.mark.parametrize("make", [lambda: moon(-1.0), lambda: moon(1.0, 0.0)])
-def test_settings_that_make_no_sense_are_refused(make: object) -> None:
+def test_moon_refuses_invalid_options(make: object) -> None:
     with pytest.raises(MethodError, match=r"method.mu is"):
         _: Method = make()  # type: ignore[operator]

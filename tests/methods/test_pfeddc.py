@@ -7,7 +7,7 @@ from typing import Any
 import image_fixtures
 import pytest
 import torch
-from helpers import last, play, run_of
+from helpers import final_params, play, toy_run
 
 from partita.core import tensors
 from partita.core.client import ClientState
@@ -23,36 +23,36 @@ from partita.methods.pfeddc import pfeddc
 from partita.methods.promptfl import promptfl
 from partita.methods.vpfl import vpfl
 
-INPUTS = {"pixel_values": image_fixtures.pictures(6, seed=9).pixels}
+INPUTS = {"pixel_values": image_fixtures.random_images(6, seed=9).pixels}
 
 
-def extended(method: Method) -> Model:
+def prompted_model(method: Method) -> Model:
     assert method.extend
-    return method.extend(image_fixtures.towers("float32"), Key(4))
+    return method.extend(image_fixtures.tiny_clip("float32"), Key(4))
 
 
-def played(method: Method) -> list[RoundResult]:
-    return play(run_of(method, 3, SGD(momentum=0.9), cohort=0.5), extended(method), image_fixtures.FOUR, block=2)
+def play_method(method: Method) -> list[RoundResult]:
+    return play(toy_run(method, 3, SGD(momentum=0.9), cohort=0.5), prompted_model(method), image_fixtures.FOUR, block=2)
 
 
-def alike(one: Method, two: Method) -> bool:
-    pairs = list(zip(played(one), played(two), strict=True))
+def give_equal_runs(one: Method, two: Method) -> bool:
+    pairs = list(zip(play_method(one), play_method(two), strict=True))
     same = all(tensors.equal(left.server.params, right.server.params) for left, right in pairs)
     return same and all(left.traffic == right.traffic for left, right in pairs)
 
 
-def test_without_own_prompts_and_vision_it_is_promptfl() -> None:
-    assert alike(pfeddc(text_tokens=3, vision_tokens=0, local=False), promptfl(text_tokens=3))
-    assert not alike(pfeddc(text_tokens=3, vision_tokens=0), promptfl(text_tokens=3))
+def test_pfeddc_without_local_and_vision_prompts_is_promptfl() -> None:
+    assert give_equal_runs(pfeddc(text_tokens=3, vision_tokens=0, local=False), promptfl(text_tokens=3))
+    assert not give_equal_runs(pfeddc(text_tokens=3, vision_tokens=0), promptfl(text_tokens=3))
 
 
-def test_without_own_prompts_and_text_it_is_vpfl() -> None:
-    assert alike(pfeddc(text_tokens=0, vision_tokens=3, depth=2, local=False), vpfl(vision_tokens=3, depth=2))
+def test_pfeddc_without_local_and_text_prompts_is_vpfl() -> None:
+    assert give_equal_runs(pfeddc(text_tokens=0, vision_tokens=3, depth=2, local=False), vpfl(vision_tokens=3, depth=2))
 
 
-def test_without_own_prompts_it_is_federated_prompts_in_both_towers() -> None:
+def test_pfeddc_without_local_prompts_shares_prompts_in_both_towers() -> None:
     """The same initial prompts as promptfl and vpfl, all of them shared."""
-    model, text, vision = (extended(each) for each in (pfeddc(3, 2, local=False), promptfl(3), vpfl(2)))
+    model, text, vision = (prompted_model(each) for each in (pfeddc(3, 2, local=False), promptfl(3), vpfl(2)))
     assert tensors.equal(model.initial, {**text.initial, **vision.initial})
     method = pfeddc(3, 2, local=False)
     plan = plan_for(method.plan, model, RoundInfo(0, 3, "a"))
@@ -60,16 +60,19 @@ def test_without_own_prompts_it_is_federated_prompts_in_both_towers() -> None:
     assert not plan.keep
 
 
-def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_kept() -> None:
-    model, longer = extended(pfeddc(text_tokens=2, vision_tokens=0, fusion="none")), extended(promptfl(text_tokens=4))
+def test_pfeddc_without_fusion_is_promptfl_with_a_half_kept_context() -> None:
+    model, longer = (
+        prompted_model(pfeddc(text_tokens=2, vision_tokens=0, fusion="none")),
+        prompted_model(promptfl(text_tokens=4)),
+    )
     own, shared = (model.initial[f"prompt.text.{owner}"] for owner in ("local", "global"))
     both = {**longer.initial, "prompt.text.global": torch.cat([shared, own])}
     assert torch.equal(model(model.initial, INPUTS).logits, longer(both, INPUTS).logits)
 
     # And the first step of training is the same step.
     def stepped(method: Method, model: Model) -> tuple[ClientState, RoundResult]:
-        run = run_of(method, 1, SGD(), lr=0.5, steps=1)
-        engine = SimulationEngine(run, model, image_fixtures.Albums(a=4))
+        run = toy_run(method, 1, SGD(), lr=0.5, steps=1)
+        engine = SimulationEngine(run, model, image_fixtures.ImageClients(a=4))
         [only] = list(rounds(run, model, engine))
         return engine.store.load("a", 1), only
 
@@ -84,21 +87,21 @@ def test_without_fusion_it_is_promptfl_with_a_longer_context_of_which_half_is_ke
 
 
 @pytest.mark.parametrize("fusion", ["local_queries", "global_queries", "both", "mean", "none"])
-def test_only_shared_prompts_travel(fusion: Any) -> None:
+def test_pfeddc_sends_only_global_prompts(fusion: Any) -> None:
     method = pfeddc(text_tokens=2, vision_tokens=2, fusion=fusion)
-    model = extended(method)
+    model = prompted_model(method)
     plan = plan_for(method.plan, model, RoundInfo(0, 3, "a"))
     assert plan.up == plan.down == model.names("global")
     assert plan.keep == model.all_names() - model.names("global") - {"logit_scale"}
     assert plan.train == plan.up | plan.keep
-    [only] = play(run_of(method, 1), model, image_fixtures.FOUR)
+    [only] = play(toy_run(method, 1), model, image_fixtures.FOUR)
     assert model.names("global") <= set(only.traffic.up)
     assert not set(only.traffic.up) & plan.keep
 
 
 @pytest.mark.parametrize("fusion", ["local_queries", "global_queries", "both"])
-def test_all_that_trains_has_a_gradient_once_the_output_has_left_zero(fusion: Any) -> None:
-    model = extended(pfeddc(text_tokens=2, vision_tokens=2, depth=2, fusion=fusion))
+def test_pfeddc_gives_every_trained_parameter_a_gradient(fusion: Any) -> None:
+    model = prompted_model(pfeddc(text_tokens=2, vision_tokens=2, depth=2, fusion=fusion))
     draws = {
         name: torch.randn(value.shape, generator=(Key(1) / name).generator()) for name, value in model.initial.items()
     }
@@ -110,12 +113,12 @@ def test_all_that_trains_has_a_gradient_once_the_output_has_left_zero(fusion: An
         assert value.grad.abs().max() > 1e-9, name
 
 
-def test_own_prompts_of_clients_part_ways() -> None:
+def test_pfeddc_local_prompts_differ_between_clients() -> None:
     method = pfeddc(text_tokens=2, vision_tokens=2)
-    model = extended(method)
-    run = run_of(method, 2)
+    model = prompted_model(method)
+    run = toy_run(method, 2)
     engine = SimulationEngine(run, model, image_fixtures.FOUR)
-    params = last(list(rounds(run, model, engine)))
+    params = final_params(list(rounds(run, model, engine)))
     own = [engine.store.load(client, 2).personal for client in image_fixtures.FOUR.clients]
     for name in model.names("local"):
         values = [each[name] for each in own]
@@ -123,7 +126,7 @@ def test_own_prompts_of_clients_part_ways() -> None:
         assert torch.equal(params[name], model.initial[name]), "the server has not seen them"
 
 
-def test_options_that_make_no_sense_are_refused() -> None:
+def test_pfeddc_refuses_invalid_options() -> None:
     with pytest.raises(MethodError, match="no prompts with text_tokens = 0 and vision_tokens = 0; use zero-shot"):
         pfeddc(text_tokens=0, vision_tokens=0)
     with pytest.raises(ValueError, match=r"method\.fusion is 'locl'; it must be 'local_queries' or"):

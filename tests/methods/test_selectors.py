@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from helpers import Clients, play, run_of
+from helpers import Clients, play, toy_run
 from torch import Tensor
 
 from partita.core.data import Batch, Examples
@@ -42,28 +42,28 @@ CLIENTS = Clients(a=40, b=9, c=6)
 PLAN = plan_for(share_everything, MODEL, RoundInfo(0, 3, "a"))
 
 
-def key_of(round: int = 0, client: str = "a") -> Key:
+def selection_key(round: int = 0, client: str = "a") -> Key:
     return Key(7) / "round" / round / "client" / client / "narrow" / 0
 
 
-def context(model: ToyTransformer = MODEL, plan: Plan = PLAN, **more: object) -> Context:
+def make_context(model: ToyTransformer = MODEL, plan: Plan = PLAN, **more: object) -> Context:
     return Context(model, plan, model.initial, {}, {}, 0.1, **{"notes": {}, "round_info": RoundInfo(0, 1, ""), **more})  # type: ignore[arg-type]
 
 
-def rule_of(select: Selector, k: float = 2, **more: object) -> TopLayers:
+def make_rule(select: Selector, k: float = 2, **more: object) -> TopLayers:
     return TopLayers(select, k, **more)  # type: ignore[arg-type]
 
 
-def chosen(choice: LayerSelection) -> list[str]:
+def selected_layers(choice: LayerSelection) -> list[str]:
     return sorted({layer for name in choice.names if (layer := layer_tag(MODEL.tags[name]))})
 
 
-def narrow(rule: TopLayers, round: int = 0, client: str = "a", ctx: Context | None = None) -> LayerSelection:
-    ctx = replace(ctx or context(), round_info=RoundInfo(round, 10, client))
-    return rule.narrow(ctx.plan, CLIENTS[client].train, ctx, key_of(round, client))
+def run_selection(rule: TopLayers, round: int = 0, client: str = "a", ctx: Context | None = None) -> LayerSelection:
+    ctx = replace(ctx or make_context(), round_info=RoundInfo(round, 10, client))
+    return rule.narrow(ctx.plan, CLIENTS[client].train, ctx, selection_key(round, client))
 
 
-def each_examples_scores(examples: Examples, places: Tensor) -> Tensor:
+def scores_by_example(examples: Examples, places: Tensor) -> Tensor:
     """(example, layer)"""
     paid = MODEL.attention(MODEL.initial, examples.take(places), "auto")
     return torch.stack([paid[layer].mean(1) for layer in LAYERS], 1)
@@ -73,12 +73,12 @@ def each_examples_scores(examples: Examples, places: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("client", ["a", "b", "c"])
-def test_the_layers_that_pay_most_attention_in_the_mean_are_chosen_with_the_head(client: str) -> None:
+def test_attention_selects_the_layers_with_the_highest_mean_score_and_the_head(client: str) -> None:
     examples = CLIENTS[client].train
-    scores = each_examples_scores(examples, torch.arange(len(examples))).mean(0)
-    choice = narrow(rule_of(Attention(probe=1.0)), client=client)
+    scores = scores_by_example(examples, torch.arange(len(examples))).mean(0)
+    choice = run_selection(make_rule(Attention(probe=1.0)), client=client)
     best = sorted(LAYERS, key=lambda layer: -float(scores[LAYERS.index(layer)]))[:2]
-    assert chosen(choice) == sorted(best)
+    assert selected_layers(choice) == sorted(best)
     assert choice.names == MODEL.names("head", *best)
     told = {f"attention/{layer}": pytest.approx(float(score)) for layer, score in zip(LAYERS, scores, strict=True)}
     assert choice.metrics == told
@@ -86,7 +86,7 @@ def test_the_layers_that_pay_most_attention_in_the_mean_are_chosen_with_the_head
     assert all(value.shape == (1,) for value in choice.notes[ATTENTION].values())
 
 
-def test_clients_choose_for_themselves_and_look_at_no_more_than_the_probe() -> None:
+def test_attention_reads_only_the_probe_of_each_client() -> None:
     @dataclass(frozen=True)
     class Watched:
         examples: Examples
@@ -101,24 +101,27 @@ def test_clients_choose_for_themselves_and_look_at_no_more_than_the_probe() -> N
 
     watched = Watched(CLIENTS["a"].train)
     told = [
-        rule_of(Attention(probe=probe)).narrow(PLAN, watched, context(), key_of()).metrics for probe in (5, 0.25, 1000)
+        make_rule(Attention(probe=probe)).narrow(PLAN, watched, make_context(), selection_key()).metrics
+        for probe in (5, 0.25, 1000)
     ]
     counts = [5, 10, 40]
     assert [len(set(part)) for part in (watched.seen[:5], watched.seen[5:15], watched.seen[15:])] == counts
     assert len(watched.seen) == sum(counts)
     assert told[0] != told[1] != told[2]
-    everyone = {client: narrow(rule_of(Attention()), client=client).metrics["attention/layer.0"] for client in "abc"}
+    everyone = {
+        client: run_selection(make_rule(Attention()), client=client).metrics["attention/layer.0"] for client in "abc"
+    }
     assert len(set(everyone.values())) == 3
 
 
-def test_a_long_probe_is_looked_at_in_pieces_that_do_not_matter() -> None:
+def test_attention_of_a_long_probe_equals_one_pass() -> None:
     many = Clients(a=150)["a"].train
-    choice = rule_of(Attention(probe=150)).narrow(PLAN, many, context(), key_of())
-    scores = each_examples_scores(many, torch.arange(150)).mean(0)
+    choice = make_rule(Attention(probe=150)).narrow(PLAN, many, make_context(), selection_key())
+    scores = scores_by_example(many, torch.arange(150)).mean(0)
     assert list(choice.metrics.values()) == pytest.approx(scores.tolist(), rel=1e-5)
 
 
-class Blank(ToyTransformer):
+class ModelWithConstantAttention(ToyTransformer):
     """Has the same attention score everywhere."""
 
     paid = 0.0
@@ -130,16 +133,16 @@ class Blank(ToyTransformer):
 @pytest.mark.parametrize(
     ("paid", "message"), [(0.0, "has a token of method.tokens"), (1.0, "has a token outside method.tokens")]
 )
-def test_a_probe_without_chosen_tokens_or_without_others_is_refused(paid: float, message: str) -> None:
-    model = Blank(width=4, layers=4)
+def test_probe_without_usable_tokens_is_refused_unless_noisy(paid: float, message: str) -> None:
+    model = ModelWithConstantAttention(width=4, layers=4)
     model.paid = paid
     with pytest.raises(MethodError, match=rf"none of the 6 examples in a client's probe {message}.*method.probe"):
-        narrow(rule_of(Attention("entities")), client="c", ctx=context(model))
-    told = narrow(rule_of(Attention(probe=0.5, noise=1.0)), ctx=context(model)).metrics
+        run_selection(make_rule(Attention("entities")), client="c", ctx=make_context(model))
+    told = run_selection(make_rule(Attention(probe=0.5, noise=1.0)), ctx=make_context(model)).metrics
     assert len(told) == 4, "with noise, an error would reveal something about the data"
 
 
-def test_a_layer_that_has_no_score_is_named() -> None:
+def test_layer_without_an_attention_score_is_refused() -> None:
     class Short(ToyTransformer):
         def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
             return {
@@ -147,13 +150,13 @@ def test_a_layer_that_has_no_score_is_named() -> None:
             }
 
     with pytest.raises(MethodError, match=r"returns no attention for layer\.2"):
-        narrow(rule_of(Attention()), ctx=context(Short(width=4, layers=4)))
+        run_selection(make_rule(Attention()), ctx=make_context(Short(width=4, layers=4)))
 
 
 # ---- attention with noise
 
 
-def test_one_example_more_or_less_moves_the_sum_by_no_more_than_the_clip() -> None:
+def test_clip_rows_bounds_norms_and_keeps_directions() -> None:
     rows = 3 * torch.rand(50, 6, generator=Key(1).generator(), dtype=torch.float64)
     rows[:5] *= 1e-3
     for norm in (0.3, 1.0, 5.0):
@@ -163,7 +166,7 @@ def test_one_example_more_or_less_moves_the_sum_by_no_more_than_the_clip() -> No
         assert torch.equal(cut[:5], rows[:5]), "rows within the norm do not change"
 
 
-def test_a_poisson_sample_takes_each_example_by_itself() -> None:
+def test_poisson_sample_takes_examples_independently() -> None:
     places = [(Key(0) / number).poisson(60, 0.3) for number in range(300)]
     counts = Counter(place for some in places for place in some.tolist())
     sizes = torch.tensor([len(some) for some in places], dtype=torch.float64)
@@ -175,32 +178,32 @@ def test_a_poisson_sample_takes_each_example_by_itself() -> None:
     assert len(sample(60, 0.3, Key(0))) == 18
 
 
-def test_scores_are_the_direction_of_the_clipped_sum_with_gaussian_noise_of_the_said_width() -> None:
+def test_noisy_scores_are_the_direction_of_the_clipped_sum_plus_noise() -> None:
     examples = CLIENTS["a"].train
-    exact = clip_rows(each_examples_scores(examples, torch.arange(40)).double(), 0.2).sum(0)
-    almost = narrow(rule_of(Attention(probe=1.0, noise=1e-9, clip=0.2)))
+    exact = clip_rows(scores_by_example(examples, torch.arange(40)).double(), 0.2).sum(0)
+    almost = run_selection(make_rule(Attention(probe=1.0, noise=1e-9, clip=0.2)))
     assert list(almost.metrics.values()) == pytest.approx((exact / exact.norm()).tolist(), rel=1e-6)
     assert almost.notes[ATTENTION] == {}, "head scores are not part of the release"
     draws = []
     for round in range(200):
-        draw = gaussian_noise({"scores": exact}, key_of(round) / "noise", 1.0)["scores"]
+        draw = gaussian_noise({"scores": exact}, selection_key(round) / "noise", 1.0)["scores"]
         noisy = add_noise(exact, 3.0 * 0.2 * draw, 3.0 * 0.2)
-        told = list(narrow(rule_of(Attention(probe=1.0, noise=3.0, clip=0.2)), round).metrics.values())
+        told = list(run_selection(make_rule(Attention(probe=1.0, noise=3.0, clip=0.2)), round).metrics.values())
         assert told == pytest.approx((noisy / noisy.norm()).tolist(), rel=1e-6)
         draws.append(draw)
     assert float(torch.stack(draws).std()) == pytest.approx(1, abs=0.1)
 
 
-def test_an_empty_sample_is_noise_alone() -> None:
-    choice = narrow(rule_of(Attention(probe=1e-9, noise=1.0)))
+def test_noisy_scores_of_an_empty_sample_are_noise_only() -> None:
+    choice = run_selection(make_rule(Attention(probe=1e-9, noise=1.0)))
     assert torch.tensor(list(choice.metrics.values())).norm() == pytest.approx(1)
-    assert len(chosen(choice)) == 2
+    assert len(selected_layers(choice)) == 2
 
 
 # ---- other selectors
 
 
-def test_by_gradients_the_layers_with_the_largest_are_chosen() -> None:
+def test_gradient_selects_the_layers_with_the_largest_gradients() -> None:
     examples = CLIENTS["a"].train
     batch = examples.take(torch.arange(40))
     live = {name: value.clone().requires_grad_() for name, value in MODEL.initial.items()}
@@ -209,14 +212,14 @@ def test_by_gradients_the_layers_with_the_largest_are_chosen() -> None:
     for layer in LAYERS:
         slopes = [live[name].grad for name in MODEL.names(layer)]
         norms[layer] = math.sqrt(sum(float(slope.square().sum()) for slope in slopes if slope is not None))
-    choice = narrow(rule_of(Gradient(probe=1.0)))
+    choice = run_selection(make_rule(Gradient(probe=1.0)))
     assert choice.metrics == {f"gradient/{layer}": pytest.approx(norm, rel=1e-4) for layer, norm in norms.items()}
-    assert chosen(choice) == sorted(sorted(LAYERS, key=lambda layer: -norms[layer])[:2])
+    assert selected_layers(choice) == sorted(sorted(LAYERS, key=lambda layer: -norms[layer])[:2])
 
 
-def test_a_gradient_in_pieces_is_the_gradient_of_all() -> None:
+def test_gradient_of_a_long_probe_equals_one_pass() -> None:
     many = Clients(a=150)["a"].train
-    whole = rule_of(Gradient(probe=150)).narrow(PLAN, many, context(), key_of()).metrics
+    whole = make_rule(Gradient(probe=150)).narrow(PLAN, many, make_context(), selection_key()).metrics
     batch = many.take(torch.arange(150))
     live = {name: value.clone().requires_grad_() for name, value in MODEL.initial.items()}
     MODEL.losses(MODEL(live, batch.inputs), batch.targets).mean().backward()
@@ -224,42 +227,45 @@ def test_a_gradient_in_pieces_is_the_gradient_of_all() -> None:
     assert whole["gradient/layer.2"] == pytest.approx(float(slopes.norm()), rel=1e-4)
 
 
-def test_what_the_plan_freezes_has_no_gradient_to_rank_by() -> None:
+def test_gradient_scores_ignore_frozen_parameters() -> None:
     frozen = plan_for(fedfrozen(0).plan, MODEL, RoundInfo(0, 3, "a"))
-    told = [narrow(rule_of(Gradient()), ctx=context(plan=plan)).metrics["gradient/layer.0"] for plan in (PLAN, frozen)]
+    told = [
+        run_selection(make_rule(Gradient()), ctx=make_context(plan=plan)).metrics["gradient/layer.0"]
+        for plan in (PLAN, frozen)
+    ]
     assert told[1] < told[0]
 
 
-def test_by_lot_every_layer_has_the_same_chance_and_clients_draw_apart() -> None:
+def test_random_selects_layers_uniformly_and_differs_between_clients() -> None:
     counts: Counter[str] = Counter()
     drawn = []
     for round in range(400):
-        drawn.append(chosen(narrow(rule_of(Random()), round)))
+        drawn.append(selected_layers(run_selection(make_rule(Random()), round)))
         counts.update(drawn[-1])
     assert all(abs(counts[layer] - 200) < 5 * math.sqrt(400 * 0.25) for layer in LAYERS)
-    assert drawn[:20] != [chosen(narrow(rule_of(Random()), round, "b")) for round in range(20)]
-    assert drawn[:20] == [chosen(narrow(rule_of(Random()), round)) for round in range(20)]
+    assert drawn[:20] != [selected_layers(run_selection(make_rule(Random()), round, "b")) for round in range(20)]
+    assert drawn[:20] == [selected_layers(run_selection(make_rule(Random()), round)) for round in range(20)]
 
 
-def test_in_turn_all_layers_come_up_equally_often_and_clients_agree() -> None:
-    rounds = [chosen(narrow(rule_of(RoundRobin(), 3), round)) for round in range(4)]
+def test_round_robin_selects_layers_equally_often_for_all_clients() -> None:
+    rounds = [selected_layers(run_selection(make_rule(RoundRobin(), 3), round)) for round in range(4)]
     assert rounds[0] == LAYERS[:3]
     assert rounds[1] == sorted([LAYERS[3], *LAYERS[:2]])
     assert Counter(layer for each in rounds for layer in each) == dict.fromkeys(LAYERS, 3)
-    assert rounds == [chosen(narrow(rule_of(RoundRobin(), 3), round, "b")) for round in range(4)]
+    assert rounds == [selected_layers(run_selection(make_rule(RoundRobin(), 3), round, "b")) for round in range(4)]
 
 
-def test_the_topmost_are_those_of_layer_skipping() -> None:
+def test_static_selects_the_layers_of_layer_skipping() -> None:
     for k in (1, 2, 0.5, 1.0):
         plan = plan_for(layer_skipping(k if isinstance(k, float) else k / 4).plan, MODEL, RoundInfo(0, 3, "a"))
-        assert PLAN.narrow(narrow(rule_of(Static(), k)).names) == plan
+        assert PLAN.narrow(run_selection(make_rule(Static(), k)).names) == plan
 
 
 @pytest.mark.parametrize("select", [Random(), Static(), RoundRobin()])
-def test_those_that_need_no_data_look_at_none_and_tell_nothing(select: Selector) -> None:
-    choice = rule_of(select).narrow(PLAN, None, context(), key_of())  # type: ignore[arg-type]
+def test_selectors_without_data_read_nothing_and_report_nothing(select: Selector) -> None:
+    choice = make_rule(select).narrow(PLAN, None, make_context(), selection_key())  # type: ignore[arg-type]
     assert choice.metrics == {}
-    assert len(chosen(choice)) == 2
+    assert len(selected_layers(choice)) == 2
 
 
 # ---- number of layers
@@ -279,43 +285,43 @@ def test_those_that_need_no_data_look_at_none_and_tell_nothing(select: Selector)
         (0.01, 4, 1),
     ],
 )
-def test_a_number_is_a_number_and_a_fraction_at_least_one(k: float, layers: int, count: int) -> None:
+def test_layer_count_is_a_number_or_a_fraction_of_at_least_one(k: float, layers: int, count: int) -> None:
     assert resolve_count(k, layers) == count
 
 
 @pytest.mark.parametrize("k", [0, -1, 0.0, 1.5, float("nan")])
-def test_no_layers_or_more_than_all_are_refused(k: float) -> None:
+def test_invalid_layer_count_is_refused(k: float) -> None:
     with pytest.raises(MethodError, match=r"method\.k is"):
         resolve_count(k, 4)
 
 
-def test_a_client_has_its_own_capacity() -> None:
-    rule = rule_of(Random(), 1, capacity=(("b", 0.5), ("c", 4)))
-    assert [len(chosen(narrow(rule, client=client))) for client in "abc"] == [1, 2, 4]
+def test_client_capacity_overrides_the_layer_count() -> None:
+    rule = make_rule(Random(), 1, capacity=(("b", 0.5), ("c", 4)))
+    assert [len(selected_layers(run_selection(rule, client=client))) for client in "abc"] == [1, 2, 4]
 
 
 # ---- the plan
 
 
-def test_only_what_the_plan_trains_is_chosen_from() -> None:
+def test_selection_is_limited_to_layers_the_plan_trains() -> None:
     plan = PLAN.narrow(MODEL.names("layer.1", "layer.3", "head", "embedding"))
-    assert chosen(narrow(rule_of(Static(), 1), ctx=context(plan=plan))) == ["layer.3"]
-    assert chosen(narrow(rule_of(RoundRobin(), 1), 1, ctx=context(plan=plan))) == ["layer.3"]
+    assert selected_layers(run_selection(make_rule(Static(), 1), ctx=make_context(plan=plan))) == ["layer.3"]
+    assert selected_layers(run_selection(make_rule(RoundRobin(), 1), 1, ctx=make_context(plan=plan))) == ["layer.3"]
     none = PLAN.narrow(MODEL.names("head", "embedding"))
-    assert narrow(rule_of(Attention()), ctx=context(plan=none)).names == MODEL.names("head")
+    assert run_selection(make_rule(Attention()), ctx=make_context(plan=none)).names == MODEL.names("head")
 
 
-def test_embeddings_train_when_asked_to() -> None:
-    assert "embed.weight" not in narrow(rule_of(Static())).names
-    assert "embed.weight" in narrow(rule_of(Static(), embeddings=True)).names
-    assert narrow(rule_of(Attention(), 4, embeddings=True)).names == PLAN.train
+def test_selection_includes_embeddings_when_asked() -> None:
+    assert "embed.weight" not in run_selection(make_rule(Static())).names
+    assert "embed.weight" in run_selection(make_rule(Static(), embeddings=True)).names
+    assert run_selection(make_rule(Attention(), 4, embeddings=True)).names == PLAN.train
 
 
 # ---- memory
 
 
 @dataclass
-class Counted(ToyTransformer):
+class AttentionCountingModel(ToyTransformer):
     """Counts the calls of its attention."""
 
     asked: list[int] = field(default_factory=list)
@@ -328,9 +334,9 @@ class Counted(ToyTransformer):
         return super().attention(params, batch, tokens)
 
 
-def test_a_choice_lasts_for_the_rounds_asked_and_tells_its_scores_once() -> None:
-    model = Counted()
-    played = play(run_of(safl(k=1, every=3), 7), model, CLIENTS)
+def test_selection_lasts_for_every_rounds_and_reports_scores_once() -> None:
+    model = AttentionCountingModel()
+    played = play(toy_run(safl(k=1, every=3), 7), model, CLIENTS)
     assert len(model.asked) == 3 * 3, "in rounds 0, 3 and 6, by three clients"
     sent = [each.sent for each in played]
     assert sent[0] == sent[1] == sent[2]
@@ -338,22 +344,22 @@ def test_a_choice_lasts_for_the_rounds_asked_and_tells_its_scores_once() -> None
     assert [bool(each.metrics) for each in played] == [True, False, False, True, False, False, True]
 
 
-def test_of_choices_that_follow_each_other_only_the_last_one_counts() -> None:
-    for each in play(run_of(safl(k=1, every=2, select="random"), 8, steps=1), MODEL, CLIENTS):
+def test_each_client_sends_only_its_latest_selection() -> None:
+    for each in play(toy_run(safl(k=1, every=2, select="random"), 8, steps=1), MODEL, CLIENTS):
         for names in each.sent.values():
             assert len({layer for name in names if (layer := layer_tag(MODEL.tags[name]))}) == 1
 
 
-def test_who_was_away_chooses_anew_when_the_choice_is_too_old() -> None:
+def test_returning_client_selects_again_when_its_selection_is_too_old() -> None:
     rule = safl(k=1, every=3).client_rules[0]
     assert isinstance(rule, TopLayers)
 
     def later(choice: LayerSelection, round: int, plan: Plan = PLAN) -> LayerSelection:
-        ctx = replace(context(plan=plan), notes=choice.notes)
+        ctx = replace(make_context(plan=plan), notes=choice.notes)
         _, remember = rule.finish({}, {}, ctx)
-        return narrow(rule, round, ctx=replace(context(plan=plan), memory=remember))
+        return run_selection(rule, round, ctx=replace(make_context(plan=plan), memory=remember))
 
-    first = narrow(rule, 4)
+    first = run_selection(rule, 4)
     assert first.metrics
     assert not later(first, 6).metrics
     assert later(first, 6).names == first.names
@@ -366,9 +372,9 @@ def test_who_was_away_chooses_anew_when_the_choice_is_too_old() -> None:
     assert later(first, 5, elsewhere).metrics, "the selected names are no longer in the plan"
 
 
-def test_a_choice_of_every_round_is_not_remembered() -> None:
+def test_selection_of_every_round_is_not_stored() -> None:
     store = MemoryStore()
-    play(run_of(safl(k=1), 2), MODEL, CLIENTS, store=store)
+    play(toy_run(safl(k=1), 2), MODEL, CLIENTS, store=store)
     assert not store.load("a", 2).memory
-    play(run_of(safl(k=1, every=2), 2), MODEL, CLIENTS, store=store)
+    play(toy_run(safl(k=1, every=2), 2), MODEL, CLIENTS, store=store)
     assert store.load("a", 2).memory

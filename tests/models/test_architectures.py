@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 import torch
 from architecture_fixtures import (
+    CASE_NAMES,
     CLASSES,
     END,
     EXAMPLES,
-    KIN,
     LAYERS,
-    NAMES,
     PAD,
+    SLOW_CASES,
     TOKENS,
     Case,
-    Few,
-    adapted,
+    ThreeClients,
     class_of,
     inputs_of,
-    made,
+    make_case,
+    make_model,
     module_of,
-    moved,
     noise,
+    perturbed,
+    random_texts,
     targets_of,
-    words,
 )
-from helpers import no_slow_path
+from helpers import no_vmap_fallback
 from torch import Tensor
 from torch.func import functional_call
 
@@ -43,10 +43,12 @@ from partita.tasks import LM, MULTI_LABEL_TEXT
 from partita.tasks.losses import token_cross_entropy
 from partita.testing.conformance import check_method
 
-CASES = [pytest.param(name, marks=pytest.mark.slow) if name in KIN else name for name in NAMES]
-LANGUAGE_MODELS = [name for name in NAMES if name.endswith("-lm")]
-EACH_ONCE = [name for name in NAMES if name.endswith(("-image", "-text", "-towers")) and name not in KIN]
-EACH_ONCE += [name for name in LANGUAGE_MODELS if name.replace("-lm", "-text") in KIN]
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_CASES else name for name in CASE_NAMES]
+LANGUAGE_MODELS = [name for name in CASE_NAMES if name.endswith("-lm")]
+ONE_PER_ARCHITECTURE = [
+    name for name in CASE_NAMES if name.endswith(("-image", "-text", "-towers")) and name not in SLOW_CASES
+]
+ONE_PER_ARCHITECTURE += [name for name in LANGUAGE_MODELS if name.replace("-lm", "-text") in SLOW_CASES]
 
 
 def logits_of(out: Any) -> Tensor:
@@ -62,8 +64,8 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_are_those_of_transformers_before_and_after_saving(case: str) -> None:
-    it = made(case)
+def test_outputs_of_every_architecture_match_transformers(case: str) -> None:
+    it = make_case(case)
     for left in (False,) if it.kind.head == "image" else (False, True):
         inputs = inputs_of(it, left=left)
         with torch.no_grad():
@@ -79,9 +81,9 @@ def test_outputs_are_those_of_transformers_before_and_after_saving(case: str) ->
 
 
 @pytest.mark.parametrize("case", LANGUAGE_MODELS)
-def test_without_a_mask_a_token_still_sees_none_after_it(case: str) -> None:
-    it = made(case)
-    ids = words(0)["input_ids"].clamp(min=PAD + 1)
+def test_language_models_are_causal_without_a_mask(case: str) -> None:
+    it = make_case(case)
+    ids = random_texts(0)["input_ids"].clamp(min=PAD + 1)
     with torch.no_grad():
         logits = it.model(it.params, {"input_ids": ids}).logits
         assert close(logits, it.plain(input_ids=ids).logits)
@@ -96,7 +98,7 @@ def test_without_a_mask_a_token_still_sees_none_after_it(case: str) -> None:
 BEFORE_ATTENTION = ("layernorm_before", "norm1", "ln_1", "input_layernorm", "layer_norm1")
 
 
-def attentions(it: Case, params: Tensors) -> dict[str, tuple[Tensor, ...]]:
+def attention_maps(it: Case, params: Tensors) -> dict[str, tuple[Tensor, ...]]:
     """Attention maps by tower and layer: (example, head, query, key)."""
     plain_names = split_qkv.join(it.model.module, params)
     with torch.no_grad():
@@ -108,13 +110,13 @@ def attentions(it: Case, params: Tensors) -> dict[str, tuple[Tensor, ...]]:
     return {"": out.attentions}
 
 
-@pytest.mark.parametrize("case", EACH_ONCE)
-def test_attention_moves_with_the_query_and_the_key_of_its_layer_and_with_nothing_else_there(case: str) -> None:
-    it = made(case)
+@pytest.mark.parametrize("case", ONE_PER_ARCHITECTURE)
+def test_attention_depends_only_on_the_query_and_key_of_its_layer(case: str) -> None:
+    it = make_case(case)
     rotary = case.startswith(("llama", "mistral", "qwen"))
-    before = attentions(it, it.params)
+    before = attention_maps(it, it.params)
     for name, tags in it.model.tags.items():
-        after = attentions(it, {**it.params, name: it.params[name] + 0.3 * noise(2, *it.params[name].shape)})
+        after = attention_maps(it, {**it.params, name: it.params[name] + 0.3 * noise(2, *it.params[name].shape)})
         for tower, layers in before.items():
             for layer, old in enumerate(layers):
                 new = after[tower][layer]
@@ -129,8 +131,8 @@ def test_attention_moves_with_the_query_and_the_key_of_its_layer_and_with_nothin
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_parameter_has_one_role_and_layers_are_counted(case: str) -> None:
-    it = made(case)
+def test_every_architecture_has_one_role_per_parameter_and_numbered_layers(case: str) -> None:
+    it = make_case(case)
     for name, tags in it.model.tags.items():
         roles = tags & {"query", "key", "value", "output", "mlp", "norm", "embedding", "head"}
         tied = case in ("gpt2-lm", "qwen3-lm") and "embedding" in tags and "wpe" not in name
@@ -147,8 +149,8 @@ def test_every_parameter_has_one_role_and_layers_are_counted(case: str) -> None:
         assert not it.model.names("vision") & it.model.names("text")
 
 
-def test_gpt2_has_three_parameters_for_its_one_projection() -> None:
-    it = made("gpt2-lm")
+def test_gpt2_projection_is_split_into_query_key_and_value() -> None:
+    it = make_case("gpt2-lm")
     site = "transformer.h.0.attn.c_attn"
     assert it.model.initial[f"{site}.query.weight"].shape == (16, 16)
     assert it.model.names("value") == {
@@ -162,9 +164,9 @@ def test_gpt2_has_three_parameters_for_its_one_projection() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_block_gives_the_outputs_and_gradients_of_single_clients(case: str) -> None:
-    it = made(case)
-    params = [moved(it.params, seed) for seed in (3, 4)]
+def test_blocks_of_every_architecture_match_single_clients(case: str) -> None:
+    it = make_case(case)
+    params = [perturbed(it.params, seed) for seed in (3, 4)]
     inputs, targets = [inputs_of(it, seed) for seed in (0, 1)], [targets_of(it, seed) for seed in (0, 1)]
 
     def losses(one: Tensors, given: Tensors, target: Tensor) -> Tensor:
@@ -174,7 +176,7 @@ def test_a_block_gives_the_outputs_and_gradients_of_single_clients(case: str) ->
 
     together = {name: torch.stack([one[name] for one in params]).requires_grad_() for name in params[0]}
     given = {name: torch.stack([one[name] for one in inputs]) for name in inputs[0]}
-    with no_slow_path():
+    with no_vmap_fallback():
         lifted = torch.vmap(losses)(together, given, torch.stack(targets))
         slopes = torch.autograd.grad(lifted.mean(1).sum(), list(together.values()), allow_unused=True)
     for client in range(2):
@@ -192,14 +194,14 @@ def test_a_block_gives_the_outputs_and_gradients_of_single_clients(case: str) ->
 
 
 @pytest.mark.parametrize("case", ["bert-text", "gpt2-lm", "mistral-lm", "clip-towers"])
-def test_gradients_of_single_examples_take_no_slow_path(case: str) -> None:
-    it = made(case)
+def test_per_example_gradients_need_no_vmap_fallback_on_text_models(case: str) -> None:
+    it = make_case(case)
     inputs, targets = inputs_of(it), targets_of(it)
 
     def loss(one: Tensors, given: Tensors, target: Tensor) -> Tensor:
         return it.model.losses(it.model(one, {name: value[None] for name, value in given.items()}), target[None])[0]
 
-    with no_slow_path():
+    with no_vmap_fallback():
         lifted = torch.vmap(torch.func.grad(loss), (None, 0, 0))(it.params, inputs, targets)
     for example in range(EXAMPLES):
         leaves = {name: value.clone().requires_grad_() for name, value in it.params.items()}
@@ -209,10 +211,13 @@ def test_gradients_of_single_examples_take_no_slow_path(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["roberta-tokens", "gpt2-lm", "llama-lm"])
-def test_the_padding_token_learns_alike_in_a_block_and_alone_where_it_is_seen(case: str) -> None:
+def test_padding_embedding_gets_the_same_gradient_in_a_block_and_alone(case: str) -> None:
     """Plain vmap would skip the padding embedding for the first client of a block only."""
-    it = made(case)
-    ids, targets = torch.stack([words(seed)["input_ids"] for seed in (0, 1)]), torch.zeros(EXAMPLES, TOKENS).long()
+    it = make_case(case)
+    ids, targets = (
+        torch.stack([random_texts(seed)["input_ids"] for seed in (0, 1)]),
+        torch.zeros(EXAMPLES, TOKENS).long(),
+    )
 
     def loss(one: Tensors, tokens: Tensor) -> Tensor:
         return it.model.losses(it.model(one, {"input_ids": tokens}), targets).mean()
@@ -236,10 +241,10 @@ def test_the_padding_token_learns_alike_in_a_block_and_alone_where_it_is_seen(ca
         pytest.param("clip-towers", {}, marks=pytest.mark.slow),
     ],
 )
-def test_fedfrozen_keeps_its_promises(case: str, sizes: dict[str, int]) -> None:
-    model = adapted(case, sizes=sizes)
+def test_fedfrozen_conforms_on_text_and_clip_models(case: str, sizes: dict[str, int]) -> None:
+    model = make_model(case, sizes=sizes)
     # Start with non-zero biases: a zero key bias would move by rounding alone, which cannot be compared.
-    found = check_method(fedfrozen(), replace(model, initial=moved(model.initial)), Few(made(case)))
+    found = check_method(fedfrozen(), replace(model, initial=perturbed(model.initial)), ThreeClients(make_case(case)))
     assert found.block_difference < 1e-5
     assert found.bytes_up > 0
 
@@ -248,9 +253,9 @@ def test_fedfrozen_keeps_its_promises(case: str, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("case", ["bert-tokens", "llama-tokens"])
-def test_the_loss_of_tokens_is_the_mean_over_those_that_count(case: str) -> None:
-    it = made(case)
-    inputs, targets = words(0), targets_of(it)
+def test_token_loss_is_the_mean_over_labeled_tokens(case: str) -> None:
+    it = make_case(case)
+    inputs, targets = random_texts(0), targets_of(it)
     with torch.no_grad():
         losses = it.model.losses(it.model(it.params, inputs), targets)
         for example in range(EXAMPLES):
@@ -260,9 +265,9 @@ def test_the_loss_of_tokens_is_the_mean_over_those_that_count(case: str) -> None
 
 
 @pytest.mark.parametrize("case", ["gpt2-lm", "qwen2-lm"])
-def test_the_loss_of_a_language_model_is_that_of_transformers_when_the_targets_are_the_next_tokens(case: str) -> None:
-    it = made(case)
-    ids = words(0)["input_ids"].clamp(min=PAD + 1)
+def test_language_model_loss_matches_transformers(case: str) -> None:
+    it = make_case(case)
+    ids = random_texts(0)["input_ids"].clamp(min=PAD + 1)
     targets = torch.cat([ids[:, 1:], torch.full((EXAMPLES, 1), IGNORE_INDEX)], 1)
     with torch.no_grad():
         losses = it.model.losses(it.model(it.params, {"input_ids": ids}), targets)
@@ -270,18 +275,18 @@ def test_the_loss_of_a_language_model_is_that_of_transformers_when_the_targets_a
         assert close(losses.mean(), it.plain(input_ids=ids, labels=ids).loss)
 
 
-def test_the_loss_of_several_labels_is_that_of_transformers() -> None:
+def test_multi_label_loss_matches_transformers() -> None:
     module = module_of("bert-text", problem_type="multi_label_classification")
     targets = (noise(5, EXAMPLES, CLASSES) > 0).float()
     with torch.no_grad():
-        reference = module(**words(0), labels=targets).loss
+        reference = module(**random_texts(0), labels=targets).loss
         model = from_module("bert", module, kind=MULTI_LABEL_TEXT)
-        losses = model.losses(model(model.initial, words(0)), targets)
+        losses = model.losses(model(model.initial, random_texts(0)), targets)
     assert losses.shape == (EXAMPLES,)
     assert close(losses.mean(), reference)
 
 
-def test_an_example_without_a_target_that_counts_has_no_loss() -> None:
+def test_example_without_labeled_tokens_has_zero_loss() -> None:
     logits, targets = noise(0, 2, 3, 4).requires_grad_(), torch.tensor([[IGNORE_INDEX] * 3, [1, IGNORE_INDEX, 2]])
     losses = token_cross_entropy(logits, targets)
     assert losses[0] == 0
@@ -292,7 +297,7 @@ def test_an_example_without_a_target_that_counts_has_no_loss() -> None:
 
 
 @pytest.mark.parametrize("case", ["vit-image", "bert-text", "gpt2-lm", "qwen2-lm", "clip-towers"])
-def test_checkpointing_gives_the_same_gradients_from_less_memory(case: str) -> None:
+def test_checkpointing_gives_equal_gradients_with_less_memory(case: str) -> None:
     def slopes(model: FunctionalModel) -> tuple[tuple[Tensor, ...], int]:
         leaves = {name: value.clone().requires_grad_() for name, value in it.params.items()}
         kept: list[Tensor] = []
@@ -300,9 +305,9 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory(case: str) -> N
             loss = model.losses(model(leaves, inputs), targets).mean()
         return torch.autograd.grad(loss, list(leaves.values())), sum(value.numel() for value in kept)
 
-    it, state = made(case), torch.get_rng_state()
+    it, state = make_case(case), torch.get_rng_state()
     inputs, targets = inputs_of(it), targets_of(it)
-    saving = adapted(case, checkpointing=True)
+    saving = make_model(case, checkpointing=True)
     (again, less), (once, much) = slopes(saving), slopes(it.model)
     assert all(map(torch.equal, again, once))
     assert less < 0.7 * much
@@ -315,9 +320,9 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory(case: str) -> N
 
 
 @pytest.mark.parametrize("case", ["gpt2-text", "llama-lm", "clip-image"])
-def test_in_bfloat16_what_is_frozen_is_held_so_and_what_trains_in_float32(case: str, tmp_path: Path) -> None:
-    it = made(case)
-    model = adapted(case, frozen=("embedding", "layer.0"), dtype=torch.bfloat16)
+def test_bfloat16_model_holds_trainable_parameters_in_float32(case: str, tmp_path: Path) -> None:
+    it = make_case(case)
+    model = make_model(case, frozen=("embedding", "layer.0"), dtype=torch.bfloat16)
     assert {value.dtype for value in model.module.parameters()} == {torch.bfloat16}
     assert {value.dtype for value in model.initial.values()} == {torch.float32}
     inputs = inputs_of(it)
@@ -341,22 +346,22 @@ def test_in_bfloat16_what_is_frozen_is_held_so_and_what_trains_in_float32(case: 
 @pytest.mark.parametrize("case", ["gpt2-lm", "qwen3-lm"])
 def test_tied_weights_stay_tied_when_frozen_saved_and_loaded(case: str, tmp_path: Path) -> None:
     for frozen in ((), ("embedding", "query")):
-        model = adapted(case, frozen=frozen)
-        params = moved(model.initial)
+        model = make_model(case, frozen=frozen)
+        params = perturbed(model.initial)
         model.save_pretrained(params, tmp_path)
         plain = class_of(case).from_pretrained(tmp_path).eval()
         assert plain.lm_head.weight is plain.get_input_embeddings().weight
-        ids = words(0)["input_ids"]
+        ids = random_texts(0)["input_ids"]
         assert close(model(params, {"input_ids": ids}).logits, plain(input_ids=ids).logits)
 
 
-def test_older_names_of_a_parameter_have_the_same_role() -> None:
+def test_older_parameter_names_have_the_same_role() -> None:
     layer = "dinov2.encoder.layer.0.attention."
     old = {"attention.query": "query", "attention.key": "key", "attention.value": "value", "output.dense": "output"}
     tags = tags_of("dinov2", [f"{layer}{name}.weight" for name in old])
     assert list(tags.values()) == [frozenset({role, "layer.0"}) for role in old.values()]
 
 
-def test_a_head_that_an_architecture_lacks_is_named() -> None:
+def test_unsupported_task_of_an_architecture_is_refused() -> None:
     with pytest.raises(ModelError, match="supports 'bert' for tasks of kind text or tokens, not lm; choose"):
         from_module("bert", module_of("bert-text"), kind=LM)

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 from architecture_fixtures import (
+    CASE_NAMES,
     END,
     EXAMPLES,
-    KIN,
     LAYERS,
-    NAMES,
     PAD,
+    SLOW_CASES,
     TOKENS,
     Case,
-    Part,
-    adapted,
+    TensorExamples,
     inputs_of,
-    made,
+    make_case,
+    make_model,
     noise,
-    words,
+    random_texts,
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,18 +35,18 @@ from partita.models.attention_scores import _Scores, resolve_tokens
 from partita.models.frozen_cache import cache_frozen
 from partita.testing.toy import ToyPopulation, ToyTransformer
 
-CASES = [pytest.param(name, marks=pytest.mark.slow) if name in KIN else name for name in NAMES]
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_CASES else name for name in CASE_NAMES]
 TAGS = {"O": 0, "B-drug": 1, "I-drug": 2}
 
 
-def case_of(case: str) -> Case:
-    it = made(case)
+def case_with_tags(case: str) -> Case:
+    it = make_case(case)
     if it.kind.head == "tokens":
         it.model.module.config.label2id = TAGS
     return it
 
 
-def batch_of(it: Case, left: bool = False) -> Batch:
+def make_batch(it: Case, left: bool = False) -> Batch:
     inputs = inputs_of(it, left=left)
     if not it.each_token:
         return Batch(inputs, torch.zeros(EXAMPLES).long())
@@ -54,14 +54,14 @@ def batch_of(it: Case, left: bool = False) -> Batch:
     return Batch(inputs, drawn.where(inputs["attention_mask"] == 1, IGNORE_INDEX))
 
 
-def maps(it: Case, inputs: Tensors) -> list[Tensor]:
+def attention_maps(it: Case, inputs: Tensors) -> list[Tensor]:
     """Attention maps of each layer: (example, head, query, key)."""
     with torch.no_grad():
         out = it.plain(**inputs, **it.model.fixed, output_attentions=True)
     return list((out.vision_model_output if hasattr(out, "vision_model_output") else out).attentions)
 
 
-def formula(maps: list[Tensor], marked: Tensor, seen: Tensor) -> Tensor:
+def expected_scores(maps: list[Tensor], marked: Tensor, seen: Tensor) -> Tensor:
     """(example, layer, head) by the formula: a mean over visible queries of the sum over marked keys."""
     found = []
     for alpha in maps:
@@ -70,12 +70,12 @@ def formula(maps: list[Tensor], marked: Tensor, seen: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def stacked(scores: dict[str, Tensor]) -> Tensor:
+def stack_layers(scores: dict[str, Tensor]) -> Tensor:
     assert list(scores) == [f"layer.{number}" for number in range(LAYERS)]
     return torch.stack(list(scores.values()), 1)
 
 
-def marks_of(it: Case, batch: Batch, tokens: str, count: int) -> tuple[Tensor, Tensor]:
+def marked_and_seen(it: Case, batch: Batch, tokens: str, count: int) -> tuple[Tensor, Tensor]:
     """Marked and visible tokens, row by row in plain Python."""
     seen = batch.inputs.get("attention_mask", torch.ones(EXAMPLES, count))
     marked = torch.zeros(EXAMPLES, count)
@@ -97,17 +97,17 @@ def marks_of(it: Case, batch: Batch, tokens: str, count: int) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores_are_those_of_the_maps_of_attention(case: str) -> None:
-    it = case_of(case)
+def test_attention_scores_match_transformers_attention_maps(case: str) -> None:
+    it = case_with_tags(case)
     for left in (False,) if it.kind.head == "image" else (False, True):
-        batch = batch_of(it, left)
-        plain = maps(it, batch.inputs)
+        batch = make_batch(it, left)
+        plain = attention_maps(it, batch.inputs)
         decodes = case.startswith(("gpt2", "llama", "mistral", "qwen"))
         words = ["content"] + (["entities"] if it.kind.head == "tokens" else []) + ([] if decodes else ["cls"])
         for tokens in words:
-            found = stacked(it.model.attention(it.params, batch, tokens))
-            marked, seen = marks_of(it, batch, tokens, plain[0].shape[-1])
-            expected = formula(plain, marked, seen)
+            found = stack_layers(it.model.attention(it.params, batch, tokens))
+            marked, seen = marked_and_seen(it, batch, tokens, plain[0].shape[-1])
+            expected = expected_scores(plain, marked, seen)
             assert (found - expected).abs().max() < 1e-5, (left, tokens)
             assert found.std() > 1e-3
             assert 0 <= found.min() <= found.max() <= 1
@@ -125,8 +125,8 @@ def test_scores_are_those_of_the_maps_of_attention(case: str) -> None:
         ("llama-tokens", "entities"),
     ],
 )
-def test_auto_is_what_the_task_asks_about_and_else_the_class_token_of_an_encoder(case: str, means: str) -> None:
-    assert resolve_tokens(case_of(case).model, "auto") == means
+def test_auto_tokens_resolve_by_task_and_architecture(case: str, means: str) -> None:
+    assert resolve_tokens(case_with_tags(case).model, "auto") == means
 
 
 @pytest.mark.parametrize(
@@ -141,33 +141,33 @@ def test_auto_is_what_the_task_asks_about_and_else_the_class_token_of_an_encoder
         ("bert-text", "contents", "did you mean 'content'"),
     ],
 )
-def test_tokens_that_tell_nothing_are_refused_with_the_reason(case: str, tokens: str, message: str) -> None:
-    it = case_of(case)
+def test_uninformative_tokens_are_refused_with_a_reason(case: str, tokens: str, message: str) -> None:
+    it = case_with_tags(case)
     with pytest.raises(ModelError, match=message):
-        it.model.attention(it.params, batch_of(it), tokens)
+        it.model.attention(it.params, make_batch(it), tokens)
 
 
-def test_entities_are_told_by_their_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case_of("bert-tokens")
+def test_entities_without_bio_tags_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = case_with_tags("bert-tokens")
     monkeypatch.setattr(it.model.module.config, "label2id", {"yes": 0, "no": 1, "maybe": 2})
     with pytest.raises(ModelError, match="has only: yes, no, maybe; use BIO tags"):
-        it.model.attention(it.params, batch_of(it), "entities")
+        it.model.attention(it.params, make_batch(it), "entities")
 
 
 @pytest.mark.parametrize("case", ["bert-text", "llama-text"])
-def test_padding_does_not_score(case: str) -> None:
-    it = case_of(case)
-    batch = batch_of(it)
+def test_attention_scores_ignore_padding(case: str) -> None:
+    it = case_with_tags(case)
+    batch = make_batch(it)
     wide = {"input_ids": PAD, "attention_mask": 0}
     longer = {n: torch.cat([v, torch.full((EXAMPLES, 3), wide[n])], 1) for n, v in batch.inputs.items()}
     one, two = (it.model.attention(it.params, Batch(each, batch.targets), "content") for each in (batch.inputs, longer))
     assert all(torch.allclose(one[layer], two[layer], atol=1e-6) for layer in one)
-    alone = {name: value[1:2, :3] for name, value in words(0).items()}  # of three tokens, without any padding
+    alone = {name: value[1:2, :3] for name, value in random_texts(0).items()}  # of three tokens, without any padding
     three = it.model.attention(it.params, Batch(alone, batch.targets[1:2]), "content")
     assert all(torch.allclose(one[layer][1:2], three[layer], atol=1e-6) for layer in one)
 
 
-class Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """Records the size of the largest tensor created."""
 
     def __init__(self) -> None:
@@ -183,17 +183,17 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", ["bert-text", "gpt2-lm", "llama-lm"])
-def test_nothing_of_the_size_of_a_map_is_ever_made(case: str) -> None:
+def test_attention_scores_never_allocate_an_attention_map(case: str) -> None:
     length = 512
-    model = adapted(case, sizes={"n_positions" if "gpt2" in case else "max_position_embeddings": length})
+    model = make_model(case, sizes={"n_positions" if "gpt2" in case else "max_position_embeddings": length})
     ids = torch.randint(2, END, (1, length), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with Largest() as largest:
+    with LargestTensor() as largest:
         model.attention(model.initial, Batch(inputs, torch.zeros(1).long()), "content")
     assert 0 < largest.numbers < length * 150 < length * length
 
 
-def test_where_a_layer_leaves_the_scale_open_it_is_that_of_its_own_width() -> None:
+def test_default_attention_scale_uses_the_true_head_width() -> None:
     """The value tensors are wider during scoring, which must not change the scale."""
     seen = []
 
@@ -204,16 +204,16 @@ def test_where_a_layer_leaves_the_scale_open_it_is_that_of_its_own_width() -> No
         seen.append(watch.found["layer.0"])
         return scaled_dot_product(*given)
 
-    it = case_of("vit-image")
-    batch = batch_of(it)
+    it = case_with_tags("vit-image")
+    batch = make_batch(it)
     with attention_hook(scored):
         it.model(it.params, batch.inputs)
-    assert torch.allclose(torch.stack(seen, 1), stacked(it.model.attention(it.params, batch, "cls")), atol=1e-6)
+    assert torch.allclose(torch.stack(seen, 1), stack_layers(it.model.attention(it.params, batch, "cls")), atol=1e-6)
 
 
-def test_scoring_leaves_the_model_as_it_was() -> None:
-    it = case_of("bert-text")
-    batch, state = batch_of(it), torch.get_rng_state()
+def test_scoring_does_not_change_the_model() -> None:
+    it = case_with_tags("bert-text")
+    batch, state = make_batch(it), torch.get_rng_state()
     before = it.model(it.params, batch.inputs).logits
     it.model.attention(it.params, batch, "cls")
     assert torch.equal(before, it.model(it.params, batch.inputs).logits)
@@ -224,31 +224,31 @@ def test_scoring_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("case", ["gpt2-text", "vit-image"])
-def test_in_bfloat16_scores_are_near_and_in_float32(case: str) -> None:
-    it = case_of(case)
-    batch = batch_of(it)
-    half = adapted(case, dtype=torch.bfloat16)
-    one, two = (stacked(model.attention(it.params, batch, "auto")) for model in (it.model, half))
+def test_bfloat16_scores_are_float32_and_close(case: str) -> None:
+    it = case_with_tags(case)
+    batch = make_batch(it)
+    half = make_model(case, dtype=torch.bfloat16)
+    one, two = (stack_layers(model.attention(it.params, batch, "auto")) for model in (it.model, half))
     assert two.dtype == torch.float32
     assert 0 < (one - two).abs().max() < 0.05
 
 
-def test_with_low_rank_factors_scores_are_those_of_the_merged_model() -> None:
-    it = case_of("bert-text")
+def test_low_rank_scores_equal_those_of_the_merged_model() -> None:
+    it = case_with_tags("bert-text")
     model = it.model.low_rank(2, 4.0, ("query", "value"), Key(1))
     params = {name: value + 0.1 * noise(5, *value.shape) for name, value in model.initial.items()}
-    batch = batch_of(it)
+    batch = make_batch(it)
     merged = it.model.attention(model.merged(params), batch, "cls")  # type: ignore[attr-defined]
-    assert (stacked(model.attention(params, batch, "cls")) - stacked(merged)).abs().max() < 1e-5
+    assert (stack_layers(model.attention(params, batch, "cls")) - stack_layers(merged)).abs().max() < 1e-5
     assert not any("lora" in name for name in model.head_dimensions())
 
 
-def test_cached_layers_are_not_scored_and_the_others_score_the_same() -> None:
-    it = case_of("llama-tokens")
-    frozen = adapted("llama-tokens", frozen=("embedding", "layer.0"))
+def test_cached_layers_are_not_scored_and_other_scores_are_unchanged() -> None:
+    it = case_with_tags("llama-tokens")
+    frozen = make_model("llama-tokens", frozen=("embedding", "layer.0"))
     frozen.module.config.label2id = TAGS
-    batch = batch_of(it)
-    above, (cached,) = cache_frozen(frozen, Part(batch.inputs, batch.targets))
+    batch = make_batch(it)
+    above, (cached,) = cache_frozen(frozen, TensorExamples(batch.inputs, batch.targets))
     found = above.attention(above.initial, cached.take(torch.arange(EXAMPLES)), "entities")
     assert list(found) == ["layer.1"]
     whole = it.model.attention(it.model.initial, batch, "entities")["layer.1"]
@@ -257,21 +257,21 @@ def test_cached_layers_are_not_scored_and_the_others_score_the_same() -> None:
         above.attention(above.initial, cached.take(torch.arange(EXAMPLES)), "content")
 
 
-def test_checkpointing_changes_nothing() -> None:
-    it = case_of("vit-image")
-    saving = adapted("vit-image", checkpointing=True)
-    batch = batch_of(it)
-    one, two = (stacked(model.attention(it.params, batch, "cls")) for model in (it.model, saving))
+def test_checkpointing_does_not_change_attention_scores() -> None:
+    it = case_with_tags("vit-image")
+    saving = make_model("vit-image", checkpointing=True)
+    batch = make_batch(it)
+    one, two = (stack_layers(model.attention(it.params, batch, "cls")) for model in (it.model, saving))
     assert torch.equal(one, two)
 
 
 # Heads
 
 
-@pytest.mark.parametrize("case", [*(name for name in NAMES if name.endswith(("-image", "-text"))), "qwen3-lm"])
-def test_a_head_is_made_of_the_parts_that_by_head_says(case: str) -> None:
+@pytest.mark.parametrize("case", [*(name for name in CASE_NAMES if name.endswith(("-image", "-text"))), "qwen3-lm"])
+def test_head_dimensions_separate_attention_heads(case: str) -> None:
     """Zeroing one head's part of the values or of the output removes exactly that head."""
-    it = case_of(case)
+    it = case_with_tags(case)
     parts, inputs = it.model.head_dimensions(), inputs_of(it)
     tags = it.model.tags
     assert parts.keys() <= it.model.names("query", "key", "value", "output")
@@ -304,7 +304,7 @@ def test_a_head_is_made_of_the_parts_that_by_head_says(case: str) -> None:
 # Layers
 
 
-def test_what_comes_before_the_layers() -> None:
+def test_input_side_names_are_those_before_the_layers() -> None:
     expected = {
         "bert-text": "bert.embeddings.LayerNorm.bias",
         "clip-towers": "vision_model.pre_layrnorm.bias",
@@ -312,17 +312,17 @@ def test_what_comes_before_the_layers() -> None:
         "llama-lm": "model.embed_tokens.weight",
     }
     for case, name in expected.items():
-        model = made(case).model
+        model = make_case(case).model
         assert name in (before := input_side_names(model))
         assert model.names("embedding") <= before
         assert not before & model.names(*layer_tags(model))
-    assert not any("final" in name or "post" in name for name in input_side_names(made("clip-towers").model))
-    assert "logit_scale" not in input_side_names(made("clip-towers").model)
+    assert not any("final" in name or "post" in name for name in input_side_names(make_case("clip-towers").model))
+    assert "logit_scale" not in input_side_names(make_case("clip-towers").model)
     assert input_side_names(ToyTransformer()) == {"embed.weight"}
     assert layer_tags(ToyTransformer(layers=12)) == [f"layer.{number}" for number in range(12)]
 
 
-def test_the_small_model_scores_its_first_token_and_a_plain_one_says_that_it_cannot() -> None:
+def test_toy_model_scores_its_first_token_and_a_plain_model_refuses() -> None:
     model, examples = ToyTransformer(), ToyPopulation()["c3"].train
     scores = model.attention(model.initial, examples.take(torch.arange(5)), "auto")
     assert [value.shape for value in scores.values()] == [(5, 1)] * 2

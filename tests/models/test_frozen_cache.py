@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_fixtures import CLASSES, WORDS, adapted, class_of, module_of, moved, noise, words
-from helpers import distance, last, play, run_of
+from architecture_fixtures import CLASSES, WORDS, class_of, make_model, module_of, noise, perturbed, random_texts
+from helpers import final_params, max_difference, play, toy_run
 from torch import Tensor
 
 from partita.core import memory
@@ -34,20 +34,20 @@ LOWEST = ("embedding", "layer.0")
 # Text encoders have a norm with another role between the embeddings and the first layer.
 NORMS = {"bert": "bert", "roberta": "roberta", "electra": "electra", "distilbert": "distilbert"}
 RUNS = ["vit-image", "bert-text", "gpt2-lm", "llama-tokens"]
-EACH = [*RUNS, "deit-image", "dinov2_with_registers-image", "electra-text", "distilbert-text", "qwen2-lm"]
+ALL_CASES = [*RUNS, "deit-image", "dinov2_with_registers-image", "electra-text", "distilbert-text", "qwen2-lm"]
 SIZES, ROWS = {"a": 5, "b": 3, "c": 4}, 12
 
 
-def frozen_of(case: str) -> tuple[str, ...]:
+def frozen_tags(case: str) -> tuple[str, ...]:
     body = NORMS.get(case.partition("-")[0])
     return (*LOWEST, *(f"{body}.embeddings.LayerNorm.{leaf}" for leaf in ("weight", "bias") if body))
 
 
-def model_of(case: str, **options: Any) -> FunctionalModel:
-    return adapted(case, frozen_of(case), **options)
+def frozen_model(case: str, **options: Any) -> FunctionalModel:
+    return make_model(case, frozen_tags(case), **options)
 
 
-def rows_of(case: str, lengths: tuple[int, ...] = (9, 3, 1, 4)) -> Any:
+def make_table(case: str, lengths: tuple[int, ...] = (9, 3, 1, 4)) -> Any:
     """Images, or texts of these lengths in turn."""
     if case.endswith("image"):
         return Table({"pixel_values": noise(0, ROWS, 1, 8, 8)}, torch.arange(ROWS) % CLASSES)
@@ -59,7 +59,7 @@ def rows_of(case: str, lengths: tuple[int, ...] = (9, 3, 1, 4)) -> Any:
 
 
 @dataclass(frozen=True)
-class Clients:
+class ThreeClients:
     """Three clients of different sizes over one table."""
 
     table: Any
@@ -74,16 +74,16 @@ class Clients:
         return ClientData(rows, rows, rows)
 
 
-def calls(layer: Any) -> list[int]:
+def record_batch_sizes(layer: Any) -> list[int]:
     """Record the number of examples in each later pass through the layer."""
     seen: list[int] = []
     layer.mlp.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
     return seen
 
 
-@pytest.mark.parametrize("case", EACH)
-def test_what_is_remembered_are_the_states_of_transformers(case: str) -> None:
-    model, table = model_of(case), rows_of(case)
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_cached_states_match_transformers_hidden_states(case: str) -> None:
+    model, table = frozen_model(case), make_table(case)
     _, (cached,) = cache_frozen(model, table)
     rows = torch.tensor([7, 0, 2, 7])
     batch, plain = cached.take(rows), table.take(rows)
@@ -98,22 +98,22 @@ def test_what_is_remembered_are_the_states_of_transformers(case: str) -> None:
 
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.parametrize("block", [1, 3])
-def test_training_with_and_without_the_cache_is_the_same(case: str, block: int) -> None:
-    run = run_of(fedavg(), count=2, optimizer=AdamW(eps=1e-3), lr=0.01, batch_size=3, epochs=2)
-    table = rows_of(case)
-    above, (cached,) = cache_frozen(model_of(case), table)
-    without = last(play(run, model_of(case), Clients(table), block=block))
-    once = last(play(run, above, Clients(cached), block=block))
-    assert distance(without, above.initial) > 1e-3
-    assert distance(without, once) < 1e-6
+def test_training_with_the_cache_equals_training_without(case: str, block: int) -> None:
+    run = toy_run(fedavg(), count=2, optimizer=AdamW(eps=1e-3), lr=0.01, batch_size=3, epochs=2)
+    table = make_table(case)
+    above, (cached,) = cache_frozen(frozen_model(case), table)
+    without = final_params(play(run, frozen_model(case), ThreeClients(table), block=block))
+    once = final_params(play(run, above, ThreeClients(cached), block=block))
+    assert max_difference(without, above.initial) > 1e-3
+    assert max_difference(without, once) < 1e-6
 
 
-@pytest.mark.parametrize("case", EACH)
-def test_nothing_but_rounding_differs(case: str) -> None:
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_cached_outputs_are_bit_for_bit_equal_on_equal_batches(case: str) -> None:
     """A batch of the same rows that were cached together is the same arithmetic."""
-    model, table = model_of(case), rows_of(case)
+    model, table = frozen_model(case), make_table(case)
     above, (cached,) = cache_frozen(model, table)
-    params, rows = moved(model.initial), torch.arange(ROWS)
+    params, rows = perturbed(model.initial), torch.arange(ROWS)
     batch, plain = cached.take(rows), table.take(rows)
     out, wanted = above(params, batch.inputs), model(params, plain.inputs)
     seen = plain.inputs["attention_mask"].bool() if case.endswith(("tokens", "lm")) else slice(None)
@@ -123,22 +123,22 @@ def test_nothing_but_rounding_differs(case: str) -> None:
     assert torch.equal(out.features, wanted.features)
 
 
-def test_frozen_layers_are_run_once_for_each_example() -> None:
-    model, table = model_of("vit-image"), rows_of("vit-image")
+def test_frozen_layers_run_once_per_example() -> None:
+    model, table = frozen_model("vit-image"), make_table("vit-image")
     above, (cached,) = cache_frozen(model, table)
-    lowest, highest = (calls(layer) for layer in frozen_cache._body(model).layers)
-    play(run_of(fedavg(), count=3), above, Clients(cached))
+    lowest, highest = (record_batch_sizes(layer) for layer in frozen_cache._body(model).layers)
+    play(toy_run(fedavg(), count=3), above, ThreeClients(cached))
     assert sum(lowest) == ROWS
     assert sum(highest) == 3 * ROWS
 
 
-def test_states_do_not_depend_on_what_is_taken_first() -> None:
+def test_cached_states_do_not_depend_on_the_access_order() -> None:
     """So a resumed run caches the same bits as an uninterrupted one."""
     many = ragged([[2 + row % 9] * (1 + row % 7) for row in range(CHUNK + 9)], 12, torch.zeros(CHUNK + 9))
     takes = [torch.tensor([CHUNK + 1, 3]), torch.arange(CHUNK + 9), torch.tensor([5])]
 
     def taken(order: list[Tensor]) -> Tensor:
-        _, (cached,) = cache_frozen(model_of("bert-text"), many)
+        _, (cached,) = cache_frozen(frozen_model("bert-text"), many)
         for rows in order:
             cached.take(rows)
         return cached.states
@@ -146,19 +146,19 @@ def test_states_do_not_depend_on_what_is_taken_first() -> None:
     assert torch.equal(taken(takes), taken(takes[::-1]))
 
 
-def test_padding_on_the_left_stays_there() -> None:
-    model = model_of("gpt2-lm")
-    table = Table(words(0, left=True), torch.zeros(4, dtype=torch.long))
+def test_cache_supports_left_padding() -> None:
+    model = frozen_model("gpt2-lm")
+    table = Table(random_texts(0, left=True), torch.zeros(4, dtype=torch.long))
     above, (cached,) = cache_frozen(model, table)
-    rows, params = torch.tensor([3, 1]), moved(model.initial)
+    rows, params = torch.tensor([3, 1]), perturbed(model.initial)
     out, wanted = above(params, cached.take(rows).inputs), model(params, table.take(rows).inputs)
     seen = table.take(rows).inputs["attention_mask"].bool()
     torch.testing.assert_close(out.logits[seen], wanted.logits[seen], rtol=0, atol=2e-6)
     assert len(cached.states) == int(table.inputs["attention_mask"].sum())
 
 
-def test_states_made_while_evaluating_can_be_trained_on() -> None:
-    model, table = model_of("vit-image"), rows_of("vit-image")
+def test_states_cached_in_inference_mode_can_be_trained_on() -> None:
+    model, table = frozen_model("vit-image"), make_table("vit-image")
     above, (cached,) = cache_frozen(model, table)
     with torch.inference_mode():
         cached.take(torch.arange(ROWS))
@@ -167,17 +167,17 @@ def test_states_made_while_evaluating_can_be_trained_on() -> None:
     assert all(value.grad is not None for value in params.values())
 
 
-def test_all_layers_may_be_frozen_and_only_the_head_train() -> None:
-    model, table = adapted("llama-text", (*LOWEST, "layer.1")), rows_of("llama-text")
+def test_cache_supports_a_fully_frozen_body() -> None:
+    model, table = make_model("llama-text", (*LOWEST, "layer.1")), make_table("llama-text")
     above, (cached,) = cache_frozen(model, table)
     assert frozen_depth(model) == 2
-    rows, params = torch.arange(ROWS), moved(model.initial)
+    rows, params = torch.arange(ROWS), perturbed(model.initial)
     assert model.initial.keys() == {"model.norm.weight", "score.weight"}
     assert torch.equal(above(params, cached.take(rows).inputs).logits, model(params, table.take(rows).inputs).logits)
 
 
-def test_the_type_that_the_model_computes_in_is_remembered() -> None:
-    model, table = model_of("llama-lm", dtype=torch.bfloat16), rows_of("llama-lm")
+def test_cached_states_keep_the_compute_dtype() -> None:
+    model, table = frozen_model("llama-lm", dtype=torch.bfloat16), make_table("llama-lm")
     above, (cached,) = cache_frozen(model, table)
     rows = torch.arange(ROWS)
     seen = table.take(rows).inputs["attention_mask"].bool()
@@ -186,7 +186,7 @@ def test_the_type_that_the_model_computes_in_is_remembered() -> None:
     assert torch.equal(out.logits[seen], wanted.logits[seen])
 
 
-def test_what_trains_in_a_module_of_half_precision_is_held_in_float32() -> None:
+def test_trainable_parameters_of_a_bfloat16_module_are_float32() -> None:
     module = module_of("llama-lm").to(torch.bfloat16)
     weights = dict(module.named_parameters())
     model = from_module("llama", module, LOWEST, kind=LM, dtype=torch.bfloat16)
@@ -197,26 +197,28 @@ def test_what_trains_in_a_module_of_half_precision_is_held_in_float32() -> None:
         assert value.data_ptr() == weights[name].data_ptr(), "what is frozen is not copied"
 
 
-def test_checkpointing_goes_with_it() -> None:
-    model, table = model_of("bert-text", checkpointing=True), rows_of("bert-text")
+def test_checkpointing_works_with_the_cache() -> None:
+    model, table = frozen_model("bert-text", checkpointing=True), make_table("bert-text")
     above, (cached,) = cache_frozen(model, table)
-    run = run_of(fedavg(), count=1, optimizer=AdamW(eps=1e-3))
-    again, once = (last(play(run, each, Clients(rows))) for each, rows in ((model, table), (above, cached)))
-    assert distance(again, once) < 1e-6
+    run = toy_run(fedavg(), count=1, optimizer=AdamW(eps=1e-3))
+    again, once = (
+        final_params(play(run, each, ThreeClients(rows))) for each, rows in ((model, table), (above, cached))
+    )
+    assert max_difference(again, once) < 1e-6
 
 
-def test_the_whole_model_is_saved(tmp_path: Path) -> None:
-    model = model_of("gpt2-lm")
-    above, _ = cache_frozen(model, rows_of("gpt2-lm"))
-    params = moved(above.initial)
+def test_cached_model_saves_the_whole_model(tmp_path: Path) -> None:
+    model = frozen_model("gpt2-lm")
+    above, _ = cache_frozen(model, make_table("gpt2-lm"))
+    params = perturbed(above.initial)
     above.save_pretrained(params, tmp_path)
-    plain, inputs = class_of("gpt2-lm").from_pretrained(tmp_path).eval(), words(0)
+    plain, inputs = class_of("gpt2-lm").from_pretrained(tmp_path).eval(), random_texts(0)
     seen = inputs["attention_mask"].bool()
     torch.testing.assert_close(plain(**inputs).logits[seen], model(params, inputs).logits[seen], rtol=0, atol=2e-6)
 
 
-def test_a_model_is_left_as_it_was() -> None:
-    model, table = model_of("vit-image"), rows_of("vit-image")
+def test_caching_does_not_change_the_model() -> None:
+    model, table = frozen_model("vit-image"), make_table("vit-image")
     inputs = table.take(torch.arange(2)).inputs
     before = model(model.initial, inputs).logits
     above, (cached,) = cache_frozen(model, table)
@@ -237,7 +239,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def test_a_run_with_engine_cache_frozen_ends_where_one_without_does(tmp_path: Path) -> None:
+def test_run_with_cache_frozen_gives_the_same_rows(tmp_path: Path) -> None:
     rows = {}
     for once in (False, True):
         config = parse({**CONFIG, "engine": {"clients_per_block": 1, "cache_frozen": once}})
@@ -249,52 +251,56 @@ def test_a_run_with_engine_cache_frozen_ends_where_one_without_does(tmp_path: Pa
         assert remembered["test"] == pytest.approx(plain["test"], abs=1e-6)
 
 
-def test_nothing_is_computed_before_a_run_begins() -> None:
+def test_cache_is_empty_until_the_run_begins() -> None:
     experiment = build(parse({**CONFIG, "engine": {"cache_frozen": True}}))
     tables: list[Any] = [experiment.federation.task.train, experiment.federation.task.test]
     assert [type(table) for table in tables] == [CachedExamples, CachedExamples]
     assert not any(table.computed for table in tables)
 
 
-def refused(model: Any, table: Examples | None = None) -> str:
+def refusal_of(model: Any, table: Examples | None = None) -> str:
     with pytest.raises(ModelError) as error:
-        cache_frozen(model, table or rows_of("vit-image"))
+        cache_frozen(model, table or make_table("vit-image"))
     return str(error.value)
 
 
-def test_what_trains_too_low_is_named_with_the_remedy() -> None:
-    free = refused(adapted("vit-image"))
+def test_trainable_parameters_below_the_cache_are_refused_with_a_remedy() -> None:
+    free = refusal_of(make_model("vit-image"))
     assert "'vit.embeddings.cls_token'" in free
     assert "can train before the first layer; add these to model.frozen" in free
-    norm = refused(adapted("bert-text", LOWEST))
+    norm = refusal_of(make_model("bert-text", LOWEST))
     assert "'bert.embeddings.LayerNorm.weight', 'bert.embeddings.LayerNorm.bias' of" in norm
-    gap = refused(adapted("llama-text", ("embedding", "layer.1")))
+    gap = refusal_of(make_model("llama-text", ("embedding", "layer.1")))
     assert "'model.layers.0.self_attn.q_proj.weight'" in gap
     assert "and 6 more of llama-text can train in layer 0;" in gap
-    tied = refused(adapted("gpt2-lm", ("layer.0",)))
+    tied = refusal_of(make_model("gpt2-lm", ("layer.0",)))
     assert "'transformer.wte.weight', 'transformer.wpe.weight' of" in tied
 
 
 def test_models_that_cannot_be_cached_are_refused() -> None:
-    assert "low-rank factors are in every layer" in refused(model_of("vit-image").low_rank(2, 2.0, ("query",), Key(0)))
-    assert "does not support the architecture 'clip'; set it to false" in refused(adapted("clip-image", ("embedding",)))
-    assert "needs a Hugging Face model" in refused(ToyTransformer(width=4, layers=1))
+    assert "low-rank factors are in every layer" in refusal_of(
+        frozen_model("vit-image").low_rank(2, 2.0, ("query",), Key(0))
+    )
+    assert "does not support the architecture 'clip'; set it to false" in refusal_of(
+        make_model("clip-image", ("embedding",))
+    )
+    assert "needs a Hugging Face model" in refusal_of(ToyTransformer(width=4, layers=1))
 
 
-def test_more_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_larger_than_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2**20 < memory.available() < 2**50
-    table = rows_of("vit-image")
-    _, (cached,) = cache_frozen(model_of("vit-image"), table)
+    table = make_table("vit-image")
+    _, (cached,) = cache_frozen(frozen_model("vit-image"), table)
     assert cached.states.nbytes == ROWS * 5 * 16 * 4
     monkeypatch.setattr(memory, "available", lambda: 2 * cached.states.nbytes - 1)
-    cache_frozen(model_of("vit-image"), table)
+    cache_frozen(frozen_model("vit-image"), table)
     with pytest.raises(SizeError, match=r"would take .* MB, but .* are free; set it to false, or use fewer"):
-        cache_frozen(model_of("vit-image"), table, table)
+        cache_frozen(frozen_model("vit-image"), table, table)
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_what_lies_below_is_not_looked_at_again(case: str) -> None:
-    model, table = model_of(case), rows_of(case)
+def test_cached_layers_are_not_computed_again(case: str) -> None:
+    model, table = frozen_model(case), make_table(case)
     above, (cached,) = cache_frozen(model, table)
     batch = cached.take(torch.arange(ROWS))
     before = above(model.initial, batch.inputs).logits

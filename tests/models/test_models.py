@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from helpers import no_slow_path
+from helpers import no_vmap_fallback
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -75,7 +75,7 @@ TASK, KEY = Images(), Key(7) / "model"
 CLIENTS, EXAMPLES, TOKENS = 3, 5, 5
 
 
-def small(task: Images = TASK, key: Key = KEY, **options: object) -> FunctionalModel:
+def small_vit(task: Images = TASK, key: Key = KEY, **options: object) -> FunctionalModel:
     return vit(task, key, **{"layers": 2, "width": 16, "heads": 2, **options})  # type: ignore[arg-type]
 
 
@@ -83,16 +83,16 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def images(seed: int = 0) -> Tensors:
+def random_images(seed: int = 0) -> Tensors:
     return {"pixel_values": noise(seed, EXAMPLES, TASK.channels, TASK.size, TASK.size)}
 
 
-def moved(params: Tensors, seed: int = 1) -> Tensors:
+def perturbed(params: Tensors, seed: int = 1) -> Tensors:
     """Parameters away from the initialization, whose zeros and ones hide mistakes."""
     return {name: value + 0.3 * noise(seed, *value.shape) for name, value in params.items()}
 
 
-def plain(model: FunctionalModel, params: Tensors, attention: str = "eager") -> ViTForImageClassification:
+def transformers_vit(model: FunctionalModel, params: Tensors, attention: str = "eager") -> ViTForImageClassification:
     """A transformers model with the same weights."""
     config = ViTConfig(**model.module.config.to_dict(), attn_implementation=attention)
     with torch.random.fork_rng(devices=[]):
@@ -101,7 +101,7 @@ def plain(model: FunctionalModel, params: Tensors, attention: str = "eager") -> 
     return module
 
 
-def stacked(params: list[Tensors]) -> Tensors:
+def stack_params(params: list[Tensors]) -> Tensors:
     return {name: torch.stack([tree[name] for tree in params]) for name in params[0]}
 
 
@@ -113,10 +113,10 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_outputs_are_those_of_transformers(attention: str) -> None:
-    model = small()
-    params, inputs = moved(model.initial), images()
-    module = plain(model, params, attention)
+def test_vit_outputs_match_transformers(attention: str) -> None:
+    model = small_vit()
+    params, inputs = perturbed(model.initial), random_images()
+    module = transformers_vit(model, params, attention)
     out = model(params, inputs)
     assert close(out.logits, module(**inputs).logits)
     assert out.features is not None
@@ -124,18 +124,18 @@ def test_outputs_are_those_of_transformers(attention: str) -> None:
     assert out.logits.std() > 0.1
 
 
-def test_losses_are_one_for_each_example_and_their_mean_is_transformers_loss() -> None:
-    model = small()
-    params, inputs, targets = moved(model.initial), images(), torch.tensor([0, 1, 2, 1, 0])
+def test_mean_of_example_losses_matches_transformers() -> None:
+    model = small_vit()
+    params, inputs, targets = perturbed(model.initial), random_images(), torch.tensor([0, 1, 2, 1, 0])
     losses = model.losses(model(params, inputs), targets)
     assert losses.shape == (EXAMPLES,)
-    assert close(losses.mean(), plain(model, params)(**inputs, labels=targets).loss)
+    assert close(losses.mean(), transformers_vit(model, params)(**inputs, labels=targets).loss)
 
 
-def test_gradients_are_those_of_the_plain_module() -> None:
-    model = small()
-    params, inputs, targets = moved(model.initial), images(), torch.tensor([0, 1, 2, 1, 0])
-    module = plain(model, params, "sdpa")
+def test_gradients_match_transformers() -> None:
+    model = small_vit()
+    params, inputs, targets = perturbed(model.initial), random_images(), torch.tensor([0, 1, 2, 1, 0])
+    module = transformers_vit(model, params, "sdpa")
     module(**inputs, labels=targets).loss.backward()
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     loss = model.losses(model(leaves, inputs), targets).mean()
@@ -145,65 +145,65 @@ def test_gradients_are_those_of_the_plain_module() -> None:
         assert close(grads[name], parameter.grad), name
 
 
-def test_a_call_leaves_parameters_and_module_as_they_were() -> None:
-    model = small(frozen=("embedding",))
+def test_call_changes_neither_parameters_nor_module() -> None:
+    model = small_vit(frozen=("embedding",))
     before, held = tensors.digest(model.initial), dict(model.module.named_parameters())
-    first = model(model.initial, images()).logits
-    model(moved(model.initial), images())
+    first = model(model.initial, random_images()).logits
+    model(perturbed(model.initial), random_images())
     with pytest.raises(ValueError, match="image size"):
         model(model.initial, {"pixel_values": torch.zeros(1, 1, 2, 2)})
-    assert torch.equal(model(model.initial, images()).logits, first)
+    assert torch.equal(model(model.initial, random_images()).logits, first)
     assert tensors.digest(model.initial) == before
     assert {name: id(value) for name, value in model.module.named_parameters()} == {n: id(v) for n, v in held.items()}
-    assert set(held) == set(small().initial) - model.all_names()
+    assert set(held) == set(small_vit().initial) - model.all_names()
 
 
 @pytest.mark.parametrize(("change", "message"), [("drop", "missing: classifier.bias"), ("add", "unknown: extra")])
-def test_a_call_with_other_names_is_refused(change: str, message: str) -> None:
-    model = small()
+def test_call_with_missing_or_unknown_names_is_refused(change: str, message: str) -> None:
+    model = small_vit()
     params = dict(model.initial)
     if change == "drop":
         del params["classifier.bias"]
     else:
         params["extra"] = torch.zeros(1)
     with pytest.raises(ModelError, match=message):
-        model(params, images())
+        model(params, random_images())
 
 
 def test_tied_weights_are_one_parameter_in_two_places() -> None:
     def tied(params: Tensors) -> ViTForImageClassification:
-        module = plain(small(), params)
+        module = transformers_vit(small_vit(), params)
         module.vit.layers[1].mlp.fc1.weight = module.vit.layers[0].mlp.fc1.weight
         return module
 
-    model = from_module("tied", tied(small().initial))
+    model = from_module("tied", tied(small_vit().initial))
     assert "vit.layers.1.mlp.fc1.weight" not in model.all_names()
-    params = moved(small().initial)
-    out = model(tensors.select(params, model.all_names()), images())
-    assert close(out.logits, tied(params)(**images()).logits)
+    params = perturbed(small_vit().initial)
+    out = model(tensors.select(params, model.all_names()), random_images())
+    assert close(out.logits, tied(params)(**random_images()).logits)
 
 
 def test_dropout_stays_off() -> None:
-    model = small()
-    params = moved(model.initial)
+    model = small_vit()
+    params = perturbed(model.initial)
     config = ViTConfig(
         **model.module.config.to_dict() | {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
     )
     with torch.random.fork_rng(devices=[]):
         dropping = from_module("dropping", ViTForImageClassification(config).train())
     state = torch.get_rng_state()
-    assert torch.equal(dropping(params, images()).logits, model(params, images()).logits)
+    assert torch.equal(dropping(params, random_images()).logits, model(params, random_images()).logits)
     assert torch.equal(torch.get_rng_state(), state)
     dropping.module.train()
     with pytest.raises(ModelError, match=r"attention dropout 0.5.*eval mode"):
-        dropping(params, images())
+        dropping(params, random_images())
 
 
 # Tags
 
 
-def test_every_parameter_has_one_role_and_layers_are_counted() -> None:
-    model = small(layers=3)
+def test_vit_has_one_role_per_parameter_and_numbered_layers() -> None:
+    model = small_vit(layers=3)
     by_role = {role: model.names(role) for role in ROLES}
     assert sum(map(len, by_role.values())) == len(model.all_names())
     assert frozenset().union(*by_role.values()) == model.all_names() == model.tags.keys()
@@ -216,13 +216,13 @@ def test_every_parameter_has_one_role_and_layers_are_counted() -> None:
         model.names("querry")
 
 
-def test_attention_moves_with_the_tagged_parameters_and_with_no_others() -> None:
+def test_attention_depends_only_on_tagged_parameters() -> None:
     """A layer's attention depends on its query, key and the norm before them, and on all that lies before the layer."""
-    model = small()
-    params, inputs = moved(model.initial), images()
+    model = small_vit()
+    params, inputs = perturbed(model.initial), random_images()
 
     def attentions(changed: Tensors) -> tuple[Tensor, ...]:  # by layer, each (example, head, query, key)
-        return plain(model, changed)(**inputs, output_attentions=True).attentions
+        return transformers_vit(model, changed)(**inputs, output_attentions=True).attentions
 
     with torch.no_grad():
         before = attentions(params)
@@ -240,7 +240,7 @@ def test_attention_moves_with_the_tagged_parameters_and_with_no_others() -> None
                     assert torch.equal(after[layer], before[layer]), (name, layer)
 
 
-def test_a_name_outside_the_table_says_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_parameter_or_architecture_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"'vit.novel.weight' of 'vit'.*gives it nothing; add or correct its row"):
         tags_of("vit", ["vit.novel.weight"])
     with pytest.raises(ModelError, match=r"does not support the architecture 'mamba', only: vit, .*; add 'mamba' with"):
@@ -257,13 +257,13 @@ def test_a_name_outside_the_table_says_what_to_add(monkeypatch: pytest.MonkeyPat
 # Keys
 
 
-def test_the_key_alone_decides_and_global_random_state_is_untouched(tmp_path: Path) -> None:
-    small(Images(classes=("a", "b"))).save_pretrained(small(Images(classes=("a", "b"))).initial, tmp_path)
+def test_initialization_depends_only_on_the_key(tmp_path: Path) -> None:
+    small_vit(Images(classes=("a", "b"))).save_pretrained(small_vit(Images(classes=("a", "b"))).initial, tmp_path)
 
     def states() -> tuple[object, ...]:
         return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
 
-    for make in (small, lambda key=KEY: pretrained(TASK, key, path=str(tmp_path))):
+    for make in (small_vit, lambda key=KEY: pretrained(TASK, key, path=str(tmp_path))):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             before = states()
@@ -279,57 +279,57 @@ def test_the_key_alone_decides_and_global_random_state_is_untouched(tmp_path: Pa
 # Frozen
 
 
-def test_what_is_frozen_stays_inside() -> None:
-    whole, part = small(), small(frozen=["embedding", "layer.0", "classifier.bias"])
+def test_frozen_parameters_stay_inside_the_module() -> None:
+    whole, part = small_vit(), small_vit(frozen=["embedding", "layer.0", "classifier.bias"])
     inside = whole.names("embedding", "layer.0") | {"classifier.bias"}
     assert part.all_names() == part.tags.keys() == whole.all_names() - inside
     held = dict(part.module.named_parameters())
     assert held.keys() == inside
     assert not any(value.requires_grad for value in held.values())
-    assert torch.equal(part(part.initial, images()).logits, whole(whole.initial, images()).logits)
+    assert torch.equal(part(part.initial, random_images()).logits, whole(whole.initial, random_images()).logits)
     with pytest.raises(TagError, match="embedding"):
         part.names("embedding")
     part.to(torch.device("cpu"))
-    assert torch.equal(part(part.initial, images()).logits, whole(whole.initial, images()).logits)
+    assert torch.equal(part(part.initial, random_images()).logits, whole(whole.initial, random_images()).logits)
 
 
 def test_frozen_weights_are_saved_with_the_rest(tmp_path: Path) -> None:
-    model = small(frozen=["query", "key"])
-    params = moved(model.initial)
+    model = small_vit(frozen=["query", "key"])
+    params = perturbed(model.initial)
     model.save_pretrained(params, tmp_path)
     loaded = ViTForImageClassification.from_pretrained(tmp_path)
-    assert close(loaded(**images()).logits, model(params, images()).logits)
+    assert close(loaded(**random_images()).logits, model(params, random_images()).logits)
 
 
 @pytest.mark.parametrize(
     ("frozen", "message"),
     [(["querry"], "tagged 'querry'; did you mean 'query'"), (ROLES, "no parameter of vit is left")],
 )
-def test_frozen_errors(frozen: tuple[str, ...], message: str) -> None:
+def test_invalid_frozen_tags_are_refused(frozen: tuple[str, ...], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        small(frozen=frozen)
+        small_vit(frozen=frozen)
 
 
 # Folders
 
 
-def test_a_saved_folder_is_plain_transformers_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    model = small()
-    params = moved(model.initial)
+def test_saved_folder_loads_in_transformers_and_back_bit_for_bit(tmp_path: Path) -> None:
+    model = small_vit()
+    params = perturbed(model.initial)
     model.save_pretrained(params, tmp_path)
     assert "partita" not in (tmp_path / "config.json").read_text()
     loaded = ViTForImageClassification.from_pretrained(tmp_path)
-    assert torch.equal(loaded(**images()).logits, model(params, images()).logits)
+    assert torch.equal(loaded(**random_images()).logits, model(params, random_images()).logits)
     assert loaded.config.id2label == {0: "cat", 1: "dog", 2: "emu"}
     again = build("pretrained", TASK, KEY, path=str(tmp_path))
     assert tensors.equal(again.initial, params)
     assert again.tags == model.tags
 
 
-def test_the_head_is_fresh_only_where_it_must_or_shall_be(tmp_path: Path) -> None:
-    params = moved(small().initial)
-    small().save_pretrained(params, tmp_path)
-    body = params.keys() - small().names("head")
+def test_head_is_new_only_when_classes_differ_or_on_request(tmp_path: Path) -> None:
+    params = perturbed(small_vit().initial)
+    small_vit().save_pretrained(params, tmp_path)
+    body = params.keys() - small_vit().names("head")
     other = pretrained(Images(classes=("a", "b")), KEY, path=str(tmp_path))
     fresh = pretrained(TASK, KEY, path=str(tmp_path), fresh_head=True)
     for model, classes in ((other, 2), (fresh, 3)):
@@ -339,9 +339,9 @@ def test_the_head_is_fresh_only_where_it_must_or_shall_be(tmp_path: Path) -> Non
         assert model.initial["classifier.bias"].abs().max() == 0
 
 
-def test_a_checkpoint_without_a_head_gets_one_and_leaves_its_pooler_behind(tmp_path: Path) -> None:
-    model = small()
-    body = plain(model, moved(model.initial)).vit
+def test_checkpoint_without_a_head_gets_a_new_one(tmp_path: Path) -> None:
+    model = small_vit()
+    body = transformers_vit(model, perturbed(model.initial)).vit
     backbone = ViTModel(body.config)
     backbone.load_state_dict(body.state_dict(), strict=False)
     backbone.save_pretrained(tmp_path)
@@ -362,7 +362,7 @@ def edit_weights(folder: Path, changes: Tensors, drop: str = "") -> None:
     save_file({**kept, **changes}, file, metadata={"format": "pt"})
 
 
-def spoil(folder: Path, fault: str) -> Images:
+def break_folder(folder: Path, fault: str) -> Images:
     if fault == "no config":
         (folder / "config.json").unlink()
     elif fault == "no weights":
@@ -401,16 +401,16 @@ def spoil(folder: Path, fault: str) -> Images:
         ("channels", "takes images with 1 channels, but the task's have 3; load the task's images with 1"),
     ],
 )
-def test_a_faulty_folder_is_named_with_a_remedy(fault: str, message: str, tmp_path: Path) -> None:
-    small().save_pretrained(small().initial, tmp_path)
-    task = spoil(tmp_path, fault)
+def test_faulty_model_folder_is_refused_with_a_remedy(fault: str, message: str, tmp_path: Path) -> None:
+    small_vit().save_pretrained(small_vit().initial, tmp_path)
+    task = break_folder(tmp_path, fault)
     with pytest.raises(ModelError, match=message) as caught:
         pretrained(task, KEY, path=str(tmp_path))
     assert "type" in fault or str(tmp_path) in str(caught.value)
 
 
-def test_a_config_that_promises_more_than_fits_into_memory_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
-    small().save_pretrained(small().initial, tmp_path)
+def test_model_too_large_for_memory_is_refused_before_allocation(tmp_path: Path) -> None:
+    small_vit().save_pretrained(small_vit().initial, tmp_path)
     edit_config(tmp_path, intermediate_size=10**12)
     with pytest.raises(SizeError, match=r"the model of '.*' in float32 would take .* TB, but .* are free; choose a sm"):
         pretrained(TASK, KEY, path=str(tmp_path))
@@ -426,7 +426,7 @@ def test_a_config_that_promises_more_than_fits_into_memory_is_refused_before_it_
         ),
     ],
 )
-def test_a_missing_folder(path: str, message: str) -> None:
+def test_missing_model_folder_is_refused(path: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         pretrained(TASK, KEY, path=path)
 
@@ -447,14 +447,14 @@ TINY_TEXT = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_at
 WORDS = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 8]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
 
 
-def saved(module: type, config: PreTrainedConfig, folder: Path) -> str:
+def save_random(module: type, config: PreTrainedConfig, folder: Path) -> str:
     with seeded(KEY):
         module(config).save_pretrained(folder)
     return str(folder)
 
 
-def test_texts_cut_by_another_tokenizer_than_the_models_are_refused(tmp_path: Path) -> None:
-    path = saved(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
+def test_tokens_outside_the_model_vocabulary_are_refused(tmp_path: Path) -> None:
+    path = save_random(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
     pretrained(Texts(words=9), KEY, path=path)
     with pytest.raises(ModelError, match=r"contain token 9, but .* has 9 tokens, 0 to 8; remove data.tokenizer"):
         pretrained(Texts(words=10), KEY, path=path)
@@ -469,9 +469,9 @@ def test_texts_cut_by_another_tokenizer_than_the_models_are_refused(tmp_path: Pa
         (Texts(kind=LM, classes=()), (2, 3, 9)),
     ],
 )
-def test_one_checkpoint_serves_every_kind_of_task(task: Texts, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_one_checkpoint_loads_for_every_kind_of_task(task: Texts, shape: tuple[int, ...], tmp_path: Path) -> None:
     """Written by transformers for one task and read for another: the body stays, the head is drawn from the key."""
-    path = saved(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
+    path = save_random(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
     model = pretrained(task, KEY, path=path, frozen=("embedding",), checkpointing=True)
     body = load_file(tmp_path / "model.safetensors")["transformer.h.0.attn.c_attn.weight"]
     assert torch.equal(model.initial["transformer.h.0.attn.c_attn.key.weight"], body[:, 16:32])
@@ -485,7 +485,7 @@ def test_one_checkpoint_serves_every_kind_of_task(task: Texts, shape: tuple[int,
     head = min(model.names("head"))
     other = pretrained(task, Key(8), path=path)
     assert torch.equal(other.initial[head], model.initial[head]) == head.endswith("bias")
-    params = moved(model.initial)
+    params = perturbed(model.initial)
     model.save_pretrained(params, tmp_path / "tuned")
     tuned = pretrained(task, Key(8), path=str(tmp_path / "tuned"))
     assert tensors.equal(tensors.select(tuned.initial, model.all_names()), tensors.select(params, model.all_names()))
@@ -494,55 +494,55 @@ def test_one_checkpoint_serves_every_kind_of_task(task: Texts, shape: tuple[int,
     assert config.get("problem_type") == task.kind.problem_type
 
 
-def test_a_tuned_decoder_reads_texts_in_plain_transformers(tmp_path: Path) -> None:
+def test_tuned_decoder_works_in_transformers(tmp_path: Path) -> None:
     """Transformers accepts a batch of texts only if the config names a padding token."""
-    path = saved(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
+    path = save_random(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
     model = pretrained(Texts(), KEY, path=path)
-    params = moved(model.initial)
+    params = perturbed(model.initial)
     model.save_pretrained(params, tmp_path / "tuned")
     plain = GPT2ForSequenceClassification.from_pretrained(tmp_path / "tuned").eval()
     assert close(plain(**WORDS).logits, model(params, WORDS).logits)
 
 
-def test_what_a_checkpoint_was_pretrained_for_is_left_behind_and_what_it_lacks_is_refused(tmp_path: Path) -> None:
-    path = saved(BertForMaskedLM, BertConfig(**TINY_TEXT), tmp_path)
+def test_pretraining_heads_are_dropped_and_missing_weights_refused(tmp_path: Path) -> None:
+    path = save_random(BertForMaskedLM, BertConfig(**TINY_TEXT), tmp_path)
     model = pretrained(Texts(), KEY, path=path)  # its prediction head is dropped, its pooler and head are new
     assert model.initial["bert.pooler.dense.weight"].abs().max() < 0.2
     with pytest.raises(ModelError, match="supports 'bert' for tasks of kind text or tokens, not lm"):
         pretrained(Texts(kind=LM), KEY, path=path)
-    saved(GPT2Model, GPT2Config(**TINY_TEXT, tie_word_embeddings=False), tmp_path / "body")
+    save_random(GPT2Model, GPT2Config(**TINY_TEXT, tie_word_embeddings=False), tmp_path / "body")
     with pytest.raises(ModelError, match=r"lacks: lm_head\.weight; give a complete checkpoint"):
         pretrained(Texts(kind=LM), KEY, path=str(tmp_path / "body"))
     with pytest.raises(ModelError, match="fresh_head = true, but this model has no head"):
         pretrained(Texts(kind=LM), KEY, path=str(tmp_path / "body"), fresh_head=True)
 
 
-def test_a_distilled_deit_gets_the_plain_head(tmp_path: Path) -> None:
+def test_distilled_deit_gets_a_plain_head(tmp_path: Path) -> None:
     config = DeiTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=4,
                         patch_size=2, num_channels=1)  # fmt: skip
-    path = saved(DeiTForImageClassificationWithTeacher, config, tmp_path)
+    path = save_random(DeiTForImageClassificationWithTeacher, config, tmp_path)
     model = pretrained(TASK, KEY, path=path)
-    assert model(model.initial, images()).logits.shape == (EXAMPLES, 3)
+    assert model(model.initial, random_images()).logits.shape == (EXAMPLES, 3)
 
 
-def test_dinov2_takes_images_of_any_size_that_its_patches_divide(tmp_path: Path) -> None:
+def test_dinov2_accepts_image_sizes_divisible_by_its_patches(tmp_path: Path) -> None:
     config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=1, image_size=8,
                           patch_size=2, num_channels=1)  # fmt: skip
-    path = saved(Dinov2ForImageClassification, config, tmp_path)
+    path = save_random(Dinov2ForImageClassification, config, tmp_path)
     model = pretrained(TASK, KEY, path=path)
-    params, inputs = [moved(model.initial, seed) for seed in range(2)], images()
-    with no_slow_path():  # the position embeddings are interpolated under vmap too
-        together = torch.vmap(lambda one: model(one, inputs).logits)(stacked(params))
+    params, inputs = [perturbed(model.initial, seed) for seed in range(2)], random_images()
+    with no_vmap_fallback():  # the position embeddings are interpolated under vmap too
+        together = torch.vmap(lambda one: model(one, inputs).logits)(stack_params(params))
     assert close(together[1], model(params[1], inputs).logits, 1e-5)
     with pytest.raises(ModelError, match=r"into patches of 2, but the task's images have size 5; resize .* to 6"):
         pretrained(Images(size=5), KEY, path=path)
 
 
-def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None:
+def test_clip_compares_images_with_class_texts(tmp_path: Path) -> None:
     tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     words = {**tower, "vocab_size": 8, "max_position_embeddings": 8, "eos_token_id": 1, "bos_token_id": 0}
     sight = {**tower, "image_size": 4, "patch_size": 2, "num_channels": 1}
-    path = saved(CLIPModel, CLIPConfig(text_config=words, vision_config=sight, projection_dim=8), tmp_path)
+    path = save_random(CLIPModel, CLIPConfig(text_config=words, vision_config=sight, projection_dim=8), tmp_path)
     with pytest.raises(
         ModelError, match="gives the same tokens for 'cat' and 'dog'; give a folder with the tokenizer's files"
     ):
@@ -557,18 +557,18 @@ def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None
     model = pretrained(TASK, KEY, path=path, prompt="a photo {}", frozen=("text",))
     assert model.fixed["input_ids"].tolist() == [[0, 3, 7, 4, 1], [0, 3, 7, 5, 1], [0, 3, 7, 6, 1]]
     plain = CLIPModel.from_pretrained(path).eval()
-    assert close(model(model.initial, images()).logits, plain(**images(), **model.fixed).logits_per_image)
+    assert close(model(model.initial, random_images()).logits, plain(**random_images(), **model.fixed).logits_per_image)
     assert not any(name.startswith("text") for name in model.all_names())
-    saved(CLIPVisionModelWithProjection, CLIPVisionConfig(**sight, projection_dim=8), tmp_path / "tower")
+    save_random(CLIPVisionModelWithProjection, CLIPVisionConfig(**sight, projection_dim=8), tmp_path / "tower")
     alone = pretrained(TASK, KEY, path=str(tmp_path / "tower"))
     held = load_file(tmp_path / "tower" / "model.safetensors")
     assert all(torch.equal(alone.initial[name], held[name]) for name in alone.names("vision"))
-    assert alone(alone.initial, images()).logits.shape == (EXAMPLES, 3)
+    assert alone(alone.initial, random_images()).logits.shape == (EXAMPLES, 3)
     with pytest.raises(ModelError, match=r"lacks: .*text_model"):
         pretrained(TASK, KEY, path=str(tmp_path / "tower"), prompt="a {}")
     for wrong in ("a photo", None):
         where = path if wrong else str(tmp_path / "vit")
-        small().save_pretrained(small().initial, tmp_path / "vit")
+        small_vit().save_pretrained(small_vit().initial, tmp_path / "vit")
         with pytest.raises(ModelError, match=r"it needs a 'clip' model, an image task with classes, and \{\} as"):
             pretrained(TASK, KEY, path=where, prompt=wrong or "a {}")
 
@@ -576,12 +576,12 @@ def test_clip_compares_images_with_a_text_for_each_class(tmp_path: Path) -> None
 # Building by name
 
 
-def test_every_name_in_the_index_can_be_built(tmp_path: Path) -> None:
-    small().save_pretrained(small().initial, tmp_path)
+def test_every_model_in_the_index_can_be_built(tmp_path: Path) -> None:
+    small_vit().save_pretrained(small_vit().initial, tmp_path)
     for name in INDEX:
         needed = {"pretrained": {"path": str(tmp_path)}, "clip": {"shape": "tiny"}}
         model = build(name, TASK, KEY, **needed.get(name, {}))
-        assert model(model.initial, images()).logits.shape == (EXAMPLES, 3)
+        assert model(model.initial, random_images()).logits.shape == (EXAMPLES, 3)
 
 
 @pytest.mark.parametrize(
@@ -597,42 +597,42 @@ def test_every_name_in_the_index_can_be_built(tmp_path: Path) -> None:
         ("vit", {"layers": 0}, "model.layers is 0; it must be a whole number from 1 to 1,000"),
     ],
 )
-def test_a_wrong_request_is_named_with_a_remedy(name: str, options: dict[str, object], message: str) -> None:
+def test_invalid_model_options_are_refused_with_a_remedy(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, TASK, KEY, **options)
 
 
-def test_a_task_without_images_is_refused(tmp_path: Path) -> None:
+def test_image_model_refuses_a_task_without_images(tmp_path: Path) -> None:
     for name, options in (("vit", {}), ("pretrained", {"path": str(tmp_path)})):
         with pytest.raises(ModelError, match="this model needs square images"):
             build(name, Images(channels=0, size=0), KEY, **options)
 
 
-def test_a_model_can_be_sent_to_another_process() -> None:
-    model = small(frozen=["embedding"])
+def test_model_can_be_pickled() -> None:
+    model = small_vit(frozen=["embedding"])
     copy = pickle.loads(pickle.dumps(model))
-    assert torch.equal(copy(copy.initial, images()).logits, model(model.initial, images()).logits)
+    assert torch.equal(copy(copy.initial, random_images()).logits, model(model.initial, random_images()).logits)
 
 
 # Blocks of clients
 
 
-def block() -> tuple[FunctionalModel, list[Tensors], Tensor, Tensor]:
-    model = small()
-    inputs = torch.stack([images(client)["pixel_values"] for client in range(CLIENTS)])
+def make_block() -> tuple[FunctionalModel, list[Tensors], Tensor, Tensor]:
+    model = small_vit()
+    inputs = torch.stack([random_images(client)["pixel_values"] for client in range(CLIENTS)])
     targets = torch.arange(CLIENTS * EXAMPLES).view(CLIENTS, EXAMPLES) % 3
-    return model, [moved(model.initial, seed=client) for client in range(CLIENTS)], inputs, targets
+    return model, [perturbed(model.initial, seed=client) for client in range(CLIENTS)], inputs, targets
 
 
-def test_a_block_gives_the_outputs_and_gradients_of_single_clients() -> None:
-    model, params, inputs, targets = block()
+def test_vit_block_matches_single_clients() -> None:
+    model, params, inputs, targets = make_block()
 
     def losses(one: Tensors, pixels: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         out = model(one, {"pixel_values": pixels})
         return out.logits, model.losses(out, target)
 
-    together = {name: value.requires_grad_() for name, value in stacked(params).items()}
-    with no_slow_path():
+    together = {name: value.requires_grad_() for name, value in stack_params(params).items()}
+    with no_vmap_fallback():
         logits, loss = torch.vmap(losses)(together, inputs, targets)
         grads = torch.autograd.grad(loss.mean(1).sum(), list(together.values()))
     for client, one in enumerate(params):
@@ -646,15 +646,15 @@ def test_a_block_gives_the_outputs_and_gradients_of_single_clients() -> None:
             assert close(lifted[client], own, 1e-5), name
 
 
-def test_a_block_may_share_what_is_not_stacked() -> None:
-    model, params, inputs, _ = block()
+def test_block_can_share_parameters_that_are_not_stacked() -> None:
+    model, params, inputs, _ = make_block()
     body = {name: value for name, value in params[0].items() if name not in model.names("head")}
-    heads = stacked([tensors.select(one, model.names("head")) for one in params])
+    heads = stack_params([tensors.select(one, model.names("head")) for one in params])
 
     def logits(head: Tensors, pixels: Tensor) -> Tensor:
         return model({**body, **head}, {"pixel_values": pixels}).logits
 
-    with no_slow_path():
+    with no_vmap_fallback():
         lifted = torch.vmap(lambda head, pixels: model({**body, **head}, {"pixel_values": pixels}).logits)(
             heads, inputs
         )
@@ -662,13 +662,13 @@ def test_a_block_may_share_what_is_not_stacked() -> None:
         assert close(lifted[client], logits(tensors.select(one, model.names("head")), inputs[client]), 1e-5)
 
 
-def test_gradients_of_single_examples_take_no_slow_path() -> None:
-    model, (params, *_), inputs, targets = block()
+def test_per_example_gradients_need_no_vmap_fallback_on_a_vit() -> None:
+    model, (params, *_), inputs, targets = make_block()
 
     def loss(one: Tensors, pixels: Tensor, target: Tensor) -> Tensor:
         return model.losses(model(one, {"pixel_values": pixels[None]}), target[None])[0]
 
-    with no_slow_path():
+    with no_vmap_fallback():
         lifted = torch.vmap(torch.func.grad(loss), (None, 0, 0))(params, inputs[0], targets[0])
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     for example in range(EXAMPLES):
@@ -677,22 +677,22 @@ def test_gradients_of_single_examples_take_no_slow_path() -> None:
             assert close(lifted[name][example], grad, 1e-5), name
 
 
-def test_masked_tokens_are_not_seen_in_a_block_or_alone() -> None:
-    model, params, inputs, _ = block()
+def test_masked_tokens_are_ignored_in_a_block_and_alone() -> None:
+    model, params, inputs, _ = make_block()
     mask = noise(5, CLIENTS, EXAMPLES, TOKENS) > -0.5  # (client, example, token)
     mask[:, :, 0] = True
 
     def logits(one: Tensors, pixels: Tensor, seen: Tensor) -> Tensor:
         return model(one, {"pixel_values": pixels, "attention_mask": seen}).logits
 
-    with no_slow_path():
-        lifted = torch.vmap(logits)(stacked(params), inputs, mask)
+    with no_vmap_fallback():
+        lifted = torch.vmap(logits)(stack_params(params), inputs, mask)
     for client, one in enumerate(params):
         facts = {"pixel_values": inputs[client], "attention_mask": mask[client]}
-        reference = plain(model, one)(**facts).logits
+        reference = transformers_vit(model, one)(**facts).logits
         assert close(model(one, facts).logits, reference)
         assert close(lifted[client], reference, 1e-5)
-        assert not close(reference, plain(model, one)(pixel_values=inputs[client]).logits, 1e-3)
+        assert not close(reference, transformers_vit(model, one)(pixel_values=inputs[client]).logits, 1e-3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -705,7 +705,7 @@ def test_masked_tokens_are_not_seen_in_a_block_or_alone() -> None:
     sharing=st.sampled_from([1, 2]),
     aligned=st.sampled_from([1, 4]),
 )
-def test_attention_is_softmax_of_scores_times_values(
+def test_scaled_dot_product_matches_the_softmax_formula(
     seed: int, kind: str, rows: int, shared: str, tokens: int, sharing: int, aligned: int
 ) -> None:
     # (client, example, head, token, width); `sharing` heads of the query share one of key and value.
@@ -730,7 +730,7 @@ def test_attention_is_softmax_of_scores_times_values(
     expected = weights @ each_value
     dims = (None if shared == "query" else 0, 0, 0, None if mask is None or shared == "mask" else 0)
     own_query = query[0] if shared == "query" else query
-    with no_slow_path(), patch.dict(ALIGNMENT, {"cpu": aligned}):
+    with no_vmap_fallback(), patch.dict(ALIGNMENT, {"cpu": aligned}):
         lifted = torch.vmap(attended, dims)(own_query, key, value, mask)
         squares = torch.vmap(  # torch.func.grad under vmap uses the written-out path
             torch.func.grad(lambda v, q, k, m: attended(q, k, v, m).square().sum() / 2), (0, dims[0], 0, dims[3])
@@ -744,7 +744,7 @@ def test_attention_is_softmax_of_scores_times_values(
     assert close(attended(query[0], key[0], value[0], single), expected[0], 1e-5)
 
 
-def test_an_example_that_is_all_padding_stays_finite() -> None:
+def test_attention_over_only_padding_is_finite() -> None:
     query, mask = noise(0, 2, 1, 3, 4), torch.zeros(2, 1, 3, 3, dtype=torch.bool)
     assert scaled_dot_product(query, query, query, mask, None).isfinite().all()
     grad = torch.func.grad(lambda q: scaled_dot_product(q, q, q, mask, None).sum())(query)
@@ -752,9 +752,7 @@ def test_an_example_that_is_all_padding_stays_finite() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "padding"])
-def test_in_half_precision_a_cpu_takes_the_fused_kernel_for_no_backward_pass_of_few_tokens(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_bfloat16_backward_on_a_cpu_avoids_the_fused_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [noise(i, 2, 2, 5, 4) for i in range(3)]
     mask = torch.ones(2, 1, 1, 5, dtype=torch.bool).tril(3) if kind == "padding" else None
     fused, calls = functional.scaled_dot_product_attention, []
@@ -778,7 +776,7 @@ def test_in_half_precision_a_cpu_takes_the_fused_kernel_for_no_backward_pass_of_
 
 
 @pytest.mark.parametrize("recording", [False, True])
-def test_no_mask_is_made_where_lengths_tell_who_sees_whom(recording: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_attention_mask_is_built_when_lengths_suffice(recording: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     mask = AttentionMaskInterface._global_mapping["partita"]
     facts = {"batch_size": 2, "q_length": 4, "kv_length": 4}
@@ -790,19 +788,19 @@ def test_no_mask_is_made_where_lengths_tell_who_sees_whom(recording: bool, monke
     assert torch.equal(mask(**{**facts, "q_length": 2})[1, 0], before[:2])
     padding = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     assert torch.equal(mask(**facts, attention_mask=padding.bool())[:, 0, -1], padding.bool())
-    model, seen = small(), []
+    model, seen = small_vit(), []
 
     def watch(module: object, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any) -> Tensor:
         seen.append(mask)
         return scaled_dot_product(query, key, value, mask, *more)
 
     with attention_hook(watch):
-        model(model.initial, images())
+        model(model.initial, random_images())
     assert len(seen) == 2
     assert seen == [None, None]
 
 
-def test_what_attention_cannot_do_is_refused() -> None:
+def test_unsupported_attention_option_is_refused() -> None:
     from transformers import AttentionInterface
 
     attention = AttentionInterface._global_mapping["partita"]
@@ -813,11 +811,11 @@ def test_what_attention_cannot_do_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_block_compiles_into_one_graph() -> None:
-    model, params, inputs, _ = block()
+    model, params, inputs, _ = make_block()
 
     def logits(together: Tensors, pixels: Tensor) -> Tensor:
         return torch.vmap(lambda one, image: model(one, {"pixel_values": image}).logits)(together, pixels)
 
-    together = stacked(params)
+    together = stack_params(params)
     compiled = torch.compile(logits, backend="eager", fullgraph=True)
     assert close(compiled(together, inputs), logits(together, inputs), 1e-5)

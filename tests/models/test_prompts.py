@@ -15,7 +15,7 @@ import image_fixtures
 import numpy as np
 import pytest
 import torch
-from helpers import last, play, run_of
+from helpers import final_params, play, toy_run
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -41,14 +41,14 @@ from partita.testing.toy import ToyTransformer
 KEY = Key(5)
 PIXELS = {"pixel_values": dual_encoder_fixtures.images().double()}
 PROMPT = "a photo of a {}."
-READABLE = tuple(name.replace("_", " ") for name in dual_encoder_fixtures.CLASSES)
+CLASS_NAMES = tuple(name.replace("_", " ") for name in dual_encoder_fixtures.CLASSES)
 
 
 def close(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
     return torch.allclose(left.double(), right.double(), rtol=tolerance, atol=tolerance)
 
 
-def moved(model: Model, size: float = 0.5) -> Tensors:
+def perturbed(model: Model, size: float = 0.5) -> Tensors:
     """Parameters away from the initial values, whose zeros hide mistakes; the temperature stays."""
     return {
         name: value
@@ -58,51 +58,53 @@ def moved(model: Model, size: float = 0.5) -> Tensors:
     }
 
 
-def logits_of(pair: str, **more: Any) -> Tensor:
+def transformers_logits(pair: str, **more: Any) -> Tensor:
     """The logits computed by transformers alone."""
-    tokenizer: Any = dual_encoder_fixtures.byte_pairs() if pair == "clip" else dual_encoder_fixtures.whole_words()
-    tokens = tokenizer([PROMPT.format(name) for name in READABLE], padding=True, return_tensors="pt")
+    tokenizer: Any = (
+        dual_encoder_fixtures.byte_pair_tokenizer() if pair == "clip" else dual_encoder_fixtures.word_tokenizer()
+    )
+    tokens = tokenizer([PROMPT.format(name) for name in CLASS_NAMES], padding=True, return_tensors="pt")
     tokens.pop("token_type_ids", None)
     with torch.no_grad():
-        return dual_encoder_fixtures.plain(pair)(**PIXELS, **tokens, **more).logits_per_image
+        return dual_encoder_fixtures.transformers_model(pair)(**PIXELS, **tokens, **more).logits_per_image
 
 
 # ---- the towers
 
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
-def test_towers_give_the_logits_of_transformers(pair: str) -> None:
-    towers = dual_encoder_fixtures.loaded(pair)
-    expected = logits_of(pair)
+def test_dual_encoder_logits_match_transformers(pair: str) -> None:
+    towers = dual_encoder_fixtures.load_pair(pair)
+    expected = transformers_logits(pair)
     assert expected.std(1).min() > 0.005, "classes can be told apart"
     assert close(towers(towers.initial, PIXELS).logits, expected)
-    half = dual_encoder_fixtures.loaded(pair, dtype="float32")
+    half = dual_encoder_fixtures.load_pair(pair, dtype="float32")
     assert close(half(half.initial, PIXELS).logits, expected, 1e-5)
 
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
-def test_vision_prompts_of_no_length_change_nothing(pair: str) -> None:
-    towers = dual_encoder_fixtures.loaded(pair)
+def test_empty_vision_prompts_change_nothing(pair: str) -> None:
+    towers = dual_encoder_fixtures.load_pair(pair)
     model = towers.prompted("prompts", KEY, vision_tokens=0)
     assert torch.equal(model(model.initial, PIXELS).logits, towers(towers.initial, PIXELS).logits)
     empty = towers.encode_image(PIXELS["pixel_values"], torch.zeros(2, 0, towers.width("vision")))
     assert close(empty, towers.encode_image(PIXELS["pixel_values"]))
 
 
-def test_names_are_cut_into_the_tokens_of_clips_own_tokenizer() -> None:
-    towers, tokenizer = dual_encoder_fixtures.loaded(), dual_encoder_fixtures.byte_pairs()
-    ids, seen = towers.tokenize([f"{name}." for name in READABLE])
-    expected = tokenizer([f"{name}." for name in READABLE], padding=True, return_tensors="pt")
+def test_class_names_are_tokenized_by_the_clip_tokenizer() -> None:
+    towers, tokenizer = dual_encoder_fixtures.load_pair(), dual_encoder_fixtures.byte_pair_tokenizer()
+    ids, seen = towers.tokenize([f"{name}." for name in CLASS_NAMES])
+    expected = tokenizer([f"{name}." for name in CLASS_NAMES], padding=True, return_tensors="pt")
     assert torch.equal(ids, expected["input_ids"])
     assert torch.equal(seen, expected["attention_mask"].bool())
     assert tokenizer.convert_ids_to_tokens(ids[1].tolist())[1:4] == ["golden</w>", "eagle</w>", ".</w>"]
-    table = dual_encoder_fixtures.plain("clip").text_model.embeddings.token_embedding.weight
+    table = dual_encoder_fixtures.transformers_model("clip").text_model.embeddings.token_embedding.weight
     assert torch.equal(towers.precomputed["words"], table[ids].double())
 
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
-def test_a_context_that_says_what_the_template_says_reads_the_same(pair: str) -> None:
-    towers = dual_encoder_fixtures.loaded(pair)
+def test_context_initialized_from_the_template_reads_the_same(pair: str) -> None:
+    towers = dual_encoder_fixtures.load_pair(pair)
     model = towers.prompted("prompts", KEY, text_tokens=4, init_text="a photo of a")
     assert close(towers.text_features(model.initial["prompt.text.global"]), towers.precomputed["texts"])
     longer = towers.prompted("prompts", KEY, text_tokens=6, init_text="a photo of a").initial["prompt.text.global"]
@@ -110,13 +112,13 @@ def test_a_context_that_says_what_the_template_says_reads_the_same(pair: str) ->
     assert 0.005 < longer[:2].std() < 0.05, "and what the phrase leaves over is drawn"
 
 
-def test_a_context_stands_between_the_start_and_the_name() -> None:
+def test_context_is_inserted_between_start_token_and_class_name() -> None:
     """Against the text tower of transformers, run on embeddings assembled by hand."""
-    towers, module = dual_encoder_fixtures.loaded(), dual_encoder_fixtures.plain("clip")
+    towers, module = dual_encoder_fixtures.load_pair(), dual_encoder_fixtures.transformers_model("clip")
     context = torch.randn(3, 12, generator=KEY.generator(), dtype=torch.float64)
     table = module.text_model.embeddings.token_embedding
-    for place, name in enumerate(READABLE):
-        ids = dual_encoder_fixtures.byte_pairs()(f"{name}.", return_tensors="pt")["input_ids"]
+    for place, name in enumerate(CLASS_NAMES):
+        ids = dual_encoder_fixtures.byte_pair_tokenizer()(f"{name}.", return_tensors="pt")["input_ids"]
         row = torch.cat([table(ids[:, :1]), context[None], table(ids[:, 1:])], 1)
         stand_in = torch.full((1, row.shape[1]), 1)
         stand_in[0, -1] = module.text_model.eos_token_id
@@ -128,10 +130,10 @@ def test_a_context_stands_between_the_start_and_the_name() -> None:
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_vision_prompts_against_a_pass_written_out(pair: str, depth: int) -> None:
-    towers = dual_encoder_fixtures.loaded(pair)
+def test_vision_prompts_match_a_written_out_forward_pass(pair: str, depth: int) -> None:
+    towers = dual_encoder_fixtures.load_pair(pair)
     prompts = torch.randn(depth, 3, 16, generator=KEY.generator(), dtype=torch.float64)
-    module = dual_encoder_fixtures.plain(pair)
+    module = dual_encoder_fixtures.transformers_model(pair)
     tower, seen = module.vision_model, {}
     layers = tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
     behind = 2 if pair.startswith("registers") else 0
@@ -164,8 +166,8 @@ def test_vision_prompts_against_a_pass_written_out(pair: str, depth: int) -> Non
 
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
-def test_a_grey_view_is_what_transformers_makes_of_a_grey_image(pair: str) -> None:
-    tower, entered = dual_encoder_fixtures.plain(pair).vision_model, []
+def test_grey_vision_prompts_start_from_the_states_of_a_grey_image(pair: str) -> None:
+    tower, entered = dual_encoder_fixtures.transformers_model(pair).vision_model, []
     layers = tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
     for layer in layers:
         layer.register_forward_pre_hook(lambda _, given: entered.append(given[0][0]))
@@ -175,29 +177,29 @@ def test_a_grey_view_is_what_transformers_makes_of_a_grey_image(pair: str) -> No
     assert patches.shape == (2, dual_encoder_fixtures.PATCHES, 16)
     options = {"vision_tokens": 3, "depth": 2, "owners": ("global", "local")}
     grey, drawn = (
-        dual_encoder_fixtures.loaded(pair).prompted("prompts", KEY, **options, vision_init=v).initial
+        dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, **options, vision_init=v).initial
         for v in ("grey", "nothing")
     )
     for name in ("prompt.vision.global", "prompt.vision.local"):
         assert close(grey[name] - drawn[name], patches[:, [0, 1, 3]]), "at the ends, and one between"
         assert grey[name].dtype == torch.float32
     deeper = (
-        dual_encoder_fixtures.loaded(pair)
+        dual_encoder_fixtures.load_pair(pair)
         .prompted("prompts", KEY, vision_tokens=3, vision_init="grey")
         .initial["prompt.vision.global"]
     )
     shallow = (
-        dual_encoder_fixtures.loaded(pair).prompted("prompts", KEY, vision_tokens=3).initial["prompt.vision.global"]
+        dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, vision_tokens=3).initial["prompt.vision.global"]
     )
     assert close(deeper - shallow, patches[:1, [0, 1, 3]]), "one layer takes the first of them"
-    fewer = dual_encoder_fixtures.loaded(pair).prompted("prompts", KEY, text_tokens=2, vision_init="grey").initial
-    assert tensors.equal(fewer, dual_encoder_fixtures.loaded(pair).prompted("prompts", KEY, text_tokens=2).initial), (
-        "texts show nothing"
-    )
+    fewer = dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, text_tokens=2, vision_init="grey").initial
+    assert tensors.equal(
+        fewer, dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, text_tokens=2).initial
+    ), "texts show nothing"
 
 
-def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
-    towers = dual_encoder_fixtures.loaded(dtype="bfloat16")
+def test_towers_are_frozen_in_one_precision_and_prompts_train_in_float32() -> None:
+    towers = dual_encoder_fixtures.load_pair(dtype="bfloat16")
     assert not any(value.requires_grad for value in towers.module.parameters())
     assert {value.dtype for value in towers.module.parameters()} == {torch.bfloat16}
     assert towers.all_names() == {"logit_scale"}
@@ -205,26 +207,26 @@ def test_all_is_frozen_but_the_temperature_and_held_in_one_precision() -> None:
     model = towers.prompted("prompts", KEY, text_tokens=2, vision_tokens=2, owners=("global", "local"), fusion="both")
     assert model.towers.module is towers.module, "held once"  # type: ignore[attr-defined]
     assert {value.dtype for value in model.initial.values()} == {torch.float32}
-    params = {name: value.requires_grad_() for name, value in moved(model).items()}
+    params = {name: value.requires_grad_() for name, value in perturbed(model).items()}
     out = model(params, PIXELS)
     assert out.logits.dtype == torch.float32
     model.losses(out, torch.zeros(5, dtype=torch.long)).sum().backward()
     assert all(value.grad is not None and value.grad.dtype == torch.float32 for value in params.values())
-    wide = dual_encoder_fixtures.loaded(dtype="float32")
+    wide = dual_encoder_fixtures.load_pair(dtype="float32")
     same = wide.prompted("prompts", KEY, text_tokens=2, vision_tokens=2, owners=("global", "local"), fusion="both")
-    assert close(out.logits, same(moved(model), PIXELS).logits, 0.3), "the same up to the rounding of bfloat16"
+    assert close(out.logits, same(perturbed(model), PIXELS).logits, 0.3), "the same up to the rounding of bfloat16"
 
 
 # ---- fusion
 
 
 @pytest.mark.parametrize("fusion", QUERY_OWNERS)
-def test_fusion_against_torchs_attention(fusion: str) -> None:
-    towers = dual_encoder_fixtures.loaded()
+def test_prompt_fusion_matches_torch_attention(fusion: str) -> None:
+    towers = dual_encoder_fixtures.load_pair()
     model = towers.prompted(
         "prompts", KEY, text_tokens=3, vision_tokens=2, depth=2, owners=("global", "local"), fusion=fusion
     )
-    params = moved(model)
+    params = perturbed(model)
     for tower in ("text", "vision"):
         shared, own = (params[f"prompt.{tower}.{owner}"] for owner in ("global", "local"))
 
@@ -251,8 +253,8 @@ def test_fusion_against_torchs_attention(fusion: str) -> None:
 
 
 @pytest.mark.parametrize(("fusion", "owner"), [("local_queries", "local"), ("global_queries", "global")])
-def test_at_first_those_who_ask_are_handed_on_as_they_are(fusion: str, owner: str) -> None:
-    model = dual_encoder_fixtures.loaded().prompted(
+def test_initial_fusion_returns_the_querying_prompts_unchanged(fusion: str, owner: str) -> None:
+    model = dual_encoder_fixtures.load_pair().prompted(
         "prompts", KEY, text_tokens=3, vision_tokens=2, owners=("global", "local"), fusion=fusion
     )
     for tower in ("text", "vision"):
@@ -261,7 +263,7 @@ def test_at_first_those_who_ask_are_handed_on_as_they_are(fusion: str, owner: st
         assert torch.equal(fused, model.initial[f"prompt.{tower}.{owner}"])
 
 
-def test_shared_prompts_learn_from_the_first_step_only_if_the_output_is_open() -> None:
+def test_global_prompts_get_a_first_gradient_only_with_a_nonzero_output() -> None:
     for output in (0.0, 1.0):
         options: dict[str, Any] = {
             "text_tokens": 3,
@@ -269,7 +271,7 @@ def test_shared_prompts_learn_from_the_first_step_only_if_the_output_is_open() -
             "owners": ("global", "local"),
             "fusion": "local_queries",
         }
-        model = dual_encoder_fixtures.loaded().prompted("prompts", KEY, output=output, **options)
+        model = dual_encoder_fixtures.load_pair().prompted("prompts", KEY, output=output, **options)
         params = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
         model.losses(model(params, PIXELS), torch.zeros(5, dtype=torch.long)).sum().backward()
         for name in model.names("global"):
@@ -278,8 +280,8 @@ def test_shared_prompts_learn_from_the_first_step_only_if_the_output_is_open() -
             assert (slope.abs().max() > 0) == (output > 0)
 
 
-def test_tags_tell_owners_towers_and_fusion_apart() -> None:
-    model = dual_encoder_fixtures.loaded().prompted(
+def test_prompt_tags_separate_owners_towers_and_fusion() -> None:
+    model = dual_encoder_fixtures.load_pair().prompted(
         "prompts", KEY, text_tokens=3, vision_tokens=2, owners=("global", "local"), fusion="both"
     )
     assert model.names("global") == {"prompt.text.global", "prompt.vision.global"}
@@ -290,11 +292,11 @@ def test_tags_tell_owners_towers_and_fusion_apart() -> None:
     assert not model.names("text") & model.names("vision")
 
 
-def test_prompts_are_drawn_by_name_from_the_key_alone() -> None:
+def test_prompts_are_drawn_from_the_key_by_name() -> None:
     before = torch.get_rng_state()
     options = {"text_tokens": 8, "vision_tokens": 8, "owners": ("global", "local"), "fusion": "both"}
     one, same, other = (
-        dual_encoder_fixtures.loaded().prompted("prompts", Key(seed), **options).initial for seed in (1, 1, 2)
+        dual_encoder_fixtures.load_pair().prompted("prompts", Key(seed), **options).initial for seed in (1, 1, 2)
     )
     assert torch.equal(before, torch.get_rng_state())
     assert tensors.equal(one, same)
@@ -303,7 +305,7 @@ def test_prompts_are_drawn_by_name_from_the_key_alone() -> None:
             assert 0.015 < one[name].std() < 0.025
             assert not torch.equal(one[name], other[name])
         assert name.endswith("output") == (torch.count_nonzero(one[name]) == 0)
-    fewer = dual_encoder_fixtures.loaded().prompted("prompts", Key(1), text_tokens=8).initial
+    fewer = dual_encoder_fixtures.load_pair().prompted("prompts", Key(1), text_tokens=8).initial
     assert torch.equal(fewer["prompt.text.global"], one["prompt.text.global"]), "whatever else is asked for"
 
 
@@ -324,7 +326,7 @@ def numpy_sinkhorn(cost: np.ndarray[Any, Any], mass: float, smoothing: float, it
 
 
 @pytest.mark.parametrize("mass", [0.3, 0.8, 1.0])
-def test_transport_against_sinkhorn_in_numpy(mass: float) -> None:
+def test_sinkhorn_matches_numpy(mass: float) -> None:
     cost = torch.rand(2, 3, 6, 2, generator=KEY.generator(), dtype=torch.float64)
     plan = sinkhorn(cost, mass, 0.1, 400)
     for place in np.ndindex(2, 3):
@@ -334,7 +336,7 @@ def test_transport_against_sinkhorn_in_numpy(mass: float) -> None:
     assert mass == 1.0 or (plan.sum(-1) < 1 / 6 - 1e-3).any(), "where less is taken, some patches give less"
 
 
-def test_transport_at_its_limits() -> None:
+def test_sinkhorn_behaves_at_its_limits() -> None:
     cost = torch.rand(6, 2, generator=KEY.generator(), dtype=torch.float64)
     assert close(sinkhorn(cost, 0.6, 1e6, 50), torch.full((6, 2), 0.05, dtype=torch.float64)), "smoothed to a mean"
     dear = cost + torch.tensor([5.0, 0, 0, 0, 0, 0], dtype=torch.float64).unsqueeze(1)
@@ -345,14 +347,14 @@ def test_transport_at_its_limits() -> None:
 # ---- training
 
 
-def test_a_run_leaves_the_towers_and_the_temperature_as_they_were() -> None:
-    towers = image_fixtures.towers("float32")
+def test_prompt_run_leaves_towers_and_temperature_unchanged() -> None:
+    towers = image_fixtures.tiny_clip("float32")
     before = {name: value.clone() for name, value in towers.module.state_dict().items()}
     held = {name: value.clone() for name, value in towers.precomputed.items()}
     method = pfeddc(text_tokens=2, vision_tokens=2, depth=2, fusion="both")
     assert method.extend
     model = method.extend(towers, KEY)
-    played = play(run_of(method, 2, SGD(momentum=0.9)), model, image_fixtures.FOUR, block=2)
+    played = play(toy_run(method, 2, SGD(momentum=0.9)), model, image_fixtures.FOUR, block=2)
     assert tensors.equal(before, towers.module.state_dict())
     assert tensors.equal(held, towers.precomputed)
     assert played[-1].server.params["logit_scale"] is model.initial["logit_scale"]
@@ -360,12 +362,12 @@ def test_a_run_leaves_the_towers_and_the_temperature_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("name", NEEDS_DUAL_ENCODER)
-def test_bytes_are_those_of_the_shared_tensors_and_the_envelope(name: str) -> None:
+def test_prompt_traffic_is_the_size_of_shared_tensors_and_headers(name: str) -> None:
     method = build(name)
     assert method.extend
-    model = method.extend(image_fixtures.towers(), KEY)
+    model = method.extend(image_fixtures.tiny_clip(), KEY)
     shared = {each: model.initial[each] for each, tags in model.tags.items() if "global" in tags}
-    [played] = play(run_of(method, 1, steps=1), model, image_fixtures.FOUR)
+    [played] = play(toy_run(method, 1, steps=1), model, image_fixtures.FOUR)
     size = sum(value.numel() * 4 for value in shared.values())
     up, down = (sum(way.values()) for way in (played.traffic.up, played.traffic.down))
     envelope = {
@@ -379,21 +381,21 @@ def test_bytes_are_those_of_the_shared_tensors_and_the_envelope(name: str) -> No
 
 
 @pytest.fixture(scope="module")
-def wide() -> Model:
+def wide_clip() -> Model:
     """As wide as ViT-B/16, with one layer and few words, which prompts of one layer do not depend on."""
     sight, reading, common = SHAPES["b16"]
     shallow = ({**sight, "num_hidden_layers": 1}, {**reading, "num_hidden_layers": 1, "vocab_size": 9}, common)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "b16", shallow)
-        pictures = image_fixtures.Pictures(torch.zeros(1, 3, 32, 32), torch.zeros(1), channels=3, size=32)
+        pictures = image_fixtures.Images(torch.zeros(1, 3, 32, 32), torch.zeros(1), channels=3, size=32)
         return clip(pictures, KEY, shape="b16")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", NEEDS_DUAL_ENCODER)
-def test_cards_state_the_bytes_for_vit_b16(name: str, wide: Model) -> None:
+def test_method_cards_state_the_bytes_for_vit_b16(name: str, wide_clip: Model) -> None:
     method = build(name)
     assert method.extend
-    model = method.extend(wide, KEY)
+    model = method.extend(wide_clip, KEY)
     shared = {each: model.initial[each] for each, tags in model.tags.items() if "global" in tags}
     card = (Path(build.__code__.co_filename).parent / f"{name}.md").read_text()
     if shared:
@@ -405,11 +407,11 @@ def test_cards_state_the_bytes_for_vit_b16(name: str, wide: Model) -> None:
         assert f"keeps {kept:,} parameters" in text
 
 
-def test_own_prompts_and_momentum_wait_for_a_client_that_is_away() -> None:
+def test_state_of_an_absent_client_does_not_change() -> None:
     method = pfeddc(text_tokens=2, vision_tokens=2)
     assert method.extend
-    model = method.extend(image_fixtures.towers("float32"), KEY)
-    run = run_of(method, 8, SGD(momentum=0.9), cohort=1)
+    model = method.extend(image_fixtures.tiny_clip("float32"), KEY)
+    run = toy_run(method, 8, SGD(momentum=0.9), cohort=1)
     engine = SimulationEngine(run, model, image_fixtures.FOUR)
     states: dict[str, Tensors] = {}
     away: dict[str, int] = {}
@@ -430,7 +432,7 @@ def test_own_prompts_and_momentum_wait_for_a_client_that_is_away() -> None:
     assert {client for client in states if away.get(client)}, "someone came back, or waits with what it has"
 
 
-SMALL = {
+SMALL_CONFIG = {
     "model": {"name": "clip", "shape": "tiny"},
     "data": {"name": "synthetic", "examples": 40, "test_examples": 8, "size": 8},
     "split": {"name": "iid", "clients": 2},
@@ -439,9 +441,9 @@ SMALL = {
 }
 
 
-def test_a_config_reaches_them() -> None:
+def test_config_builds_prompted_models() -> None:
     raw = {
-        **SMALL,
+        **SMALL_CONFIG,
         "method": {"name": "pfeddc", "text_tokens": 2, "vision_tokens": 2},
         "model": {"name": "clip", "path": dual_encoder_fixtures.folder("clip"), "template": "a photo of a {}."},
     }
@@ -456,15 +458,17 @@ TEXT_ONLY = [name for name in NEEDS_DUAL_ENCODER if name not in ("vpfl", "pfeddc
 
 
 @pytest.mark.parametrize("name", ["zero-shot", *TEXT_ONLY])
-def test_images_are_looked_at_once_where_no_prompt_enters_their_tower(name: str) -> None:
+def test_text_prompt_methods_encode_each_image_once_with_the_cache(name: str) -> None:
     played, looked = {}, {}
     for once in (False, True):
-        experiment = build_experiment(parse({**SMALL, "method": {"name": name}, "engine": {"cache_frozen": once}}))
+        experiment = build_experiment(
+            parse({**SMALL_CONFIG, "method": {"name": name}, "engine": {"cache_frozen": once}})
+        )
         model: Any = experiment.model
         seen: list[int] = []
         module = getattr(model, "towers", model).module
         module.vision_model.embeddings.register_forward_hook(lambda _, given, __, seen=seen: seen.append(len(given[0])))
-        final = last(play(experiment.run, model, experiment.federation))
+        final = final_params(play(experiment.run, model, experiment.federation))
         test = experiment.federation.task.test.take(torch.arange(8))
         played[once] = {**final, "logits": model({**model.initial, **final}, test.inputs).logits}
         looked[once] = sum(seen)
@@ -474,12 +478,12 @@ def test_images_are_looked_at_once_where_no_prompt_enters_their_tower(name: str)
     assert looked[False] == (0 if name == "zero-shot" else 2 * train) + 8
 
 
-def test_vision_prompts_leave_nothing_to_remember() -> None:
+def test_cache_frozen_with_vision_prompts_is_refused() -> None:
     for method in ({"name": "vpfl"}, {"name": "pfeddc", "text_tokens": 2}):
         with pytest.raises(ModelError, match=r"vision prompts change every layer .* set it to false"):
-            build_experiment(parse({**SMALL, "method": method, "engine": {"cache_frozen": True}}))
+            build_experiment(parse({**SMALL_CONFIG, "method": method, "engine": {"cache_frozen": True}}))
     text_only = {"name": "pfeddc", "vision_tokens": 0, "text_tokens": 2}
-    build_experiment(parse({**SMALL, "method": text_only, "engine": {"cache_frozen": True}}))
+    build_experiment(parse({**SMALL_CONFIG, "method": text_only, "engine": {"cache_frozen": True}}))
 
 
 # ---- refusals
@@ -494,22 +498,22 @@ def test_vision_prompts_leave_nothing_to_remember() -> None:
         ({"path": "/no/such folder"}, "there is no folder '/no/such folder'"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_clip_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         clip(dual_encoder_fixtures.task(), KEY, **options)
 
 
-def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
-    image_fixtures.small().save_pretrained(image_fixtures.small().initial, tmp_path)
+def test_unsuitable_clip_folder_is_refused(tmp_path: Path) -> None:
+    image_fixtures.small_vit().save_pretrained(image_fixtures.small_vit().initial, tmp_path)
     with pytest.raises(ModelError, match="is a 'vit', which is not a pair of an image tower and a text tower"):
         clip(dual_encoder_fixtures.task(), KEY, path=str(tmp_path))
     with pytest.raises(ModelError, match="takes images with 1 channels, but the task's have 3"):
         clip(
-            image_fixtures.Pictures(PIXELS["pixel_values"], torch.zeros(5), channels=3, size=8),
+            image_fixtures.Images(PIXELS["pixel_values"], torch.zeros(5), channels=3, size=8),
             KEY,
             path=dual_encoder_fixtures.folder("clip"),
         )
-    bare = dual_encoder_fixtures.without(
+    bare = dual_encoder_fixtures.copy_without(
         dual_encoder_fixtures.folder("clip"), "tokenizer.json", "tokenizer_config.json"
     )
     with pytest.raises(ModelError, match=r"gives the same tokens for .*; give a folder with the tokenizer's files"):
@@ -538,18 +542,18 @@ def test_a_folder_that_will_not_do_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_prompts_that_cannot_be_are_refused(kind: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_prompt_options_are_refused(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        dual_encoder_fixtures.loaded().prompted(kind, KEY, **options)
+        dual_encoder_fixtures.load_pair().prompted(kind, KEY, **options)
 
 
-def test_other_models_take_no_prompts() -> None:
+def test_models_without_prompts_are_refused() -> None:
     with pytest.raises(TagError, match=r"does not support prompts; use a two-tower model, model\.name = 'clip'"):
         ToyTransformer().prompted("prompts", KEY)
 
 
-def test_random_towers_know_the_words_they_were_made_of() -> None:
-    towers = image_fixtures.towers()
+def test_random_towers_refuse_unknown_words() -> None:
+    towers = image_fixtures.tiny_clip()
     with pytest.raises(ModelError, match=r"random towers have no token for 'picture', only for: \., a, cat"):
         towers.prompted("prompts", KEY, text_tokens=8, init_text="a picture of")
     assert math.isclose(float(functional.normalize(towers.precomputed["texts"]).norm()), math.sqrt(3), rel_tol=1e-6)
@@ -558,7 +562,7 @@ def test_random_towers_know_the_words_they_were_made_of() -> None:
 # ---- studies
 
 
-def study(path: str) -> Any:
+def load_study(path: str) -> Any:
     name = Path(path).name
     spec = importlib.util.spec_from_file_location(name, Path("studies") / f"{path}.py")
     assert spec
@@ -570,8 +574,8 @@ def study(path: str) -> Any:
 
 
 @pytest.mark.slow
-def test_two_towers_that_never_met_are_aligned(tmp_path: Path) -> None:
-    align = study("backbone/align")
+def test_alignment_study_aligns_two_towers(tmp_path: Path) -> None:
+    align = load_study("backbone/align")
     result = align.main(["--tiny", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "pair" / "alignment.json").read_text()) == result
     assert result["names"] == ["blue", "green", "grey", "red", "white"]
@@ -596,10 +600,10 @@ def test_two_towers_that_never_met_are_aligned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_clips_tower_takes_images_of_another_size(tmp_path: Path) -> None:
-    align = study("backbone/align")
+def test_alignment_study_resizes_a_clip_tower(tmp_path: Path) -> None:
+    align = load_study("backbone/align")
     settings = replace(align.make_tiny(tmp_path), images=str(tmp_path / "clip"))
-    shape: Any = {**dual_encoder_fixtures.SIGHT, "num_channels": 3, "projection_dim": 12}
+    shape: Any = {**dual_encoder_fixtures.VISION_CONFIG, "num_channels": 3, "projection_dim": 12}
     tower = CLIPVisionModelWithProjection(CLIPVisionConfig(**shape))
     tower.eval().save_pretrained(settings.images)
     for size in (8, 16):
@@ -612,8 +616,8 @@ def test_a_clips_tower_takes_images_of_another_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_membership_is_told_of_both_methods(tmp_path: Path) -> None:
-    result = study("prompts/membership").main(
+def test_membership_study_reports_both_methods(tmp_path: Path) -> None:
+    result = load_study("prompts/membership").main(
         ["--tiny", "--seeds", "2", "--rounds", "1", "--out", str(tmp_path / "m.json")]
     )
     assert json.loads((tmp_path / "m.json").read_text()) == result

@@ -11,7 +11,9 @@ from partita.models.vmap_layers import Linear, LinearPatchEmbedding, use_vmap_la
 
 @pytest.mark.parametrize(("size", "kernel"), [((8, 8), (4, 4)), ((10, 7), (4, 2)), ((3, 3), (3, 3))])
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_are_the_convolution(size: tuple[int, int], kernel: tuple[int, int], bias: bool) -> None:
+def test_linear_patch_embedding_equals_the_convolution(
+    size: tuple[int, int], kernel: tuple[int, int], bias: bool
+) -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 5, kernel, stride=kernel, bias=bias)
     pixels = torch.randn(2, 3, *size, requires_grad=True)
@@ -30,13 +32,13 @@ def test_products_are_the_convolution(size: tuple[int, int], kernel: tuple[int, 
 @pytest.mark.parametrize(
     "options", [{"stride": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "groups": 2}, {"stride": 2, "dilation": 2}]
 )
-def test_others_are_left_alone(options: dict[str, int]) -> None:
+def test_other_convolutions_are_left_unchanged(options: dict[str, int]) -> None:
     module = nn.Sequential(nn.Conv2d(4, 4, 2, **options))
     use_vmap_layers(module)
     assert type(module[0]) is nn.Conv2d
 
 
-def test_a_layer_has_the_precision_of_autocast_also_under_vmap() -> None:
+def test_linear_layer_follows_autocast_under_vmap() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 4) for _ in range(3)]
     module = nn.Sequential(nn.Linear(6, 4))
@@ -58,7 +60,7 @@ def test_a_layer_has_the_precision_of_autocast_also_under_vmap() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_alone_a_layer_is_torchs_own_to_the_last_bit() -> None:
+def test_linear_layer_without_vmap_equals_torch_bit_for_bit() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 4))
     given = torch.randn(5, 6)

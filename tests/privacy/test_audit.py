@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, run_of, small
+from helpers import Clients, toy_model, toy_run
 from scipy.stats import binom, norm
 from sklearn.metrics import roc_auc_score
 
@@ -43,7 +43,7 @@ from partita.training.batching import collate
 DRAW = np.random.default_rng(0)
 
 
-def test_the_curve_is_that_of_scikit_learn() -> None:
+def test_roc_matches_scikit_learn() -> None:
     inside, outside = np.round(DRAW.normal(0.5, 1, 80), 1), np.round(DRAW.normal(0, 1, 60), 1)  # with ties
     found = roc(inside, outside)
     labels = np.concatenate([np.ones(80), np.zeros(60)])
@@ -57,7 +57,7 @@ def test_the_curve_is_that_of_scikit_learn() -> None:
         roc([], np.ones(5))
 
 
-def test_without_delta_right_guesses_are_a_binomial() -> None:
+def test_chance_of_right_guesses_is_binomial_at_delta_zero() -> None:
     for right, epsilon in product((5, 8, 10), (0.0, 1.0, 3.0)):
         wanted = binom.sf(right - 1, 10, 1 / (1 + math.exp(-epsilon)))
         assert chance_of(10, 10, right, epsilon, 0.0) == pytest.approx(float(wanted))
@@ -65,7 +65,7 @@ def test_without_delta_right_guesses_are_a_binomial() -> None:
     assert chance_of(10, 10, 0, 1.0, 1e-3) == 1.0
 
 
-def test_a_bound_is_where_the_chance_becomes_the_risk() -> None:
+def test_epsilon_bound_of_perfect_guesses_has_a_closed_form() -> None:
     """If all guesses are right, the accuracy to the power of the guesses equals the risk."""
     included = np.array([True, False] * 50)
     found = bound_epsilon(included.astype(float), included, delta=0.0)
@@ -76,7 +76,7 @@ def test_a_bound_is_where_the_chance_becomes_the_risk() -> None:
     assert bound_epsilon(-included.astype(float), included, delta=0.0).epsilon == 0
 
 
-def test_a_bound_holds_for_randomised_response() -> None:
+def test_epsilon_bound_holds_for_randomized_response() -> None:
     """Randomized response with odds e^epsilon: the bound exceeds epsilon in at most 1 of 20 runs."""
     wrong, bounds = 0, []
     for _ in range(100):
@@ -88,7 +88,7 @@ def test_a_bound_holds_for_randomised_response() -> None:
     assert np.mean(bounds) > 0.4  # and the bound is not vacuous
 
 
-def test_likelihood_ratios_find_what_shadows_show() -> None:
+def test_likelihood_ratios_find_membership_that_a_threshold_misses() -> None:
     """Each example has its own score level, which hides membership from a threshold but not from a ratio."""
     levels, gap = DRAW.normal(0, 5, 300), 1.0
     included = DRAW.random((24, 300)) < 0.5
@@ -103,7 +103,7 @@ def test_likelihood_ratios_find_what_shadows_show() -> None:
     assert np.isnan(likelihood_ratios(target, shadows, included)[0])
 
 
-def test_confidence_is_the_logit_of_the_right_answer() -> None:
+def test_confidence_is_the_logit_of_the_correct_class() -> None:
     chance = np.array([0.01, 0.5, 0.99])
     assert confidence_of(-np.log(chance)) == pytest.approx(np.log(chance / (1 - chance)))
     assert np.isfinite(confidence_of(np.array([0.0, 1e3]))).all()
@@ -113,7 +113,7 @@ SIZES = {"a": 60, "b": 60}
 MODEL = ToyTransformer(width=24, layers=1)
 
 
-def test_a_canary_that_is_out_counts_for_nothing() -> None:
+def test_excluded_canaries_are_masked_out() -> None:
     clients = Clients(a=8)
     canaries = choose_canaries(clients, 4, Key(1), classes=3)
     places = canaries.places["a"]
@@ -135,8 +135,8 @@ def test_a_canary_that_is_out_counts_for_nothing() -> None:
         choose_canaries(clients, 9, Key(1))
 
 
-def test_gradients_of_examples_add_up_to_the_batchs() -> None:
-    model, batch = small(), Clients(a=6)["a"].train.take(torch.arange(6))
+def test_example_gradients_sum_to_the_batch_gradient() -> None:
+    model, batch = toy_model(), Clients(a=6)["a"].train.take(torch.arange(6))
     names = sorted(model.initial)
     leaves = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
     model.losses(model(leaves, batch.inputs), batch.targets).sum().backward()
@@ -148,10 +148,10 @@ def test_gradients_of_examples_add_up_to_the_batchs() -> None:
     assert torch.allclose(gradient_cosines(model, model.initial, step, batch), wanted, atol=1e-5)
 
 
-def attacked(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[float, float, PrivacyGuard | None]:
+def eavesdrop(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[float, float, PrivacyGuard | None]:
     """(AUC, lower bound, guard) of an eavesdropper on two full-batch rounds, the easiest case for the attack."""
     clients = Clients(**SIZES)
-    run = run_of(fedavg(), count=2, lr=0.3, batch_size=60, seed=seed, drift=False)
+    run = toy_run(fedavg(), count=2, lr=0.3, batch_size=60, seed=seed, drift=False)
     guard = make_private(run, MODEL, SIZES, privacy_config) if privacy_config else None
     run = guard.run if guard else run
     canaries = choose_canaries(clients, 100, Key(seed) / "audit", classes=3)
@@ -165,32 +165,32 @@ def attacked(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[float
 
 
 @pytest.mark.parametrize("privacy_config", [None, PrivacyConfig(noise=0.0)], ids=["plain", "clipped"])
-def test_without_noise_the_audit_finds_who_was_in(privacy_config: PrivacyConfig | None) -> None:
-    auc, bound, _ = attacked(privacy_config)
+def test_audit_identifies_members_when_there_is_no_noise(privacy_config: PrivacyConfig | None) -> None:
+    auc, bound, _ = eavesdrop(privacy_config)
     assert auc > 0.95
     assert bound > 1.5
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
-def test_the_lower_bound_does_not_exceed_the_claim(epsilon: float) -> None:
-    _, bound, guard = attacked(PrivacyConfig(epsilon=epsilon, accountant="rdp"))
+def test_audited_epsilon_does_not_exceed_the_claim(epsilon: float) -> None:
+    _, bound, guard = eavesdrop(PrivacyConfig(epsilon=epsilon, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None
     assert bound <= guard.planned <= epsilon
 
 
-def test_a_false_claim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_detects_a_false_privacy_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run claims epsilon 0.5 but draws a thousandth of the noise; the attacker knows only the claim."""
     monkeypatch.setattr(
         private_gradients, "gaussian_noise", lambda like, key, std: gaussian_noise(like, key, std / 1000)
     )
-    _, bound, guard = attacked(PrivacyConfig(epsilon=0.5, accountant="rdp"))
+    _, bound, guard = eavesdrop(PrivacyConfig(epsilon=0.5, accountant="rdp"))
     assert guard is not None
     assert guard.planned is not None
     assert bound > 0.5 >= guard.planned
 
 
-def test_several_attacks_share_the_risk() -> None:
+def test_best_of_several_attacks_corrects_the_confidence() -> None:
     included = DRAW.random(200) < 0.5
     known = included + 0.1 * DRAW.random(200)
     alone = bound_epsilon(known, included, 0.0)
@@ -213,7 +213,7 @@ CONFIG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["example", "client", None])
-def test_a_recorded_run_is_audited(tmp_path: Path, unit: str | None) -> None:
+def test_finished_run_is_audited_and_recorded(tmp_path: Path, unit: str | None) -> None:
     privacy_config = {"privacy": {"noise": 4.0, "accountant": "rdp", "unit": unit}} if unit else {}
     unfinished = start(parse({**CONFIG, "rounds": 2, **privacy_config}), tmp_path / "part")
     next(unfinished)
@@ -231,7 +231,7 @@ def test_a_recorded_run_is_audited(tmp_path: Path, unit: str | None) -> None:
     assert (found["claim"] or {}).get("unit") == unit
 
 
-def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None:
+def test_report_shows_claim_spending_checks_and_attacks(tmp_path: Path) -> None:
     curve = {
         "auc": 0.9,
         "true_at_1%": 0.5,
@@ -270,7 +270,9 @@ def test_the_page_says_what_was_promised_spent_and_found(tmp_path: Path) -> None
     assert "<h2>Privacy</h2>" not in report.page([report.load_run(tmp_path)], tmp_path / "page.html").read_text()
 
 
-def test_the_commands_speak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_and_audit_commands_print_results_and_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from partita.cli.main import app
 
     app(

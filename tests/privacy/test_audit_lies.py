@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Clients, play, run_of, small
+from helpers import Clients, play, toy_model, toy_run
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -56,39 +56,39 @@ def small_checks(monkeypatch: Patch) -> None:
     monkeypatch.setattr(mechanism, "VISITS", 24)
 
 
-def failed(seed: int = 7, side_by_side: int = 1, **privacy: Any) -> set[str]:
+def failed_example_checks(seed: int = 7, side_by_side: int = 1, **privacy: Any) -> set[str]:
     """The checks that fail for a run with three clients, one of them smaller than a batch."""
-    run = run_of(
+    run = toy_run(
         replace(fedavg(), privacy=DPSGDSettings(**{"clip": 0.5, "noise": 0.8, **privacy})), batch_size=8, seed=seed
     )
-    found = check_examples(run, small(), Clients(a=40, b=24, c=6), initial_server(run, small()), side_by_side)
+    found = check_examples(run, toy_model(), Clients(a=40, b=24, c=6), initial_server(run, toy_model()), side_by_side)
     return {each["what"] for each in judge(found) if not each["passed"]}
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_honest_run_passes(seed: int) -> None:
-    assert not failed(seed, side_by_side=1 + seed % 3)
+def test_audit_passes_an_honest_run(seed: int) -> None:
+    assert not failed_example_checks(seed, side_by_side=1 + seed % 3)
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fedrep", "fedfrozen", "zero-shot"])
-def test_honest_runs_of_other_methods_pass(name: str) -> None:
+def test_audit_passes_honest_runs_of_other_methods(name: str) -> None:
     """Methods with a gradient correction, two phases, a changing plan, and nothing to train."""
-    run, model = run_of(replace(build(name), privacy=DPSGDSettings(0.5, 0.8)), batch_size=8), small()
+    run, model = toy_run(replace(build(name), privacy=DPSGDSettings(0.5, 0.8)), batch_size=8), toy_model()
     found = judge(check_examples(run, model, Clients(a=40, b=6), initial_server(run, model)))
     assert [each["what"] for each in found if not each["passed"]] == []
     assert len(found) == (1 if name == "zero-shot" else 12)
 
 
-def test_shuffled_batches_that_are_charged_as_such_pass() -> None:
-    assert not failed(sampling="shuffle")
+def test_audit_passes_shuffled_batches_charged_as_shuffled() -> None:
+    assert not failed_example_checks(sampling="shuffle")
 
 
-def test_half_the_noise(monkeypatch: Patch) -> None:
+def test_audit_detects_half_the_noise(monkeypatch: Patch) -> None:
     monkeypatch.setattr(private_gradients, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
-    assert "noise multiplier" in failed()
+    assert "noise multiplier" in failed_example_checks()
 
 
-def test_a_tensor_without_noise(monkeypatch: Patch) -> None:
+def test_audit_detects_a_tensor_without_noise(monkeypatch: Patch) -> None:
     """One small tensor of 13: the standard deviation over all tensors hardly changes."""
 
     def lie(like: Tensors, key: Key, std: float) -> Tensors:
@@ -96,10 +96,10 @@ def test_a_tensor_without_noise(monkeypatch: Patch) -> None:
         return {**drawn, "layers.0.norm.weight": torch.zeros_like(drawn["layers.0.norm.weight"])}
 
     monkeypatch.setattr(private_gradients, "gaussian_noise", lie)
-    assert "noise multiplier" in failed()
+    assert "noise multiplier" in failed_example_checks()
 
 
-def test_noise_of_another_shape(monkeypatch: Patch) -> None:
+def test_audit_detects_uniform_noise(monkeypatch: Patch) -> None:
     """Uniform noise of the same standard deviation has no tails, so it gives no guarantee."""
 
     def lie(like: Tensors, key: Key, std: float) -> Tensors:
@@ -107,11 +107,11 @@ def test_noise_of_another_shape(monkeypatch: Patch) -> None:
         return {name: (torch.special.ndtr(value) - 0.5) * 12**0.5 * std for name, value in drawn.items()}
 
     monkeypatch.setattr(private_gradients, "gaussian_noise", lie)
-    assert failed() == {"noise: distance from a normal distribution"}
+    assert failed_example_checks() == {"noise: distance from a normal distribution"}
 
 
 @dataclass(frozen=True)
-class Stuck:
+class ConstantKey:
     """A key that stays the same whatever is appended to its path."""
 
     key: Key
@@ -120,7 +120,7 @@ class Stuck:
         return self.key
 
 
-def _drawing(
+def _noise_source_with_key(
     path: Callable[[Run, client.ClientRound, int], Any],
 ) -> Callable[[Run, client.ClientRound, int], NoiseSource]:
     honest = local_training._noise_source
@@ -130,43 +130,43 @@ def _drawing(
 @pytest.mark.parametrize(
     ("between", "path", "side_by_side"),
     [
-        ("steps", lambda run, each, phase: Stuck(each.key / "noise" / phase), 1),
+        ("steps", lambda run, each, phase: ConstantKey(each.key / "noise" / phase), 1),
         ("rounds", lambda run, each, phase: run.key / "client" / each.job.client / phase, 1),
         ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase, 1),
         ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase, 3),
     ],
     ids=["steps", "rounds", "clients", "clients in a block"],
 )
-def test_noise_that_is_repeated(
+def test_audit_detects_repeated_noise(
     monkeypatch: Patch, between: str, path: Callable[[Run, client.ClientRound, int], Any], side_by_side: int
 ) -> None:
-    monkeypatch.setattr(local_training, "_noise_source", _drawing(path))
-    assert f"noise: largest correlation between {between}" in failed(side_by_side=side_by_side)
+    monkeypatch.setattr(local_training, "_noise_source", _noise_source_with_key(path))
+    assert f"noise: largest correlation between {between}" in failed_example_checks(side_by_side=side_by_side)
 
 
-def test_noise_that_is_the_same_for_all_tensors(monkeypatch: Patch) -> None:
+def test_audit_detects_equal_noise_in_all_tensors(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         private_gradients,
         "gaussian_noise",
         lambda like, key, std: {n: gaussian({"": v}, key, std)[""] for n, v in like.items()},
     )
-    assert "noise: largest correlation between tensors" in failed()
+    assert "noise: largest correlation between tensors" in failed_example_checks()
 
 
-def test_a_clip_that_is_not_applied(monkeypatch: Patch) -> None:
+def test_audit_detects_a_missing_clip(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         private_gradients, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
     )
-    assert failed() == {"largest contribution of one example / clip"}
+    assert failed_example_checks() == {"largest contribution of one example / clip"}
 
 
-def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch: Patch) -> None:
-    from ghost_fixtures import Texts, model_of
+def test_audit_detects_a_missing_clip_with_ghost_clipping(monkeypatch: Patch) -> None:
+    from ghost_fixtures import TextClients, tiny_model
 
     def found() -> set[str]:
-        run = run_of(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.8, clipping="ghost")), count=1, batch_size=3)
-        model = model_of("Bert")
-        checks = judge(check_examples(run, model, Texts(), initial_server(run, model)))
+        run = toy_run(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.8, clipping="ghost")), count=1, batch_size=3)
+        model = tiny_model("Bert")
+        checks = judge(check_examples(run, model, TextClients(), initial_server(run, model)))
         return {each["what"] for each in checks if not each["passed"]}
 
     assert not found()
@@ -176,7 +176,7 @@ def test_a_clip_that_is_not_applied_where_norms_are_read_off_layers(monkeypatch:
     assert found() == {"largest contribution of one example / clip"}
 
 
-def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch: Patch) -> None:
+def test_audit_detects_clipping_of_the_batch_instead_of_examples(monkeypatch: Patch) -> None:
     """Then an example's contribution depends on the others, and two batches may differ by more than the clip.
 
     Each audit tries a few examples, so not every run shows it.
@@ -188,29 +188,29 @@ def test_the_sum_of_a_batch_is_clipped_in_the_place_of_its_examples(monkeypatch:
         return {name: value * (0.5 / norm) for name, value in total.items()}, losses
 
     monkeypatch.setattr(private_gradients, "clipped_sum", lie)
-    found = [failed(seed) for seed in range(6)]
+    found = [failed_example_checks(seed) for seed in range(6)]
     assert sum(each == {"largest contribution of one example / clip"} for each in found) >= 2
 
 
-def test_shuffled_batches_that_are_charged_as_poisson_samples(monkeypatch: Patch) -> None:
+def test_audit_detects_shuffled_batches_charged_as_poisson(monkeypatch: Patch) -> None:
     monkeypatch.setattr(client, "poisson_batches", client.shuffled_batches)
-    found = failed()
+    found = failed_example_checks()
     assert "variance of batch sizes / binomial" in found
     assert "examples in common between batches of two steps" in found
 
 
-def test_more_examples_than_were_charged(monkeypatch: Patch) -> None:
+def test_audit_detects_a_sampling_rate_above_the_charged_one(monkeypatch: Patch) -> None:
     honest = client.poisson_batches
     monkeypatch.setattr(
         client,
         "poisson_batches",
         lambda count, training, *rest: honest(count, replace(training, batch_size=12), *rest),
     )
-    assert "sampling rate" in failed()
+    assert "sampling rate" in failed_example_checks()
 
 
 @pytest.mark.parametrize(("between", "parts"), [("rounds", ("client",)), ("clients", ("round",))])
-def test_samples_that_are_repeated(monkeypatch: Patch, between: str, parts: tuple[str, ...]) -> None:
+def test_audit_detects_repeated_samples(monkeypatch: Patch, between: str, parts: tuple[str, ...]) -> None:
     honest = client._batch_schedules
 
     def lie(run: Run, job: client.Job, plan: Any, examples: Any, key: Key, *rest: Any) -> Any:
@@ -218,81 +218,85 @@ def test_samples_that_are_repeated(monkeypatch: Patch, between: str, parts: tupl
         return honest(run, job, plan, examples, key, *rest)
 
     monkeypatch.setattr(client, "_batch_schedules", lie)
-    assert f"examples in common between batches of two {between}" in failed()
+    assert f"examples in common between batches of two {between}" in failed_example_checks()
 
 
-def failed_clients(seed: int = 7, count: int = 6, cohorts: list[list[str]] | None = None) -> set[str]:
-    run = run_of(protect_clients(fedavg(), 0.1, 0.7, 2), count=count, seed=seed, cohort=2, steps=1)
-    model, clients = small(), Clients(a=8, b=8, c=8, d=8)
+def failed_client_checks(seed: int = 7, count: int = 6, cohorts: list[list[str]] | None = None) -> set[str]:
+    run = toy_run(protect_clients(fedavg(), 0.1, 0.7, 2), count=count, seed=seed, cohort=2, steps=1)
+    model, clients = toy_model(), Clients(a=8, b=8, c=8, d=8)
     recorded = [list(each.cohort) for each in play(run, model, clients)] if cohorts is None else cohorts
     found = check_clients(run, model, SimulationEngine(run, model, clients), initial_server(run, model), recorded)
     return {each["what"] for each in judge(found) if not each["passed"]}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_honest_run_under_client_level_privacy_passes(seed: int) -> None:
-    assert not failed_clients(seed)
+def test_audit_passes_an_honest_client_level_run(seed: int) -> None:
+    assert not failed_client_checks(seed)
 
 
-def test_half_the_noise_on_sums_of_clients(monkeypatch: Patch) -> None:
+def test_audit_detects_half_the_client_level_noise(monkeypatch: Patch) -> None:
     monkeypatch.setattr(of_clients, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
-    assert "noise multiplier" in failed_clients()
+    assert "noise multiplier" in failed_client_checks()
 
 
-def test_noise_on_sums_of_clients_that_is_repeated(monkeypatch: Patch) -> None:
+def test_audit_detects_repeated_client_level_noise(monkeypatch: Patch) -> None:
     monkeypatch.setattr(of_clients, "gaussian_noise", lambda like, key, std: gaussian(like, Key(1), std))
-    assert "noise: largest correlation between rounds" in failed_clients()
+    assert "noise: largest correlation between rounds" in failed_client_checks()
 
 
-def test_updates_that_are_not_clipped(monkeypatch: Patch) -> None:
+def test_audit_detects_unclipped_updates(monkeypatch: Patch) -> None:
     monkeypatch.setattr(ClippedUpdates, "decode_update", lambda self, update: update)
-    assert failed_clients() == {"largest contribution of one client / clip"}
+    assert failed_client_checks() == {"largest contribution of one client / clip"}
 
 
-def test_updates_that_count_by_their_examples(monkeypatch: Patch) -> None:
+def test_audit_detects_updates_weighted_by_examples(monkeypatch: Patch) -> None:
     def lie(self: ClippedUpdates, update: Update) -> Update:
         clipped = clip_update(self, update)
         return replace(clipped, delta={name: 8 * value for name, value in clipped.delta.items()})
 
     monkeypatch.setattr(ClippedUpdates, "_clipped", lie)
-    assert failed_clients() == {"largest contribution of one client / clip"}
+    assert failed_client_checks() == {"largest contribution of one client / clip"}
 
 
-def test_cohorts_that_are_not_those_that_were_charged() -> None:
-    assert "clients in a cohort" in failed_clients(cohorts=[["a", "b", "c"]] * 4)
-    assert "share of a cohort asked again in the next round" in failed_clients(cohorts=[["a", "b"]] * 40)
+def test_audit_detects_wrong_cohort_sizes_and_repeated_cohorts() -> None:
+    assert "clients in a cohort" in failed_client_checks(cohorts=[["a", "b", "c"]] * 4)
+    assert "share of a cohort asked again in the next round" in failed_client_checks(cohorts=[["a", "b"]] * 40)
 
 
-def failed_choice(select: Attention | None = None, release: PrivacyRelease | None = None, seed: int = 7) -> set[str]:
+def failed_selection_checks(
+    select: Attention | None = None, release: PrivacyRelease | None = None, seed: int = 7
+) -> set[str]:
     method = build("safl", {"k": 1, "noise": 3.0, "probe": 0.5})
     [rule] = method.client_rules
     rule = replace(rule, select=select or rule.select, release=release or rule.release)  # type: ignore[type-var]
-    run = run_of(replace(method, client_rules=(rule,), privacy=DPSGDSettings(1.0, 1.0)), seed=seed)
+    run = toy_run(replace(method, client_rules=(rule,), privacy=DPSGDSettings(1.0, 1.0)), seed=seed)
     model = ToyTransformer(width=4, layers=3)
     found = check_choice(run, model, Clients(a=8), initial_server(run, model))
     assert len(found) == 3
     return {each["what"] for each in judge(found) if not each["passed"]}
 
 
-LEAN = "layer choice: cosine of noisy scores with the true ones"
+COSINE_CHECK = "layer choice: cosine of noisy scores with the true ones"
 
 
-class Repeating(Attention):
+class RepeatedNoiseAttention(Attention):
     def rank(self, layers: Any, count: int, examples: Any, ctx: Any, key: Key) -> Ranking:
         return super().rank(layers, count, examples, ctx, Key(1) / ctx.round_info.client)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_honest_choice_of_layers_passes(seed: int) -> None:
-    assert not failed_choice(seed=seed)
+def test_audit_passes_an_honest_layer_selection(seed: int) -> None:
+    assert not failed_selection_checks(seed=seed)
 
 
-def test_a_choice_of_layers_with_half_the_noise_without_a_clip_or_with_repeated_noise(monkeypatch: Patch) -> None:
-    assert failed_choice(Attention(probe=0.5, noise=1.5)) == {LEAN}
-    assert failed_choice(Attention(probe=1.0, noise=3.0)) == {LEAN}
-    assert "layer choice: correlation of noise between rounds" in failed_choice(Repeating(probe=0.5, noise=3.0))
+def test_audit_detects_dishonest_layer_selection(monkeypatch: Patch) -> None:
+    assert failed_selection_checks(Attention(probe=0.5, noise=1.5)) == {COSINE_CHECK}
+    assert failed_selection_checks(Attention(probe=1.0, noise=3.0)) == {COSINE_CHECK}
+    assert "layer choice: correlation of noise between rounds" in failed_selection_checks(
+        RepeatedNoiseAttention(probe=0.5, noise=3.0)
+    )
     monkeypatch.setattr(selectors, "clip_rows", lambda rows, norm: rows)
-    assert failed_choice() == {LEAN}
+    assert failed_selection_checks() == {COSINE_CHECK}
 
 
 CONFIG = {
@@ -307,9 +311,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("unit", ["example", "client"])
-def test_the_command_ends_with_an_error_if_the_claim_does_not_hold(
-    tmp_path: Path, monkeypatch: Patch, unit: str
-) -> None:
+def test_audit_command_fails_when_the_claim_does_not_hold(tmp_path: Path, monkeypatch: Patch, unit: str) -> None:
     from partita.cli.main import app
 
     folder = tmp_path / "run"

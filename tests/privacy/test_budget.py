@@ -13,7 +13,7 @@ from pathlib import Path
 import dp_accounting as library
 import pytest
 from dp_accounting import pld, rdp
-from helpers import Clients, play, run_of, small
+from helpers import Clients, play, toy_model, toy_run
 from scipy.optimize import brentq
 from scipy.stats import norm
 
@@ -37,18 +37,18 @@ STEPS = PrivacyRelease(TRAINING, noise=1.2, share=0.2, count=30)
 CHOICE = PrivacyRelease("layers", noise=4.0, share=1.0, count=3)
 
 
-def theirs(accountant: library.PrivacyAccountant) -> float:
+def epsilon_of_library(accountant: library.PrivacyAccountant) -> float:
     """Epsilon of the same releases, written as events of dp-accounting."""
     accountant.compose(library.PoissonSampledDpEvent(0.2, library.GaussianDpEvent(1.2)), 30)
     accountant.compose(library.GaussianDpEvent(4.0), 3)
     return float(accountant.get_epsilon(1e-5))
 
 
-def test_epsilon_is_that_of_dp_accounting() -> None:
+def test_epsilon_matches_dp_accounting() -> None:
     bill = Counter({STEPS: 1, CHOICE: 1})
-    assert epsilon(bill, 1e-5) == theirs(pld.PLDAccountant(value_discretization_interval=INTERVAL))
-    assert epsilon(bill, 1e-5) == pytest.approx(theirs(pld.PLDAccountant()), rel=1e-3)
-    assert epsilon(bill, 1e-5, "rdp") == pytest.approx(theirs(rdp.RdpAccountant(ORDERS)), rel=1e-12)
+    assert epsilon(bill, 1e-5) == epsilon_of_library(pld.PLDAccountant(value_discretization_interval=INTERVAL))
+    assert epsilon(bill, 1e-5) == pytest.approx(epsilon_of_library(pld.PLDAccountant()), rel=1e-3)
+    assert epsilon(bill, 1e-5, "rdp") == pytest.approx(epsilon_of_library(rdp.RdpAccountant(ORDERS)), rel=1e-12)
     assert epsilon(bill, 1e-5, "rdp") > epsilon(bill, 1e-5)
 
 
@@ -63,7 +63,7 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
 
 
 @pytest.mark.parametrize(("noise", "times"), [(1.0, 1), (3.0, 20)])
-def test_gaussian_releases_have_a_closed_form(noise: float, times: int) -> None:
+def test_epsilon_of_gaussian_releases_matches_the_closed_form(noise: float, times: int) -> None:
     wanted = gaussian_epsilon(noise / math.sqrt(times), 1e-5)
     assert epsilon({PrivacyRelease(TRAINING, noise, 1.0, times): 1}, 1e-5) == pytest.approx(wanted, rel=1e-3)
     # Replacing a client moves a sum by twice the clip.
@@ -72,12 +72,12 @@ def test_gaussian_releases_have_a_closed_form(noise: float, times: int) -> None:
     )
 
 
-def test_nothing_costs_nothing_and_no_noise_costs_everything() -> None:
+def test_epsilon_is_zero_without_releases_and_infinite_without_noise() -> None:
     assert epsilon({}, 1e-5) == epsilon({}, 1e-5, "rdp") == 0
     assert epsilon({PrivacyRelease(TRAINING, 0.0, 0.1): 1}, 1e-5) == math.inf
 
 
-def account_of(**clients: tuple[float, int]) -> PrivacySpending:
+def spending_of(**clients: tuple[float, int]) -> PrivacySpending:
     account = PrivacySpending(1e-5)
     for client, (share, count) in clients.items():
         account.charge(client, [PrivacyRelease(TRAINING, 1.0, share, count)])
@@ -85,7 +85,7 @@ def account_of(**clients: tuple[float, int]) -> PrivacySpending:
 
 
 @pytest.mark.parametrize(("target", "worst"), [(0.5, "b"), (20.0, "a")])
-def test_the_noise_found_suffices_for_every_client(target: float, worst: str) -> None:
+def test_find_noise_meets_the_budget_for_every_client(target: float, worst: str) -> None:
     """Which client is worst depends on the noise: sampling helps more with large noise than with small noise.
 
     Client a trains 200 steps with one example in twenty, client b one step with all of them.
@@ -106,31 +106,31 @@ def test_the_noise_found_suffices_for_every_client(target: float, worst: str) ->
     assert account.worst()[0] == "a"
 
 
-def test_a_run_costs_what_it_costs_the_worst_placed_client() -> None:
-    account = account_of(many=(0.02, 300), few=(0.2, 30), rare=(0.3, 4), same=(0.2, 30)).with_noise(5.0)
+def test_run_epsilon_is_that_of_the_worst_client() -> None:
+    account = spending_of(many=(0.02, 300), few=(0.2, 30), rare=(0.3, 4), same=(0.2, 30)).with_noise(5.0)
     costs = {client: epsilon(bill, 1e-5) for client, bill in account.bills.items()}
     client, cost = account.worst()
     assert cost == max(costs.values()) == costs[str(client)]
     assert client in ("few", "same")
 
 
-def test_charging_twice_is_charging_the_sum() -> None:
+def test_charging_twice_equals_charging_the_sum() -> None:
     account = PrivacySpending(1e-5)
     account.charge("a", [STEPS])
     account.charge("a", [replace(STEPS, count=10)])
     assert account.epsilon() == epsilon({replace(STEPS, count=40): 1}, 1e-5)
 
 
-def test_the_noise_that_is_found_costs_the_budget_and_no_more() -> None:
-    account = account_of(few=(0.2, 30), many=(0.05, 120))
+def test_find_noise_spends_the_budget_and_no_more() -> None:
+    account = spending_of(few=(0.2, 30), many=(0.05, 120))
     noise = find_noise(account, 0.5)
     assert 0.5 * 0.995 < account.with_noise(noise).epsilon() <= 0.5
     spent = account.with_noise(9.0).epsilon()
     assert find_noise(account, spent) == pytest.approx(9.0, rel=2e-3)
 
 
-def test_a_choice_is_charged_and_leaves_less_for_training() -> None:
-    account = account_of(a=(0.2, 30))
+def test_layer_selection_is_charged_and_leaves_less_for_training() -> None:
+    account = spending_of(a=(0.2, 30))
     alone = find_noise(account, 0.5)
     account.charge("a", [replace(CHOICE, noise=20.0)])
     assert find_noise(account, 0.5) > 1.05 * alone
@@ -138,50 +138,53 @@ def test_a_choice_is_charged_and_leaves_less_for_training() -> None:
     with pytest.raises(PrivacyError, match="besides their training costs epsilon"):
         find_noise(account, 0.5)
     with pytest.raises(PrivacyError, match="no noise up to"):
-        find_noise(account_of(a=(1.0, 10**7)), 1e-3)
+        find_noise(spending_of(a=(1.0, 10**7)), 1e-3)
 
 
-class Choosing(ClientRule):
+class SelectionWithRelease(ClientRule):
     uses_data = True
     release = PrivacyRelease("layers", noise=4.0, share=1.0)
 
 
-def test_what_a_client_releases_in_a_round() -> None:
+def test_releases_of_a_round_count_phases_steps_and_selection() -> None:
     poisson, shuffle = (
         replace(method_of("fedrep"), privacy=DPSGDSettings(1.0, 2.0, kind)) for kind in ("poisson", "shuffle")
     )
-    model = small()
-    run = run_of(poisson, batch_size=4, epochs=2)
+    model = toy_model()
+    run = toy_run(poisson, batch_size=4, epochs=2)
     plan = poisson.plan(model, RoundInfo(0, 3, "a"))
     assert len(plan.phases) == 2
     first, second = plan.phases
     epochs = [phase.epochs or 2 for phase in (first, second)]
     assert releases_of(run, plan, 10) == [PrivacyRelease(TRAINING, 2.0, 0.4, 3 * each) for each in epochs]
-    assert releases_of(run_of(shuffle, epochs=2), plan, 10) == [
+    assert releases_of(toy_run(shuffle, epochs=2), plan, 10) == [
         PrivacyRelease(TRAINING, 2.0, 1.0, each) for each in epochs
     ]
-    some = run_of(replace(fedavg(), privacy=DPSGDSettings(1.0, 2.0, "shuffle")), steps=4)
+    some = toy_run(replace(fedavg(), privacy=DPSGDSettings(1.0, 2.0, "shuffle")), steps=4)
     plain = fedavg().plan(model, RoundInfo(0, 3, "a"))
     assert releases_of(some, plain, 10) == [
         PrivacyRelease(TRAINING, 2.0, 1.0, 2)
     ]  # the fourth step belongs to a second epoch
-    choosing = Method("choosing", client_rules=(Choosing(),), privacy=DPSGDSettings(1.0, 2.0))
-    assert releases_of(run_of(choosing), plain, 3) == [Choosing.release, PrivacyRelease(TRAINING, 2.0, 1.0, 1)]
+    choosing = Method("choosing", client_rules=(SelectionWithRelease(),), privacy=DPSGDSettings(1.0, 2.0))
+    assert releases_of(toy_run(choosing), plain, 3) == [
+        SelectionWithRelease.release,
+        PrivacyRelease(TRAINING, 2.0, 1.0, 1),
+    ]
 
 
-def guarded(privacy_config: PrivacyConfig, method: Method | None = None, **more: object) -> PrivacyGuard:
-    return make_private(run_of(method or fedavg(), **more), small(), SIZES, privacy_config)  # type: ignore[arg-type]
+def make_guard(privacy_config: PrivacyConfig, method: Method | None = None, **more: object) -> PrivacyGuard:
+    return make_private(toy_run(method or fedavg(), **more), toy_model(), SIZES, privacy_config)  # type: ignore[arg-type]
 
 
 SIZES = {"a": 12, "b": 40, "c": 20, "d": 16}
 
 
-def test_a_budget_is_spent_as_planned() -> None:
-    guard = guarded(PrivacyConfig(epsilon=0.5), count=3, cohort=2)
+def test_spent_epsilon_follows_the_plan_and_overspending_is_refused() -> None:
+    guard = make_guard(PrivacyConfig(epsilon=0.5), count=3, cohort=2)
     assert guard.planned is not None
     assert 0.49 < guard.planned <= 0.5
     spent = []
-    for each in play(guard.run, small(), Clients(**SIZES)):
+    for each in play(guard.run, toy_model(), Clients(**SIZES)):
         guard.charge(each.number, each.cohort, {})
         spent.append(guard.spent())
     assert spent == sorted(spent)
@@ -193,19 +196,19 @@ def test_a_budget_is_spent_as_planned() -> None:
         guard.spent()
 
 
-def test_whoever_is_asked_more_often_decides() -> None:
-    guard = guarded(PrivacyConfig(noise=5.0), count=6, cohort=1)
+def test_planned_epsilon_is_that_of_the_most_sampled_client() -> None:
+    guard = make_guard(PrivacyConfig(noise=5.0), count=6, cohort=1)
     asked = Counter(guard.run.draw_cohort(number, list(SIZES))[0] for number in range(6))
     assert max(asked.values()) < 6
     costs = {
-        client: epsilon(dict.fromkeys(releases_of(guard.run, plan_of(guard), SIZES[client]), times), 1e-5)
+        client: epsilon(dict.fromkeys(releases_of(guard.run, first_round_plan(guard), SIZES[client]), times), 1e-5)
         for client, times in asked.items()
     }
     assert guard.planned == pytest.approx(max(costs.values()))
 
 
-def plan_of(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
-    return guard.run.method.plan(small(), RoundInfo(0, 1, "a"))
+def first_round_plan(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
+    return guard.run.method.plan(toy_model(), RoundInfo(0, 1, "a"))
 
 
 @pytest.mark.parametrize(
@@ -220,45 +223,45 @@ def plan_of(guard: PrivacyGuard):  # type: ignore[no-untyped-def]
         ({"noise": 0.1, "epsilon": 1.0}, "remove privacy.noise to have it computed"),
     ],
 )
-def test_terms_that_promise_nothing_are_refused(privacy_config: dict[str, object], said: str) -> None:
+def test_privacy_settings_without_a_guarantee_are_refused(privacy_config: dict[str, object], said: str) -> None:
     with pytest.raises(PrivacyError, match=said):
-        guarded(PrivacyConfig(**privacy_config))  # type: ignore[arg-type]
+        make_guard(PrivacyConfig(**privacy_config))  # type: ignore[arg-type]
 
 
 def test_under_client_level_privacy_transforms_with_memory_need_all_clients_in_every_round() -> None:
     """What other clients remember reveals earlier cohorts, and sampled cohorts must stay unknown."""
     feedback, of_clients = prune(error_feedback=True), PrivacyConfig("client", noise=20.0)
-    assert guarded(of_clients, feedback).run.method.transforms[1:] == feedback.transforms
+    assert make_guard(of_clients, feedback).run.method.transforms[1:] == feedback.transforms
     with pytest.raises(MethodError, match=r"prune: ErrorFeedback remembers .*set federation\.cohort = 1\.0, or leave"):
-        guarded(of_clients, feedback, cohort=2)
-    guarded(of_clients, prune(), cohort=2)
-    guarded(PrivacyConfig(noise=20.0), feedback, cohort=2)
+        make_guard(of_clients, feedback, cohort=2)
+    make_guard(of_clients, prune(), cohort=2)
+    make_guard(PrivacyConfig(noise=20.0), feedback, cohort=2)
 
 
-def test_delta_is_small_beside_the_examples() -> None:
-    assert guarded(PrivacyConfig(noise=5.0)).privacy_config.delta == 1e-5
-    many = make_private(run_of(fedavg()), small(), {"a": 10**6}, PrivacyConfig(noise=5.0))
+def test_default_delta_shrinks_with_the_number_of_examples() -> None:
+    assert make_guard(PrivacyConfig(noise=5.0)).privacy_config.delta == 1e-5
+    many = make_private(toy_run(fedavg()), toy_model(), {"a": 10**6}, PrivacyConfig(noise=5.0))
     assert many.privacy_config.delta == pytest.approx(1e-7)
 
 
-def test_sizes_that_are_not_known_here() -> None:
+def test_unknown_client_sizes_allow_only_a_given_noise() -> None:
     sizes = {"here": 12, "there": 0}
     with pytest.raises(PrivacyError, match="find the noise with 'partita budget'"):
-        make_private(run_of(fedavg()), small(), sizes, PrivacyConfig(epsilon=1.0))
-    guard = make_private(run_of(fedavg()), small(), sizes, PrivacyConfig(noise=1.0))
+        make_private(toy_run(fedavg()), toy_model(), sizes, PrivacyConfig(epsilon=1.0))
+    guard = make_private(toy_run(fedavg()), toy_model(), sizes, PrivacyConfig(noise=1.0))
     guard.charge(0, ["here", "there"], {})
     assert guard.planned is None
     assert guard.spent() is None
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_extra_when_dp_accounting_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(PrivacyError, match=r"pip install 'partita\[privacy\]'"):
         epsilon({STEPS: 1}, 1e-5)
 
 
 @pytest.mark.slow
-def test_a_forecast_of_one_client() -> None:
+def test_client_forecast_orders_costs_and_alternatives() -> None:
     found = forecast_client(Client(examples=100, batch=10, rounds=6), 0.3, None, None)
     assert list(found.after) == [2, 3, 5, 6]
     assert found.after[6] == found.epsilon <= 0.3
@@ -273,12 +276,12 @@ def test_a_forecast_of_one_client() -> None:
 
 
 @pytest.mark.slow
-def test_a_forecast_of_a_run() -> None:
-    guard = guarded(PrivacyConfig(noise=20.0), count=2, cohort=2)
+def test_run_forecast_matches_the_plan() -> None:
+    guard = make_guard(PrivacyConfig(noise=20.0), count=2, cohort=2)
     found = forecast_run(guard)
     assert found.after[2] == found.epsilon == guard.planned
     assert found.instead["twice the rounds"] > 20.0 > found.instead["half the batch"]
-    unknown = make_private(run_of(fedavg()), small(), {"a": 0}, PrivacyConfig(noise=1.0))
+    unknown = make_private(toy_run(fedavg()), toy_model(), {"a": 0}, PrivacyConfig(noise=1.0))
     with pytest.raises(PrivacyError, match="give --examples instead"):
         forecast_run(unknown)
 
@@ -295,7 +298,7 @@ CONFIG = {
 }
 
 
-def test_a_run_records_what_it_spent_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_private_run_records_epsilon_and_resumes(tmp_path: Path) -> None:
     whole = list(start(parse(CONFIG), tmp_path / "whole"))
     assert [row["train_loss"] for row in whole] == [None] * 2
     spent = [row["privacy"]["epsilon"] for row in whole]
@@ -316,7 +319,7 @@ def test_a_run_records_what_it_spent_and_goes_on_from_there(tmp_path: Path) -> N
         list(resume(parse(other), tmp_path / "part"))
 
 
-def test_the_table_is_checked() -> None:
+def test_unknown_privacy_key_is_refused() -> None:
     with pytest.raises(OptionError, match=r"'privacy\.epsilom'; did you mean 'epsilon'"):
         parse({**CONFIG, "privacy": {"epsilom": 2.0}})
     assert parse({"method": {"name": "fedavg"}}).privacy is None
@@ -330,7 +333,7 @@ def test_the_table_is_checked() -> None:
     [(0.01, 10, 3.0), (0.001, 1, 8.0), (0.0001, 1, 1e-3), (0.5, 400, 1.0)],
     ids=["below the clip", "far below it", "where epsilon falls to zero", "far above the clip"],
 )
-def test_the_least_noise_is_found_wherever_it_lies(share: float, count: int, target: float) -> None:
+def test_find_noise_returns_the_least_sufficient_noise(share: float, count: int, target: float) -> None:
     account = PrivacySpending(1e-5, "rdp")
     account.charge("a", [PrivacyRelease(TRAINING, 1.0, share, count)])
     noise = find_noise(account, target)
@@ -350,7 +353,7 @@ def test_the_least_noise_is_found_wherever_it_lies(share: float, count: int, tar
         (0.1 + 0.2, 0.3),
     ],
 )
-def test_a_noise_is_rounded_up_to_four_digits(noise: float, rounded: float) -> None:
+def test_noise_is_rounded_up_to_four_digits(noise: float, rounded: float) -> None:
     assert round_up(noise) == rounded
 
 
@@ -384,7 +387,7 @@ def test_who_releases_nothing_needs_no_noise() -> None:
     assert find_noise(PrivacySpending(1e-5, bills={"a": Counter()}), 1.0) == 0.0
 
 
-def test_a_client_is_billed_for_its_steps_and_its_share() -> None:
+def test_client_is_charged_for_its_steps_and_sampling_rate() -> None:
     [bill] = Client(examples=100, batch=30, rounds=6, epochs=2).bill(5, 1e-6).bills.values()
     assert bill == {PrivacyRelease(TRAINING, 1.0, 0.3): 2 * 4 * 5}
     account = Client(examples=10, batch=30, rounds=6).bill(6, 1e-6)
@@ -393,7 +396,7 @@ def test_a_client_is_billed_for_its_steps_and_its_share() -> None:
 
 
 @pytest.fixture
-def plain_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def linear_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace epsilon by steps times share over noise, so that the noise for an epsilon has a closed form."""
 
     def cost(account: PrivacySpending) -> float:
@@ -403,8 +406,8 @@ def plain_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "find_noise", lambda account, target: cost(account.with_noise(1.0)) / target)
 
 
-@pytest.mark.usefixtures("plain_costs")
-def test_a_forecast_of_one_client_says_what_other_choices_would_change() -> None:
+@pytest.mark.usefixtures("linear_costs")
+def test_client_forecast_matches_closed_form_costs() -> None:
     client = Client(examples=100, batch=10, rounds=6)  # ten steps per round, each with a tenth of the examples
     found = forecast_client(client, None, 2.0, None)
     assert found.after == {2: 1.0, 3: 1.5, 5: 2.5, 6: 3.0}
@@ -429,8 +432,8 @@ def test_a_forecast_of_one_client_says_what_other_choices_would_change() -> None
     assert forecast_client(large, None, 2.0, 1e-3).delta == 1e-3
 
 
-@pytest.mark.usefixtures("plain_costs")
-def test_the_other_choices_of_a_forecast_are_twice_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("linear_costs")
+def test_forecast_alternatives_double_and_halve_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share times steps does not change with half the batch, so the charged releases are compared."""
     seen = []
     monkeypatch.setattr(budget, "find_noise", lambda account, target: seen.append((account, target)) or 1.0)
@@ -444,51 +447,57 @@ def test_the_other_choices_of_a_forecast_are_twice_and_half(monkeypatch: pytest.
     ]
     assert [target for _, target in seen] == [3.0, 3.0, 3.0, 1.5]
     seen.clear()
-    guard = guarded(PrivacyConfig(noise=20.0), count=3, batch_size=4, steps=2)
+    guard = make_guard(PrivacyConfig(noise=20.0), count=3, batch_size=4, steps=2)
     forecast_run(guard)
     assert [max(sum(bill.values()) for bill in account.bills.values()) for account, _ in seen] == [12, 6, 6]
     half, whole = ({release.share for release in account.bills["b"]} for account, _ in seen[1:])
     assert (half, whole) == ({2 / 40}, {4 / 40})
     seen.clear()
-    forecast_run(guarded(PrivacyConfig(noise=20.0), count=1, batch_size=1, steps=2))
+    forecast_run(make_guard(PrivacyConfig(noise=20.0), count=1, batch_size=1, steps=2))
     assert {release.share for release in seen[1][0].bills["b"]} == {1 / 40}, "a batch of one cannot be halved"
     seen.clear()
     forecast_client(Client(examples=12, batch=1, rounds=1), None, 2.0, None)
     assert dict(seen[1][0].bills["client"]) == {PrivacyRelease(TRAINING, 1.0, 1 / 12): 12}
     seen.clear()
-    of_clients = forecast_run(guarded(PrivacyConfig(unit="client", noise=20.0, accountant="rdp"), count=2, cohort=2))
+    of_clients = forecast_run(make_guard(PrivacyConfig(unit="client", noise=20.0, accountant="rdp"), count=2, cohort=2))
     assert list(of_clients.instead) == ["twice the rounds", "half the epsilon"]
 
 
-@pytest.mark.usefixtures("plain_costs")
-def test_without_noise_no_other_noise_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("linear_costs")
+def test_forecast_without_noise_has_no_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivacySpending, "epsilon", lambda account: math.inf)
     found = forecast_client(Client(examples=100, batch=10, rounds=6), None, 0.0, None)
     assert (found.epsilon, found.instead) == (math.inf, {})
     assert "for the same epsilon" not in found.to_text()
 
 
-def test_what_is_charged_beside_training() -> None:
+def test_only_declared_releases_of_data_dependent_rules_are_charged() -> None:
     """A rule is charged only if it uses data and declares a release."""
-    plan = fedavg().plan(small(), RoundInfo(0, 3, "a"))
-    quiet = replace(fedavg(), client_rules=(Quiet(),))
-    assert releases_of(run_of(quiet), plan, 10) == []
-    assert releases_of(run_of(replace(fedavg(), client_rules=(Looking(),))), plan, 10) == [], "it declares no release"
-    assert releases_of(run_of(replace(fedavg(), client_rules=(Choosing(),))), plan, 10) == [Choosing.release]
-    private = replace(fedavg(), client_rules=(Choosing(),), privacy=DPSGDSettings(1.0, 2.0))
-    assert releases_of(run_of(private), plan, 0) == [Choosing.release], "without examples nothing is trained"
+    plan = fedavg().plan(toy_model(), RoundInfo(0, 3, "a"))
+    quiet = replace(fedavg(), client_rules=(ReleaseWithoutSelection(),))
+    assert releases_of(toy_run(quiet), plan, 10) == []
+    assert releases_of(toy_run(replace(fedavg(), client_rules=(SelectionWithoutRelease(),))), plan, 10) == [], (
+        "it declares no release"
+    )
+    assert releases_of(toy_run(replace(fedavg(), client_rules=(SelectionWithRelease(),))), plan, 10) == [
+        SelectionWithRelease.release
+    ]
+    private = replace(fedavg(), client_rules=(SelectionWithRelease(),), privacy=DPSGDSettings(1.0, 2.0))
+    assert releases_of(toy_run(private), plan, 0) == [SelectionWithRelease.release], (
+        "without examples nothing is trained"
+    )
 
 
-class Looking(ClientRule):
+class SelectionWithoutRelease(ClientRule):
     uses_data = True
 
 
-class Quiet(ClientRule):
+class ReleaseWithoutSelection(ClientRule):
     release = PrivacyRelease("layers", noise=4.0, share=1.0)
 
 
-@pytest.mark.usefixtures("plain_costs")
-def test_a_plan_knows_of_twice_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("linear_costs")
+def test_forecast_with_twice_the_rounds_uses_the_plan_of_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan trains one epoch per round of the run, so twice the rounds cost four times as much."""
     seen = []
     monkeypatch.setattr(budget, "find_noise", lambda account, target: seen.append(account) or 1.0)
@@ -496,15 +505,15 @@ def test_a_plan_knows_of_twice_the_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     def plan(model: Model, round_info: RoundInfo) -> Plan:
         return Plan((Phase(model.all_names(), epochs=round_info.rounds),), up=model.all_names(), down=model.all_names())
 
-    run = run_of(Method("growing", plan), 3, batch_size=40)
-    forecast_run(make_private(run, small(), {"b": 40}, PrivacyConfig(noise=20.0)))
+    run = toy_run(Method("growing", plan), 3, batch_size=40)
+    forecast_run(make_private(run, toy_model(), {"b": 40}, PrivacyConfig(noise=20.0)))
     assert [sum(account.bills["b"].values()) for account in seen] == [36, 18, 9]
 
 
-def test_a_guard_says_what_it_resolved() -> None:
-    found = guarded(PrivacyConfig(epsilon=2.0, accountant="rdp"), count=1)
+def test_guard_reports_resolved_noise_sampling_and_unit() -> None:
+    found = make_guard(PrivacyConfig(epsilon=2.0, accountant="rdp"), count=1)
     assert found.run.method.privacy is not None
     assert found.privacy_config.noise == found.about()["noise"] == found.run.method.privacy.noise
     assert (found.about()["sampling"], found.about()["delta"]) == ("poisson", 1e-5)
-    of_clients = guarded(PrivacyConfig(unit="client", noise=3.0, accountant="rdp"), count=1, cohort=2)
+    of_clients = make_guard(PrivacyConfig(unit="client", noise=3.0, accountant="rdp"), count=1, cohort=2)
     assert (of_clients.about()["sampling"], of_clients.about()["unit"]) == ("cohort", "client")

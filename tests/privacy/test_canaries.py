@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, Script, run_of, small
+from helpers import Clients, ScriptedEngine, toy_model, toy_run
 from torch import Tensor
 
 from partita.core.data import Batch
@@ -22,7 +22,7 @@ from partita.privacy import canaries
 from partita.privacy.canaries import CanaryPopulation, Eavesdropper, canary_scores, choose_canaries
 from partita.testing.toy import ToyExamples
 
-MODEL = small()
+MODEL = toy_model()
 NAMES = ["head.weight", "layers.0.norm.weight"]
 CLIENTS = Clients(a=5, b=40, c=3)
 
@@ -165,15 +165,15 @@ def test_scores_are_those_of_a_ridge_regression_of_the_step_on_all_gradients(cli
 def test_the_noise_in_an_update_beside_the_share_of_one_example() -> None:
     plain, private = fedavg(), replace(fedavg(), privacy=DPSGDSettings(1.0, 3.0))
     engine: Any = None
-    assert Eavesdropper(run_of(plain), MODEL, engine, planted())._strength(10) == 0.0
-    ear = Eavesdropper(run_of(private, batch_size=4, epochs=2), MODEL, engine, planted())
+    assert Eavesdropper(toy_run(plain), MODEL, engine, planted())._strength(10) == 0.0
+    ear = Eavesdropper(toy_run(private, batch_size=4, epochs=2), MODEL, engine, planted())
     assert ear._strength(10) == pytest.approx(4 * 9 / (0.4**2 * 6))
     assert ear._strength(3) == pytest.approx(4 * 9 / (1.0 * 2))
 
 
 def test_an_eavesdropper_adds_up_what_clients_with_canaries_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """By client in the order of the coins; of whom it never heard, it knows nothing."""
-    run, population = run_of(fedavg()), planted(30)
+    run, population = toy_run(fedavg()), planted(30)
     del population.canaries.places["a"]
     sizes = {client: len(places) for client, places in population.canaries.places.items()}
     assert sizes.keys() == {"b", "c"}
@@ -191,7 +191,7 @@ def test_an_eavesdropper_adds_up_what_clients_with_canaries_send(monkeypatch: py
 
     seen: list[Any] = []
     monkeypatch.setattr(canaries, "canary_scores", scores)
-    ear = Eavesdropper(run, MODEL, Script(answer, ("a", "b", "c")), population)
+    ear = Eavesdropper(run, MODEL, ScriptedEngine(answer, ("a", "b", "c")), population)
     for number in (0, 1):
         jobs = [make_job(run, MODEL, server, number, client)[0] for client in "abc"]
         replies = list(ear.train(jobs))

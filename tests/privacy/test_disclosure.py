@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Clients, play, run_of, small
+from helpers import Clients, play, toy_model, toy_run
 
 from partita import report
 from partita.core.client import ClientState, begin_round, finish_round
@@ -42,18 +42,18 @@ PLAIN: dict[str, Any] = {}
 SAFL = {"name": "safl", "k": 1, "noise": 4.0, "probe": 0.5}
 
 
-def row_of(folder: Path, method: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def run_one_round(folder: Path, method: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     list(start(parse({**CONFIG, "method": method, **more}), folder))
     [line] = (folder / "rows.jsonl").read_text().splitlines()
     found: dict[str, Any] = json.loads(line)
     return found
 
 
-def scores_in(row: Mapping[str, Any]) -> bool:
+def has_personal_scores(row: Mapping[str, Any]) -> bool:
     return bool(row["personal"])
 
 
-def test_every_key_of_a_row_has_a_status(tmp_path: Path) -> None:
+def test_every_row_key_has_a_disclosure_status(tmp_path: Path) -> None:
     runs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [
         ({"name": "fedavg"}, PLAIN),
         ({"name": "fedavg"}, PRIVACY["example"]),
@@ -62,19 +62,19 @@ def test_every_key_of_a_row_has_a_status(tmp_path: Path) -> None:
     ]
     seen = set[str]()
     for number, (method, privacy) in enumerate(runs):
-        seen |= row_of(tmp_path / str(number), method, **privacy).keys()
+        seen |= run_one_round(tmp_path / str(number), method, **privacy).keys()
     rare = {"refused", "bounded", "skipped"}  # only in rounds with faulty clients
     assert seen | rare == ROW.keys(), "give the key a status for both units in privacy/disclosure.py"
 
 
-def test_losses_and_drift_of_raw_updates_are_not_written(tmp_path: Path) -> None:
+def test_private_rows_withhold_losses_drift_and_scores(tmp_path: Path) -> None:
     plain, example, client = (
-        row_of(tmp_path / name, {"name": "fedavg"}, **privacy)
+        run_one_round(tmp_path / name, {"name": "fedavg"}, **privacy)
         for name, privacy in (("plain", PLAIN), ("example", PRIVACY["example"]), ("client", PRIVACY["client"]))
     )
     assert [row["train_loss"] is None for row in (plain, example, client)] == [False, True, True]
     assert [bool(row["drift"]) for row in (plain, example, client)] == [True, True, False]
-    assert [scores_in(row) for row in (plain, example, client)] == [True, True, False]
+    assert [has_personal_scores(row) for row in (plain, example, client)] == [True, True, False]
     assert [bool(row["test"]) for row in (plain, example, client)] == [True, True, True]
     for unit in ("example", "client"):
         told = json.loads((tmp_path / unit / "privacy.json").read_text())
@@ -85,75 +85,78 @@ def test_losses_and_drift_of_raw_updates_are_not_written(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("method", "unit"), [("fedper", "client"), ("fedbabu", "example")])
-def test_models_that_saw_raw_data_are_not_scored(tmp_path: Path, method: str, unit: str) -> None:
+def test_scores_of_models_trained_without_noise_are_withheld(tmp_path: Path, method: str, unit: str) -> None:
     """Personal models under client-level privacy, and heads tuned without noise before an evaluation."""
-    plain = row_of(tmp_path / "plain", {"name": method})
-    hidden = row_of(tmp_path / "private", {"name": method}, **PRIVACY[unit])
+    plain = run_one_round(tmp_path / "plain", {"name": method})
+    hidden = run_one_round(tmp_path / "private", {"name": method}, **PRIVACY[unit])
     assert plain["test"]
-    assert scores_in(plain)
+    assert has_personal_scores(plain)
     assert hidden["test"] is None
     assert hidden["personal"] is None
     report.page([report.load_run(tmp_path / "private")], tmp_path / "page.html")
 
 
-def test_noised_models_that_clients_keep_are_scored(tmp_path: Path) -> None:
-    row = row_of(tmp_path / "run", {"name": "fedper", "finetune": 0}, **PRIVACY["example"])
+def test_scores_of_noisy_personal_models_are_written(tmp_path: Path) -> None:
+    row = run_one_round(tmp_path / "run", {"name": "fedper", "finetune": 0}, **PRIVACY["example"])
     assert row["test"]
-    assert scores_in(row)
+    assert has_personal_scores(row)
 
 
-def test_scores_on_test_parts_can_be_left_out(tmp_path: Path) -> None:
-    row = row_of(tmp_path / "run", {"name": "fedavg"}, **PRIVACY["example"], evaluate={"personal_every": 0})
+def test_personal_scores_can_be_turned_off(tmp_path: Path) -> None:
+    row = run_one_round(tmp_path / "run", {"name": "fedavg"}, **PRIVACY["example"], evaluate={"personal_every": 0})
     assert row["personal"] is None
     assert row["test"]
 
 
-def test_reasons_of_lost_clients_are_not_quoted(tmp_path: Path) -> None:
+def test_client_level_rows_do_not_quote_failure_reasons(tmp_path: Path) -> None:
     away = {"federation": {"client_dropout": 0.6, "min_updates": 1}, "seed": 3}
-    plain = row_of(tmp_path / "plain", {"name": "fedavg"}, **away)
-    hidden = row_of(tmp_path / "client", {"name": "fedavg"}, **away, **PRIVACY["client"])
+    plain = run_one_round(tmp_path / "plain", {"name": "fedavg"}, **away)
+    hidden = run_one_round(tmp_path / "client", {"name": "fedavg"}, **away, **PRIVACY["client"])
     assert plain["lost"]
     assert set(plain["lost"].values()) == {"dropped out (simulated)"}
     assert hidden["lost"] == dict.fromkeys(plain["lost"], LOST)
 
 
-class Telling(ClientRule):
+class UndeclaredMetric(ClientRule):
     """Reports a number computed from examples without declaring that it uses data."""
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         return LayerSelection(plan.train, metrics={"targets": float(probe.take(key.permutation(8)).targets.sum())})
 
 
-def update_of(run: Run) -> Update:
-    job, _ = make_job(run, small(), initial_server(run, small()), 0, "a")
-    each = begin_round(run, small(), job, ClientState(), Clients(a=8)["a"].train)
+def update_of_one_client(run: Run) -> Update:
+    job, _ = make_job(run, toy_model(), initial_server(run, toy_model()), 0, "a")
+    each = begin_round(run, toy_model(), job, ClientState(), Clients(a=8)["a"].train)
     [learned] = train_clients(run, [each])
     return finish_round(run, each, learned)[0]
 
 
-def test_what_a_client_sends_beside_its_update() -> None:
-    method = Method("telling", client_rules=(Telling(),))
-    plain, hidden = update_of(run_of(method)), update_of(run_of(protect_clients(method, 1.0, 1.0, 1)))
+def test_private_updates_carry_no_loss_or_metrics() -> None:
+    method = Method("telling", client_rules=(UndeclaredMetric(),))
+    plain, hidden = (
+        update_of_one_client(toy_run(method)),
+        update_of_one_client(toy_run(protect_clients(method, 1.0, 1.0, 1))),
+    )
     assert plain.metrics.keys() == {"targets"}
     assert plain.loss is not None
     assert (plain.weight, hidden.weight) == (8.0, 1.0)
     assert hidden.metrics == {}
     assert hidden.loss is None
-    private = update_of(run_of(replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))))
+    private = update_of_one_client(toy_run(replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))))
     assert private.loss is None
     assert private.weight == 8.0
 
 
-def test_rounds_of_a_method_under_client_level_privacy_keep_nothing_told() -> None:
+def test_client_level_rounds_record_no_metrics() -> None:
     [played] = play(
-        run_of(protect_clients(Method("telling", client_rules=(Telling(),)), 1.0, 1.0, 1), count=1),
-        small(),
+        toy_run(protect_clients(Method("telling", client_rules=(UndeclaredMetric(),)), 1.0, 1.0, 1), count=1),
+        toy_model(),
         Clients(a=8),
     )
     assert played.metrics == {}
 
 
-def table() -> Iterator[tuple[str, str, str]]:
+def guide_table() -> Iterator[tuple[str, str, str]]:
     for line in GUIDE.read_text().splitlines():
         cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
         if (
@@ -164,12 +167,12 @@ def table() -> Iterator[tuple[str, str, str]]:
             yield cells[0], cells[1], cells[2]
 
 
-def test_the_guide_has_the_same_table() -> None:
+def test_guide_table_matches_the_code() -> None:
     every = {**ROW, **BESIDE}
-    assert list(table()) == [(what, each.example, each.client) for what, each in every.items()]
+    assert list(guide_table()) == [(what, each.example, each.client) for what, each in every.items()]
 
 
-def test_what_is_withheld_is_empty_and_the_rest_of_a_row_stays() -> None:
+def test_withhold_empties_only_withheld_keys() -> None:
     """Mappings become empty mappings. Keys that are not listed stay."""
     row = {
         "round": 3,
@@ -196,7 +199,7 @@ def test_what_is_withheld_is_empty_and_the_rest_of_a_row_stays() -> None:
     assert row == before, "the given row is not modified"
 
 
-def test_the_record_says_what_is_not_covered_and_what_was_withheld() -> None:
+def test_privacy_record_lists_uncovered_and_withheld_quantities() -> None:
     for unit in ("example", "client"):
         found = disclosed(unit)
         for what, quantity in {**ROW, **BESIDE}.items():

@@ -9,8 +9,8 @@ import dp_accounting as library
 import pytest
 import torch
 from dp_accounting import pld, rdp
-from helpers import Clients, distance, run_of, small
-from privacy_fixtures import micro_batches
+from helpers import Clients, max_difference, toy_model, toy_run
+from privacy_fixtures import micro_batch_sum
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,7 +30,7 @@ from partita.privacy.guard import PrivacyConfig, make_private
 from partita.training.local_training import train_clients
 
 
-def test_the_sampling_rate_is_the_one_that_is_charged() -> None:
+def test_poisson_sampling_rate_matches_the_charged_rate() -> None:
     """Within 0.005 over 100,000 draws, and within 0.5% over 4 million draws."""
     few = poisson_batches(500, Training(lr=1.0, batch_size=100, steps=200), None, Key(1))
     assert abs(sum(few.sizes) / 100_000 - 0.2) < 0.005
@@ -39,7 +39,7 @@ def test_the_sampling_rate_is_the_one_that_is_charged() -> None:
 
 
 @pytest.mark.parametrize("std", [0.37, 12.0])
-def test_noise_has_its_deviation_in_every_tensor_of_any_shape(std: float) -> None:
+def test_noise_has_the_requested_std_in_every_shape(std: float) -> None:
     shapes = {"flat": (120_000,), "matrix": (400, 300), "deep": (4, 50, 30, 20)}
     drawn = gaussian_noise({name: torch.zeros(shape) for name, shape in shapes.items()}, Key(3) / "noise", std)
     assert {name: tuple(value.shape) for name, value in drawn.items()} == shapes
@@ -51,26 +51,26 @@ def test_noise_has_its_deviation_in_every_tensor_of_any_shape(std: float) -> Non
     assert float(numbers.square().mean().sqrt()) == pytest.approx(std, rel=0.04)
 
 
-def visit_of(run: Run, model: Model, examples: Examples) -> ClientRound:
+def begin_client_round(run: Run, model: Model, examples: Examples) -> ClientRound:
     job, _ = make_job(run, model, initial_server(run, model), 0, "a")
     return begin_round(run, model, job, ClientState(), examples)
 
 
 @pytest.mark.parametrize(("size", "divisor"), [(3, 3), (8, 8), (12, 8)])
-def test_a_sum_is_divided_by_the_batch_size_expected(size: int, divisor: int) -> None:
+def test_private_step_divides_the_clipped_sum_by_the_expected_batch_size(size: int, divisor: int) -> None:
     """With a batch size of 8, a smaller client uses all its examples, and a larger one draws batches of any size."""
-    run = run_of(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0)), lr=1.0, batch_size=8, steps=1)
-    model, examples = small(), Clients(a=size)["a"].train
-    each = visit_of(run, model, examples)
+    run = toy_run(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0)), lr=1.0, batch_size=8, steps=1)
+    model, examples = toy_model(), Clients(a=size)["a"].train
+    each = begin_client_round(run, model, examples)
     [learned] = train_clients(run, [each])
     [batch] = each.schedules[0]
-    total = micro_batches(model, model.initial, examples.take(batch), 0.5)
+    total = micro_batch_sum(model, model.initial, examples.take(batch), 0.5)
     wanted = {name: model.initial[name] - value / divisor for name, value in total.items()}
-    assert distance(learned.params, wanted) < 1e-6
+    assert max_difference(learned.params, wanted) < 1e-6
     assert len(batch) == size if size <= 8 else len(batch) != 8
 
 
-class Line(Model):
+class LinearModel(Model):
     """A model in which the gradient of an example is the example."""
 
     name = "line"
@@ -86,7 +86,7 @@ class Line(Model):
         return out.logits[:, 0]
 
 
-class Rows:
+class RowExamples:
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
@@ -99,10 +99,10 @@ class Rows:
 
 @pytest.mark.parametrize("norms", ["direct", "ghost"])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30], ids=["inf", "-inf", "nan", "overflow"])
-def test_an_example_whose_gradient_has_no_finite_norm_adds_nothing(value: float, norms: str) -> None:
+def test_example_without_a_finite_gradient_norm_adds_nothing(value: float, norms: str) -> None:
     """The square of 1e30 is infinite, though the number is not."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    run = run_of(
+    run = toy_run(
         replace(fedavg(), privacy=DPSGDSettings(0.5, 0.0, clipping=norms)),  # type: ignore[arg-type]
         lr=1.0,
         batch_size=6,
@@ -110,16 +110,18 @@ def test_an_example_whose_gradient_has_no_finite_norm_adds_nothing(value: float,
     )
     broken = x.clone()
     broken[2, 1] = value
-    [learned] = train_clients(run, [visit_of(run, Line(), Rows(broken))])
+    [learned] = train_clients(run, [begin_client_round(run, LinearModel(), RowExamples(broken))])
     rest = x[[0, 1, 3, 4, 5]]
     wanted = -(rest * (0.5 / rest.norm(dim=1, keepdim=True)).clamp(max=1.0)).sum(0) / 6
     assert torch.allclose(learned.params["weight"][0], wanted, atol=1e-6)
 
 
-def test_epsilon_of_a_run_is_that_of_dp_accounting() -> None:
+def test_epsilon_of_a_run_matches_dp_accounting() -> None:
     """Against events of dp-accounting: the worst client has the highest sampling rate in every round."""
     sizes = {"a": 100, "b": 64, "c": 300}
-    guard = make_private(run_of(fedavg(), count=5, batch_size=32, epochs=2), small(), sizes, PrivacyConfig(noise=4.0))
+    guard = make_private(
+        toy_run(fedavg(), count=5, batch_size=32, epochs=2), toy_model(), sizes, PrivacyConfig(noise=4.0)
+    )
     costs = []
     for size in sizes.values():
         accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
@@ -130,9 +132,9 @@ def test_epsilon_of_a_run_is_that_of_dp_accounting() -> None:
     assert guard.planned == pytest.approx(max(costs), rel=1e-6)
 
 
-def test_epsilon_of_a_run_by_clients_is_that_of_dp_accounting() -> None:
+def test_epsilon_of_a_client_level_run_matches_dp_accounting() -> None:
     sizes = {f"c{number}": 8 for number in range(50)}
-    guard = make_private(run_of(fedavg(), count=5, cohort=5), small(), sizes, PrivacyConfig("client", noise=8.0))
+    guard = make_private(toy_run(fedavg(), count=5, cohort=5), toy_model(), sizes, PrivacyConfig("client", noise=8.0))
     accountant = rdp.RdpAccountant(ORDERS, library.NeighboringRelation.REPLACE_ONE)
     accountant.compose(library.SampledWithoutReplacementDpEvent(50, 5, library.GaussianDpEvent(4.0)), 5)
     assert guard.privacy_config.delta == 1e-5

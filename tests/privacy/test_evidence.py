@@ -13,7 +13,7 @@ from partita.privacy import evidence
 from partita.privacy.evidence import Check
 
 
-def test_a_check_fails_below_its_share_of_the_significance() -> None:
+def test_check_fails_below_its_share_of_the_significance() -> None:
     checks = [
         Check("one", 1.0, 1.1, 5.001e-7, 10, (0.9, 1.2)),
         Check("two", 0.0, 0.5, 5e-7, 20),
@@ -34,12 +34,12 @@ def test_a_check_fails_below_its_share_of_the_significance() -> None:
     assert [each["passed"] for each in evidence.judge(checks)] == [True] * 3, "each of three checks has a third of 1e-6"
 
 
-def chance(squares: float, count: int) -> float:
+def two_sided_chance(squares: float, count: int) -> float:
     return float(min(1.0, 2 * chi2.cdf(squares, count), 2 * chi2.sf(squares, count)))
 
 
 @pytest.mark.parametrize("parts", [{"a": (130.0, 100), "b": (35.0, 50)}, {"a": (99.5, 100), "b": (90.0, 60)}])
-def test_a_deviation_is_that_of_all_numbers_and_its_chance_that_of_the_worst_part(
+def test_deviation_pools_all_parts_and_its_p_value_is_the_worst_part(
     parts: dict[str, tuple[float, int]],
 ) -> None:
     found = evidence.check_deviation("noise", 2.5, parts)
@@ -51,32 +51,35 @@ def test_a_deviation_is_that_of_all_numbers_and_its_chance_that_of_the_worst_par
     )
     assert found.interval is not None
     assert found.interval[0] < found.found < found.interval[1]
-    chances = [chance(squares, numbers), *(chance(*part) for part in parts.values() if part[0] != 99.5)]
+    chances = [
+        two_sided_chance(squares, numbers),
+        *(two_sided_chance(*part) for part in parts.values() if part[0] != 99.5),
+    ]
     assert found.p == pytest.approx(min(1.0, 3 * min(chances)), rel=1e-9)
 
 
-def test_one_wrong_part_is_found_where_the_whole_looks_right() -> None:
+def test_deviation_check_finds_one_wrong_part_in_a_plausible_whole() -> None:
     parts = {"a": (1600.0, 1000), "b": (400.0, 1000)}
     assert evidence.check_deviation("noise", 1.0, parts).p < 1e-20
     assert evidence.check_deviation("noise", 1.0, {"both": (2000.0, 2000)}).p == 1.0
 
 
 @pytest.mark.parametrize(("ratio", "fine"), [(1.0049, True), (0.9951, True), (1.0051, False), (0.9949, False)])
-def test_an_error_of_half_a_percent_is_arithmetic_however_many_numbers_show_it(ratio: float, fine: bool) -> None:
+def test_deviation_within_half_a_percent_is_tolerated(ratio: float, fine: bool) -> None:
     count = 10**8
     found = evidence._chance_of_squares(ratio**2 * count, count)
     assert (found == 1.0) if fine else (found < 1e-6)
     few = evidence._chance_of_squares(130.0, 100)
-    assert few == pytest.approx(chance(130.0, 100))
+    assert few == pytest.approx(two_sided_chance(130.0, 100))
 
 
-def test_normality_is_the_test_of_kolmogorov_and_smirnov() -> None:
+def test_normality_check_is_a_kolmogorov_smirnov_test() -> None:
     numbers = np.random.default_rng(3).standard_normal(200) * 1.2
     found, test = evidence.check_normality("shape", numbers), kstest(numbers, "norm")
     assert found == Check("shape", 0.0, float(test.statistic), float(test.pvalue), 200)
 
 
-def test_the_chance_of_a_cosine_is_that_of_students_t() -> None:
+def test_p_value_of_a_cosine_matches_student_t() -> None:
     """A single number has no direction. A cosine of 1, or above by rounding, has p-value 0."""
     cosines = np.array([0.9, 0.9, -0.9, 0.3, 1.0, 1.0 + 2e-16, -1.0, 0.0])
     lengths = np.array([1, 2, 2, 50, 10, 10, 3, 7])
@@ -90,7 +93,7 @@ def test_the_chance_of_a_cosine_is_that_of_students_t() -> None:
     assert found[7] == 1.0
 
 
-def test_counts_are_compared_in_each_group_and_shown_together() -> None:
+def test_count_check_tests_each_group_and_reports_the_total() -> None:
     groups = {0.3: (45, 100), 0.5: (24, 60)}
     found = evidence.check_counts("sampled", groups)
     chances = [
@@ -107,7 +110,7 @@ def test_counts_are_compared_in_each_group_and_shown_together() -> None:
     assert evidence.check_counts("sampled", {0.5: (30, 60), 0.4: (24, 60)}).p == 1.0
 
 
-def test_sizes_of_batches_are_compared_with_binomial_ones() -> None:
+def test_dispersion_check_compares_batch_sizes_with_a_binomial() -> None:
     counts, shares = np.array([40, 50, 60, 70]), np.array([0.2, 0.3, 0.4, 0.5])
     sizes = np.array([8, 20, 20, 33])
     found = evidence.check_dispersion(sizes, counts, shares)
@@ -117,15 +120,15 @@ def test_sizes_of_batches_are_compared_with_binomial_ones() -> None:
     expected = [(8 - 8) ** 2 / 6.4, (20 - 15) ** 2 / 10.5, (20 - 24) ** 2 / 14.4, (33 - 35) ** 2 / 17.5]
     assert (found.charged, found.numbers) == (1.0, 4)
     assert found.found == pytest.approx(sum(expected) / 4)
-    assert found.p == pytest.approx(chance(squares, 4))
+    assert found.p == pytest.approx(two_sided_chance(squares, 4))
 
 
 @pytest.mark.parametrize("size", [0, 2000])
-def test_a_batch_that_cannot_be_gives_a_small_chance_and_not_none(size: int) -> None:
+def test_impossible_batch_size_gives_a_tiny_positive_p_value(size: int) -> None:
     found = evidence.check_dispersion(np.array([size]), np.array([2000]), np.array([0.5]))
     assert 0 < found.p < 1e-12
 
 
 @pytest.mark.parametrize(("below", "above", "wanted"), [(0.1, 0.9, 0.2), (0.9, 0.05, 0.1), (0.6, 0.7, 1.0)])
-def test_either_side_counts_twice_and_never_above_one(below: float, above: float, wanted: float) -> None:
+def test_two_sided_p_value_doubles_the_smaller_tail_up_to_one(below: float, above: float, wanted: float) -> None:
     assert evidence.chance_of_either(below, above) == pytest.approx(wanted)

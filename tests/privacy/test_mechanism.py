@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, run_of, small
+from helpers import Clients, toy_model, toy_run
 from scipy.stats import hypergeom, ks_2samp
 
 from partita.core.dp_settings import DPSGDSettings
@@ -32,7 +32,7 @@ def cosine(one: Array, two: Array) -> float:
     return float(one @ two / math.sqrt((one @ one) * (two @ two)))
 
 
-def stream(client: str, number: int, step: int, seed: int, **sizes: int) -> Stream:
+def make_stream(client: str, number: int, step: int, seed: int, **sizes: int) -> Stream:
     draw = np.random.default_rng(seed)
     noise = {name: torch.from_numpy(draw.standard_normal(size)) for name, size in sizes.items()}
     return mechanism.stream_of(client, number, (0, step), noise)
@@ -41,7 +41,7 @@ def stream(client: str, number: int, step: int, seed: int, **sizes: int) -> Stre
 # ---- noise
 
 
-def test_a_stream_keeps_the_beginning_of_each_tensor_and_the_squares_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_keeps_a_prefix_of_each_tensor_and_all_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mechanism, "PREFIX", 3)
     noise = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double(), "b": torch.tensor([5.0]).double()}
     found = mechanism.stream_of("x", 2, (1, 4), noise)
@@ -50,8 +50,8 @@ def test_a_stream_keeps_the_beginning_of_each_tensor_and_the_squares_of_all(monk
     assert {name: value.tolist() for name, value in found.noise.items()} == {"a": [1.0, 2.0, 3.0], "b": [5.0]}
 
 
-def test_squares_are_summed_over_streams_by_name() -> None:
-    streams = [stream("x", 0, 0, 1, a=20, b=30), stream("x", 0, 1, 2, a=20)]
+def test_noise_deviation_pools_all_streams() -> None:
+    streams = [make_stream("x", 0, 0, 1, a=20, b=30), make_stream("x", 0, 1, 2, a=20)]
     deviation, normality, *_ = mechanism.check_noise(streams, 0.7)
     every = np.concatenate([streams[0].noise["a"], streams[0].noise["b"], streams[1].noise["a"]])
     assert (deviation.charged, deviation.numbers, normality.numbers) == (0.7, 70, 70)
@@ -60,13 +60,13 @@ def test_squares_are_summed_over_streams_by_name() -> None:
     assert again.numbers == 100
 
 
-def test_noise_is_compared_between_steps_rounds_and_clients() -> None:
+def test_noise_correlation_is_checked_between_steps_rounds_and_clients() -> None:
     """Over all tensors that two steps share, and for each one; the p-value is that of the worst comparison."""
     streams = [
-        stream("x", 0, 0, 1, a=8, b=5),
-        stream("x", 0, 1, 2, a=8, b=5),
-        stream("x", 1, 0, 3, a=8),
-        stream("y", 1, 0, 4, a=8, b=5),
+        make_stream("x", 0, 0, 1, a=8, b=5),
+        make_stream("x", 0, 1, 2, a=8, b=5),
+        make_stream("x", 1, 0, 3, a=8),
+        make_stream("y", 1, 0, 4, a=8, b=5),
     ]
     found = {each.what.rpartition(" ")[2]: each for each in mechanism._check_streams(streams)}
     pairs = {"steps": [(1, 0)], "rounds": [(2, 0), (2, 1)], "clients": [(3, 0), (3, 1), (3, 2)]}
@@ -85,21 +85,21 @@ def test_noise_is_compared_between_steps_rounds_and_clients() -> None:
         assert found[what].charged == 0.0
 
 
-def test_the_same_noise_twice_is_found_in_one_small_tensor() -> None:
-    one, two = stream("x", 0, 0, 1, a=500, b=30), stream("x", 0, 1, 2, a=500, b=30)
+def test_repeated_noise_in_one_small_tensor_is_found() -> None:
+    one, two = make_stream("x", 0, 0, 1, a=500, b=30), make_stream("x", 0, 1, 2, a=500, b=30)
     [honest] = mechanism._check_streams([one, two])
     assert honest.p > 1e-3
     repeated = replace(two, noise={**two.noise, "b": one.noise["b"]})
     [lie] = mechanism._check_streams([one, repeated])
     assert lie.p < 1e-12
-    two_numbers = stream("x", 0, 0, 1, a=2), stream("x", 0, 1, 2, a=2)
+    two_numbers = make_stream("x", 0, 0, 1, a=2), make_stream("x", 0, 1, 2, a=2)
     assert [found.numbers for found in mechanism._check_streams(two_numbers)] == [1]
-    single = stream("x", 0, 0, 1, a=1), stream("x", 0, 1, 2, a=1)
+    single = make_stream("x", 0, 0, 1, a=1), make_stream("x", 0, 1, 2, a=1)
     assert mechanism._check_streams(single) == [], "a single number has no correlation"
 
 
-def test_tensors_of_one_step_are_compared_from_their_beginning() -> None:
-    streams = [stream("x", 0, 0, 1, a=8, b=5, c=6), stream("x", 0, 1, 2, a=8, b=5)]
+def test_noise_correlation_is_checked_between_tensors_of_a_step() -> None:
+    streams = [make_stream("x", 0, 0, 1, a=8, b=5, c=6), make_stream("x", 0, 1, 2, a=8, b=5)]
     [found] = mechanism._check_tensors(streams)
     cosines, chances = [], []
     for one, two in (("a", "b"), ("a", "c"), ("b", "c")):
@@ -114,7 +114,7 @@ def test_tensors_of_one_step_are_compared_from_their_beginning() -> None:
     assert found.found == pytest.approx(max(cosines))
     assert found.p == pytest.approx(min(1.0, 3 * min(chances)))
     assert (found.charged, found.numbers) == (0.0, 3)
-    assert mechanism._check_tensors([stream("x", 0, 0, 1, a=8)]) == []
+    assert mechanism._check_tensors([make_stream("x", 0, 0, 1, a=8)]) == []
 
 
 def test_two_tensors_with_the_same_noise_are_found() -> None:
@@ -130,7 +130,7 @@ def test_two_tensors_with_the_same_noise_are_found() -> None:
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_correlations_do_not_depend_on_the_size_of_the_noise(scale: float) -> None:
-    streams = [stream("x", 0, 0, 1, a=8, b=5), stream("x", 0, 1, 2, a=8, b=5)]
+    streams = [make_stream("x", 0, 0, 1, a=8, b=5), make_stream("x", 0, 1, 2, a=8, b=5)]
     scaled = [replace(each, noise={name: scale * value for name, value in each.noise.items()}) for each in streams]
     for check in (mechanism._check_streams, mechanism._check_tensors):
         [plain], [other] = check(streams), check(scaled)
@@ -148,23 +148,23 @@ def test_correlations_do_not_depend_on_the_size_of_the_noise(scale: float) -> No
         ({"a": 7, "b": 1, "c": 6, "d": 2, "e": 5, "f": 3, "g": 4}, ["b", "f", "e", "a"]),
     ],
 )
-def test_clients_are_taken_from_the_smallest_to_the_largest(sizes: dict[str, int], wanted: list[str]) -> None:
+def test_audited_clients_spread_from_smallest_to_largest(sizes: dict[str, int], wanted: list[str]) -> None:
     assert mechanism._spread(Clients(**sizes)) == wanted
 
 
-def test_visits_are_repeated_under_other_names_until_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_rounds_are_replicated_under_new_names_until_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mechanism, "VISITS", 7)
-    found = mechanism._replicas(run_of(fedavg(), 2), ["a", "b"])
+    found = mechanism._replicas(toy_run(fedavg(), 2), ["a", "b"])
     assert found == [
         *[(0, "a", ""), (0, "b", ""), (1, "a", ""), (1, "b", "")],
         *[(0, "a", "a 1"), (0, "b", "b 1"), (1, "a", "a 1")],
     ]
     monkeypatch.setattr(mechanism, "VISITS", 4)
-    assert mechanism._replicas(run_of(fedavg(), 2), ["a", "b"]) == found[:4]
-    assert mechanism._replicas(run_of(fedavg(), 9), ["a"]) == [(number, "a", "") for number in range(4)]
+    assert mechanism._replicas(toy_run(fedavg(), 2), ["a", "b"]) == found[:4]
+    assert mechanism._replicas(toy_run(fedavg(), 9), ["a"]) == [(number, "a", "") for number in range(4)]
 
 
-def test_without_its_first_example_a_batch_is_shorter_or_masked() -> None:
+def test_dropping_the_first_example_shortens_or_masks_a_batch() -> None:
     x = torch.arange(48.0).reshape(3, 4, 4)
     examples = mechanism.Without(ToyExamples(x, torch.tensor([0, 1, 2])))
     assert len(examples) == 3
@@ -176,7 +176,7 @@ def test_without_its_first_example_a_batch_is_shorter_or_masked() -> None:
     assert alone.mask.tolist() == [0.0]
 
 
-def test_gradients_are_told_apart_by_client_phase_and_step() -> None:
+def test_recorded_gradients_are_keyed_by_client_phase_and_step() -> None:
     """A block has one row per client, and in its last steps only rows of clients that still train."""
     tape = mechanism.GradientRecorder("sgd")
     tape.blocks = [
@@ -192,17 +192,17 @@ def test_gradients_are_told_apart_by_client_phase_and_step() -> None:
 # ---- sampling
 
 
-def visit(count: int, *batches: Sequence[int]) -> Any:
+def make_visit(count: int, *batches: Sequence[int]) -> Any:
     return SimpleNamespace(examples=range(count), schedules=[[torch.tensor(batch) for batch in batches]])
 
 
-def test_sampling_is_checked_by_its_rate_its_variance_and_its_overlaps() -> None:
-    run = run_of(fedavg(), batch_size=4)
+def test_sampling_checks_cover_rate_variance_and_overlaps() -> None:
+    run = toy_run(fedavg(), batch_size=4)
     visits = [
-        visit(8, [0, 1, 2], [1, 2, 3, 4], [5]),
-        visit(10, [9, 8], [7, 6, 5], [0]),
-        visit(8, [0, 1], [2, 3], [5, 6]),
-        visit(10, [9, 1], [7, 6], [4]),
+        make_visit(8, [0, 1, 2], [1, 2, 3, 4], [5]),
+        make_visit(10, [9, 8], [7, 6, 5], [0]),
+        make_visit(8, [0, 1], [2, 3], [5, 6]),
+        make_visit(10, [9, 1], [7, 6], [4]),
     ]
     rate, variance, steps, rounds, clients = mechanism._check_sampling(run, visits, 2)
     assert rate == check_counts("sampling rate", {0.5: (14, 48), 0.4: (11, 60)})
@@ -215,18 +215,18 @@ def test_sampling_is_checked_by_its_rate_its_variance_and_its_overlaps() -> None
     assert clients == check_counts(f"{what} clients", {0.5 * 0.4: (1, 48)})
 
 
-def test_what_is_certain_is_not_checked_for_chance() -> None:
+def test_full_batches_are_checked_only_for_their_rate() -> None:
     """A client smaller than a batch uses all its examples in every step."""
-    run = run_of(fedavg(), batch_size=4)
-    found = mechanism._check_sampling(run, [visit(3, [0, 1, 2], [0, 1, 2])] * 2, 1)
+    run = toy_run(fedavg(), batch_size=4)
+    found = mechanism._check_sampling(run, [make_visit(3, [0, 1, 2], [0, 1, 2])] * 2, 1)
     assert [each.what for each in found] == ["sampling rate"]
     assert (found[0].charged, found[0].found, found[0].numbers) == (1.0, 1.0, 12)
-    assert mechanism._check_sampling(run, [visit(3)], 1) == []
-    alone = mechanism._check_sampling(run, [visit(8, [0], [1]), visit(8, [0], [1])], 1)
+    assert mechanism._check_sampling(run, [make_visit(3)], 1) == []
+    alone = mechanism._check_sampling(run, [make_visit(8, [0], [1]), make_visit(8, [0], [1])], 1)
     assert [each.what.rpartition(" ")[2] for each in alone] == ["rate", "binomial", "steps", "rounds"]
 
 
-def test_examples_in_common_are_counted_up_to_the_smaller_client() -> None:
+def test_overlap_counts_examples_up_to_the_smaller_client() -> None:
     [found] = mechanism._check_overlap("clients", [(({0, 4, 5}, 6, 0.5), ({0, 4, 5}, 5, 0.2))])
     assert found == check_counts("examples in common between batches of two clients", {0.1: (2, 5)})
     assert mechanism._check_overlap("clients", [(({0}, 1, 1.0), ({0}, 1, 1.0))]) == []
@@ -236,17 +236,17 @@ def test_examples_in_common_are_counted_up_to_the_smaller_client() -> None:
         assert (found.charged, found.found, found.numbers) == (0.4, 0.5, 2)
 
 
-def test_sums_are_divided_by_the_batch_or_by_all_examples() -> None:
+def test_expected_batch_size_is_at_most_the_number_of_examples() -> None:
     visits: Any = [
         SimpleNamespace(job=SimpleNamespace(client=name), examples=range(count)) for name, count in (("a", 3), ("b", 9))
     ]
-    assert mechanism._sizes(run_of(fedavg(), batch_size=4), visits) == {"a": 3, "b": 4}
+    assert mechanism._sizes(toy_run(fedavg(), batch_size=4), visits) == {"a": 3, "b": 4}
 
 
 # ---- clients
 
 
-def test_cohorts_have_the_size_that_was_charged() -> None:
+def test_cohort_size_check_finds_other_sizes_and_repeats() -> None:
     for cohorts, wanted in (
         ([["a", "b"], ["c", "d"]], Check("clients in a cohort", 2, 2, 1.0, 2)),
         ([["a", "b"], ["c", "d", "e"], ["a"]], Check("clients in a cohort", 2, 3, 0.0, 3)),
@@ -255,7 +255,7 @@ def test_cohorts_have_the_size_that_was_charged() -> None:
         assert mechanism_clients._check_cohorts(cohorts, 5, 2)[0] == wanted
 
 
-def test_cohorts_overlap_as_often_as_draws_without_replacement() -> None:
+def test_cohort_overlap_check_matches_the_hypergeometric() -> None:
     cohorts = [["a", "b"], ["a", "c"], ["d", "e"], ["d", "e"], ["a", "b"]]
     _, again = mechanism_clients._check_cohorts(cohorts, 5, 2)
     pmf = hypergeom.pmf([0, 1, 2], 5, 2, 2)
@@ -274,7 +274,7 @@ def test_cohorts_overlap_as_often_as_draws_without_replacement() -> None:
     assert len(mechanism_clients._check_cohorts(cohorts, 2, 2)) == 1, "where all are asked, nothing is drawn"
 
 
-def test_a_mean_over_the_cohort_becomes_a_sum() -> None:
+def test_flattened_aggregate_is_the_mean_times_the_cohort() -> None:
     found = mechanism_clients._flat({"delta": {"w": torch.tensor([1.5])}, "seen": {"w": torch.tensor([2.0])}}, 3)
     assert {name: value.tolist() for name, value in found.items()} == {"delta/w": [4.5], "seen/w": [6.0]}
     assert found["delta/w"].dtype == torch.float64
@@ -286,11 +286,11 @@ def test_a_mean_over_the_cohort_becomes_a_sum() -> None:
 @pytest.mark.parametrize(
     ("noise", "share", "layers", "copies"), [(3.0, 0.5, 4, 12), (0.1, 1.0, 1, 2), (1.0, 1.0, 9, 3), (2.0, 0.25, 1, 8)]
 )
-def test_so_many_examples_are_as_long_as_the_noise(noise: float, share: float, layers: int, copies: int) -> None:
+def test_number_of_copies_matches_the_noise(noise: float, share: float, layers: int, copies: int) -> None:
     assert mechanism_choice._copies(PrivacyRelease("layers", noise, share), layers) == copies
 
 
-def test_the_lean_of_choices_is_compared_with_honest_draws() -> None:
+def test_selection_cosines_are_compared_with_honest_draws() -> None:
     release = PrivacyRelease("layers", 3.0, 0.5)
     told = np.random.default_rng(5).standard_normal((300, 4))
     told /= np.linalg.norm(told, axis=1, keepdims=True)
@@ -308,7 +308,7 @@ def test_the_lean_of_choices_is_compared_with_honest_draws() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_the_noise_of_choices_is_compared_between_rounds_and_clients(rounds: int) -> None:
+def test_selection_noise_correlation_is_checked_between_rounds_and_clients(rounds: int) -> None:
     """Only layers that hold pure noise are compared, and each selection is in at most one pair."""
     told = np.random.default_rng(6).standard_normal((13, 4))
     told[3, 1:] = 0.0
@@ -325,19 +325,19 @@ def test_the_noise_of_choices_is_compared_between_rounds_and_clients(rounds: int
     assert mechanism_choice._check_repeats(told[:3], 1) == [], "one pair is not enough"
 
 
-def test_copies_of_an_example_are_all_its_first() -> None:
+def test_repeated_examples_are_copies_of_the_first() -> None:
     x = torch.arange(32.0).reshape(2, 4, 4)
     copies = mechanism_choice.Repeated(ToyExamples(x, torch.tensor([4, 5])), 7)
     assert len(copies) == 7
     assert copies.take(torch.tensor([1, 0, 6])).targets.tolist() == [4, 4, 4]
 
 
-def test_only_rules_that_look_and_say_so_release_anything() -> None:
+def test_only_rules_with_a_declared_release_are_audited() -> None:
     method = build("safl", {"k": 1, "noise": 3.0, "probe": 0.5})
     [rule] = method.client_rules
-    run = run_of(replace(method, privacy=DPSGDSettings(1.0, 1.0)))
+    run = toy_run(replace(method, privacy=DPSGDSettings(1.0, 1.0)))
     assert mechanism_choice.releasing(run) == [(rule, rule.release)]
-    assert mechanism_choice.releasing(run_of(fedavg())) == []
+    assert mechanism_choice.releasing(toy_run(fedavg())) == []
     unread = replace(method, client_rules=(replace(rule, uses_data=False), replace(rule, release=None)))  # type: ignore[type-var]
-    assert mechanism_choice.releasing(run_of(unread)) == []
-    assert mechanism_choice.check_choice(run_of(fedavg()), small(), Clients(a=4), None) == []  # type: ignore[arg-type]
+    assert mechanism_choice.releasing(toy_run(unread)) == []
+    assert mechanism_choice.check_choice(toy_run(fedavg()), toy_model(), Clients(a=4), None) == []  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Clients, Script, run_of, small
+from helpers import Clients, ScriptedEngine, toy_model, toy_run
 
 from partita.core.client import ClientRound, Job
 from partita.core.data import Examples
@@ -62,7 +62,7 @@ class Telling(ClientRule):
 
 def choosing(*rules: Telling, count: int = 2) -> list[str]:
     """What the checks of these rules say, with three layers."""
-    run = run_of(replace(fedavg(), client_rules=rules), count)
+    run = toy_run(replace(fedavg(), client_rules=rules), count)
     model = ToyTransformer(width=4, layers=3)
     return [
         check.what for check in mechanism_choice.check_choice(run, model, Clients(a=8, b=3), initial_server(run, model))
@@ -72,7 +72,7 @@ def choosing(*rules: Telling, count: int = 2) -> list[str]:
 def test_clients_are_asked_for_choices_with_examples_that_point_at_one_layer() -> None:
     """First once, to see which layers are told of. Then rounds are asked in turn, of one artificial client each."""
     rule, model = Telling(), ToyTransformer(width=4, layers=3)
-    run = run_of(replace(fedavg(), client_rules=(rule,)), 2)
+    run = toy_run(replace(fedavg(), client_rules=(rule,)), 2)
     scores = mechanism_choice._ask_often(run, model, Clients(a=8, b=3), initial_server(run, model), RELEASE)
     assert scores.tolist() == [[mechanism_choice.LOUD, 0.0, 0.0]] * 5
     copies = round(2.0 * math.sqrt(3) / 0.5)
@@ -85,7 +85,7 @@ def test_each_rule_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mechanism_choice, "_check_repeats", lambda scores, rounds: [rounds])
     seen: list[tuple[np.ndarray, PrivacyRelease]] = []  # type: ignore[type-arg]
     first, second = Telling(), Telling(replace(RELEASE, noise=1.0), told=("layer.0", "layer.2"))
-    run, model = run_of(replace(fedavg(), client_rules=(first, second)), 2), ToyTransformer(width=4, layers=3)
+    run, model = toy_run(replace(fedavg(), client_rules=(first, second)), 2), ToyTransformer(width=4, layers=3)
     checks = mechanism_choice.check_choice(run, model, Clients(a=8), initial_server(run, model))
     assert checks == [None, 2, None, 2]
     assert [(scores.shape, release) for scores, release in seen] == [((5, 3), first.release), ((5, 2), second.release)]
@@ -102,7 +102,7 @@ def test_a_single_score_or_none_has_no_direction() -> None:
 
 # ---- private clients
 
-MODEL = small()
+MODEL = toy_model()
 SIZE = sum(value.numel() for value in MODEL.initial.values())
 CLIP = 0.1
 
@@ -115,19 +115,19 @@ class Halving(UpdateTransform):
         return replace(update, delta={name: value / 2 for name, value in update.delta.items()})
 
 
-def sending(norm: float, *names: str) -> Script:
+def sending(norm: float, *names: str) -> ScriptedEngine:
     """An engine of clients whose updates all have this norm."""
 
     def answer(job: Job) -> Update:
         delta = {name: torch.full_like(value, norm / SIZE**0.5) for name, value in MODEL.initial.items()}
         return Update(job.client, delta, {}, 4.0, dict.fromkeys(delta, 1), 1.0, round=job.round)
 
-    return Script(answer, names or ("a", "b", "c", "d", "e"))
+    return ScriptedEngine(answer, names or ("a", "b", "c", "d", "e"))
 
 
 def protected(noise: float = 0.7, cohort: int = 4, count: int = 9, seed: int = 7) -> Run:
     method = replace(fedavg(), transforms=(Halving(),))
-    return run_of(protect_clients(method, CLIP, noise, cohort), count, cohort=cohort, seed=seed)
+    return toy_run(protect_clients(method, CLIP, noise, cohort), count, cohort=cohort, seed=seed)
 
 
 def clip_of(run: Run) -> ClippedUpdates:
@@ -209,7 +209,7 @@ def test_updates_are_made_ten_times_as_long_and_one_client_fails() -> None:
         "b": Update("b", one, {}, 1.0, {"w": 1}, None),
         "c": failure,
     }
-    engine = Script(lambda job: replies[job.client], ("a", "b", "c"))
+    engine = ScriptedEngine(lambda job: replies[job.client], ("a", "b", "c"))
     loud = mechanism_clients.Loud(engine, silent="b")
     jobs: Any = [SimpleNamespace(client=name) for name in replies]
     first, second, third = loud.train(jobs)
@@ -226,7 +226,7 @@ def test_updates_are_made_ten_times_as_long_and_one_client_fails() -> None:
 
 def private(noise: float = 0.8, sampling: str = "poisson", count: int = 5, clip: float = 0.5) -> Run:
     settings = DPSGDSettings(clip, noise, sampling)  # type: ignore[arg-type]
-    return run_of(replace(fedavg(), privacy=settings), count, batch_size=4, epochs=2)
+    return toy_run(replace(fedavg(), privacy=settings), count, batch_size=4, epochs=2)
 
 
 def settings_of(run: Run) -> DPSGDSettings:

@@ -33,14 +33,14 @@ CONFIG = {
 REPEATABLE = {**CONFIG, "privacy": {"noise": 1.0, "repeatable": True}}
 
 
-def played(config: dict[str, object], folder: Path) -> str:
+def digest_of_run(config: dict[str, object], folder: Path) -> str:
     for _ in start(parse(config), folder):
         pass
     return str(json.loads((folder / "result.json").read_text())["digest"])
 
 
-def test_a_private_run_makes_a_secret_that_only_its_owner_can_read(tmp_path: Path) -> None:
-    first, second = (played(CONFIG, tmp_path / name) for name in ("a", "b"))
+def test_private_run_creates_a_secret_readable_only_by_its_owner(tmp_path: Path) -> None:
+    first, second = (digest_of_run(CONFIG, tmp_path / name) for name in ("a", "b"))
     assert first != second, "the same config and seed draw different noise"
     path = tmp_path / "a" / secret.FILE
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -49,8 +49,8 @@ def test_a_private_run_makes_a_secret_that_only_its_owner_can_read(tmp_path: Pat
     assert path.read_bytes() != (tmp_path / "b" / secret.FILE).read_bytes()
 
 
-def test_the_secret_is_in_no_other_file(tmp_path: Path) -> None:
-    played(CONFIG, tmp_path / "run")
+def test_secret_appears_in_no_other_file(tmp_path: Path) -> None:
+    digest_of_run(CONFIG, tmp_path / "run")
     report.page([report.load_run(tmp_path / "run")], tmp_path / "run" / "report.html")
     words = (tmp_path / "run" / secret.FILE).read_bytes()
     forms = [words, words.hex().encode(), str(int.from_bytes(words, "big")).encode(), words[:12]]
@@ -60,11 +60,11 @@ def test_the_secret_is_in_no_other_file(tmp_path: Path) -> None:
         assert not [form for form in forms if form in path.read_bytes()], path
 
 
-def test_a_key_does_not_show_its_root() -> None:
+def test_key_repr_does_not_show_its_root() -> None:
     assert "123456789" not in repr(Key(123456789) / "round" / 3)
 
 
-def test_without_its_own_secret_a_run_does_not_go_on(tmp_path: Path) -> None:
+def test_resume_refuses_a_missing_or_changed_secret(tmp_path: Path) -> None:
     for name in ("run", "other"):
         rows = start(parse(CONFIG), tmp_path / name)
         next(rows)
@@ -84,11 +84,9 @@ def test_without_its_own_secret_a_run_does_not_go_on(tmp_path: Path) -> None:
         secret.load(tmp_path / "run")
 
 
-def test_resuming_draws_the_noise_that_the_run_would_have_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_draws_the_same_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partita.experiment.builder.draw", lambda: Key(77))
-    whole = played(CONFIG, tmp_path / "whole")
+    whole = digest_of_run(CONFIG, tmp_path / "whole")
     rows = start(parse(CONFIG), tmp_path / "cut")
     next(rows)
     rows.close()
@@ -97,13 +95,13 @@ def test_resuming_draws_the_noise_that_the_run_would_have_drawn(
     assert json.loads((tmp_path / "cut" / "result.json").read_text())["digest"] == whole
 
 
-def test_a_run_that_was_stopped_before_it_began_starts_with_a_new_secret(tmp_path: Path) -> None:
+def test_run_stopped_before_it_began_gets_a_new_secret(tmp_path: Path) -> None:
     secret.save(tmp_path / "run", Key(5))
-    played(CONFIG, tmp_path / "run")
+    digest_of_run(CONFIG, tmp_path / "run")
     assert secret.load(tmp_path / "run") != Key(5)
 
 
-def test_a_secret_is_never_replaced(tmp_path: Path) -> None:
+def test_existing_secret_is_never_replaced(tmp_path: Path) -> None:
     first = secret.load_or_save(tmp_path)
     assert secret.load_or_save(tmp_path) == first
     with pytest.raises(PrivacyError, match="already exists"):
@@ -111,15 +109,15 @@ def test_a_secret_is_never_replaced(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "private").iterdir()] == ["secret"]
 
 
-def part_of(folder: Path) -> Path:
+def partial_secret_path(folder: Path) -> Path:
     """The temporary file that is renamed to the secret."""
     (folder / secret.FILE).parent.mkdir(parents=True, exist_ok=True)
     return folder / secret.FILE.with_name(f".secret.{os.getpid()}.part")
 
 
-def test_a_link_in_the_place_of_the_secret_is_not_followed(tmp_path: Path) -> None:
+def test_symlink_at_the_temporary_secret_path_is_not_followed(tmp_path: Path) -> None:
     """Another user's symlink must neither redirect the secret nor overwrite its target."""
-    target, part = tmp_path / "target", part_of(tmp_path)
+    target, part = tmp_path / "target", partial_secret_path(tmp_path)
     target.write_bytes(b"untouched")
     part.symlink_to(target)
     secret.save(tmp_path, Key(5))
@@ -128,25 +126,25 @@ def test_a_link_in_the_place_of_the_secret_is_not_followed(tmp_path: Path) -> No
     assert not (tmp_path / secret.FILE).is_symlink()
 
 
-def test_nothing_is_left_of_a_longer_file_that_others_could_read(tmp_path: Path) -> None:
-    part_of(tmp_path).write_bytes(b"x" * 100)
-    part_of(tmp_path).chmod(0o644)
+def test_leftover_temporary_secret_is_replaced_with_safe_permissions(tmp_path: Path) -> None:
+    partial_secret_path(tmp_path).write_bytes(b"x" * 100)
+    partial_secret_path(tmp_path).chmod(0o644)
     secret.save(tmp_path, Key(5))
     assert (tmp_path / secret.FILE).read_bytes() == (5).to_bytes(32, "big")
     assert stat.S_IMODE((tmp_path / secret.FILE).stat().st_mode) == 0o600
 
 
-def test_a_link_that_appears_while_the_secret_is_written_stops_it(
+def test_symlink_that_appears_while_writing_the_secret_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, part = tmp_path / "target", part_of(tmp_path)
+    target, part = tmp_path / "target", partial_secret_path(tmp_path)
     monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: part.symlink_to(target))
     with pytest.raises((DiskError, PrivacyError)):
         secret.save(tmp_path, Key(5))
     assert not target.exists()
 
 
-def test_a_secret_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a power cut could leave an empty secret, and the run could not be resumed."""
     synced = []
 
@@ -158,7 +156,7 @@ def test_a_secret_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
     assert synced == [(32, False)]
 
 
-def test_a_file_of_the_users_becomes_a_key_of_256_bits(tmp_path: Path) -> None:
+def test_secret_file_is_hashed_to_a_256_bit_key(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"words that nobody else can guess")
     path.chmod(0o600)
@@ -166,13 +164,13 @@ def test_a_file_of_the_users_becomes_a_key_of_256_bits(tmp_path: Path) -> None:
     assert secret.from_file(path) == Key(int(wanted, 16))
 
 
-def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -> None:
-    assert played(REPEATABLE, tmp_path / "a") == played(REPEATABLE, tmp_path / "b")
+def test_repeatable_run_has_no_secret_and_records_that(tmp_path: Path) -> None:
+    assert digest_of_run(REPEATABLE, tmp_path / "a") == digest_of_run(REPEATABLE, tmp_path / "b")
     assert not (tmp_path / "a" / "private").exists()
     assert json.loads((tmp_path / "a" / "privacy.json").read_text())["repeatable"] is True
     page = report.page([report.load_run(tmp_path / "a")], tmp_path / "a.html").read_text()
     assert "its epsilon is only simulated" in page
-    played(CONFIG, tmp_path / "c")
+    digest_of_run(CONFIG, tmp_path / "c")
     assert json.loads((tmp_path / "c" / "privacy.json").read_text())["repeatable"] is False
     assert (
         "its epsilon is only simulated"
@@ -180,7 +178,7 @@ def test_a_repeatable_run_has_no_secret_and_its_record_says_so(tmp_path: Path) -
     )
 
 
-def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> None:
+def test_secret_file_is_checked_and_not_copied_into_the_run(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     config = {**CONFIG, "engine": {"secret_file": str(path)}}
     with pytest.raises(PrivacyError, match=r"cannot read .*engine\.secret_file must name a file"):
@@ -193,7 +191,7 @@ def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="can be read by other users; run: chmod 600"):
         assert build(parse(config)).run.secret is not None
     path.chmod(0o600)
-    assert played(config, tmp_path / "a") == played(config, tmp_path / "b")
+    assert digest_of_run(config, tmp_path / "a") == digest_of_run(config, tmp_path / "b")
     assert not (tmp_path / "a" / "private").exists()
     other = {**config, "rounds": 3}
     assert build(parse(other)).run.secret != build(parse(config)).run.secret, "no two experiments share noise"
@@ -202,14 +200,14 @@ def test_a_secret_file_of_the_users_is_read_and_not_copied(tmp_path: Path) -> No
         build(parse(both))
 
 
-def test_without_privacy_there_is_no_secret(tmp_path: Path) -> None:
+def test_run_without_privacy_has_no_secret(tmp_path: Path) -> None:
     plain = {key: value for key, value in CONFIG.items() if key != "privacy"}
     assert build(parse(plain)).run.secret is None
-    played(plain, tmp_path / "run")
+    digest_of_run(plain, tmp_path / "run")
     assert not (tmp_path / "run" / "private").exists()
 
 
-def test_under_client_level_privacy_nobody_who_knows_the_seed_knows_the_cohorts() -> None:
+def test_client_level_cohorts_do_not_follow_from_the_seed() -> None:
     """Sampling clients improves privacy only against those who do not know the cohort."""
     config = {**CONFIG, "privacy": {"noise": 1.0, "unit": "client"}, "federation": {"cohort": 1}}
     clients = [f"c{number}" for number in range(50)]
@@ -223,7 +221,7 @@ def test_under_client_level_privacy_nobody_who_knows_the_seed_knows_the_cohorts(
     assert by_example[0].draw_cohort(3, clients) == by_example[1].draw_cohort(3, clients)
 
 
-def test_another_secret_file_does_not_go_on_with_the_run(tmp_path: Path) -> None:
+def test_resume_refuses_another_secret_file(tmp_path: Path) -> None:
     for name in ("mine", "other"):
         (tmp_path / name).write_bytes(name.encode() * 8)
         (tmp_path / name).chmod(0o600)

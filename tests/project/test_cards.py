@@ -14,7 +14,7 @@ from partita.methods.cards import HEADINGS, card, listing
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_a_card_has_its_sections_in_order(name: str) -> None:
+def test_card_has_its_sections_in_order(name: str) -> None:
     text = card(name)
     assert text.startswith(f"# {name}\n")
     assert tuple(re.findall(r"^## (.+)$", text, re.MULTILINE)) == HEADINGS
@@ -24,7 +24,7 @@ def test_a_card_has_its_sections_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_a_card_lists_each_parameter_with_its_default(name: str) -> None:
+def test_card_lists_each_parameter_with_its_default(name: str) -> None:
     parameters = inspect.signature(import_from_registry(INDEX, name, "method")).parameters.values()
     section = card(name).partition("## Parameters\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, re.MULTILINE)
@@ -33,16 +33,16 @@ def test_a_card_lists_each_parameter_with_its_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_a_card_shows_the_plan_as_the_code_prints_it(name: str) -> None:
+def test_card_shows_the_plan_as_printed_by_the_code(name: str) -> None:
     assert f"## Plan\n{plan_section(name)}\n" in card(name), "run: python scripts/write_plans.py"
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_evidence_comes_with_a_command_or_says_that_there_is_none(name: str) -> None:
+def test_card_evidence_has_a_command_or_says_there_is_none(name: str) -> None:
     section = card(name).partition("## Evidence\n")[2].partition("\n## ")[0]
     assert "partita compare" in section or "no evidence yet" in section.lower()
 
 
-def test_every_method_has_a_line_about_it() -> None:
+def test_every_method_has_a_one_line_description() -> None:
     assert [row["name"] for row in listing()] == list(INDEX)
     assert all(row["about"].endswith(".") for row in listing())

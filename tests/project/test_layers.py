@@ -42,12 +42,12 @@ ABOVE_CORE = {
     "lab": ["methods", "report"],
     "experiment": [*ON_CORE, "tasks", *ON_TASKS, "privacy", "engines"],
 }
-TOP = ["__init__", "__main__", "cli"]  # may import anything, and no other may import them
-ALONE = ["report"]  # reads recorded rows, so it may import only itself and the modules in FILES
+TOP_LEVEL = ["__init__", "__main__", "cli"]  # may import anything, and no other may import them
+REPORT_ONLY = ["report"]  # reads recorded rows, so it may import only itself and the modules in FILES
 FILES = ["storage.atomic_files", "storage.safe_text"]
 
 # Library -> the only parts that may import it.
-OUTSIDE_CORE = [*ABOVE_CORE, *TOP, *ALONE]
+OUTSIDE_CORE = [*ABOVE_CORE, *TOP_LEVEL, *REPORT_ONLY]
 LIBRARIES = {
     "torch": ["*"],
     "safetensors": ["*"],
@@ -70,38 +70,38 @@ LIBRARIES = {
     "dp_accounting": ["privacy.accountant"],
     "cryptography": ["core.chacha"],
 }
-BY_STRING = ["import_module", "need"]  # functions that import the module named by their first argument
+IMPORT_FUNCTIONS = ["import_module", "need"]  # functions that import the module named by their first argument
 
 
-def fits(module: str, part: str) -> bool:
+def matches_part(module: str, part: str) -> bool:
     return fnmatch(module, part) or fnmatch(module, f"{part}.*")
 
 
-def allowed(module: str) -> list[str] | None:
+def allowed_parts(module: str) -> list[str] | None:
     """The parts of partita that a module may import; None where the tables do not name the module."""
     for line, parts in enumerate(CORE):
         if module in parts:
             return [part for earlier in CORE[: line + 1] for part in earlier]
     for part, others in ABOVE_CORE.items():
-        if fits(module, part):
+        if matches_part(module, part):
             return ["core", part, *others]
-    if any(fits(module, part) for part in TOP):
+    if any(matches_part(module, part) for part in TOP_LEVEL):
         return ["*"]
-    return next(([part, *FILES] for part in ALONE if fits(module, part)), None)
+    return next(([part, *FILES] for part in REPORT_ONLY if matches_part(module, part)), None)
 
 
-def imported(source: str) -> Iterator[tuple[int, str]]:
+def imports_in(source: str) -> Iterator[tuple[int, str]]:
     """Line and full name of every import; the last part of a name may be an object in a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, f"{'.' * node.level}{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_STRING:
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in IMPORT_FUNCTIONS:
             yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
-def reach(name: str, modules: set[str]) -> str:
+def imported_module(name: str, modules: set[str]) -> str:
     """The module of partita that an import runs; for a package, its __init__."""
     steps = name.split(".")[1:]
     while steps and ".".join(steps) not in modules and ".".join([*steps, "__init__"]) not in modules:
@@ -109,26 +109,26 @@ def reach(name: str, modules: set[str]) -> str:
     return ".".join(steps) if ".".join(steps) in modules else ".".join([*steps, "__init__"])
 
 
-def broken(module: str, source: str, modules: set[str]) -> list[str]:
+def broken_rules(module: str, source: str, modules: set[str]) -> list[str]:
     """One sentence for each import that breaks a rule."""
     where = f"src/partita/{module.replace('.', '/')}.py"
-    may = allowed(module)
+    may = allowed_parts(module)
     if may is None:
         return [
             f"{where}:1: no rule for partita.{module}; give it a place in the tables of tests/project/test_layers.py"
         ]
     found = []
-    for line, name in imported(source):
+    for line, name in imports_in(source):
         library = name.split(".")[0]
         if library == "partita":
-            target = reach(name, modules)
-            if not any(fits(target, part) for part in may):
+            target = imported_module(name, modules)
+            if not any(matches_part(target, part) for part in may):
                 found.append(f"{where}:{line}: imports partita.{target}; of partita it may import: {', '.join(may)}")
         elif library == "":
             found.append(f"{where}:{line}: a relative import; write it out, from partita.")
         elif library not in LIBRARIES and library not in sys.stdlib_module_names:
             found.append(f"{where}:{line}: imports {library}, which has no rule; name its few files in LIBRARIES")
-        elif not any(fits(module, home) for home in LIBRARIES.get(library, ["*"])):
+        elif not any(matches_part(module, home) for home in LIBRARIES.get(library, ["*"])):
             found.append(f"{where}:{line}: imports {library}; only these may: {', '.join(LIBRARIES[library])}")
     return found
 
@@ -143,7 +143,7 @@ def read_package() -> dict[str, str]:
 def test_imports_go_one_way() -> None:
     sources = read_package()
     assert len(sources) > 20, f"{PACKAGE} holds {len(sources)} modules: is this the right folder?"
-    found = [sentence for module, source in sources.items() for sentence in broken(module, source, set(sources))]
+    found = [sentence for module, source in sources.items() for sentence in broken_rules(module, source, set(sources))]
     assert not found, "\n" + "\n".join(found)
 
 
@@ -195,8 +195,8 @@ MODULES = {
         ("core.extra", "import torch", "no rule for partita.core.extra"),
     ],
 )
-def test_a_forbidden_import_is_named(module: str, source: str, rule: str) -> None:
-    [sentence] = broken(module, source, MODULES)
+def test_forbidden_import_is_named(module: str, source: str, rule: str) -> None:
+    [sentence] = broken_rules(module, source, MODULES)
     assert rule in sentence
 
 
@@ -211,5 +211,5 @@ def test_a_forbidden_import_is_named(module: str, source: str, rule: str) -> Non
         ("report.page", "import matplotlib.pyplot\nfrom partita.report import load"),
     ],
 )
-def test_an_allowed_import_passes(module: str, source: str) -> None:
-    assert broken(module, source, MODULES) == []
+def test_allowed_import_passes(module: str, source: str) -> None:
+    assert broken_rules(module, source, MODULES) == []

@@ -20,7 +20,7 @@ mutate, trials, mutation_tests, coverage = (
 )
 
 
-def changes(source: str, **scope: object) -> set[str]:
+def changes_in(source: str, **scope: object) -> set[str]:
     return {mutant.change for mutant in mutate.mutants("m", source, scope)}
 
 
@@ -58,8 +58,8 @@ def changes(source: str, **scope: object) -> set[str]:
         ("x = f(True)", {"True -> False"}),
     ],
 )
-def test_what_is_changed(source: str, expected: set[str]) -> None:
-    assert changes(source) == expected
+def test_mutants_cover_operators_conditions_and_calls(source: str, expected: set[str]) -> None:
+    assert changes_in(source) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,25 +81,25 @@ def test_what_is_changed(source: str, expected: set[str]) -> None:
         "LARGE = 2 * 3",
     ],
 )
-def test_what_is_left_alone(source: str) -> None:
-    assert changes(source) == set()
+def test_mutants_skip_errors_annotations_and_constants(source: str) -> None:
+    assert changes_in(source) == set()
 
 
-def test_the_rest_of_a_function_that_raises_is_changed() -> None:
+def test_mutants_cover_the_rest_of_a_function_that_raises() -> None:
     source = "def f(a):\n    if a < 0:\n        raise ValueError(a)\n    elif a > b:\n        c = d\n    return -a"
-    assert changes(source) == {"a > b -> a <= b", "a > b -> a >= b", "-a -> a"}
+    assert changes_in(source) == {"a > b -> a <= b", "a > b -> a >= b", "-a -> a"}
 
 
-def test_a_keyword_goes_where_the_function_can_do_without_it() -> None:
+def test_mutants_drop_optional_keyword_arguments() -> None:
     def call(needed: int, spare: int = 0, **others: int) -> None: ...
 
     source = "x = call(needed=a, spare=b, more=c)"
     both = {"call(...) without spare=b", "call(...) without more=c"}
-    assert changes(source, call=call) == both
-    assert changes(source) == {*both, "call(...) without needed=a"}, "of a function it does not know it tries all"
+    assert changes_in(source, call=call) == both
+    assert changes_in(source) == {*both, "call(...) without needed=a"}, "of a function it does not know it tries all"
 
 
-def test_a_mutant_computes_what_its_change_says() -> None:
+def test_mutant_computes_what_its_change_says() -> None:
     """Over several lines, after multi-byte characters, and inside an operator of higher precedence."""
     source = "def f(a, b):\n    é = 'ü'; return (a\n        + b) * b * a"
     results = {}
@@ -121,7 +121,7 @@ def test_a_mutant_computes_what_its_change_says() -> None:
     }
 
 
-def test_a_mutant_knows_the_lines_of_its_statement() -> None:
+def test_mutant_knows_the_lines_of_its_statement() -> None:
     source = "x = 1 + a\ndef f(a):\n    if (a <\n        b):\n        return (a\n            - b)\n    return -a"
     lines = {mutant.change: mutant.lines for mutant in mutate.mutants("m", source, {})}
     assert lines["1 + a -> a"] is None, "it runs when the file is imported"
@@ -133,17 +133,17 @@ def test_a_mutant_knows_the_lines_of_its_statement() -> None:
 # ---- the verdict
 
 ONE, TWO = mutate.mutants("fake.py", "x = a - b", {})
-WHY = {ONE.spot: "they are equal"}
+REASON = {ONE.spot: "they are equal"}
 
 
-def verdict_of(
+def make_verdict(
     passed: list[Any], equivalent: Any = None, uncovered: Any = None, tried: Any = (ONE, TWO), whole: bool = True
 ) -> Any:
     return mutate.Verdict(["fake.py", "calm.py"], tried, passed, equivalent or {}, uncovered or {}, whole)
 
 
-def test_a_survivor_is_reported() -> None:
-    verdict = verdict_of([ONE])
+def test_surviving_mutant_is_reported() -> None:
+    verdict = make_verdict([ONE])
     assert verdict.problems() == ["fake.py:1: a - b -> a + b   in: x = a - b"]
     assert mutate.markdown(verdict).splitlines() == [
         "| file | mutants | killed | equivalent | uncovered | survived |",
@@ -158,38 +158,38 @@ def test_a_survivor_is_reported() -> None:
     ]
 
 
-def test_a_survivor_with_a_reason_is_not() -> None:
-    verdict = verdict_of([ONE], WHY)
+def test_surviving_mutant_with_a_reason_is_not_reported() -> None:
+    verdict = make_verdict([ONE], REASON)
     assert verdict.problems() == []
     assert verdict.rows()[0] == mutate.Row("fake.py", mutants=2, killed=1, equivalent=1, uncovered=0, survived=0)
-    verdict = verdict_of([ONE], uncovered=WHY)
+    verdict = make_verdict([ONE], uncovered=REASON)
     assert verdict.problems() == []
     assert verdict.rows()[0] == mutate.Row("fake.py", mutants=2, killed=1, equivalent=0, uncovered=1, survived=0)
 
 
-def test_one_reason_serves_for_a_line() -> None:
+def test_one_reason_covers_all_mutants_of_a_line() -> None:
     line = {("fake.py", "x = a - b", mutate.ANY): "it is never looked at"}
-    assert verdict_of([ONE], line).problems() == []
-    assert verdict_of([ONE], line).rows()[0].equivalent == 1
-    assert "but no such mutant survives" in verdict_of([], line).problems()[0]
+    assert make_verdict([ONE], line).problems() == []
+    assert make_verdict([ONE], line).rows()[0].equivalent == 1
+    assert "but no such mutant survives" in make_verdict([], line).problems()[0]
 
 
-def test_a_reason_without_a_survivor_is_reported() -> None:
-    [problem] = verdict_of([], WHY).problems()
+def test_reason_without_a_surviving_mutant_is_reported() -> None:
+    [problem] = make_verdict([], REASON).problems()
     assert "survivors.py explains a - b -> a + b" in problem
-    assert verdict_of([], uncovered=WHY).problems() == [problem]
-    assert verdict_of([], WHY, tried=[TWO]).problems() == [problem], "there is no such mutant any more"
-    assert verdict_of([], WHY, tried=[TWO], whole=False).problems() == [], "that mutant was not tried"
+    assert make_verdict([], uncovered=REASON).problems() == [problem]
+    assert make_verdict([], REASON, tried=[TWO]).problems() == [problem], "there is no such mutant any more"
+    assert make_verdict([], REASON, tried=[TWO], whole=False).problems() == [], "that mutant was not tried"
     elsewhere = {("other.py", *ONE.spot[1:]): "they are equal"}
-    assert verdict_of([], elsewhere).problems() == [], "that file was not looked at"
+    assert make_verdict([], elsewhere).problems() == [], "that file was not looked at"
 
 
-def test_a_file_of_which_nothing_is_killed_is_reported() -> None:
+def test_file_without_killed_mutants_is_reported() -> None:
     why = {mutant.spot: "they are equal" for mutant in (ONE, TWO)}
-    assert "not one of its mutants was killed" in verdict_of([ONE, TWO], why).problems()[0]
+    assert "not one of its mutants was killed" in make_verdict([ONE, TWO], why).problems()[0]
 
 
-def test_every_reason_is_of_a_mutant_that_there_is() -> None:
+def test_every_listed_reason_matches_a_mutant() -> None:
     listed = {**mutate.EQUIVALENT, **mutate.UNCOVERED}
     assert len(listed) == len(mutate.EQUIVALENT) + len(mutate.UNCOVERED), "one reason is enough"
     for file in sorted({file for file, _, _ in listed}):
@@ -198,7 +198,7 @@ def test_every_reason_is_of_a_mutant_that_there_is() -> None:
         assert {spot for spot in listed if spot[0] == file} <= there
 
 
-def test_what_is_named_is_there() -> None:
+def test_mutation_tests_name_existing_files_and_tests() -> None:
     held = {**mutation_tests.HELD_BY, **mutation_tests.MORE_TESTS}
     for name in {mutation_tests.CONFORMANCE, *(name for names in held.values() for name in names)}:
         file, _, function = name.partition("::")
@@ -210,7 +210,7 @@ def test_what_is_named_is_there() -> None:
     assert "training/cuda_graphs.py" not in mutation_tests.known()
 
 
-def test_mutants_are_chosen_by_their_line_and_at_random() -> None:
+def test_mutants_are_chosen_by_line_and_sample() -> None:
     made = list(mutate.mutants("m", "x = a - b\ny = a * b * c", {}))
     assert mutate.choose(made, "", None, 0) == made
     assert {mutant.line for mutant in mutate.choose(made, "y =", None, 0)} == {2}
@@ -222,7 +222,7 @@ def test_mutants_are_chosen_by_their_line_and_at_random() -> None:
 # ---- the tests of a mutant
 
 
-def test_a_mutant_is_held_by_the_tests_that_run_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_is_assigned_the_tests_that_run_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, outside = (
         next(mutate.mutants("m", source, {})) for source in ("def f(a, b):\n    return a - b", "x = a - b")
     )
@@ -268,34 +268,32 @@ def test_lines_are_recorded_by_test(tmp_path: Path) -> None:
 # ---- trials
 
 
-def trial(source: str, limit: float = 60.0) -> Any:
+def make_trial(source: str, limit: float = 60.0) -> Any:
     return trials.Trial((), "fake.py", source, {"test": limit})
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_each_trial_ends_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_report_pass_failure_and_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(trial: Any, folder: Path) -> None:
         (folder / "log").write_text(trial.source)
         time.sleep(60 * (trial.source == "hangs"))
         sys.exit(trial.source == "fails")
 
     monkeypatch.setattr(trials, "attempt", attempt)
-    asked = [trial("passes"), trial("fails"), trial("hangs", limit=0.2)]
+    asked = [make_trial("passes"), make_trial("fails"), make_trial("hangs", limit=0.2)]
     found = {each.said: (each.trial.source, each.passed) for each in trials.outcomes(asked, 2)}
     assert found == {"passes": ("passes", True), "fails": ("fails", False), "hangs": ("hangs", False)}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_trial_that_the_machine_ends_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_killed_by_a_signal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "attempt", lambda trial, folder: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(SystemExit, match=r"the tests of fake\.py died by signal 9"):
-        list(trials.outcomes([trial("")], 1))
+        list(trials.outcomes([make_trial("")], 1))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_mutant_stands_in_for_its_file_wherever_it_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutant_replaces_its_module_for_all_importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a separate process, where all modules that imported the original are reloaded."""
     test = tmp_path / "test_rate.py"
     test.write_text(

@@ -16,25 +16,25 @@ from partita.experiment.preview import preview
 README = Path(__file__).parent.parent.parent / "README.md"
 
 
-def blocks(language: str) -> list[str]:
+def code_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    example = next(block for block in blocks("python") if "import" in block)
+def test_readme_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = next(block for block in code_blocks("python") if "import" in block)
     assert len([line for line in example.splitlines() if line.strip()]) <= 12, "a dozen lines"
     exec(compile(example, "README.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"round {number}" for number in range(4)]
 
 
-def test_the_plan_table_is_what_the_command_prints() -> None:
+def test_readme_plan_table_is_what_the_command_prints() -> None:
     shown = preview(load(README.parent / "examples" / "digits.toml"), 12, "c3").to_text()
     assert shown in README.read_text()
 
 
-def test_the_commands_are_spelled_right() -> None:
-    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("partita ")]
+def test_readme_commands_are_valid() -> None:
+    commands = [line for block in code_blocks("sh") for line in block.splitlines() if line.startswith("partita ")]
     assert len(commands) >= 6
     known = typer.main.get_command(app)
     for command in commands:
@@ -44,6 +44,6 @@ def test_the_commands_are_spelled_right() -> None:
             assert path is None or (README.parent / path).exists()
 
 
-def test_linked_files_are_there() -> None:
+def test_readme_links_existing_files() -> None:
     for target in re.findall(r"\]\(((?!https?:)[^)#]+)\)", README.read_text()):
         assert (README.parent / target).exists(), target

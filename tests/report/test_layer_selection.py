@@ -26,14 +26,14 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("choice") / "run"
     assert len(list(start(parse(CONFIG), folder))) == 4
     return folder
 
 
-def test_rows_say_who_chose_which_layers_and_by_what_scores(run: Path) -> None:
-    for row in map(json.loads, (run / "rows.jsonl").read_text().splitlines()):
+def test_rows_record_selected_layers_and_scores(finished_run: Path) -> None:
+    for row in map(json.loads, (finished_run / "rows.jsonl").read_text().splitlines()):
         assert row["chosen"].keys() == set(row["cohort"]) == row["scores"].keys()
         for client, [layer] in row["chosen"].items():
             scores = row["scores"][client]
@@ -43,20 +43,20 @@ def test_rows_say_who_chose_which_layers_and_by_what_scores(run: Path) -> None:
         assert len(senders) == len({layer for chosen in row["chosen"].values() for layer in chosen})
 
 
-def test_a_method_whose_clients_choose_nothing_records_nothing_of_it(tmp_path: Path) -> None:
+def test_method_without_selection_records_no_selection_keys(tmp_path: Path) -> None:
     [row, *_] = start(parse({**CONFIG, "rounds": 1, "method": {"name": "fedavg"}}), tmp_path)
     assert not {"chosen", "scores", "alarms"} & row.keys()
 
 
 @pytest.mark.parametrize("option", ["capacity", "depth"])
-def test_a_client_that_is_not_there_is_named(option: str, tmp_path: Path) -> None:
+def test_option_for_a_missing_client_is_refused(option: str, tmp_path: Path) -> None:
     config = parse({**CONFIG, "method": {"name": "safl", option: {"c1": 1, "c9": 1}}})
     with pytest.raises(RunError, match="method names client 'c9', which does not exist"):
         next(start(config, tmp_path))
 
 
-def test_the_page_shows_layers_steadiness_and_alarms(run: Path, tmp_path: Path) -> None:
-    record = load_run(run)
+def test_report_shows_the_layer_selection(finished_run: Path, tmp_path: Path) -> None:
+    record = load_run(finished_run)
     by_layer = shares([record])
     assert sorted(by_layer) == [0, 1, 2]
     for done in range(1, 5):
@@ -68,7 +68,7 @@ def test_the_page_shows_layers_steadiness_and_alarms(run: Path, tmp_path: Path) 
     assert 'id="layers"' in text
 
 
-def test_alarms_are_recorded_and_survive_a_stop(tmp_path: Path) -> None:
+def test_alarms_are_recorded_and_survive_a_resume(tmp_path: Path) -> None:
     """All layers have almost equal attention scores, which raises the alarm after three rounds."""
     config = parse({**CONFIG, "method": {"name": "safl", "k": 1, "tokens": "content"}, "rounds": 5})
     whole = list(start(config, tmp_path / "whole"))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_fixtures import ROUNDS, WARM_UP, write_run
+from report_fixtures import ROUNDS, WARMUP, write_run
 from scipy import stats
 
 from partita import report
@@ -52,7 +52,7 @@ def accuracies(values: list[float | None]) -> Callable[[dict[str, Any]], dict[st
     return edit
 
 
-def run_of(root: Path, label: str, seed: int, values: list[float | None], **more: Any) -> RunRecord:
+def make_record(root: Path, label: str, seed: int, values: list[float | None], **more: Any) -> RunRecord:
     return load_run(write_run(root, label, seed, rounds=len(values), planned=16, edit=accuracies(values), **more))
 
 
@@ -62,23 +62,23 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[RunRecord]:
     return [load_run(write_run(root, label, seed)) for label in LABELS for seed in range(3)]
 
 
-def cells(comparison: report.Comparison, heading: str) -> tuple[str, ...]:
+def column_cells(comparison: report.Comparison, heading: str) -> tuple[str, ...]:
     return next(column.cells for column in columns(comparison) if column.heading.startswith(heading))
 
 
 # Reading
 
 
-def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
+def test_run_folder_is_read_back(tmp_path: Path) -> None:
     record = load_run(write_run(tmp_path, "fedfrozen", 2))
     assert (record.label, record.seed, record.finished) == ("fedfrozen", 2, True)
     assert [row["round"] for row in record.rows] == list(range(ROUNDS))
-    assert [(stage["first"], stage["last"]) for stage in record.plan] == [(0, WARM_UP - 1), (WARM_UP, ROUNDS - 1)]
-    assert record.config["method"]["warm_up"] == WARM_UP
+    assert [(stage["first"], stage["last"]) for stage in record.plan] == [(0, WARMUP - 1), (WARMUP, ROUNDS - 1)]
+    assert record.config["method"]["warm_up"] == WARMUP
     assert record.environment["torch"] == "2.13.0"
 
 
-def test_runs_are_found_in_order_and_an_unfinished_one_is_told(tmp_path: Path) -> None:
+def test_find_returns_runs_in_order_with_their_status(tmp_path: Path) -> None:
     second = write_run(tmp_path / "b", "fedavg", 1, finished=False)
     first = write_run(tmp_path / "a" / "deep", "fedavg", 0)
     (tmp_path / "no-run").mkdir()
@@ -88,7 +88,7 @@ def test_runs_are_found_in_order_and_an_unfinished_one_is_told(tmp_path: Path) -
     assert [load_run(folder).finished for folder in find(tmp_path)] == [True, False]
 
 
-def test_half_a_last_line_is_left_out_and_any_other_fault_is_named(tmp_path: Path) -> None:
+def test_partial_last_line_is_dropped_and_other_faults_are_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fedavg", 0)
     rows = folder / "rows.jsonl"
     whole = rows.read_text()
@@ -110,7 +110,7 @@ def test_half_a_last_line_is_left_out_and_any_other_fault_is_named(tmp_path: Pat
             load_run(folder)
 
 
-def test_errors_name_the_folder_and_the_remedy(tmp_path: Path) -> None:
+def test_invalid_run_folders_are_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"no run at or below .*a run folder holds config\.toml and rows\.jsonl"):
         find(tmp_path)
     with pytest.raises(ReportError, match=r"is not a run folder: it has no config\.toml"):
@@ -124,7 +124,7 @@ def test_errors_name_the_folder_and_the_remedy(tmp_path: Path) -> None:
         load_run(folder)
 
 
-def test_old_runs_without_plan_and_environment_stay_reportable(tmp_path: Path) -> None:
+def test_runs_without_plan_and_environment_can_be_reported(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fedavg", 0, edit=lambda row: {"round": row["round"], "test": row["test"]})
     (folder / "plan.json").unlink()
     (folder / "environment.json").unlink()
@@ -139,7 +139,7 @@ def test_old_runs_without_plan_and_environment_stay_reportable(tmp_path: Path) -
 # The comparison
 
 
-def test_numbers_are_those_of_numpy_and_scipy(records: list[RunRecord]) -> None:
+def test_comparison_matches_numpy_and_scipy(records: list[RunRecord]) -> None:
     comparison = compare(records)
     assert [line.label for line in comparison.lines] == list(LABELS)
     curves = {
@@ -190,18 +190,18 @@ def test_numbers_are_those_of_numpy_and_scipy(records: list[RunRecord]) -> None:
     assert any("(n = 3)" in comment for comment in comparison.comments)
 
 
-def test_two_labels_are_one_test_and_the_table_says_so(records: list[RunRecord]) -> None:
+def test_two_labels_need_no_multiple_comparison_correction(records: list[RunRecord]) -> None:
     comparison = compare([record for record in records if record.label != "fedprox"])
     each = comparison.lines[1].difference
     assert each is not None
     assert each.p is not None
     assert each.p_holm is None
     assert "p: not corrected for multiple comparisons." in comparison.comments
-    assert cells(comparison, "p")[0] == "–"
+    assert column_cells(comparison, "p")[0] == "–"
 
 
 @given(st.lists(st.floats(0, 1), max_size=8), st.floats(0.001, 0.999))
-def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float], level: float) -> None:
+def test_holm_matches_the_step_down_procedure(p_values: list[float], level: float) -> None:
     corrected = holm(p_values)
     going, rejected = True, set()
     for rank, index in enumerate(np.argsort(p_values, kind="stable")):
@@ -212,32 +212,32 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float]
     assert all(before <= after <= 1 for before, after in zip(p_values, corrected, strict=True))
 
 
-def test_holm_by_hand() -> None:
+def test_holm_matches_hand_computed_values() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.3]) == [0.3]
 
 
 def test_one_seed_has_no_spread_and_no_test(tmp_path: Path) -> None:
     runs = [
-        run_of(tmp_path, "a", 0, [0.1, 0.5]),
-        run_of(tmp_path, "b", 0, [0.2, 0.6]),
-        run_of(tmp_path, "b", 1, [0.2, 0.7]),
+        make_record(tmp_path, "a", 0, [0.1, 0.5]),
+        make_record(tmp_path, "b", 0, [0.2, 0.6]),
+        make_record(tmp_path, "b", 1, [0.2, 0.7]),
     ]
     comparison = compare(runs)
     first, second = comparison.lines
     assert (first.final, first.final_sd) == (0.5, None)
     assert second.difference is not None
     assert (second.difference.n, second.difference.mean) == (1, None)
-    assert cells(comparison, "difference") == cells(comparison, "p") == ("–", "–")
+    assert column_cells(comparison, "difference") == column_cells(comparison, "p") == ("–", "–")
     assert "a: one seed, so no spread over seeds." in comparison.comments
     assert any(
         comment.startswith("b: no paired difference to a") and "n = 1" in comment for comment in comparison.comments
     )
 
 
-def test_pairs_are_made_by_seed_and_not_by_place(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path, "a", seed, [0.5 + 0.1 * seed]) for seed in (0, 1, 2)]
-    runs += [run_of(tmp_path, "b", seed, [0.52 + 0.11 * seed]) for seed in (3, 2, 1)]
+def test_runs_are_paired_by_seed(tmp_path: Path) -> None:
+    runs = [make_record(tmp_path, "a", seed, [0.5 + 0.1 * seed]) for seed in (0, 1, 2)]
+    runs += [make_record(tmp_path, "b", seed, [0.52 + 0.11 * seed]) for seed in (3, 2, 1)]
     each = compare(runs).lines[1].difference
     expected = stats.ttest_rel([0.63, 0.74], [0.6, 0.7])
     assert each is not None
@@ -247,8 +247,8 @@ def test_pairs_are_made_by_seed_and_not_by_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gap", [0.0, 0.03])
 def test_equal_differences_are_not_tested(tmp_path: Path, gap: float) -> None:
-    runs = [run_of(tmp_path, "a", seed, [0.5 + 0.1 * seed]) for seed in (0, 1, 2)]
-    runs += [run_of(tmp_path, "b", seed, [0.5 + 0.1 * seed + gap]) for seed in (0, 1, 2)]
+    runs = [make_record(tmp_path, "a", seed, [0.5 + 0.1 * seed]) for seed in (0, 1, 2)]
+    runs += [make_record(tmp_path, "b", seed, [0.5 + 0.1 * seed + gap]) for seed in (0, 1, 2)]
     comparison = compare(runs)
     each = comparison.lines[1].difference
     assert each is not None
@@ -258,21 +258,21 @@ def test_equal_differences_are_not_tested(tmp_path: Path, gap: float) -> None:
     assert any("nothing to test" in comment for comment in comparison.comments)
 
 
-def test_rounds_without_a_test_and_values_that_are_no_numbers(tmp_path: Path) -> None:
-    gaps = run_of(tmp_path, "gaps", 0, [None, 0.2, None, 0.4, None, 0.6, 0.8, None])
+def test_untested_rounds_and_nan_values_are_handled(tmp_path: Path) -> None:
+    gaps = make_record(tmp_path, "gaps", 0, [None, 0.2, None, 0.4, None, 0.6, 0.8, None])
     line = compare([gaps], target=0.5).lines[0]
     assert line.final == 0.8
     assert line.stability is None  # one test among the last two rounds
     assert line.reach is not None
     assert line.reach.rounds == 6
-    nan = run_of(tmp_path, "gaps", 1, [0.1, 0.2, 0.3, math.nan])
+    nan = make_record(tmp_path, "gaps", 1, [0.1, 0.2, 0.3, math.nan])
     comparison = compare([gaps, nan])
     assert comparison.lines[0].final == 0.8  # not 0.3, the last number of the other seed
     assert any("no final accuracy for seed 1" in comment for comment in comparison.comments)
-    never = run_of(tmp_path, "never", 0, [None, None])
+    never = make_record(tmp_path, "never", 0, [None, None])
     comparison = compare([never])
     assert (comparison.target, comparison.lines[0].final) == (None, None)
-    assert cells(comparison, "accuracy") == ("–",)
+    assert column_cells(comparison, "accuracy") == ("–",)
     with pytest.raises(ReportError, match="no run was ever tested"):
         picture([never], tmp_path / "none.png")
 
@@ -289,18 +289,18 @@ def test_r2_is_no_percentage_and_its_default_target_is_a_little_worse(value: flo
     assert compare([run], metric="mse").target == pytest.approx(0.525)
 
 
-def test_a_seed_that_never_reached_the_target_counts(tmp_path: Path) -> None:
+def test_seeds_that_never_reach_the_target_count_in_the_median(tmp_path: Path) -> None:
     slow, fast, late = [0.1, 0.2, 0.3], [0.6, 0.7, 0.8], [0.1, 0.2, 0.9]
 
     def line(*curves: list[float]) -> tuple[float | None, str]:
         runs = [
-            run_of(tmp_path / str(len(list(tmp_path.iterdir()))), "a", seed, list(values))
+            make_record(tmp_path / str(len(list(tmp_path.iterdir()))), "a", seed, list(values))
             for seed, values in enumerate(curves)
         ]
         comparison = compare(runs, target=0.5)
         reach = comparison.lines[0].reach
         assert reach is not None
-        return reach.rounds, cells(comparison, "rounds to 50.0%")[0]
+        return reach.rounds, column_cells(comparison, "rounds to 50.0%")[0]
 
     assert line(fast, late) == (2, "2")
     assert line(fast, late, slow) == (3, "3 (2 of 3)")
@@ -308,10 +308,10 @@ def test_a_seed_that_never_reached_the_target_counts(tmp_path: Path) -> None:
     assert line(slow, slow) == (None, "not reached (0 of 2)")
 
 
-def test_unfinished_runs_are_told_and_not_paired_with_runs_ahead_of_them(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path, "a", seed, [0.1, 0.2, 0.5 + seed / 100]) for seed in range(3)]
-    runs += [run_of(tmp_path, "b", seed, [0.1, 0.2, 0.6 + seed / 50]) for seed in range(2)]
-    runs.append(run_of(tmp_path, "b", 2, [0.1, 0.2], finished=False))
+def test_unfinished_runs_are_noted_and_not_paired_with_longer_runs(tmp_path: Path) -> None:
+    runs = [make_record(tmp_path, "a", seed, [0.1, 0.2, 0.5 + seed / 100]) for seed in range(3)]
+    runs += [make_record(tmp_path, "b", seed, [0.1, 0.2, 0.6 + seed / 50]) for seed in range(2)]
+    runs.append(make_record(tmp_path, "b", 2, [0.1, 0.2], finished=False))
     comparison = compare(runs)
     each = comparison.lines[1].difference
     assert each is not None
@@ -321,13 +321,13 @@ def test_unfinished_runs_are_told_and_not_paired_with_runs_ahead_of_them(tmp_pat
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=45))
-def test_worst_tenth(values: list[float]) -> None:
+def test_worst_tenth_is_the_mean_of_the_worst_ten_percent(values: list[float]) -> None:
     count = max(1, math.ceil(len(values) / 10))
     assert worst_tenth(values, ACCURACY) == pytest.approx(np.sort(values)[:count].mean())
     assert worst_tenth(values, PERPLEXITY) == pytest.approx(np.sort(values)[::-1][:count].mean())
 
 
-def test_missing_personal_values_are_left_out_and_told(tmp_path: Path) -> None:
+def test_missing_personal_values_are_left_out_with_a_comment(tmp_path: Path) -> None:
     def edit(row: dict[str, Any]) -> dict[str, Any]:
         return {**row, "personal": {"accuracy": {"c0": 0.5, "c1": 0.7, "c2": None, "c3": math.nan}}}
 
@@ -336,7 +336,7 @@ def test_missing_personal_values_are_left_out_and_told(tmp_path: Path) -> None:
     assert "a: 2 of 4 personal values are missing and left out." in comparison.comments
 
 
-def test_repeats_must_be_repeats(tmp_path: Path) -> None:
+def test_duplicate_seeds_are_refused_and_different_configs_noted(tmp_path: Path) -> None:
     one = load_run(write_run(tmp_path / "x", "fedavg", 0))
     with pytest.raises(ReportError, match="two runs are called 'fedavg' with seed 0"):
         compare([one, load_run(write_run(tmp_path / "y", "fedavg", 0))])
@@ -349,16 +349,16 @@ def test_repeats_must_be_repeats(tmp_path: Path) -> None:
     assert any("differ in more than the seed (training.lr)" in comment for comment in comments)
 
 
-def by_themselves(record: RunRecord) -> RunRecord:
+def as_local_only(record: RunRecord) -> RunRecord:
     return replace(record, config={**record.config, "method": {"name": "local-only"}})
 
 
-def test_what_a_client_gains_over_learning_alone_is_told_client_by_client(tmp_path: Path) -> None:
+def test_gain_over_local_only_is_computed_per_client(tmp_path: Path) -> None:
     def own(values: dict[str, float | None]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return lambda row: {**row, "personal": {"accuracy": values}}
 
     alone = [
-        by_themselves(
+        as_local_only(
             load_run(write_run(tmp_path, "alone", seed, edit=own({"c0": 0.5, "c1": 0.6, "c2": 0.7, "c3": None})))
         )
         for seed in (0, 1)
@@ -377,8 +377,8 @@ def test_what_a_client_gains_over_learning_alone_is_told_client_by_client(tmp_pa
     assert with_others.gain is not None
     assert with_others.gain.mean == pytest.approx((0.2 - 0.1 + 0 + 0.2 + 0.1) / 5)
     assert with_others.gain.better == pytest.approx(3 / 5)
-    assert cells(comparison, "gain") == ("+8.0", "–")
-    assert cells(comparison, "better off") == ("60%", "–")
+    assert column_cells(comparison, "gain") == ("+8.0", "–")
+    assert column_cells(comparison, "better off") == ("60%", "–")
     assert any("under alone, where it trains alone" in comment for comment in comparison.comments)
     figure = gain_by_client([*shared, *alone])
     assert figure is not None
@@ -387,15 +387,15 @@ def test_what_a_client_gains_over_learning_alone_is_told_client_by_client(tmp_pa
     np.testing.assert_allclose(dots, [-10, 0, 10, 20, 20], atol=1e-9)
 
 
-def test_a_gain_is_an_improvement_also_where_less_is_better(tmp_path: Path) -> None:
-    alone = by_themselves(perplexities(tmp_path, "alone", 0, [50.0]))
+def test_gain_is_positive_when_a_lower_metric_improves(tmp_path: Path) -> None:
+    alone = as_local_only(perplexities(tmp_path, "alone", 0, [50.0]))
     better = perplexities(tmp_path, "better", 0, [40.0])
     line = compare([better, alone]).lines[0]
     assert line.gain is not None
     assert (line.gain.mean, line.gain.better) == (pytest.approx(10.0), 1.0)
 
 
-def test_where_nobody_learns_alone_nothing_is_said_of_gains(records: list[RunRecord]) -> None:
+def test_gain_is_not_shown_without_a_local_only_run(records: list[RunRecord]) -> None:
     comparison = compare(records)
     assert all(line.gain is None for line in comparison.lines)
     assert not any(column.heading == "gain" for column in columns(comparison))
@@ -403,11 +403,11 @@ def test_where_nobody_learns_alone_nothing_is_said_of_gains(records: list[RunRec
     assert gain_by_client(records) is None
 
 
-def test_another_metric(tmp_path: Path) -> None:
+def test_comparison_can_use_another_metric(tmp_path: Path) -> None:
     record = load_run(write_run(tmp_path, "a", 0, edit=lambda row: {**row, "test": {"accuracy": 0.1, "f1": 0.7}}))
     comparison = compare([record], metric="f1")
     assert comparison.lines[0].final == 0.7
-    assert cells(comparison, "f1, %") == ("70.0",)
+    assert column_cells(comparison, "f1, %") == ("70.0",)
 
 
 def perplexities(root: Path, label: str, seed: int, values: list[float]) -> RunRecord:
@@ -425,7 +425,7 @@ def perplexities(root: Path, label: str, seed: int, values: list[float]) -> RunR
     return load_run(folder)
 
 
-def test_a_metric_of_which_less_is_better(tmp_path: Path) -> None:
+def test_comparison_supports_metrics_where_lower_is_better(tmp_path: Path) -> None:
     curves = {"a": [[90.0, 44.0, 40.0, 41.0], [80.0, 43.5, 39.0, 39.0]], "b": [[60.0, 41.5, 30.0, 31.0]] * 2}
     runs = [perplexities(tmp_path, label, seed, each) for label, two in curves.items() for seed, each in enumerate(two)]
     assert {run.metric for run in runs} == {PERPLEXITY}
@@ -439,9 +439,9 @@ def test_a_metric_of_which_less_is_better(tmp_path: Path) -> None:
     assert first.personal_worst == pytest.approx(40.0 + 19.5)  # the highest two of twenty
     assert second.difference is not None
     assert second.difference.mean == pytest.approx(-9.0)
-    assert cells(comparison, "perplexity") == ("40.0 ± 1.41", "31.0 ± 0.00")
-    assert cells(comparison, "difference")[1].startswith("−9.00 [")
-    assert cells(comparison, "rounds to 42.0") == ("3", "2")
+    assert column_cells(comparison, "perplexity") == ("40.0 ± 1.41", "31.0 ± 0.00")
+    assert column_cells(comparison, "difference")[1].startswith("−9.00 [")
+    assert column_cells(comparison, "rounds to 42.0") == ("3", "2")
     assert any("lower is better" in comment for comment in comparison.comments)
     assert any("105% of the final mean of a" in comment for comment in comparison.comments)
     text = report.to_text(comparison) + page(runs, tmp_path / "page.html").read_text()
@@ -458,11 +458,11 @@ def test_a_metric_of_which_less_is_better(tmp_path: Path) -> None:
     assert worst == pytest.approx([59.5, 50.5])
     by_loss = compare(runs, metric="loss")
     assert not by_loss.higher_is_better
-    assert cells(by_loss, "loss")[1].startswith("3.43")
+    assert column_cells(by_loss, "loss")[1].startswith("3.43")
 
 
-def test_runs_that_are_judged_differently_are_not_compared(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path, "old", 0, [0.5]), perplexities(tmp_path, "new", 0, [40.0])]
+def test_runs_with_different_metrics_are_refused(tmp_path: Path) -> None:
+    runs = [make_record(tmp_path, "old", 0, [0.5]), perplexities(tmp_path, "new", 0, [40.0])]
     assert runs[0].metric == ACCURACY  # the default, since its folder names no metric
     for make in (compare, metric_by_round, lambda records: page(records, tmp_path / "page.html")):
         with pytest.raises(ReportError, match="'old' by accuracy, 'new' by perplexity; report them separately"):
@@ -480,11 +480,11 @@ def test_runs_that_are_judged_differently_are_not_compared(tmp_path: Path) -> No
         (PERPLEXITY, None, "–"),
     ],
 )
-def test_values_as_they_are_shown(metric: Metric, value: float | None, shown: str) -> None:
+def test_metric_values_are_formatted(metric: Metric, value: float | None, shown: str) -> None:
     assert metric.show(value) == shown
 
 
-def test_every_way_of_showing_has_every_number(records: list[RunRecord]) -> None:
+def test_every_output_format_has_every_number(records: list[RunRecord]) -> None:
     comparison = compare(records)
     plain = json.loads(report.to_json(comparison), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
     assert [line["label"] for line in plain["lines"]] == list(LABELS)
@@ -499,18 +499,18 @@ def test_every_way_of_showing_has_every_number(records: list[RunRecord]) -> None
             assert cell.replace("[", "\\[") in markdown
 
 
-def test_cells_by_hand(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path, "a", 0, [0.5]), run_of(tmp_path, "a", 1, [0.6])]
-    runs += [run_of(tmp_path, "b", 0, [0.4]), run_of(tmp_path, "b", 1, [0.52])]
+def test_table_cells_match_hand_computed_values(tmp_path: Path) -> None:
+    runs = [make_record(tmp_path, "a", 0, [0.5]), make_record(tmp_path, "a", 1, [0.6])]
+    runs += [make_record(tmp_path, "b", 0, [0.4]), make_record(tmp_path, "b", 1, [0.52])]
     comparison = compare(runs)
-    assert cells(comparison, "accuracy, %") == ("55.0 ± 7.1", "46.0 ± 8.5")
-    assert cells(comparison, "difference") == ("–", "−9.0 [−21.7, 3.7]")
-    assert cells(comparison, "p") == ("–", "0.070")
+    assert column_cells(comparison, "accuracy, %") == ("55.0 ± 7.1", "46.0 ± 8.5")
+    assert column_cells(comparison, "difference") == ("–", "−9.0 [−21.7, 3.7]")
+    assert column_cells(comparison, "p") == ("–", "0.070")
 
 
-def test_labels_may_hold_markup(tmp_path: Path) -> None:
+def test_labels_with_markup_are_escaped_in_text_and_markdown(tmp_path: Path) -> None:
     label = "a|b [bold]_x_ $y$ <i>"
-    comparison = compare([run_of(tmp_path, label, 0, [0.5, 0.6])])
+    comparison = compare([make_record(tmp_path, label, 0, [0.5, 0.6])])
     lines = [line for line in report.to_text(comparison).splitlines() if line.strip().startswith(label + " ")]
     assert len(lines) == 3  # one line per table; comments start with a dot
     assert r"a\|b \[bold]\_x\_ $y$ \<i>" in report.to_markdown(comparison)
@@ -519,7 +519,7 @@ def test_labels_may_hold_markup(tmp_path: Path) -> None:
 # Figures
 
 
-def test_curves_are_mean_and_sample_deviation(records: list[RunRecord]) -> None:
+def test_curves_are_mean_and_sample_standard_deviation(records: list[RunRecord]) -> None:
     runs = [record for record in records if record.label == "fedprox"]
     values = 100 * np.array([[row["test"]["accuracy"] for row in run.rows] for run in runs])  # (seed, round)
     sent = np.array([[row["bytes"]["up"] for row in run.rows] for run in runs]) / 1e6
@@ -530,22 +530,22 @@ def test_curves_are_mean_and_sample_deviation(records: list[RunRecord]) -> None:
     assert found.megabytes == pytest.approx(sent.cumsum(axis=1).mean(axis=0))
 
 
-def test_a_change_of_plan_is_marked_and_frozen_roles_end_there(records: list[RunRecord]) -> None:
+def test_plan_changes_are_marked_and_drift_of_frozen_roles_ends(records: list[RunRecord]) -> None:
     figure = metric_by_round(records)
     assert figure is not None
-    verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARM_UP + 0.5] * 2]
+    verticals = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [WARMUP + 0.5] * 2]
     assert [line.get_color() for line in verticals] == [styles(LABELS)["fedfrozen"].color]
-    early = [RunRecord(**{**vars(record), "rows": record.rows[:WARM_UP], "finished": False}) for record in records]
+    early = [RunRecord(**{**vars(record), "rows": record.rows[:WARMUP], "finished": False}) for record in records]
     assert changes(early) == []  # the plan lists stages that an unfinished run has not reached
     drift = drift_by_role(records)
     assert drift is not None
     lengths = {panel.get_title(loc="left"): [len(line.get_xdata()) for line in panel.lines] for panel in drift.axes}
-    assert lengths["query"] == lengths["key"] == [ROUNDS, ROUNDS, WARM_UP]
+    assert lengths["query"] == lengths["key"] == [ROUNDS, ROUNDS, WARMUP]
     assert lengths["value"] == [ROUNDS, ROUNDS, ROUNDS]
     assert "layer.0" not in lengths
 
 
-def test_the_plan_is_drawn_once_for_equal_plans(records: list[RunRecord]) -> None:
+def test_equal_plans_are_drawn_once(records: list[RunRecord]) -> None:
     assert [each.labels for each in plans(records)] == [["fedavg", "fedprox"], ["fedfrozen"]]
     figure = plan_grid(records)
     assert figure is not None
@@ -557,7 +557,7 @@ def test_the_plan_is_drawn_once_for_equal_plans(records: list[RunRecord]) -> Non
     assert [sum(patch.get_facecolor() == down_only for patch in panel.patches) for panel in panels] == [0, 0, 8]
 
 
-def test_a_cell_is_divided_by_parameters(tmp_path: Path) -> None:
+def test_plan_cell_is_divided_by_parameter_count(tmp_path: Path) -> None:
     record = load_run(write_run(tmp_path, "fedper", 0))
     rows = [
         {"name": name, "layer": "layer.0", "role": "query", "parameters": count, "trains": up, "up": up, "down": True}
@@ -573,7 +573,7 @@ def test_a_cell_is_divided_by_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 15])
-def test_legends_cover_no_data_and_labels_look_different(tmp_path: Path, count: int) -> None:
+def test_legends_cover_no_data_and_styles_are_distinct(tmp_path: Path, count: int) -> None:
     labels = ["fedavg", "_hidden", "fedfrozen", "a label that is far too long to be shown as it is"]
     labels = [*labels, *(f"method {number}" for number in range(count))][:count]
     assert len({(style.color, str(style.dash)) for style in styles(labels).values()}) == count
@@ -592,7 +592,9 @@ def test_legends_cover_no_data_and_labels_look_different(tmp_path: Path, count: 
     assert len(strips.axes[0].get_yticks()) == count
 
 
-def test_the_picture_is_a_wide_png_and_matplotlib_stays_as_it_was(records: list[RunRecord], tmp_path: Path) -> None:
+def test_picture_is_a_wide_png_and_leaves_matplotlib_settings_unchanged(
+    records: list[RunRecord], tmp_path: Path
+) -> None:
     before = dict(matplotlib.rcParams)
     data = picture(records, tmp_path / "deep" / "out.png").read_bytes()
     figure = personal_by_client(records)
@@ -605,7 +607,9 @@ def test_the_picture_is_a_wide_png_and_matplotlib_stays_as_it_was(records: list[
     assert len(data) > 20_000
 
 
-def test_without_matplotlib_the_remedy_is_named(records: list[RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_name_the_extra_when_matplotlib_is_missing(
+    records: list[RunRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ReportError, match=re.escape("pip install 'partita[report]'")):
         metric_by_round(records)
@@ -644,16 +648,16 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def parsed(text: str) -> Reader:
+def parse_page(text: str) -> Reader:
     reader = Reader()
     reader.feed(text)
     assert reader.open == []
     return reader
 
 
-def test_the_page_holds_everything_itself(records: list[RunRecord], tmp_path: Path) -> None:
+def test_page_is_self_contained_and_complete(records: list[RunRecord], tmp_path: Path) -> None:
     text = page(records, tmp_path / "page.html", title="Kernel & drift").read_text()
-    reader = parsed(text)
+    reader = parse_page(text)
     assert "http" not in text
     assert "url(" not in text.replace("url(#", "")
     assert "@import" not in text
@@ -677,7 +681,7 @@ def test_the_page_holds_everything_itself(records: list[RunRecord], tmp_path: Pa
         assert all(cell in reader.text for cell in column.cells)
 
 
-def test_names_are_escaped(tmp_path: Path) -> None:
+def test_page_escapes_labels_and_reasons(tmp_path: Path) -> None:
     label, reason = "<script>alert('a')</script> & \"b\"", "<img src=x>"
     record = load_run(
         write_run(
@@ -688,14 +692,14 @@ def test_names_are_escaped(tmp_path: Path) -> None:
             edit=lambda row: {**row, "drift": {}, "personal": None, "lost": {"<c>": reason}},
         )
     )
-    reader = parsed(page([record], tmp_path / "page.html", title="<b>").read_text())
+    reader = parse_page(page([record], tmp_path / "page.html", title="<b>").read_text())
     assert not {"script", "img", "c"} & set(reader.tags)
     assert label in reader.text
     assert reason in reader.text
     assert "<c> (seed 0, round 1)" in reader.text
 
 
-def test_one_run_of_one_round_makes_a_page(tmp_path: Path) -> None:
+def test_page_of_one_run_with_one_round_is_made(tmp_path: Path) -> None:
     record = load_run(write_run(tmp_path, "fedavg", 0, rounds=1, finished=False))
     text = page([record], tmp_path / "page.html").read_text()
     assert "unfinished (1 of 16 rounds)" in text
@@ -704,7 +708,7 @@ def test_one_run_of_one_round_makes_a_page(tmp_path: Path) -> None:
     assert "1 (0 finished)" in text
 
 
-def test_a_failed_page_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_page_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "page.html"
     out.write_text("old")
 
@@ -721,7 +725,7 @@ def test_a_failed_page_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
 # The package
 
 
-def test_reports_need_rows_only() -> None:
+def test_report_package_imports_no_torch_or_pyplot() -> None:
     """At import only the standard library; never torch, pyplot, or more of core than safe file reading."""
     folder = Path(report.__file__).parent
     for path in folder.glob("*.py"):

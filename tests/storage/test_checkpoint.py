@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Clients, ServerMomentum, files_in, last, play, run_of, small
+from helpers import Clients, ServerMomentum, files_in, final_params, play, toy_model, toy_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,11 +27,11 @@ from partita.storage import atomic_files, checkpoint
 from partita.storage.atomic_files import DamageError, DiskError
 from partita.storage.client_store import DiskStore, MemoryStore
 
-MODEL = small()
+MODEL = toy_model()
 FOUR = Clients(a=5, b=6, c=7, d=8)
 
 
-def server_of(value: float = 1.0) -> Server:
+def make_server(value: float = 1.0) -> Server:
     ledger = ParameterVersions(
         {"w": 2, "b": 0}, {"ü/x": (2, 0), "a": (-1, 0), "z": (2, 0)}, clients_have_initial_model=True
     )
@@ -54,9 +54,9 @@ def assert_same(one: Server, two: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "server", [server_of(), Server({"w": torch.zeros(2)}, {}, ParameterVersions({"w": 0}))], ids=["full", "new"]
+    "server", [make_server(), Server({"w": torch.zeros(2)}, {}, ParameterVersions({"w": 0}))], ids=["full", "new"]
 )
-def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, server: Server) -> None:
+def test_checkpoint_round_trips_bit_for_bit(tmp_path: Path, server: Server) -> None:
     path = checkpoint.save(tmp_path, 5, server)
     done, back = checkpoint.load(path)
     assert done == 5
@@ -66,29 +66,29 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, server: Server) -> 
 
 
 @pytest.mark.parametrize("owners", [(), ("a",), ("a", "z", "ü/x"), ("a", "other")])
-def test_a_checkpoint_says_which_states_belong_to_it(tmp_path: Path, owners: tuple[str, ...]) -> None:
+def test_checkpoint_records_its_client_states(tmp_path: Path, owners: tuple[str, ...]) -> None:
     """Also for clients unknown to the parameter versions, and when other clients are known."""
     states = {client: (place + 3, f"{place + 1:032x}") for place, client in enumerate(owners)}
-    saved = checkpoint.read(checkpoint.save(tmp_path, 5, server_of(), "my run", "my rows", states))
+    saved = checkpoint.read(checkpoint.save(tmp_path, 5, make_server(), "my run", "my rows", states))
     assert saved.states == states
     assert (saved.done, saved.run, saved.rows) == (5, "my run", "my rows")
-    assert_same(saved.server, server_of())
+    assert_same(saved.server, make_server())
 
 
-def test_the_newest_checkpoint_is_read_and_the_first_server_if_there_is_none(tmp_path: Path) -> None:
-    first = server_of(1.0)
+def test_newest_returns_the_latest_checkpoint_or_the_initial_server(tmp_path: Path) -> None:
+    first = make_server(1.0)
     none = checkpoint.newest(tmp_path, "my run", first)
     assert (none.done, none.server) == (0, first)
     for done in (3, 4, 5):
-        checkpoint.save(tmp_path, done, server_of(float(done)), "my run")
+        checkpoint.save(tmp_path, done, make_server(float(done)), "my run")
         found = checkpoint.newest(tmp_path, "my run", first)
         assert found.done == done
-        assert_same(found.server, server_of(float(done)))
+        assert_same(found.server, make_server(float(done)))
     with pytest.raises(DamageError, match="belongs to another run"):
         checkpoint.newest(tmp_path, "another", first)
 
 
-def test_one_tensor_may_be_held_twice(tmp_path: Path) -> None:
+def test_checkpoint_stores_a_tensor_shared_by_params_and_state(tmp_path: Path) -> None:
     """A rule that stores the last round's parameters in its state holds such a tensor."""
     params = {"w": torch.arange(3.0)}
     server = Server(params, {"before": params}, ParameterVersions({"w": 0}))
@@ -96,8 +96,8 @@ def test_one_tensor_may_be_held_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [None, "carried"])
-def test_a_run_resumes_bit_for_bit_with_the_rules_state(tmp_path: Path, optimizer: str | None) -> None:
-    run = run_of(Method("momentum", server_rule=ServerMomentum(), carry_optimizer=bool(optimizer)), 5, cohort=0.5)
+def test_run_resumes_bit_for_bit_with_server_rule_state(tmp_path: Path, optimizer: str | None) -> None:
+    run = toy_run(Method("momentum", server_rule=ServerMomentum(), carry_optimizer=bool(optimizer)), 5, cohort=0.5)
     whole = play(run, MODEL, FOUR)
     disk = DiskStore(tmp_path / "clients")
     stream = rounds(run, MODEL, SimulationEngine(run, MODEL, FOUR, store=disk))
@@ -108,22 +108,22 @@ def test_a_run_resumes_bit_for_bit_with_the_rules_state(tmp_path: Path, optimize
     assert_same(server, each.server)
     assert not torch.equal(server.state["velocity"]["head.weight"], torch.zeros(3, 4))
     rest = play(run, MODEL, FOUR, server=server, start=done, store=DiskStore(disk.folder))
-    assert tensors.digest(last(rest)) == tensors.digest(last(whole))
+    assert tensors.digest(final_params(rest)) == tensors.digest(final_params(whole))
     assert_same(rest[-1].server, whole[-1].server)
     assert [each.traffic for each in rest] == [each.traffic for each in whole[2:]]
 
 
-def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
     for done in (1, 2, 3, 10, 11):
-        checkpoint.save(tmp_path, done, server_of(done))
+        checkpoint.save(tmp_path, done, make_server(done))
     assert [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(tmp_path)] == [10, 11]
     assert files_in(tmp_path) == {path.name for path in atomic_files.list_checksummed(tmp_path)}
 
 
-def test_a_second_checkpoint_of_a_round_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, server_of())
+def test_second_checkpoint_of_a_round_replaces_the_first(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, make_server())
     for value in (2.0, 3.0, 3.0):
-        path = checkpoint.save(tmp_path, 2, server_of(value))
+        path = checkpoint.save(tmp_path, 2, make_server(value))
     assert [atomic_files.number_in_name(each) for each in atomic_files.list_checksummed(tmp_path)] == [1, 2]
     assert float(checkpoint.load(path)[1].params["w"][0, 0]) == 3.0
 
@@ -138,8 +138,8 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path, kind: str) -> None:
-    older, newest = (checkpoint.save(tmp_path, done, server_of(done)) for done in (1, 2))
+def test_damaged_checkpoint_is_named_with_a_remedy(tmp_path: Path, kind: str) -> None:
+    older, newest = (checkpoint.save(tmp_path, done, make_server(done)) for done in (1, 2))
     newest.write_bytes(DAMAGE[kind](newest.read_bytes()))
     with pytest.raises(
         DamageError, match=rf"{newest.name} is damaged: .*; delete it to resume from the checkpoint before it"
@@ -151,8 +151,8 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = checkpoint.save(tmp_path, 1, server_of())
+def test_failed_write_leaves_existing_files_intact(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = checkpoint.save(tmp_path, 1, make_server())
     kept = files_in(tmp_path)
 
     def fail(*_: Any) -> None:
@@ -165,28 +165,28 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, call: str, monkeyp
             match=r"cannot write .*000002-\w+\.safetensors \(No space left on device; [\d,]+ bytes\); "
             "what was saved before is intact: free some space or fix the folder, then resume the run",
         ):
-            checkpoint.save(tmp_path, 2, server_of(2.0))
+            checkpoint.save(tmp_path, 2, make_server(2.0))
     assert files_in(tmp_path) == kept
-    assert_same(checkpoint.load(first)[1], server_of())
-    assert checkpoint.load(checkpoint.save(tmp_path, 2, server_of(2.0)))[0] == 2
+    assert_same(checkpoint.load(first)[1], make_server())
+    assert checkpoint.load(checkpoint.save(tmp_path, 2, make_server(2.0)))[0] == 2
 
 
-def test_a_folder_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
+def test_uncreatable_folder_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DiskError, match=r"cannot write .*what was saved before is intact"):
-        checkpoint.save(tmp_path / "file" / "server", 1, server_of())
+        checkpoint.save(tmp_path / "file" / "server", 1, make_server())
 
 
-def test_files_that_are_not_sealed_are_left_alone(tmp_path: Path) -> None:
+def test_files_without_a_checksum_name_are_left_alone(tmp_path: Path) -> None:
     for name in ("notes.txt", "model.safetensors", ".000009-x.safetensors.12.part"):
         (tmp_path / name).write_text("mine")
     for done in range(4):
-        checkpoint.save(tmp_path, done, server_of(done))
+        checkpoint.save(tmp_path, done, make_server(done))
     assert {"notes.txt", "model.safetensors", ".000009-x.safetensors.12.part"} < files_in(tmp_path)
     assert [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(tmp_path)] == [2, 3]
 
 
-def test_a_write_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_flushes_before_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a power cut can leave an empty file under the final name."""
     calls: list[str] = []
     sync, rename = posix.fsync, os.replace  # the real calls: conftest.py disables fsync
@@ -200,23 +200,23 @@ def test_a_write_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: py
 # ---- client states
 
 
-def state_of(value: float) -> ClientState:
+def make_state(value: float) -> ClientState:
     return ClientState({"w": torch.full((2,), value)}, {"optimizer.momentum": {"w": torch.full((2,), value / 2)}})
 
 
-def value_of(state: ClientState) -> float | None:
+def personal_value(state: ClientState) -> float | None:
     return float(state.personal["w"][0]) if state.personal else None
 
 
 @pytest.mark.parametrize(
     "name", ["a/b", "ü", "..", ".", "a b", "c:d", "%2F", "a%2Fb", "con", "x" * 60, "日本", "-", "~", "a.b"]
 )
-def test_any_client_name_has_its_own_place(tmp_path: Path, name: str) -> None:
+def test_any_client_name_gets_its_own_folder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "runs" / "clients"
     disk = DiskStore(folder)
     for client, value in ((name, 1.0), ("other", 2.0), (name + "x", 3.0)):
-        disk.save(client, 0, state_of(value))
-    assert [value_of(disk.load(client, 1)) for client in (name, "other", name + "x")] == [1.0, 2.0, 3.0]
+        disk.save(client, 0, make_state(value))
+    assert [personal_value(disk.load(client, 1)) for client in (name, "other", name + "x")] == [1.0, 2.0, 3.0]
     assert files_in(tmp_path) == {f"runs/clients/{inside}" for inside in files_in(folder)}
     assert len(files_in(folder)) == 3
     assert disk.known() == sorted([name, "other", name + "x"])
@@ -224,7 +224,7 @@ def test_any_client_name_has_its_own_place(tmp_path: Path, name: str) -> None:
     assert files_in(tmp_path) == set()
 
 
-def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_client_state_round_trips_bit_for_bit(tmp_path: Path) -> None:
     state = ClientState(
         {"w": torch.randn(3, 2), "layers/0.b": torch.zeros(0)},
         {"h": {"w": torch.tensor(3)}, "optimizer.age": {"w": torch.tensor(5)}, "half": {"w": torch.ones(2).bfloat16()}},
@@ -237,7 +237,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert all(tensors.digest(back.memory[slot]) == tensors.digest(state.memory[slot]) for slot in state.memory)
 
 
-def test_a_rule_may_remember_what_the_client_keeps(tmp_path: Path) -> None:
+def test_state_stores_a_tensor_shared_by_personal_and_memory(tmp_path: Path) -> None:
     """A rule that stores its final parameters returns such a tensor."""
     value = {"w": torch.arange(3.0)}
     DiskStore(tmp_path).save("c", 0, ClientState(value, {"end": value}))
@@ -247,17 +247,17 @@ def test_a_rule_may_remember_what_the_client_keeps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory over disk"])
-def test_a_visit_starts_from_the_newest_earlier_state(tmp_path: Path, kind: str) -> None:
+def test_load_returns_the_newest_state_before_the_round(tmp_path: Path, kind: str) -> None:
     disk = DiskStore(tmp_path)
     for number in (0, 2, 5, 11):
-        disk.save("c", number, state_of(number))
+        disk.save("c", number, make_state(number))
     store = disk if kind == "disk" else MemoryStore(disk)
     expected = {0: None, 1: 0.0, 2: 0.0, 3: 2.0, 5: 2.0, 6: 5.0, 11: 5.0, 12: 11.0, 100: 11.0}
-    assert {number: value_of(store.load("c", number)) for number in expected} == expected
-    assert value_of(store.load("stranger", 100)) is None
+    assert {number: personal_value(store.load("c", number)) for number in expected} == expected
+    assert personal_value(store.load("stranger", 100)) is None
 
 
-def test_only_states_that_a_checkpoint_names_count(tmp_path: Path) -> None:
+def test_only_states_named_by_the_checkpoint_are_loaded(tmp_path: Path) -> None:
     """An extra state file of the same round is ignored, and a missing one is an error."""
     written = DiskStore(tmp_path, newest={})
     assert written.states() == {}
@@ -284,14 +284,14 @@ def test_only_states_that_a_checkpoint_names_count(tmp_path: Path) -> None:
         found.rewind(3)
 
 
-def test_a_long_name_is_read_from_the_newest_state(tmp_path: Path) -> None:
+def test_known_clients_include_names_too_long_for_a_folder(tmp_path: Path) -> None:
     disk, names = DiskStore(tmp_path), ["long " * 60, "longer " * 60]
     for client, number in ((names[0], 0), (names[1], 0), (names[1], 1), ("short", 0)):
         disk.save(client, number, ClientState({"w": torch.ones(1)}))
     assert disk.known() == [*names, "short"]
 
 
-def test_memory_tells_its_disk_of_commits_and_knows_what_either_knows(tmp_path: Path) -> None:
+def test_memory_store_commits_to_disk_and_lists_clients_of_both(tmp_path: Path) -> None:
     DiskStore(tmp_path).save("before", 0, ClientState({"w": torch.ones(1)}))
     memory = MemoryStore(DiskStore(tmp_path, newest={"before": (0, "")}))
     for number in range(6):
@@ -303,43 +303,43 @@ def test_memory_tells_its_disk_of_commits_and_knows_what_either_knows(tmp_path: 
     assert MemoryStore().states() == {}
 
 
-def test_rewinding_forgets_what_came_after(tmp_path: Path) -> None:
+def test_rewind_drops_states_of_later_rounds(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path)
     for client in ("c", "a/b"):
         for number in range(5):
-            disk.save(client, number, state_of(number))
+            disk.save(client, number, make_state(number))
     disk.rewind(3)
-    assert [value_of(disk.load(client, 100)) for client in ("c", "a/b")] == [2.0, 2.0]
-    assert [value_of(disk.load(client, 2)) for client in ("c", "a/b")] == [1.0, 1.0]
+    assert [personal_value(disk.load(client, 100)) for client in ("c", "a/b")] == [2.0, 2.0]
+    assert [personal_value(disk.load(client, 2)) for client in ("c", "a/b")] == [1.0, 1.0]
 
 
-def test_memory_writes_at_a_commit_and_only_what_changed(tmp_path: Path) -> None:
+def test_memory_store_writes_only_changed_states_at_a_commit(tmp_path: Path) -> None:
     memory = MemoryStore(DiskStore(tmp_path))
-    memory.save("a", 0, state_of(0))
-    memory.save("b", 0, state_of(1))
+    memory.save("a", 0, make_state(0))
+    memory.save("b", 0, make_state(1))
     assert files_in(tmp_path) == set()
     memory.commit(1)
     assert len(files_in(tmp_path)) == 2
-    memory.save("a", 1, state_of(2))
+    memory.save("a", 1, make_state(2))
     memory.commit(2)
     assert sorted(name.split("-")[0] for name in files_in(tmp_path)) == ["a/000000", "a/000001", "b/000000"]
     fresh = MemoryStore(DiskStore(tmp_path))
-    assert [value_of(fresh.load("a", number)) for number in (1, 2)] == [0.0, 2.0]
-    assert value_of(memory.load("a", 2)) == 2.0
+    assert [personal_value(fresh.load("a", number)) for number in (1, 2)] == [0.0, 2.0]
+    assert personal_value(memory.load("a", 2)) == 2.0
     assert fresh.known() == ["a", "b"]
 
 
-def test_memory_without_a_disk_keeps_the_last_state() -> None:
+def test_memory_store_without_disk_keeps_the_last_state() -> None:
     memory = MemoryStore()
-    memory.save("a", 0, state_of(4))
+    memory.save("a", 0, make_state(4))
     memory.commit(1)
-    assert value_of(memory.load("a", 1)) == 4.0
+    assert personal_value(memory.load("a", 1)) == 4.0
     assert memory.load("b", 1) == ClientState()
 
 
-def test_a_damaged_state_is_named_with_its_client(tmp_path: Path) -> None:
+def test_damaged_state_names_file_client_and_remedy(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path)
-    disk.save("a/b", 0, state_of(1))
+    disk.save("a/b", 0, make_state(1))
     [name] = files_in(tmp_path)
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -351,7 +351,7 @@ def test_a_damaged_state_is_named_with_its_client(tmp_path: Path) -> None:
 
 @given(data=st.data(), in_memory=st.booleans())
 @settings(max_examples=25)
-def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
+def test_last_two_checkpoints_stay_usable_while_older_states_are_deleted(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, in_memory: bool
 ) -> None:
     """Random rounds and checkpoints: every kept checkpoint finds the states its clients would resume from."""
@@ -362,7 +362,7 @@ def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
     commits: list[int] = []
     for number in range(data.draw(st.integers(1, 8))):
         for client in sorted(data.draw(st.sets(st.sampled_from(["a", "b"])))):
-            store.save(client, number, state_of(number))
+            store.save(client, number, make_state(number))
             history[client].append(number)
         if data.draw(st.booleans()):
             store.commit(number + 1)
@@ -371,7 +371,7 @@ def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
             fresh = DiskStore(folder)
             for client, visits in history.items():
                 expected = max((visit for visit in visits if visit < done), default=None)
-                assert value_of(fresh.load(client, done)) == expected
+                assert personal_value(fresh.load(client, done)) == expected
     for client, visits in history.items():
         # The last save keeps at most one state that is older than the second-last checkpoint.
         written = [atomic_files.number_in_name(path) for path in atomic_files.list_checksummed(folder / client)]
@@ -381,8 +381,8 @@ def test_the_last_two_checkpoints_stay_usable_and_old_states_go(
 
 
 @pytest.mark.parametrize("kind", [DiskStore, lambda folder: MemoryStore(DiskStore(folder))], ids=["disk", "memory"])
-def test_a_run_goes_back_to_the_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path, kind: Any) -> None:
-    run = run_of(local_only(), 6, cohort=0.5, min_updates=0)
+def test_run_resumes_from_the_older_checkpoint_when_the_newest_is_gone(tmp_path: Path, kind: Any) -> None:
+    run = toy_run(local_only(), 6, cohort=0.5, min_updates=0)
     availability = Availability(client_dropout=0.2)
     reference = MemoryStore()
     play(run, MODEL, FOUR, store=reference, availability=availability)
@@ -401,9 +401,9 @@ def test_a_run_goes_back_to_the_older_checkpoint_when_the_newest_is_damaged(tmp_
         assert tensors.digest(again.load(client, 6).personal) == tensors.digest(reference.load(client, 6).personal)
 
 
-def test_a_method_without_state_leaves_no_files(tmp_path: Path) -> None:
+def test_stateless_method_writes_no_client_files(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
-    play(run_of(fedavg(), 2), MODEL, FOUR, store=store)
+    play(toy_run(fedavg(), 2), MODEL, FOUR, store=store)
     store.commit(2)
     assert files_in(tmp_path) == set()
     assert store.known() == []

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import OPTIMIZERS, TorchLoop, batches_of, distance, last, play, run_of
+from helpers import OPTIMIZERS, TorchLoop, client_batches, final_params, max_difference, play, toy_run
 from torch import Tensor
 from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, BertConfig, BertModel
 
@@ -119,26 +119,26 @@ def test_prompts_need_classes() -> None:
 def test_one_client_is_a_plain_loop_bit_for_bit(kind: str) -> None:
     task = task_of()
     model, federation = vit(task), split(task, "iid", 1, key=Key(0))
-    run = run_of(fedavg(), 1, OPTIMIZERS[kind], lr=0.01)
+    run = toy_run(fedavg(), 1, OPTIMIZERS[kind], lr=0.01)
     [played] = play(run, model, federation)
     examples = federation["c0"].train
     loop = TorchLoop(model, run.training)
-    losses = loop.fit(examples, batches_of(run, 0, "c0", examples))
+    losses = loop.fit(examples, client_batches(run, 0, "c0", examples))
     assert played.loss == pytest.approx(sum(losses) / len(losses))
     delta = {name: loop.values()[name] - value for name, value in model.initial.items()}
     expected = {name: value + delta[name] for name, value in model.initial.items()}
-    assert equal(last([played]), expected)
+    assert equal(final_params([played]), expected)
 
 
 def test_a_block_of_unequal_clients_equals_its_clients_one_by_one() -> None:
     task = task_of()
     model, federation = vit(task), split(task, "quantity", 3, key=Key(0), alpha=1.0, min_examples=5)
-    run = run_of(fedavg(), 2, SGD(), lr=0.01)
+    run = toy_run(fedavg(), 2, SGD(), lr=0.01)
     sizes = {len(federation[client].train) for client in federation.clients}
     assert len(sizes) > 1, "so that some examples of the block are padding"
-    blocks, singles = (last(play(run, model, federation, block=block)) for block in (3, 1))
-    assert distance(singles, model.initial) > 0
-    assert distance(blocks, singles) < 1e-6
+    blocks, singles = (final_params(play(run, model, federation, block=block)) for block in (3, 1))
+    assert max_difference(singles, model.initial) > 0
+    assert max_difference(blocks, singles) < 1e-6
 
 
 class Linear(Model):
@@ -181,8 +181,8 @@ def test_one_full_step_a_round_leads_to_the_least_squares_solution_of_the_pooled
     y = torch.cat([table.targets for table in sites.tables.values()]).double()
     wanted = torch.linalg.lstsq(design, y).solution  # (feature + 1, target)
     curvature = torch.linalg.eigvalsh(design.T @ design / len(x))  # of the mean over two targets
-    run = run_of(fedavg(), ROUNDS, SGD(), lr=1 / float(curvature[-1]), batch_size=64, steps=1)
-    found = last(play(run, model, sites, block=3))
+    run = toy_run(fedavg(), ROUNDS, SGD(), lr=1 / float(curvature[-1]), batch_size=64, steps=1)
+    found = final_params(play(run, model, sites, block=3))
     solution = torch.cat([found["weight"], found["bias"][None]]).double()
     assert float((1 - curvature[0] / curvature[-1]) ** ROUNDS) < 1e-5, "enough rounds for this condition"
     torch.testing.assert_close(solution, wanted, rtol=0, atol=2e-4)
@@ -204,7 +204,7 @@ def test_ghost_clipping_sums_the_clipped_gradients_of_examples() -> None:
     wanted, _ = clipped_sum(one, params, batch.inputs, batch.targets, mask, private)
     found, _, norms = ghost_sum(losses, params, mask, 6, private)
     assert norms.min() < 12 < norms.max(), "some are clipped and some are not"
-    assert distance(found, wanted) < 1e-5 * max(float(value.abs().max()) for value in wanted.values())
+    assert max_difference(found, wanted) < 1e-5 * max(float(value.abs().max()) for value in wanted.values())
 
 
 # ---- metrics

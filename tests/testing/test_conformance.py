@@ -11,7 +11,7 @@ from typing import Any
 import image_fixtures
 import pytest
 import torch
-from helpers import Clients, ServerMomentum, small
+from helpers import Clients, ServerMomentum, toy_model
 from method_options import BRIEF
 from torch import Tensor
 
@@ -39,19 +39,19 @@ from partita.methods.fedprox import fedprox
 from partita.testing.conformance import ConformanceError, ConformanceReport, check_method
 
 
-def check(method: Method, tolerance: float = 1e-5) -> ConformanceReport:
+def check_on_small_federation(method: Method, tolerance: float = 1e-5) -> ConformanceReport:
     """Check on one layer and four small clients: the same properties in a quarter of the time."""
     if method.extend:
-        return check_method(method, image_fixtures.small(), image_fixtures.FOUR, tolerance=tolerance)
-    return check_method(method, small(), Clients(c0=3, c1=9, c2=12, c3=6), tolerance=tolerance)
+        return check_method(method, image_fixtures.small_vit(), image_fixtures.FOUR, tolerance=tolerance)
+    return check_method(method, toy_model(), Clients(c0=3, c1=9, c2=12, c3=6), tolerance=tolerance)
 
 
 # ---- correct methods
 
 
 @cache
-def findings_of(name: str) -> ConformanceReport:
-    return check(build(name, BRIEF.get(name.partition("+")[0], {})))
+def report_for(name: str) -> ConformanceReport:
+    return check_on_small_federation(build(name, BRIEF.get(name.partition("+")[0], {})))
 
 
 # The fast suite covers all methods, one of the FedOpt family, and one composition of each kind.
@@ -62,7 +62,7 @@ SLOW = {*COMPOSITIONS, "fedyogi", "fedadagrad"} - {"fedfrozen+scaffold", "fedper
     "name", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in (*INDEX, *COMPOSITIONS)]
 )
 def test_every_method_and_supported_composition_conforms(name: str) -> None:
-    findings = findings_of(name)
+    findings = report_for(name)
     assert 0 <= findings.block_difference < 1e-5
     silent = name in ("local-only", "centralized", "coop", "zero-shot")
     assert (findings.bytes_up == 0) == (findings.bytes_down == 0) == silent
@@ -108,8 +108,8 @@ def test_every_method_conforms_in_every_setting(name: str, options: dict[str, An
             check_method(method, optimizer=optimizer)
 
 
-def test_bytes_are_what_the_plan_says() -> None:
-    plain, thrifty = findings_of("fedavg"), findings_of("fedfrozen")
+def test_fedfrozen_sends_fewer_bytes_than_fedavg() -> None:
+    plain, thrifty = report_for("fedavg"), report_for("fedfrozen")
     assert thrifty.bytes_up < plain.bytes_up
     assert thrifty.bytes_down < plain.bytes_down
 
@@ -117,12 +117,12 @@ def test_bytes_are_what_the_plan_says() -> None:
 HEAD = frozenset({"head.weight"})
 
 
-def keep_the_head(model: Model, round_info: RoundInfo) -> Plan:
+def plan_keeping_the_head(model: Model, round_info: RoundInfo) -> Plan:
     return share(model.all_names(), down=model.all_names() - HEAD, keep=HEAD)
 
 
 @dataclass(frozen=True)
-class Drag(ClientRule):
+class DragRule(ClientRule):
     """A rule with memory, a gradient correction from it, and a slot sent up."""
 
     slots: Names = frozenset({"drag"})
@@ -139,7 +139,7 @@ class Drag(ClientRule):
 
 
 @dataclass(frozen=True)
-class Rounded(UpdateTransform):
+class RandomRounding(UpdateTransform):
     """Perturbs the delta with its key."""
 
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
@@ -147,15 +147,20 @@ class Rounded(UpdateTransform):
         return replace(update, delta=delta), {}
 
 
-def test_a_method_with_every_kind_of_state_conforms() -> None:
+def test_method_with_every_kind_of_state_conforms() -> None:
     """Personal parameters, memory, slots, a keyed transform, a carried optimizer and a server with momentum."""
-    parts = Method("own", keep_the_head, (Drag(),)), Method("b", transforms=(Rounded(),), server_rule=ServerMomentum())
+    parts = (
+        Method("own", plan_keeping_the_head, (DragRule(),)),
+        Method("b", transforms=(RandomRounding(),), server_rule=ServerMomentum()),
+    )
     whole = replace(compose(*parts, fedprox(0.5)), carry_optimizer=True)
-    assert check(whole, tolerance=2e-5).bytes_up > findings_of("fedavg").bytes_up  # the slot is sent too
+    assert (
+        check_on_small_federation(whole, tolerance=2e-5).bytes_up > report_for("fedavg").bytes_up
+    )  # the slot is sent too
 
 
 @dataclass(frozen=True)
-class Largest(ClientRule):
+class LargestGradients(ClientRule):
     """Trains the half of the names with the larger gradients at the anchor: a choice made on the client's data."""
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
@@ -168,8 +173,8 @@ class Largest(ClientRule):
         return LayerSelection(frozenset(name for name, _ in ranked[: len(ranked) // 2]))
 
 
-def test_a_method_that_narrows_by_data_conforms() -> None:
-    check(Method("largest", client_rules=(Largest(),)))
+def test_method_that_selects_by_data_conforms() -> None:
+    check_on_small_federation(Method("largest", client_rules=(LargestGradients(),)))
 
 
 # ---- wrong methods
@@ -239,7 +244,7 @@ class InPlace(ServerRule):
 
 
 @dataclass(frozen=True)
-class Leaks(UpdateTransform):
+class LeaksPersonalName(UpdateTransform):
     """Adds a personal name to the update after the plan was applied."""
 
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
@@ -247,7 +252,7 @@ class Leaks(UpdateTransform):
 
 
 @dataclass(frozen=True)
-class Adds(UpdateTransform):
+class SendsFrozenName(UpdateTransform):
     """Sends a frozen name."""
 
     def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
@@ -256,7 +261,7 @@ class Adds(UpdateTransform):
 
 
 @dataclass
-class Restless:
+class PlanWithCounter:
     """A plan that depends on a counter of its calls."""
 
     calls: int = 0
@@ -289,7 +294,7 @@ class SeesTheBlock(ClientRule):
 
 
 @dataclass(frozen=True)
-class Writes(ClientRule):
+class WritesAnchor(ClientRule):
     """Changes the anchor in place."""
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
@@ -325,7 +330,7 @@ class Momentum(UpdateTransform):
 
 
 def test_a_transform_with_memory_conforms() -> None:
-    check(Method("momentum", transforms=(Momentum(), Rounded())), tolerance=2e-5)
+    check_on_small_federation(Method("momentum", transforms=(Momentum(), RandomRounding())), tolerance=2e-5)
 
 
 @dataclass
@@ -343,7 +348,7 @@ class MemoryInSelf(UpdateTransform):
 
 
 @dataclass(frozen=True)
-class Copies(ServerRule):
+class CopiesUnchanged(ServerRule):
     """Copies unchanged tensors, so that all are sent again in every round."""
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
@@ -351,14 +356,14 @@ class Copies(ServerRule):
         return replace(server, params={name: value.clone() for name, value in server.params.items()})
 
 
-WRONG: dict[str, tuple[Method, str]] = {
+WRONG_METHODS: dict[str, tuple[Method, str]] = {
     "hidden memory": (Method("m", client_rules=(HiddenMemory(),)), "the same run gives two results"),
     "global noise": (Method("m", client_rules=(GlobalNoise(),)), "torch's global random state"),
     "python's noise": (Method("m", transforms=(OtherNoise(),)), "OtherNoise.encode gives two results for the same"),
     "a velocity in self": (Method("m", server_rule=ForgetsOnResume()), "resumed after round 0 .* the result differs"),
-    "a plan with a counter": (Method("m", plan=Restless()), "its plan for .* differs from one call to the next"),
+    "a plan with a counter": (Method("m", plan=PlanWithCounter()), "its plan for .* differs from one call to the next"),
     "hands on copies": (
-        Method("m", fedfrozen(1).plan, server_rule=Copies()),
+        Method("m", fedfrozen(1).plan, server_rule=CopiesUnchanged()),
         r"'layers\.0\.key\.bias' did not change in round 1, but was copied",
     ),
     "moves a frozen name": (
@@ -367,16 +372,16 @@ WRONG: dict[str, tuple[Method, str]] = {
     ),
     "moves in place": (Method("m", server_rule=InPlace()), "."),
     "leaks a personal name": (
-        Method("m", keep_the_head, transforms=(Leaks(),)),
+        Method("m", plan_keeping_the_head, transforms=(LeaksPersonalName(),)),
         "'head.weight' is kept by the client, but is in its update",
     ),
     "sends a frozen name": (
-        Method("m", fedfrozen(0).plan, transforms=(Adds(),)),
+        Method("m", fedfrozen(0).plan, transforms=(SendsFrozenName(),)),
         r"'layers\.0\.key\.weight' is in an update, but the plan does not send it up",
     ),
     "follows other clients": (Method("m", client_rules=(FollowsOthers(),)), "differs|depends"),
     "sees the block": (Method("m", client_rules=(SeesTheBlock(),)), "in blocks of"),
-    "changes what it was sent": (Method("m", client_rules=(Writes(),)), "it modifies the tensors it was sent"),
+    "changes what it was sent": (Method("m", client_rules=(WritesAnchor(),)), "it modifies the tensors it was sent"),
     "writes its memory": (
         Method("m", transforms=(Momentum("writes memory"),)),
         r"Momentum\.encode modifies the update or the memory that it is given",
@@ -397,8 +402,8 @@ WRONG: dict[str, tuple[Method, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_broken_promise_is_named(kind: str) -> None:
-    method, promise = WRONG[kind]
+@pytest.mark.parametrize("kind", WRONG_METHODS)
+def test_broken_promise_is_named(kind: str) -> None:
+    method, promise = WRONG_METHODS[kind]
     with pytest.raises(ConformanceError, match=promise):
-        check(method)
+        check_on_small_federation(method)

@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 import torch
-from graph_fixtures import farthest, play, scene
+from graph_fixtures import max_relative_difference, small_vit_run, train_with_graphs
 from torch import Tensor
 
 from partita import SGD, AdamW, Key, Run, SimulationEngine, Training, data, methods, models, rounds
@@ -29,7 +29,7 @@ from partita.training.cuda_graphs import GraphCache, GraphError, Recorder, Repla
 from partita.training.local_training import train_clients
 
 
-class Again:
+class ReplayingRecorder:
     """Does no work while recording: each replay runs the work again into the same tensors."""
 
     def __init__(self) -> None:
@@ -57,40 +57,43 @@ CASES = {
 
 
 @pytest.mark.parametrize(("method", "optimizer", "block"), CASES.values(), ids=CASES)
-def test_recorded_rounds_are_plain_rounds(method: str, optimizer: Optimizer, block: int) -> None:
-    again = Again()
-    recorded = play(method, optimizer, GraphCache(again), block)
+def test_rounds_with_graphs_equal_eager_rounds(method: str, optimizer: Optimizer, block: int) -> None:
+    again = ReplayingRecorder()
+    recorded = train_with_graphs(method, optimizer, GraphCache(again), block)
     assert again.recorded  # otherwise nothing is compared
-    plain = play(method, optimizer, None, block)
+    plain = train_with_graphs(method, optimizer, None, block)
     assert recorded.keys() == plain.keys()
-    assert farthest(recorded, plain) < 1e-4
+    assert max_relative_difference(recorded, plain) < 1e-4
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "local-only"])
-def test_a_block_given_before_the_last_is_answered_for_changes_nothing(method: str, recorded: bool) -> None:
+def test_queueing_a_block_ahead_does_not_change_results(method: str, recorded: bool) -> None:
     """Although both blocks may use the same static tensors."""
-    ended = [play(method, SGD(), GraphCache(Again()) if recorded else None, 1, ahead=ahead) for ahead in (0, 1)]
+    ended = [
+        train_with_graphs(method, SGD(), GraphCache(ReplayingRecorder()) if recorded else None, 1, ahead=ahead)
+        for ahead in (0, 1)
+    ]
     assert tensors.equal(*ended)
 
 
-def test_the_rate_is_not_recorded() -> None:
+def test_recorded_steps_follow_the_learning_rate_schedule() -> None:
     schedule = Schedule("linear")
-    recorded = play("fedavg", AdamW(), GraphCache(Again()), 4, schedule=schedule)
-    assert farthest(recorded, play("fedavg", AdamW(), None, 4, schedule=schedule)) < 1e-4
-    assert farthest(recorded, play("fedavg", AdamW(), None, 4)) > 1e-2
+    recorded = train_with_graphs("fedavg", AdamW(), GraphCache(ReplayingRecorder()), 4, schedule=schedule)
+    assert max_relative_difference(recorded, train_with_graphs("fedavg", AdamW(), None, 4, schedule=schedule)) < 1e-4
+    assert max_relative_difference(recorded, train_with_graphs("fedavg", AdamW(), None, 4)) > 1e-2
 
 
-def test_shapes_met_again_are_not_recorded_again() -> None:
+def test_each_shape_is_recorded_once() -> None:
     counts = []
     for rounds_played in (4, 8):
-        again = Again()
-        play("fedavg", AdamW(), GraphCache(again), 4, rounds_played, steps=6)
+        again = ReplayingRecorder()
+        train_with_graphs("fedavg", AdamW(), GraphCache(again), 4, rounds_played, steps=6)
         counts.append(again.recorded)
     assert counts[0] == counts[1] > 0
 
 
-def test_what_was_handed_out_outlives_the_places_it_was_made_in() -> None:
+def test_results_are_not_overwritten_by_a_later_replay() -> None:
     key = Key(3)
     task = data.load("synthetic", key, examples=90, size=8, channels=1)
     federation = data.split(task, "iid", clients=4, key=key)
@@ -98,7 +101,7 @@ def test_what_was_handed_out_outlives_the_places_it_was_made_in() -> None:
     run = Run(methods.build("fedavg"), Training(1e-2, AdamW(), batch_size=4), rounds=1, key=key)
     jobs = [make_job(run, model, initial_server(run, model), 0, client)[0] for client in federation.clients]
     visits = [begin_round(run, model, job, ClientState(), federation[job.client].train) for job in jobs]
-    again = Again()
+    again = ReplayingRecorder()
     graphs = GraphCache(again)
     held = [each for pair in (visits[:2], visits[2:]) for each in train_clients(run, pair, graphs)]
     before = [tensors.digest(part) for each in held for part in (each.params, each.delta)]
@@ -110,7 +113,7 @@ def test_what_was_handed_out_outlives_the_places_it_was_made_in() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9, 0.01), SGD(0.9, nesterov=True)])
-def test_a_step_by_tensors_is_a_step(optimizer: Optimizer) -> None:
+def test_capturable_step_equals_the_plain_step(optimizer: Optimizer) -> None:
     draw = torch.Generator().manual_seed(0)
     params, grads = ({"a": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw)} for _ in range(2))
     both = []
@@ -124,66 +127,66 @@ def test_a_step_by_tensors_is_a_step(optimizer: Optimizer) -> None:
             else:
                 optimizer.step(values, grads, state, 0.1, dict.fromkeys(values, age))
         both.append(values)
-    assert farthest(*both) < 1e-5
+    assert max_relative_difference(*both) < 1e-5
 
 
-def refuse(work: Callable[[], Tensor]) -> Replay:
+def refuse_to_record(work: Callable[[], Tensor]) -> Replay:
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
-def refuse_inside(work: Callable[[], Tensor]) -> Replay:
+def refuse_to_record_inside_vmap(work: Callable[[], Tensor]) -> Replay:
     try:
-        return refuse(work)
+        return refuse_to_record(work)
     except RuntimeError as error:
         raise VmapError("vmap cannot lift it; set engine.clients_per_block = 1") from error
 
 
-@pytest.mark.parametrize("recorder", [refuse, refuse_inside])
-def test_what_cannot_be_recorded_is_an_error_that_names_the_remedy(recorder: Recorder) -> None:
+@pytest.mark.parametrize("recorder", [refuse_to_record, refuse_to_record_inside_vmap])
+def test_capture_failure_names_the_setting(recorder: Recorder) -> None:
     with pytest.raises(
         GraphError,
         match=r"vit with fedavg cannot be captured in a CUDA graph: operation not.*engine\.cuda_graphs = false",
     ):
-        play("fedavg", AdamW(), GraphCache(recorder), 4)
+        train_with_graphs("fedavg", AdamW(), GraphCache(recorder), 4)
 
 
-def test_or_is_said_and_taken_plainly() -> None:
+def test_capture_failure_falls_back_to_eager_with_a_warning_when_not_strict() -> None:
     with pytest.warns(UserWarning, match="they run eagerly"):
-        plainly = play("fedavg", AdamW(), GraphCache(refuse, strict=False), 4)
+        plainly = train_with_graphs("fedavg", AdamW(), GraphCache(refuse_to_record, strict=False), 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert farthest(plainly, play("fedavg", AdamW(), None, 4)) < 1e-4
+        assert max_relative_difference(plainly, train_with_graphs("fedavg", AdamW(), None, 4)) < 1e-4
 
 
-def test_a_cpu_records_nothing() -> None:
+def test_cpu_uses_no_graphs() -> None:
     cpu = torch.device("cpu")
     assert choose_graphs("auto", False, cpu) is choose_graphs(False, False, cpu) is None
     with pytest.raises(RunError, match=r"engine\.cuda_graphs is for GPUs"):
         choose_graphs(True, False, cpu)
 
 
-def test_what_can_be_compiled_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_rounds_equal_eager_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as a full graph, without the compiler's own kernels, which are slow to build."""
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="aot_eager", **told))
-    compiled = play("fedprox", SGD(0.9), GraphCache(None, compile=True), 4, 2)
-    assert farthest(compiled, play("fedprox", SGD(0.9), None, 4, 2)) < 1e-4
+    compiled = train_with_graphs("fedprox", SGD(0.9), GraphCache(None, compile=True), 4, 2)
+    assert max_relative_difference(compiled, train_with_graphs("fedprox", SGD(0.9), None, 4, 2)) < 1e-4
 
 
 @pytest.mark.slow
-def test_two_plans_and_batches_of_all_sizes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_covers_two_plans_and_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """More programs than torch compiles for one function by default."""
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda made, **told: whole(made, backend="eager", **told))
-    compiled = play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
-    assert farthest(compiled, play("fedfrozen", AdamW(), None, 4)) < 1e-4
+    compiled = train_with_graphs("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
+    assert max_relative_difference(compiled, train_with_graphs("fedfrozen", AdamW(), None, 4)) < 1e-4
     torch.compiler.reset()
     monkeypatch.setattr("partita.training.compilation.MAX_PROGRAMS", 2)
     with pytest.raises(CompileError, match=r"need more than 2 compiled programs; set engine\.compile = false"):
-        play("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
+        train_with_graphs("fedfrozen", AdamW(), GraphCache(None, compile=True), 4)
 
 
-def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_failure_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(made: object, **told: object) -> Callable[..., object]:
         def call(*parts: object) -> object:
             raise RuntimeError("no compiler here\nand more")
@@ -192,11 +195,11 @@ def test_what_cannot_be_compiled_is_an_error_that_names_the_remedy(monkeypatch: 
 
     monkeypatch.setattr(torch, "compile", refused)
     with pytest.raises(CompileError, match=r"cannot be compiled: no compiler here; set engine\.compile = false"):
-        play("fedavg", AdamW(), GraphCache(None, compile=True), 4)
+        train_with_graphs("fedavg", AdamW(), GraphCache(None, compile=True), 4)
 
 
-def test_privacy_is_not_recorded() -> None:
-    again = Again()
+def test_private_steps_are_not_recorded() -> None:
+    again = ReplayingRecorder()
     key = Key(3)
     task = data.load("synthetic", key, examples=60, size=8, channels=1)
     federation = data.split(task, "iid", clients=3, key=key)
@@ -207,7 +210,7 @@ def test_privacy_is_not_recorded() -> None:
     assert not again.recorded
 
 
-def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32(
+def test_bf16_slowdown_is_the_ratio_of_best_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = {torch.float32: iter([2.0, 1.0, 4.0]), torch.bfloat16: iter([9.0, 8.0, 7.0])}
@@ -217,16 +220,17 @@ def test_what_half_precision_takes_is_the_best_of_its_times_over_that_of_float32
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9)], ids=["adamw", "momentum"])
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedper", "fedfrozen"])
-def test_a_run_goes_on_with_new_recordings_bit_for_bit(method: str, optimizer: Optimizer) -> None:
+def test_run_with_graphs_resumes_bit_for_bit(method: str, optimizer: Optimizer) -> None:
     """After a resume the first steps run eagerly again, where the uninterrupted run replays graphs."""
-    run, model, federation = scene(method, optimizer)
+    run, model, federation = small_vit_run(method, optimizer)
     kept = MemoryStore()
     engines = [
-        SimulationEngine(run, model, federation, 4, store=store, graphs=GraphCache(Again())) for store in (None, kept)
+        SimulationEngine(run, model, federation, 4, store=store, graphs=GraphCache(ReplayingRecorder()))
+        for store in (None, kept)
     ]
     *_, last = rounds(run, model, engines[0])
     *_, second = islice(rounds(run, model, engines[1]), 2)
-    again = Again()
+    again = ReplayingRecorder()
     late = SimulationEngine(run, model, federation, 4, store=kept, graphs=GraphCache(again))
     *_, end = rounds(run, model, late, second.server, 2)
     assert again.recorded

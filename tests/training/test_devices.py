@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from graph_fixtures import farthest
-from graph_fixtures import play as play_graphs
-from helpers import Clients, distance, run_of, small, small_config
+from graph_fixtures import max_relative_difference
+from graph_fixtures import train_with_graphs as play_graphs
+from helpers import Clients, max_difference, small_config, toy_model, toy_run
 
 from partita import AdamW
 from partita.core import chacha
@@ -33,7 +33,7 @@ ON_GPU += [{"device": "cuda", "clients_per_block": 2, "cuda_graphs": False}]
 ON_CPU: list[dict[str, Any]] = [{"device": "cpu", "clients_per_block": 1}, {"device": "cpu", "clients_per_block": 2}]
 
 
-def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:
+def rows_and_digest(folder: Path) -> tuple[list[dict[str, Any]], str]:
     """A run's rows without their times, and the digest of its result."""
     rows = [{name: value for name, value in row.items() if name != "seconds"} for row in run_folder.read_rows(folder)]
     result = run_folder.finished(folder)
@@ -44,36 +44,36 @@ def left_by(folder: Path) -> tuple[list[dict[str, Any]], str]:
 @on_a_gpu
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("block", [1, 4])
-def test_what_is_recorded_is_what_would_have_been_done(block: int, compile: bool) -> None:
+def test_cuda_graphs_match_eager_training_on_a_gpu(block: int, compile: bool) -> None:
     graphs = choose_graphs(True, compile, torch.device("cuda"))
     recorded = play_graphs("fedavg", AdamW(), graphs, block, device="cuda")
-    assert farthest(recorded, play_graphs("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
+    assert max_relative_difference(recorded, play_graphs("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", [*ON_CPU, *(pytest.param(each, marks=on_a_gpu) for each in ON_GPU)], ids=str)
-def test_a_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
+def test_run_repeats_and_resumes_exactly(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
     settings = small_config(method, 4, **engine)
     for name in ("whole", "again"):
         list(start(settings, tmp_path / name))
     list(islice(start(settings, tmp_path / "stopped"), 2))
     list(resume(settings, tmp_path / "stopped"))
-    whole = left_by(tmp_path / "whole")
-    assert left_by(tmp_path / "again") == whole
-    assert left_by(tmp_path / "stopped") == whole
+    whole = rows_and_digest(tmp_path / "whole")
+    assert rows_and_digest(tmp_path / "again") == whole
+    assert rows_and_digest(tmp_path / "stopped") == whole
 
 
 @on_a_gpu
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", ON_GPU, ids=str)
-def test_two_workers_on_one_gpu_leave_the_record_of_one(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
+def test_two_workers_on_one_gpu_give_the_result_of_one(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
     for workers in (1, 2):
         list(start(small_config(method, 4, workers=workers, **engine), tmp_path / str(workers)))
-    assert left_by(tmp_path / "1") == left_by(tmp_path / "2")
+    assert rows_and_digest(tmp_path / "1") == rows_and_digest(tmp_path / "2")
 
 
 @on_a_gpu
-def test_a_gpu_draws_the_noise_of_a_cpu() -> None:
+def test_gpu_noise_equals_cpu_noise() -> None:
     """The cipher bit for bit; Gaussian draws up to float64 rounding, which the release grid removes."""
     keys, blocks = [bytes(range(start, start + 32)) for start in (0, 7)], [3, 1000]
     there, here = (chacha._stream(keys, blocks, torch.device(name)) for name in ("cuda", "cpu"))
@@ -90,16 +90,16 @@ def test_a_gpu_draws_the_noise_of_a_cpu() -> None:
 
 
 @on_a_gpu
-def test_a_private_round_on_a_gpu_is_that_of_a_cpu_up_to_rounding() -> None:
-    run, clients = run_of(replace(fedavg(), privacy=DPSGDSettings(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
+def test_private_round_on_a_gpu_matches_a_cpu_up_to_rounding() -> None:
+    run, clients = toy_run(replace(fedavg(), privacy=DPSGDSettings(clip=0.5, noise=0.8)), lr=1.0), Clients(a=8, b=12)
     ends = []
     for device in ("cpu", "cuda"):
-        model = small()
+        model = toy_model()
         engine = SimulationEngine(run, model, clients, 2, torch.device(device))
         server = replace(
             initial_server(run, model), params={name: value.to(device) for name, value in model.initial.items()}
         )
         first = next(rounds(run, model, engine, server))
         ends.append({name: value.cpu() for name, value in first.server.params.items()})
-    assert distance(*ends) < 1e-3  # one grid point at most: sums of gradients differ by rounding
-    assert distance(ends[0], {name: value.cpu() for name, value in model.initial.items()}) > 0.1
+    assert max_difference(*ends) < 1e-3  # one grid point at most: sums of gradients differ by rounding
+    assert max_difference(ends[0], {name: value.cpu() for name, value in model.initial.items()}) > 0.1

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers import Clients, distance, last, play, run_of, small
-from privacy_fixtures import micro_batches
+from helpers import Clients, final_params, max_difference, play, toy_model, toy_run
+from privacy_fixtures import micro_batch_sum
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -37,14 +37,16 @@ from partita.training.dp_sgd import clipped_sum
 from partita.training.local_training import train_clients
 
 NOISY = DPSGDSettings(clip=0.5, noise=0.8)
-OPEN = DPSGDSettings(clip=float("inf"), noise=0.0, sampling="shuffle")  # no privacy, but through the private code path
+WITHOUT_CLIP_OR_NOISE = DPSGDSettings(
+    clip=float("inf"), noise=0.0, sampling="shuffle"
+)  # no privacy, but through the private code path
 
 
-def private(method: Method, privacy_config: DPSGDSettings = NOISY) -> Method:
+def with_dp_sgd(method: Method, privacy_config: DPSGDSettings = NOISY) -> Method:
     return replace(method, privacy=privacy_config)
 
 
-def loss_of(model: Model):  # type: ignore[no-untyped-def]
+def example_loss(model: Model):  # type: ignore[no-untyped-def]
     def loss(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
         task = model.losses(model(trainable, inputs), targets).sum()
         return task, task
@@ -54,17 +56,22 @@ def loss_of(model: Model):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("clip", [0.5, 1.5, float("inf")])
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_the_sum_is_that_of_micro_batches(clip: float, chunk: int | None) -> None:
-    model, batch = small(), Clients(a=12)["a"].train.take(torch.arange(12))
-    wanted = micro_batches(model, model.initial, batch, clip)
+def test_clipped_sum_equals_a_micro_batch_loop(clip: float, chunk: int | None) -> None:
+    model, batch = toy_model(), Clients(a=12)["a"].train.take(torch.arange(12))
+    wanted = micro_batch_sum(model, model.initial, batch, clip)
     found, losses = clipped_sum(
-        loss_of(model), model.initial, batch.inputs, batch.targets, None, DPSGDSettings(clip, 0.0, microbatch=chunk)
+        example_loss(model),
+        model.initial,
+        batch.inputs,
+        batch.targets,
+        None,
+        DPSGDSettings(clip, 0.0, microbatch=chunk),
     )
-    assert distance(found, wanted) < 1e-5
+    assert max_difference(found, wanted) < 1e-5
     assert torch.allclose(losses, model.losses(model(model.initial, batch.inputs), batch.targets), atol=1e-6)
 
 
-class Pieces(nn.Module):
+class SmallTextTransformer(nn.Module):
     """A transformer layer built from modules that opacus supports."""
 
     def __init__(self) -> None:
@@ -82,11 +89,11 @@ class Pieces(nn.Module):
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing"
 )  # opacus warns that the tokens of an embedding have no gradient
-def test_gradients_of_examples_are_those_of_opacus() -> None:
+def test_clipped_sum_matches_opacus() -> None:
     from opacus import GradSampleModule
 
     torch.manual_seed(0)
-    module = Pieces()
+    module = SmallTextTransformer()
     params = {name: value.detach().clone() for name, value in module.named_parameters()}
     tokens, targets = torch.randint(0, 11, (7, 5)), torch.randint(0, 3, (7,))
     lifted = GradSampleModule(module, loss_reduction="sum")
@@ -103,70 +110,76 @@ def test_gradients_of_examples_are_those_of_opacus() -> None:
         return task, task
 
     found, _ = clipped_sum(loss, params, {"tokens": tokens}, targets, None, DPSGDSettings(clip, 0.0))
-    assert distance(found, wanted) < 1e-5
+    assert max_difference(found, wanted) < 1e-5
 
 
-def test_what_the_mask_leaves_out_adds_nothing() -> None:
-    model, data = small(), Clients(a=8)["a"].train
+def test_masked_examples_add_nothing_to_the_clipped_sum() -> None:
+    model, data = toy_model(), Clients(a=8)["a"].train
     some, all_ = data.take(torch.arange(5)), data.take(torch.arange(8))
     all_.inputs["x"][6] = float("nan")  # not even if it is NaN
     mask = (torch.arange(8) < 5).float()
-    found, _ = clipped_sum(loss_of(model), model.initial, all_.inputs, all_.targets, mask, NOISY)
-    wanted, _ = clipped_sum(loss_of(model), model.initial, some.inputs, some.targets, None, NOISY)
-    assert distance(found, wanted) < 1e-6
+    found, _ = clipped_sum(example_loss(model), model.initial, all_.inputs, all_.targets, mask, NOISY)
+    wanted, _ = clipped_sum(example_loss(model), model.initial, some.inputs, some.targets, None, NOISY)
+    assert max_difference(found, wanted) < 1e-6
 
 
-def test_an_example_without_a_finite_gradient_is_left_out() -> None:
-    model, data = small(), Clients(a=6)["a"].train
+def test_example_with_infinite_input_is_left_out_of_the_clipped_sum() -> None:
+    model, data = toy_model(), Clients(a=6)["a"].train
     batch, good = data.take(torch.arange(6)), data.take(torch.tensor([0, 1, 2, 4, 5]))
     batch.inputs["x"][3] = float("inf")
-    found, _ = clipped_sum(loss_of(model), model.initial, batch.inputs, batch.targets, None, NOISY)
-    wanted, _ = clipped_sum(loss_of(model), model.initial, good.inputs, good.targets, None, NOISY)
-    assert distance(found, wanted) < 1e-6
+    found, _ = clipped_sum(example_loss(model), model.initial, batch.inputs, batch.targets, None, NOISY)
+    wanted, _ = clipped_sum(example_loss(model), model.initial, good.inputs, good.targets, None, NOISY)
+    assert max_difference(found, wanted) < 1e-6
 
 
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9, weight_decay=0.1), AdamW()], ids=["momentum", "adamw"])
-def test_no_clipping_and_no_noise_is_no_privacy(optimizer: SGD | AdamW) -> None:
+def test_dp_sgd_without_clip_and_noise_equals_plain_training(optimizer: SGD | AdamW) -> None:
     """In float64, because AdamW amplifies rounding. Both runs use the same batches, and none is short."""
-    model, clients = Float64Model(small()), Float64Population(Clients(a=8, b=12))
-    plain, ours = (run_of(method, optimizer=optimizer) for method in (fedavg(), private(fedavg(), OPEN)))
-    assert distance(last(play(plain, model, clients)), last(play(ours, model, clients))) < 1e-9
-    assert distance(last(play(plain, model, clients)), model.initial) > 1e-2
+    model, clients = Float64Model(toy_model()), Float64Population(Clients(a=8, b=12))
+    plain, ours = (
+        toy_run(method, optimizer=optimizer) for method in (fedavg(), with_dp_sgd(fedavg(), WITHOUT_CLIP_OR_NOISE))
+    )
+    assert max_difference(final_params(play(plain, model, clients)), final_params(play(ours, model, clients))) < 1e-9
+    assert max_difference(final_params(play(plain, model, clients)), model.initial) > 1e-2
 
 
-def noise_alone(like: Tensors, key: Key, std: float) -> Tensors:
+def noisy_zeros(like: Tensors, key: Key, std: float) -> Tensors:
     """The release of a zero sum."""
     noise = gaussian_noise(like, key, std)
     return {name: add_noise(torch.zeros_like(value), noise[name], std) for name, value in like.items()}
 
 
-def test_the_noise_is_drawn_by_client_round_step_and_name() -> None:
+def test_noise_follows_the_key_of_client_round_step_and_name() -> None:
     """With gradients clipped to almost zero, an update is the sum of the noise draws."""
     privacy_config = DPSGDSettings(clip=1e-9, noise=3e8)
-    run, model, clients = run_of(private(fedavg(), privacy_config), lr=1.0, steps=2), small(), Clients(a=8)
+    run, model, clients = toy_run(with_dp_sgd(fedavg(), privacy_config), lr=1.0, steps=2), toy_model(), Clients(a=8)
     [first, *_] = play(run, model, clients)
     key = run.key / "round" / 0 / "client" / "a" / "noise" / 0
-    drawn = [noise_alone(model.initial, key / step, 3e8 * 1e-9) for step in range(2)]
+    drawn = [noisy_zeros(model.initial, key / step, 3e8 * 1e-9) for step in range(2)]
     wanted = {name: value - (drawn[0][name] + drawn[1][name]) / 4 for name, value in model.initial.items()}
-    assert distance(first.server.params, wanted) < 1e-6
+    assert max_difference(first.server.params, wanted) < 1e-6
     everything = torch.cat([value.flatten() for draw in drawn for value in draw.values()])
     assert 0.25 < float(everything.std()) < 0.35
 
 
-def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
-    run, model, clients = run_of(private(fedavg()), count=1, lr=1.0, batch_size=1, steps=1), small(), Clients(a=4)
+def test_empty_batch_gives_a_step_of_noise_only() -> None:
+    run, model, clients = (
+        toy_run(with_dp_sgd(fedavg()), count=1, lr=1.0, batch_size=1, steps=1),
+        toy_model(),
+        Clients(a=4),
+    )
     empty = next(
         seed
         for seed in range(100)
         if not poisson_batches(4, run.training, None, Key(seed) / "round" / 0 / "client" / "a" / "batches" / 0).sizes[0]
     )
     run = replace(run, key=Key(empty))
-    noise = noise_alone(model.initial, run.key / "round" / 0 / "client" / "a" / "noise" / 0 / 0, 0.8 * 0.5)
+    noise = noisy_zeros(model.initial, run.key / "round" / 0 / "client" / "a" / "noise" / 0 / 0, 0.8 * 0.5)
     wanted = {name: value - noise[name] for name, value in model.initial.items()}
-    assert distance(last(play(run, model, clients)), wanted) < 1e-6
+    assert max_difference(final_params(play(run, model, clients)), wanted) < 1e-6
 
 
-def test_poisson_batches_take_each_example_by_itself() -> None:
+def test_poisson_batches_sample_examples_independently() -> None:
     training = Training(lr=1.0, batch_size=20, steps=2000)
     batches = list(poisson_batches(50, training, None, Key(1)))
     taken = torch.zeros(2000, 50)
@@ -179,7 +192,7 @@ def test_poisson_batches_take_each_example_by_itself() -> None:
     assert count_steps(50, replace(training, steps=None, epochs=3), None) == 9
 
 
-def test_batches_of_a_block_keep_an_empty_one_empty() -> None:
+def test_collate_keeps_an_empty_batch_masked() -> None:
     data = Clients(a=6)["a"].train
     nothing = replace(data.take(torch.tensor([0])), mask=torch.zeros(1))
     joined = collate([data.take(torch.arange(3)), nothing])
@@ -187,118 +200,119 @@ def test_batches_of_a_block_keep_an_empty_one_empty() -> None:
     assert joined.mask.tolist() == [[1, 1, 1], [0, 0, 0]]
 
 
-def test_a_method_under_privacy_conforms() -> None:
-    check_method(private(fedavg()), ToyTransformer(width=3, layers=1), Few())
+def test_fedavg_with_dp_sgd_conforms() -> None:
+    check_method(with_dp_sgd(fedavg()), ToyTransformer(width=3, layers=1), ThreeClients())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedprox", "fedfrozen", "scaffold", "fedrep"])
-def test_methods_under_privacy_conform(name: str) -> None:
+def test_other_methods_with_dp_sgd_conform(name: str) -> None:
     from partita.methods import build
 
-    check_method(private(build(name)))
+    check_method(with_dp_sgd(build(name)))
 
 
-class Few(ToyPopulation):
+class ThreeClients(ToyPopulation):
     clients = ("c0", "c1", "c2")
 
 
-def test_only_what_trains_is_noised() -> None:
-    kernel = small().names("query", "key")
+def test_dp_sgd_leaves_frozen_names_without_noise() -> None:
+    kernel = toy_model().names("query", "key")
 
     def plan(model: Model, round_info: object) -> Plan:
         names = model.all_names() - kernel
         return Plan((Phase(names),), up=names, down=model.all_names())
 
-    run = run_of(replace(private(fedavg()), plan=plan), count=1)
-    [played] = play(run, small(), Clients(a=8))
-    moved = {name for name, value in played.server.params.items() if not torch.equal(value, small().initial[name])}
-    assert moved == small().all_names() - kernel
+    run = toy_run(replace(with_dp_sgd(fedavg()), plan=plan), count=1)
+    [played] = play(run, toy_model(), Clients(a=8))
+    moved = {name for name, value in played.server.params.items() if not torch.equal(value, toy_model().initial[name])}
+    assert moved == toy_model().all_names() - kernel
 
 
-def test_a_penalty_without_data_is_outside_the_clipping() -> None:
+def test_penalty_without_data_is_not_clipped() -> None:
     """Away from the anchor the penalty acts at full strength, however small the clip of the examples is."""
     privacy_config = DPSGDSettings(clip=1e-12, noise=0.0, sampling="shuffle")
-    run = run_of(private(fedprox(mu=0.5), privacy_config), lr=0.1)
-    away = {name: value + 1.0 for name, value in small().initial.items()}
+    run = toy_run(with_dp_sgd(fedprox(mu=0.5), privacy_config), lr=0.1)
+    away = {name: value + 1.0 for name, value in toy_model().initial.items()}
     [learned] = train_clients(
         run,
-        [replace(one_visit(run), ctx=replace(one_visit(run).ctx, anchor=small().initial))],
+        [replace(begin_client_round(run), ctx=replace(begin_client_round(run).ctx, anchor=toy_model().initial))],
     )
-    assert distance(learned.params, small().initial) < 1e-6  # at the anchor the penalty has no gradient
+    assert max_difference(learned.params, toy_model().initial) < 1e-6  # at the anchor the penalty has no gradient
     slopes = {name: 0.5 * torch.ones_like(value) for name, value in away.items()}
-    assert distance(pulled(run, away), slopes) < 1e-5
+    assert max_difference(gradient_step_at(run, away), slopes) < 1e-5
 
 
-def pulled(run, at: Tensors) -> Tensors:  # type: ignore[no-untyped-def]
+def gradient_step_at(run, at: Tensors) -> Tensors:  # type: ignore[no-untyped-def]
     from partita.training.dp_sgd import NoiseSource
     from partita.training.phase_trainer import PhaseTrainer
     from partita.training.phase_work import PhaseWork
 
-    each = one_visit(run)
+    each = begin_client_round(run)
     sources = [NoiseSource(Key(0), 4)]
     block = PhaseTrainer(PhaseWork(run, each.plan.phases[0], [each.ctx], [at], [{}], run.method.privacy, sources))
     block.step(each.examples.take(torch.arange(4)))
     return {name: (at[name] - value) / run.training.lr for name, value in block.params()[0].items()}
 
 
-def one_visit(run, client: str = "a", size: int = 8):  # type: ignore[no-untyped-def]
-    model = small()
+def begin_client_round(run, client: str = "a", size: int = 8):  # type: ignore[no-untyped-def]
+    model = toy_model()
     job, _ = make_job(run, model, initial_server(run, model), 0, client)
     return begin_round(run, model, job, ClientState(), Clients(a=size)["a"].train)
 
 
-def test_a_penalty_of_examples_is_inside_the_clipping() -> None:
+def test_per_example_penalty_is_clipped() -> None:
     rule = MoonClient(1.0, 0.5)
     plain, ours = (
-        run_of(Method("moon", client_rules=(rule,), privacy=privacy_config)) for privacy_config in (None, OPEN)
+        toy_run(Method("moon", client_rules=(rule,), privacy=privacy_config))
+        for privacy_config in (None, WITHOUT_CLIP_OR_NOISE)
     )
-    model, clients = small(), Clients(a=8, b=4)
-    assert distance(last(play(plain, model, clients)), last(play(ours, model, clients))) < 1e-6
-    tight = run_of(Method("moon", client_rules=(rule,), privacy=DPSGDSettings(1e-9, 0.0)))
-    assert distance(last(play(tight, model, clients)), model.initial) < 1e-6
+    model, clients = toy_model(), Clients(a=8, b=4)
+    assert max_difference(final_params(play(plain, model, clients)), final_params(play(ours, model, clients))) < 1e-6
+    tight = toy_run(Method("moon", client_rules=(rule,), privacy=DPSGDSettings(1e-9, 0.0)))
+    assert max_difference(final_params(play(tight, model, clients)), model.initial) < 1e-6
 
 
 @dataclass(frozen=True)
-class Silent(MoonClient):
+class UndeclaredMoon(MoonClient):
     per_example = False
 
 
-def test_a_rule_that_looks_without_saying_so_is_refused() -> None:
-    run = run_of(private(Method("moon", client_rules=(Silent(1.0, 0.5),))))
-    with pytest.raises(MethodError, match="Silent reads a client's examples"):
-        play(run, small(), Clients(a=8))
+def test_rule_that_reads_examples_without_declaring_it_is_refused() -> None:
+    run = toy_run(with_dp_sgd(Method("moon", client_rules=(UndeclaredMoon(1.0, 0.5),))))
+    with pytest.raises(MethodError, match="UndeclaredMoon reads a client's examples"):
+        play(run, toy_model(), Clients(a=8))
 
 
-class Peeking(ClientRule):
+class UndeclaredSelection(ClientRule):
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         return LayerSelection(plan.train if len(probe) > 3 else frozenset())
 
 
-class Saying(Peeking):
+class DeclaredSelection(UndeclaredSelection):
     uses_data = True
 
 
-class Noising(Saying):
+class ReleasedSelection(DeclaredSelection):
     release = PrivacyRelease("layers", noise=2.0, share=1.0)
 
 
-def test_a_choice_by_data_needs_a_release() -> None:
-    with pytest.raises(MethodError, match="Saying selects by a client's examples"):
-        private(Method("peek", client_rules=(Saying(),)))
-    with pytest.raises(MethodError, match="Peeking reads a client's examples without declaring it"):
-        play(run_of(private(Method("peek", client_rules=(Peeking(),)))), small(), Clients(a=8))
-    play(run_of(private(Method("peek", client_rules=(Noising(),)))), small(), Clients(a=8))
-    play(run_of(Method("peek", client_rules=(Peeking(),))), small(), Clients(a=8))
+def test_selection_by_data_needs_a_privacy_release() -> None:
+    with pytest.raises(MethodError, match="DeclaredSelection selects by a client's examples"):
+        with_dp_sgd(Method("peek", client_rules=(DeclaredSelection(),)))
+    with pytest.raises(MethodError, match="UndeclaredSelection reads a client's examples without declaring it"):
+        play(toy_run(with_dp_sgd(Method("peek", client_rules=(UndeclaredSelection(),)))), toy_model(), Clients(a=8))
+    play(toy_run(with_dp_sgd(Method("peek", client_rules=(ReleasedSelection(),)))), toy_model(), Clients(a=8))
+    play(toy_run(Method("peek", client_rules=(UndeclaredSelection(),))), toy_model(), Clients(a=8))
 
 
-def test_the_loss_is_not_told() -> None:
-    [first, *_] = play(run_of(private(fedavg())), small(), Clients(a=8, b=4))
+def test_private_rounds_report_no_loss() -> None:
+    [first, *_] = play(toy_run(with_dp_sgd(fedavg())), toy_model(), Clients(a=8, b=4))
     assert first.loss is None
-    assert play(run_of(fedavg()), small(), Clients(a=8, b=4))[0].loss is not None
+    assert play(toy_run(fedavg()), toy_model(), Clients(a=8, b=4))[0].loss is not None
 
 
-def test_a_loss_that_is_no_number_is_not_told_either() -> None:
+def test_nan_examples_do_not_make_a_private_round_non_finite() -> None:
     class Broken(Clients):
         def __getitem__(self, client: str) -> ClientData:
             part = super().__getitem__(client).train
@@ -308,14 +322,14 @@ def test_a_loss_that_is_no_number_is_not_told_either() -> None:
             broken = ToyExamples(x, part.y)
             return ClientData(broken, broken, broken)
 
-    [played] = play(run_of(private(fedavg()), count=1), small(), Broken(a=8))
+    [played] = play(toy_run(with_dp_sgd(fedavg()), count=1), toy_model(), Broken(a=8))
     assert all(bool(torch.isfinite(value).all()) for value in played.server.params.values())
 
 
-def test_adapting_for_a_test_stays_with_the_client_and_has_no_noise() -> None:
+def test_adaptation_for_evaluation_adds_no_noise() -> None:
     loud = DPSGDSettings(clip=1.0, noise=1e6)
-    runs = [run_of(fedavg()), run_of(private(fedavg(), loud))]
-    model = small()
+    runs = [toy_run(fedavg()), toy_run(with_dp_sgd(fedavg(), loud))]
+    model = toy_model()
     results = []
     for run in runs:
         job, _ = make_job(run, model, initial_server(run, model), 0, "a")
@@ -327,44 +341,50 @@ def test_adapting_for_a_test_stays_with_the_client_and_has_no_noise() -> None:
     assert equal(*results)
 
 
-def test_a_secret_changes_what_clients_draw_and_nothing_else() -> None:
-    model, clients = small(), Clients(a=8, b=8, c=8)
+def test_secret_changes_noise_but_not_cohorts() -> None:
+    model, clients = toy_model(), Clients(a=8, b=8, c=8)
     open_, hidden, again = (
-        play(replace(run_of(private(fedavg()), cohort=2), secret=secret), model, clients)
+        play(replace(toy_run(with_dp_sgd(fedavg()), cohort=2), secret=secret), model, clients)
         for secret in (None, Key(5), Key(5))
     )
     assert [each.cohort for each in open_] == [each.cohort for each in hidden]
-    assert distance(last(open_), last(hidden)) > 1e-3
-    assert equal(last(hidden), last(again))
+    assert max_difference(final_params(open_), final_params(hidden)) > 1e-3
+    assert equal(final_params(hidden), final_params(again))
 
 
-def test_control_variates_come_from_noised_parameters() -> None:
-    run = run_of(private(scaffold()), lr=0.1)
-    [first, *_] = play(run, small(), Clients(a=8))
-    walked = {name: (small().initial[name] - first.server.params[name]) / (2 * 0.1) for name in first.server.params}
-    assert distance(first.server.state["control"], walked) < 1e-4
+def test_scaffold_control_variates_come_from_noisy_parameters() -> None:
+    run = toy_run(with_dp_sgd(scaffold()), lr=0.1)
+    [first, *_] = play(run, toy_model(), Clients(a=8))
+    walked = {name: (toy_model().initial[name] - first.server.params[name]) / (2 * 0.1) for name in first.server.params}
+    assert max_difference(first.server.state["control"], walked) < 1e-4
 
 
-class Straight(ToyTransformer):
+class LinearModel(ToyTransformer):
     """Has no layer norm, whose backward pass vmap cannot lift on a CPU in mixed precision."""
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return Output(functional.linear((inputs["x"] @ params["embed.weight"]).mean(1), params["head.weight"]))
 
 
-def test_mixed_precision_is_close_to_full() -> None:
+def test_dp_sgd_in_mixed_precision_is_close_to_float32() -> None:
     """Norms, sums and noise stay in float32: only the examples' gradients use bfloat16."""
     full, half = (
-        last(play(run_of(private(fedavg(), OPEN), precision=precision), Straight(4, 1), Clients(a=8)))
+        final_params(
+            play(
+                toy_run(with_dp_sgd(fedavg(), WITHOUT_CLIP_OR_NOISE), precision=precision),
+                LinearModel(4, 1),
+                Clients(a=8),
+            )
+        )
         for precision in ("float32", "bfloat16")
     )
-    assert 0 < distance(full, half) < 0.02
+    assert 0 < max_difference(full, half) < 0.02
     assert all(value.dtype == torch.float32 for value in half.values())
 
 
-def test_what_cannot_be_lifted_is_named() -> None:
+def test_vmap_error_over_examples_names_the_precision_setting() -> None:
     with pytest.raises(VmapError, match=r"over examples: .*set training\.precision = 'float32'"):
-        play(run_of(private(fedavg()), precision="bfloat16"), small(), Clients(a=8))
+        play(toy_run(with_dp_sgd(fedavg()), precision="bfloat16"), toy_model(), Clients(a=8))
 
 
 @pytest.mark.parametrize(
@@ -376,14 +396,14 @@ def test_what_cannot_be_lifted_is_named() -> None:
         ({"microbatch": 0}, "privacy.microbatch is 0"),
     ],
 )
-def test_terms_that_cannot_be_are_refused(wrong: dict[str, float], said: str) -> None:
+def test_invalid_dp_sgd_settings_are_refused(wrong: dict[str, float], said: str) -> None:
     with pytest.raises(PrivacyError, match=said):
         DPSGDSettings(**{"clip": 1.0, "noise": 1.0, **wrong})  # type: ignore[arg-type]
 
 
-def test_two_kinds_of_clipping_are_refused() -> None:
+def test_gradient_clip_together_with_dp_sgd_is_refused() -> None:
     with pytest.raises(RunError, match=r"leave training\.clip out"):
-        run_of(private(fedavg()), clip=1.0)
+        toy_run(with_dp_sgd(fedavg()), clip=1.0)
 
 
 # ---- the sampling drawn is the sampling charged
@@ -397,7 +417,7 @@ def drawn_rate(count: int, batch: int, draws: int) -> float:
 
 
 @pytest.mark.parametrize(("count", "batch", "draws"), [(80, 64, 200_000), (10, 9, 100_000), (2000, 800, 1_000_000)])
-def test_the_sampling_rate_is_the_batch_over_the_examples(count: int, batch: int, draws: int) -> None:
+def test_sampling_rate_is_batch_size_over_examples(count: int, batch: int, draws: int) -> None:
     """Within half a percent, which is at least four standard deviations of the mean."""
     rate = batch / count
     assert 4 * ((1 - rate) / (rate * draws)) ** 0.5 < 0.005
@@ -405,10 +425,10 @@ def test_the_sampling_rate_is_the_batch_over_the_examples(count: int, batch: int
 
 
 @pytest.mark.parametrize("size", [2, 4, 5, 7, 60])
-def test_the_rate_and_the_steps_that_are_charged_are_those_that_are_drawn(size: int) -> None:
+def test_charged_rate_and_steps_equal_those_drawn(size: int) -> None:
     """For clients smaller and larger than a batch of four, through a client round."""
-    run = run_of(private(fedavg()), steps=-(-40_000 // size))
-    each = one_visit(run, size=size)
+    run = toy_run(with_dp_sgd(fedavg()), steps=-(-40_000 // size))
+    each = begin_client_round(run, size=size)
     [charged] = releases_of(run, each.plan, size)
     [dealt] = each.schedules
     assert len(dealt) == charged.count
@@ -418,28 +438,28 @@ def test_the_rate_and_the_steps_that_are_charged_are_those_that_are_drawn(size: 
 
 @pytest.mark.parametrize("size", [3, 4, 12])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a block"])
-def test_a_sum_is_divided_by_the_batch_that_is_expected(size: int, together: bool) -> None:
+def test_clipped_sum_is_divided_by_the_expected_batch_size(size: int, together: bool) -> None:
     """Not by the drawn batch size, which would need noise too. A client smaller than a batch expects all its examples.
 
     The noise is divided by the same number, so a wrong divisor would change the step size.
     """
-    run = run_of(private(fedavg(), DPSGDSettings(clip=0.5, noise=0.0)), lr=1.0, steps=1)
-    each = one_visit(run, size=size)
-    learned, *_ = train_clients(run, [each, one_visit(run, size=9)] if together else [each])
+    run = toy_run(with_dp_sgd(fedavg(), DPSGDSettings(clip=0.5, noise=0.0)), lr=1.0, steps=1)
+    each = begin_client_round(run, size=size)
+    learned, *_ = train_clients(run, [each, begin_client_round(run, size=9)] if together else [each])
     batch = each.examples.take(each.schedules[0].order)
-    model = small()
-    total = micro_batches(model, model.initial, batch, 0.5)
+    model = toy_model()
+    total = micro_batch_sum(model, model.initial, batch, 0.5)
     expected = min(4, size)
     wanted = {name: -value / expected for name, value in total.items()}
-    assert distance(learned.delta, wanted) < 1e-6
-    assert distance(wanted, {name: torch.zeros_like(value) for name, value in wanted.items()}) > 1e-2
+    assert max_difference(learned.delta, wanted) < 1e-6
+    assert max_difference(wanted, {name: torch.zeros_like(value) for name, value in wanted.items()}) > 1e-2
     assert size <= 4 or len(batch.targets) != expected, "otherwise the drawn batch size would pass too"
 
 
 # ---- infinite gradients and microbatches
 
 
-def product(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
+def linear_loss(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
     """A loss whose gradient is the input."""
     loss = functional.linear(inputs["x"], trainable["w"]).sum()
     return loss, loss
@@ -447,24 +467,24 @@ def product(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tenso
 
 @pytest.mark.parametrize("wrong", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_an_infinite_gradient_is_left_out_like_one_that_is_no_number(wrong: float, chunk: int | None) -> None:
+def test_infinite_and_nan_gradients_are_left_out_of_the_clipped_sum(wrong: float, chunk: int | None) -> None:
     trainable, x = {"w": torch.ones(1, 3)}, torch.arange(12.0).reshape(4, 3)
     privacy_config = DPSGDSettings(clip=0.5, noise=0.0, microbatch=chunk)
-    wanted, _ = clipped_sum(product, trainable, {"x": x[[0, 1, 3]]}, torch.zeros(3), None, privacy_config)
+    wanted, _ = clipped_sum(linear_loss, trainable, {"x": x[[0, 1, 3]]}, torch.zeros(3), None, privacy_config)
     x[2, 1] = wrong
     for mask in (None, torch.ones(4)):
-        found, _ = clipped_sum(product, trainable, {"x": x}, torch.zeros(4), mask, privacy_config)
-        assert distance(found, wanted) < 1e-6
+        found, _ = clipped_sum(linear_loss, trainable, {"x": x}, torch.zeros(4), mask, privacy_config)
+        assert max_difference(found, wanted) < 1e-6
 
 
-def test_a_chunk_bounds_how_many_gradients_are_held_at_once() -> None:
+def test_microbatch_bounds_the_gradients_held_at_once() -> None:
     """The loss is traced once per microbatch, which holds one gradient per example."""
     calls = 0
 
     def counted(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal calls
         calls += 1
-        return product(trainable, inputs, targets)
+        return linear_loss(trainable, inputs, targets)
 
     trainable, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
     for chunk, wanted in ((None, 1), (5, 1), (4, 2), (2, 3), (1, 5)):
@@ -476,20 +496,22 @@ def test_a_chunk_bounds_how_many_gradients_are_held_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_what_is_released_has_the_type_of_the_sum(kind: torch.dtype) -> None:
+def test_released_sum_keeps_its_dtype(kind: torch.dtype) -> None:
     total = {"w": torch.zeros(3, dtype=kind)}
     noise = gaussian_noise(total, Key(0), 1.0)["w"]
     assert noise.dtype == torch.float64
     assert add_noise(total["w"], noise, 1.0).dtype == kind
 
 
-def test_a_mask_goes_with_its_chunk() -> None:
+def test_mask_is_split_with_its_microbatches() -> None:
     trainable, x = {"w": torch.ones(1, 3)}, torch.arange(15.0).reshape(5, 3)
     mask = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
     privacy_config = DPSGDSettings(clip=0.5, noise=0.0)
-    wanted, _ = clipped_sum(product, trainable, {"x": x[mask.bool()]}, torch.zeros(3), None, privacy_config)
-    found, _ = clipped_sum(product, trainable, {"x": x}, torch.zeros(5), mask, replace(privacy_config, microbatch=2))
-    assert distance(found, wanted) < 1e-6
+    wanted, _ = clipped_sum(linear_loss, trainable, {"x": x[mask.bool()]}, torch.zeros(3), None, privacy_config)
+    found, _ = clipped_sum(
+        linear_loss, trainable, {"x": x}, torch.zeros(5), mask, replace(privacy_config, microbatch=2)
+    )
+    assert max_difference(found, wanted) < 1e-6
 
 
 class Branching(ToyTransformer):
@@ -500,6 +522,6 @@ class Branching(ToyTransformer):
         return out if out.logits.sum() > 0 else Output(-out.logits)
 
 
-def test_full_precision_is_not_blamed_for_what_a_model_cannot_do() -> None:
+def test_vmap_error_in_float32_suggests_another_model() -> None:
     with pytest.raises(VmapError, match="use another model, or no privacy"):
-        play(run_of(private(fedavg())), Branching(width=4, layers=1), Clients(a=8))
+        play(toy_run(with_dp_sgd(fedavg())), Branching(width=4, layers=1), Clients(a=8))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ghost_fixtures import KINDS, Texts, batch_of, model_of
-from helpers import Clients, distance, last, play, run_of, small
+from ghost_fixtures import KINDS, TextClients, tiny_batch, tiny_model
+from helpers import Clients, final_params, max_difference, play, toy_model, toy_run
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,13 +25,13 @@ from partita.training.dp_sgd import clipped_sum, per_example_gradients
 from partita.training.ghost_clipping import GhostError, check_norms, ghost_sum
 
 
-def away(model: Model) -> Tensors:
+def perturbed_params(model: Model) -> Tensors:
     """Parameters away from the initialization, whose zeros and ones hide mistakes."""
     draw = torch.Generator().manual_seed(5)
     return {name: value + 0.3 * torch.randn(value.shape, generator=draw) for name, value in model.initial.items()}
 
 
-def one_of(model: Model, rest: Tensors):  # type: ignore[no-untyped-def]
+def example_loss(model: Model, rest: Tensors):  # type: ignore[no-untyped-def]
     def loss(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:
         task = model.losses(model({**rest, **trainable}, inputs), targets).sum()
         return task, task
@@ -41,13 +41,13 @@ def one_of(model: Model, rest: Tensors):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("tags", [(), ("query", "norm"), ("mlp", "head")], ids=["all", "query, norm", "mlp, head"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_are_those_of_gradients_of_examples(kind: str, tags: tuple[str, ...]) -> None:
-    model, batch = model_of(kind), batch_of(kind)
-    params = away(model)
+def test_ghost_sum_and_norms_equal_per_example_gradients(kind: str, tags: tuple[str, ...]) -> None:
+    model, batch = tiny_model(kind), tiny_batch(kind)
+    params = perturbed_params(model)
     names = model.names(*tags) if tags else model.all_names()
     trainable = {name: params[name] for name in sorted(names)}
     rest = {name: value for name, value in params.items() if name not in trainable}
-    loss = one_of(model, rest)
+    loss = example_loss(model, rest)
     _, norms, losses = per_example_gradients(loss, trainable, batch.inputs, batch.targets)
     private, mask = DPSGDSettings(clip=float(norms.median()), noise=0.0), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
     wanted, _ = clipped_sum(loss, trainable, batch.inputs, batch.targets, mask, private)
@@ -59,12 +59,12 @@ def test_sums_are_those_of_gradients_of_examples(kind: str, tags: tuple[str, ...
         private,
     )
     scale = max(float(value.abs().max()) for value in wanted.values())
-    assert distance(found, wanted) < 1e-5 * scale
+    assert max_difference(found, wanted) < 1e-5 * scale
     assert torch.allclose(read, norms, rtol=1e-5)
     assert torch.allclose(same, losses, atol=1e-6)
 
 
-class Words(Model):
+class TokenModel(Model):
     """Repeats tokens in its embedding; its width decides which formula a linear layer uses."""
 
     name = "words"
@@ -85,10 +85,10 @@ class Words(Model):
 
 
 @pytest.mark.parametrize("width", [2, 40])
-def test_embeddings_and_both_ways_of_a_linear_layer(width: int) -> None:
-    model = Words(width)
+def test_ghost_norms_cover_embeddings_and_both_linear_formulas(width: int) -> None:
+    model = TokenModel(width)
     tokens, targets = torch.arange(48).reshape(4, 12) % 5, torch.tensor([0, 1, 2, 1])
-    _, norms, _ = per_example_gradients(one_of(model, {}), model.initial, {"tokens": tokens}, targets)
+    _, norms, _ = per_example_gradients(example_loss(model, {}), model.initial, {"tokens": tokens}, targets)
     *_, read = ghost_sum(
         lambda trainable: model.losses(model(trainable, {"tokens": tokens}), targets),
         model.initial,
@@ -99,73 +99,81 @@ def test_embeddings_and_both_ways_of_a_linear_layer(width: int) -> None:
     assert torch.allclose(read, norms, rtol=1e-5)
 
 
-def ended(norms: str, noise: float = 0.5) -> Tensors:
+def final_params_with(norms: str, noise: float = 0.5) -> Tensors:
     method = replace(build("fedprox"), privacy=DPSGDSettings(0.3, noise, clipping=norms))  # type: ignore[arg-type]
-    return last(play(run_of(method, count=2), model_of("Bert"), Texts()))
+    return final_params(play(toy_run(method, count=2), tiny_model("Bert"), TextClients()))
 
 
-def test_a_run_is_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    direct, ghost = ended("direct"), ended("ghost")
-    assert distance(direct, ghost) < 1e-3, "rounding can move a value to the next grid point"
-    assert 0 < distance(ended("direct", 0.0), ended("ghost", 0.0)) < 1e-5
-    assert distance(direct, {name: model_of("Bert").initial[name] for name in direct}) > 0.01
-    assert distance(direct, ended("auto")) == 0  # the per-example gradients are below the threshold here
+def test_run_with_ghost_clipping_matches_direct_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct, ghost = final_params_with("direct"), final_params_with("ghost")
+    assert max_difference(direct, ghost) < 1e-3, "rounding can move a value to the next grid point"
+    assert 0 < max_difference(final_params_with("direct", 0.0), final_params_with("ghost", 0.0)) < 1e-5
+    assert max_difference(direct, {name: tiny_model("Bert").initial[name] for name in direct}) > 0.01
+    assert (
+        max_difference(direct, final_params_with("auto")) == 0
+    )  # the per-example gradients are below the threshold here
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
-    assert distance(ghost, ended("auto")) == 0
+    assert max_difference(ghost, final_params_with("auto")) == 0
 
 
-def test_what_cannot_be_read_is_refused_or_done_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_without_ghost_norms_is_refused_or_clipped_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy model uses its embedding in a matmul, which has no ghost norm."""
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     direct, auto, ghost = (
         replace(fedavg(), privacy=DPSGDSettings(0.3, 0.5, clipping=norms))  # type: ignore[arg-type]
         for norms in ("direct", "auto", "ghost")
     )
-    played = [last(play(run_of(method, count=1), small(), Clients(a=8))) for method in (direct, auto)]
-    assert distance(*played) == 0
+    played = [final_params(play(toy_run(method, count=1), toy_model(), Clients(a=8))) for method in (direct, auto)]
+    assert max_difference(*played) == 0
     with pytest.raises(VmapError, match=r"'embed.weight' is used by .*matmul.*; set it to 'direct'"):
-        play(run_of(ghost), small(), Clients(a=8))
+        play(toy_run(ghost), toy_model(), Clients(a=8))
     with pytest.raises(VmapError, match=r"engine\.clients_per_block = 1"):
-        play(run_of(ghost), small(), Clients(a=8, b=8), block=2)
+        play(toy_run(ghost), toy_model(), Clients(a=8, b=8), block=2)
     moon = Method("moon", client_rules=build("moon").client_rules, privacy=DPSGDSettings(1.0, 1.0, clipping="ghost"))
     with pytest.raises(VmapError, match=r"privacy\.clipping = 'direct'"):
-        play(run_of(moon), small(), Clients(a=8))
+        play(toy_run(moon), toy_model(), Clients(a=8))
 
 
-def sums(use) -> None:  # type: ignore[no-untyped-def]
+def run_ghost_sum(use) -> None:  # type: ignore[no-untyped-def]
     trainable = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)), "b": torch.ones(3)}
     given = torch.ones(4, 3)
     ghost_sum(lambda trainable: use(trainable, given), trainable, None, 4, DPSGDSettings(1.0, 0.0))
 
 
-def test_uses_that_would_go_wrong_are_named() -> None:
+def test_unsupported_parameter_uses_are_refused() -> None:
     def linear(x: Tensor, w: Tensor) -> Tensor:
         return functional.linear(x, w)
 
     with pytest.raises(GhostError, match="'w' is used more than once"):
-        sums(lambda trainable, x: linear(linear(x, trainable["w"]), trainable["w"]).sum(1))
+        run_ghost_sum(lambda trainable, x: linear(linear(x, trainable["w"]), trainable["w"]).sum(1))
     with pytest.raises(GhostError, match="'b' is used in a way that cannot be recorded"):
-        sums(lambda trainable, x: (linear(x, trainable["w"]) + torch.stack([trainable["b"]])).sum(1))
+        run_ghost_sum(lambda trainable, x: (linear(x, trainable["w"]) + torch.stack([trainable["b"]])).sum(1))
     with pytest.raises(GhostError, match="is not the example"):
-        sums(lambda trainable, x: linear(x.repeat(2, 1), trainable["w"]).sum(1)[:4])
+        run_ghost_sum(lambda trainable, x: linear(x.repeat(2, 1), trainable["w"]).sum(1)[:4])
     with pytest.raises(GhostError, match="more than one dimension"):
-        sums(lambda trainable, x: (x.unsqueeze(1) * trainable["w"]).sum((1, 2)))
+        run_ghost_sum(lambda trainable, x: (x.unsqueeze(1) * trainable["w"]).sum((1, 2)))
     with pytest.raises(GhostError, match="differ from the norms of its gradients"):
-        check_norms(mixed, {"w": torch.randn(3, 4)}, {"x": torch.randn(2, 4)}, torch.zeros(2), DPSGDSettings(1.0, 0.0))
+        check_norms(
+            loss_mixing_examples,
+            {"w": torch.randn(3, 4)},
+            {"x": torch.randn(2, 4)},
+            torch.zeros(2),
+            DPSGDSettings(1.0, 0.0),
+        )
 
 
-def mixed(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
+def loss_mixing_examples(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
     """Looks like a per-example loss, but mixes neighboring examples."""
     out = functional.linear(inputs["x"], trainable["w"])
     return (out * out.roll(1, 0)).sum(1)
 
 
-def test_clients_have_no_examples_to_read_norms_of() -> None:
+def test_ghost_clipping_with_client_level_privacy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"privacy\.clipping is about a client's examples"):
         PrivacyConfig("client", noise=1.0, clipping="ghost")
 
 
-class Sums(Model):
+class SumOfTokens(Model):
     """A linear layer with summed outputs, so an example's gradient is the sum of its tokens."""
 
     name = "sums"
@@ -181,7 +189,7 @@ class Sums(Model):
         return out.logits.squeeze(1)
 
 
-class Numbers:
+class InfiniteExampleClients:
     """One client with two tokens per example; one example may hold an infinite number."""
 
     clients = ("a",)
@@ -205,36 +213,41 @@ class Numbers:
 @pytest.mark.parametrize("norms", ["ghost", "direct", "auto"])
 @pytest.mark.parametrize("place", [0, 4], ids=["among those that are checked", "after them"])
 @pytest.mark.parametrize("fill", [0.0, 1.0], ids=["not a number", "infinite"])
-def test_an_infinite_gradient_is_left_out_either_way(
+def test_infinite_gradient_is_left_out_with_every_clipping(
     fill: float, place: int, norms: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum covers the other examples only. With ghost clipping the norm is infinity times the other token."""
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 0)
     private = DPSGDSettings(0.5, 0.0, sampling="shuffle", clipping=norms)  # type: ignore[arg-type]
-    run = run_of(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
+    run = toy_run(replace(fedavg(), privacy=private), count=1, lr=1.0, batch_size=6, steps=1)
     order = (run.key / "round" / 0 / "client" / "a" / "batches" / 0 / 0).permutation(6)
     wrong = int(order[place])
     others = [each for each in range(6) if each != wrong]
-    broken = last(play(run, Sums(), Numbers(list(range(6)), wrong, fill)))["w"] - 1
-    left = Numbers(others).take(torch.arange(5))
-    total, _ = clipped_sum(one_of(Sums(), {}), Sums().initial, left.inputs, left.targets, None, private)
+    broken = final_params(play(run, SumOfTokens(), InfiniteExampleClients(list(range(6)), wrong, fill)))["w"] - 1
+    left = InfiniteExampleClients(others).take(torch.arange(5))
+    total, _ = clipped_sum(
+        example_loss(SumOfTokens(), {}), SumOfTokens().initial, left.inputs, left.targets, None, private
+    )
     assert torch.allclose(broken, -total["w"] / 6, atol=1e-6)
     assert float(broken.abs().max()) > 0.01
 
 
-def test_norms_are_read_off_by_themselves_where_gradients_of_a_batch_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_clipping_switches_to_ghost_above_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threshold compares batch size times parameters: at most six examples here, and usually at least one."""
-    size = sum(value.numel() for value in model_of("Bert").initial.values())
-    direct, ghost = ended("direct", 0.0), ended("ghost", 0.0)  # without noise, because its grid would hide the rounding
+    size = sum(value.numel() for value in tiny_model("Bert").initial.values())
+    direct, ghost = (
+        final_params_with("direct", 0.0),
+        final_params_with("ghost", 0.0),
+    )  # without noise, because its grid would hide the rounding
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", 6 * size)
-    assert distance(direct, ended("auto", 0.0)) == 0
+    assert max_difference(direct, final_params_with("auto", 0.0)) == 0
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", size)
-    assert distance(direct, ended("auto", 0.0)) > 0
+    assert max_difference(direct, final_params_with("auto", 0.0)) > 0
     monkeypatch.setattr(private_gradients, "GHOST_THRESHOLD", size - 1)
-    assert distance(ghost, ended("auto", 0.0)) == 0
+    assert max_difference(ghost, final_params_with("auto", 0.0)) == 0
 
 
-def test_a_parameter_that_no_loss_depends_on_has_no_gradient() -> None:
+def test_ghost_sum_of_an_unused_parameter_is_zero() -> None:
     trainable = {"w": torch.ones(2, 3), "spare": torch.ones(4)}
     x = torch.arange(12.0).reshape(4, 3)
     total, _, norms = ghost_sum(

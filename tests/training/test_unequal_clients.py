@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import OPTIMIZERS, distance, run_of, small
+from helpers import OPTIMIZERS, max_difference, toy_model, toy_run
 from torch import Tensor
 
 from partita.core.batch_schedule import BatchSchedule
@@ -46,7 +46,7 @@ NOISY = DPSGDSettings(clip=0.5, noise=0.8)
 BATCH = 6
 
 
-def skewed(seed: int) -> Federation:
+def skewed_federation(seed: int) -> Federation:
     """A Dirichlet split in float64, so that a block and a single client agree to many digits."""
     x = torch.randn(120, 4, 4, generator=Key(11).generator(), dtype=torch.float64)
     y = (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long()
@@ -55,7 +55,7 @@ def skewed(seed: int) -> Federation:
     return split(task, "dirichlet", 6, key=Key(seed), alpha=0.5, min_examples=2, validation=0.0, test=0.0)
 
 
-def unequal(federation: Federation) -> bool:
+def has_unequal_clients(federation: Federation) -> bool:
     """Whether some clients have less than a batch, others several, and clients are not ordered by size."""
     sizes = [len(federation[client].train) for client in federation.clients]
     steps = {-(-size // BATCH) for size in sizes}
@@ -63,16 +63,16 @@ def unequal(federation: Federation) -> bool:
     return min(sizes) < BATCH and len({*sizes}) > 4 and len(steps) > 3 and not descending
 
 
-FEDERATION = next(each for each in map(skewed, range(1000)) if unequal(each))
+FEDERATION = next(each for each in map(skewed_federation, range(1000)) if has_unequal_clients(each))
 
 
-def setting(method: Method, count: int, *more: Any, **options: Any) -> Run:
-    return run_of(method, count, *more, batch_size=BATCH, **options)
+def make_run(method: Method, count: int, *more: Any, **options: Any) -> Run:
+    return toy_run(method, count, *more, batch_size=BATCH, **options)
 
 
-def ended(run: Run, block: int, federation: Federation = FEDERATION, **engine: Any) -> dict[str, Tensors]:
+def final_tensors(run: Run, block: int, federation: Federation = FEDERATION, **engine: Any) -> dict[str, Tensors]:
     """All tensors after the last round: the server's parameters and slots, and each client's state."""
-    model = Float64Model(small())
+    model = Float64Model(toy_model())
     made = SimulationEngine(run, model, federation, block=block, **engine)
     *_, final = rounds(run, model, made)
     slots = {f"{slot}/{name}": value for slot, part in final.server.state.items() for name, value in part.items()}
@@ -81,13 +81,13 @@ def ended(run: Run, block: int, federation: Federation = FEDERATION, **engine: A
 
 def differences(one: Mapping[str, Tensors], two: Mapping[str, Tensors]) -> dict[str, float]:
     assert one.keys() == two.keys()
-    return {owner: distance(one[owner], two[owner]) for owner in one if one[owner]}
+    return {owner: max_difference(one[owner], two[owner]) for owner in one if one[owner]}
 
 
-def check_blocks(run: Run, blocks: Sequence[int] = (4,), **engine: Any) -> None:
-    single = ended(run, 1, **engine)
+def check_blocks_train_as_alone(run: Run, blocks: Sequence[int] = (4,), **engine: Any) -> None:
+    single = final_tensors(run, 1, **engine)
     for block in blocks:
-        found = differences(single, ended(run, block, **engine))
+        found = differences(single, final_tensors(run, block, **engine))
         assert max(found.values()) < 1e-9, (block, found)
 
 
@@ -98,24 +98,24 @@ def test_methods_train_in_blocks_as_alone(name: str) -> None:
     options = {"head_epochs": 2} if name == "fedrep" else {"warmup": 1} if name == "fedfrozen" else {}
     method = build(name, options)
     optimizer = SGD(momentum=0.9) if method.takes("sgd with momentum") else SGD()
-    check_blocks(setting(method, 2, optimizer))
+    check_blocks_train_as_alone(make_run(method, 2, optimizer))
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_carried_optimizers_train_in_blocks_as_alone(kind: str) -> None:
     """Optimizer ages differ, because one client misses a round and another one is a straggler."""
     availability = Availability(trace={(0, "c1"): 0.0, (1, "c4"): 0.5})
-    check_blocks(setting(local_only(), 3, OPTIMIZERS[kind], epochs=2), availability=availability)
+    check_blocks_train_as_alone(make_run(local_only(), 3, OPTIMIZERS[kind], epochs=2), availability=availability)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedprox"])
 def test_private_clients_train_in_blocks_as_alone(name: str) -> None:
     """Poisson batches: sizes differ between steps and clients, and some are empty."""
-    check_blocks(setting(replace(build(name), privacy=NOISY), 2, lr=0.1))
+    check_blocks_train_as_alone(make_run(replace(build(name), privacy=NOISY), 2, lr=0.1))
 
 
-def test_private_clients_with_an_optimizer_of_ages_train_in_blocks_as_alone() -> None:
-    check_blocks(setting(replace(local_only(), privacy=NOISY), 2, OPTIMIZERS["adamw"]))
+def test_private_clients_with_adamw_train_in_blocks_as_alone() -> None:
+    check_blocks_train_as_alone(make_run(replace(local_only(), privacy=NOISY), 2, OPTIMIZERS["adamw"]))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Inertia(ClientRule):
         return way, way
 
 
-def by_client(model: Model, round_info: RoundInfo) -> Plan:
+def plan_by_client(model: Model, round_info: RoundInfo) -> Plan:
     """Odd clients keep the head, and the third trains nothing else."""
     keep = HEAD if int(round_info.client[1:]) % 2 else NO_NAMES
     train = HEAD if round_info.client == "c2" else model.all_names()
@@ -144,23 +144,25 @@ def by_client(model: Model, round_info: RoundInfo) -> Plan:
 
 
 def test_clients_with_different_plans_and_memories_train_in_blocks_as_alone() -> None:
-    run = setting(Method("inertia", by_client, (Inertia(),)), 3, SGD(momentum=0.9))
-    check_blocks(run, blocks=(2, 6), availability=Availability(trace={(0, "c3"): 0.0}))
+    run = make_run(Method("inertia", plan_by_client, (Inertia(),)), 3, SGD(momentum=0.9))
+    check_blocks_train_as_alone(run, blocks=(2, 6), availability=Availability(trace={(0, "c3"): 0.0}))
 
 
-def in_two_phases(model: Model, round_info: RoundInfo) -> Plan:
+def plan_in_two_phases(model: Model, round_info: RoundInfo) -> Plan:
     return Plan((Phase(HEAD, epochs=2), Phase(model.all_names())), up=model.all_names(), down=model.all_names())
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_phases_that_share_names_train_in_blocks_as_alone(kind: str) -> None:
-    check_blocks(setting(replace(build("fedavg"), plan=in_two_phases, carry_optimizer=True), 2, OPTIMIZERS[kind]))
+def test_overlapping_phases_train_in_blocks_as_alone(kind: str) -> None:
+    check_blocks_train_as_alone(
+        make_run(replace(build("fedavg"), plan=plan_in_two_phases, carry_optimizer=True), 2, OPTIMIZERS[kind])
+    )
 
 
 @pytest.mark.parametrize("private", [None, NOISY], ids=["open", "private"])
 def test_each_client_of_a_block_learns_from_its_own_rows(private: DPSGDSettings | None) -> None:
     """Parameters, losses, steps and deltas are those of a single client, in any block order."""
-    run, model = setting(replace(build("fedavg"), privacy=private), 1, epochs=2), Float64Model(small())
+    run, model = make_run(replace(build("fedavg"), privacy=private), 1, epochs=2), Float64Model(toy_model())
     visits = [
         begin_round(run, model, Job(0, client, dict(model.initial), NO_NAMES), ClientState(), FEDERATION[client].train)
         for client in FEDERATION.clients
@@ -170,19 +172,19 @@ def test_each_client_of_a_block_learns_from_its_own_rows(private: DPSGDSettings 
     assert len({tuple(map(len, each.schedules)) for each in visits}) > 3
     for order in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 5, 0]):
         for place, found in zip(order, train_clients(run, [visits[place] for place in order]), strict=True):
-            same(alone[place], found)
-    apart = [distance(alone[0].params, other.params) for other in alone[1:]]
+            assert_same_result(alone[place], found)
+    apart = [max_difference(alone[0].params, other.params) for other in alone[1:]]
     assert min(apart) > 1e-3, "clients differ by much more than the tolerance"
 
 
-def same(one: LocalResult, two: LocalResult) -> None:
+def assert_same_result(one: LocalResult, two: LocalResult) -> None:
     assert one.steps == two.steps
-    assert distance(one.params, two.params) < 1e-10
-    assert distance(one.delta, two.delta) < 1e-10
+    assert max_difference(one.params, two.params) < 1e-10
+    assert max_difference(one.delta, two.delta) < 1e-10
     torch.testing.assert_close(one.losses, two.losses, rtol=1e-10, atol=1e-10)
 
 
-def test_a_block_is_staged_row_by_row() -> None:
+def test_iterate_batches_gives_each_client_its_rows_and_masks_the_rest() -> None:
     """From one shared table and from separate tables, each client gets its own rows and a mask for the padding."""
     sizes = {"c0": (4, 4, 1), "c3": (2, 3), "c1": (3, 0), "c5": (1,)}
     parts = [FEDERATION[client].train for client in sizes]
@@ -202,7 +204,7 @@ def test_a_block_is_staged_row_by_row() -> None:
                 assert torch.equal(batch.targets[rank][: len(indices)], wanted.targets)
 
 
-def test_rows_of_different_lengths_are_padded_with_what_does_not_count() -> None:
+def test_collate_pads_with_zeros_ignored_targets_and_a_mask() -> None:
     """Inputs are padded with zeros, targets with IGNORE_INDEX, and short batches with a masked first example."""
     long = Batch({"tokens": torch.tensor([[1, 2, 3], [4, 5, 6]])}, torch.tensor([[7, 8, 9], [1, 2, 3]]))
     short = Batch({"tokens": torch.tensor([[7, 8]])}, torch.tensor([[5, 6]]))
@@ -221,7 +223,7 @@ def test_rows_of_different_lengths_are_padded_with_what_does_not_count() -> None
     assert counted.mask.tolist() == [[0, 1], [1, 1]]
 
 
-def test_a_step_without_any_example_is_one_that_does_not_count() -> None:
+def test_step_without_examples_is_masked_out() -> None:
     """From one shared table, from separate tables, and for a single client."""
     parts = [FEDERATION[client].train for client in ("c0", "c1")]
     apart = [replace(part, table=replace(part.table)) for part in parts]  # type: ignore[type-var, attr-defined]
