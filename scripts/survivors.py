@@ -9,6 +9,36 @@ ANY = "*"  # in the place of a change: whatever is changed in that line, if it s
 # No test could notice: the mutant computes the same wherever it can be reached.
 EQUIVALENT: dict[Spot, str] = {
     (
+        "compression/prune.py",
+        "return PLACES, (places + low).to(kind)",
+        "places + low -> places - low",
+    ): "low is 0, or half the range of an int16, which wraps around to the same number either way",
+    (
+        "compression/prune.py",
+        "bits = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8, device=places.device)",
+        "torch.zeros(...) without dtype=torch.uint8",
+    ): "zeros and ones in any type; their sum is in bytes",
+    (
+        "compression/prune.py",
+        "weights = 2 ** torch.arange(8, dtype=torch.uint8, device=places.device)",
+        "torch.arange(...) without dtype=torch.uint8",
+    ): "the sum of the products is in bytes",
+    (
+        "compression/prune.py",
+        "bits = encoded[:, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=encoded.device)).flatten()",
+        "torch.arange(...) without dtype=torch.uint8",
+    ): "bits that are not zero are so in any type",
+    (
+        "compression/prune.py",
+        "return (-(2**15), torch.int16) if size <= 2**16 else (0, torch.int32)",
+        "0 -> 1",
+    ): "added by one side and subtracted by the other",
+    (
+        "compression/prune.py",
+        "kept = torch.zeros(len(paid), dtype=torch.bool, device=paid.device)",
+        "torch.zeros(...) without dtype=torch.bool",
+    ): "any() gives a bool for any type",
+    (
         "storage/client_store.py",
         'number, digest = self.newest.get(client, (-1, ""))',
         "1 -> 2",

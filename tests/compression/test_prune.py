@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from helpers import final_params, play, toy_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partita.compression import CompressionError
 from partita.compression.error_feedback import ErrorFeedback
 from partita.compression.prune import (
     MARKS,
     PLACES,
+    ROWS,
     SHAPE,
     HeadPruner,
     HeadSelector,
@@ -54,6 +57,8 @@ def test_pruning_keeps_the_largest_numbers_and_zeroes_the_rest(shape: tuple[int,
         (60_000, 0.01, PLACES, torch.int16),
         (65_536, 0.01, PLACES, torch.int16),
         (65_537, 0.01, PLACES, torch.int32),
+        (1_600, 0.0625, PLACES, torch.int16),  # as many bytes either way
+        (1_600, 0.063125, MARKS, torch.uint8),
         (60_000, 0.1, MARKS, torch.uint8),
         (70_000, 0.04, MARKS, torch.uint8),
     ],
@@ -64,6 +69,7 @@ def test_pruned_indices_use_the_smallest_encoding(size: int, keep: float, slot: 
     sent, opened = encode_and_decode(TopKMagnitude(keep), make_update({"w": value}))
     assert sent.slots.keys() == {SHAPE, slot}
     assert sent.slots[slot]["w"].dtype == kind
+    assert sent.slots[SHAPE]["w"].dtype == torch.int32
     listed = len(sent.delta["w"]) * (4 if size > 2**16 else 2)
     assert sent.slots[slot]["w"].nbytes == min(listed, -(-size // 8))
     assert torch.equal(opened.delta["w"], value)
@@ -93,6 +99,12 @@ def test_pruning_that_keeps_all_is_fedavg_bit_for_bit() -> None:
     one, two = (play(toy_run(method, 2, cohort=2), WIDE_MODEL, FOUR) for method in (prune(keep=1.0), fedavg()))
     assert tensors.equal(final_params(one), final_params(two))
     assert [each.traffic for each in one] == [each.traffic for each in two]
+
+
+def test_marks_of_another_length_are_refused_also_for_one_element() -> None:
+    slots = {SHAPE: {"w": torch.tensor([1025])}, MARKS: {"w": torch.zeros(9, dtype=torch.uint8)}}
+    with pytest.raises(CompressionError, match="'w' has indices that do not fit its 1025 elements"):
+        TopKMagnitude(0.0005).decode_update(update_of({"w": torch.ones(1)}, **slots))
 
 
 def test_error_feedback_is_an_option_of_pruning_by_magnitude() -> None:
@@ -146,6 +158,16 @@ def test_shared_head_is_kept_with_any_head_that_shares_it() -> None:
     assert rule._kept(paid, 4).tolist() == [True, True, True, True]
     assert HeadSelector(0.25)._kept(paid, 4).tolist() == [True, True, False, False]
     assert HeadSelector(0.01)._kept(paid, 8).sum() == 1
+
+
+def test_a_head_that_all_share_needs_no_mask() -> None:
+    parts = {"query": (0, 4), "key": (0, 1)}
+    model: Any = SimpleNamespace(head_dimensions=lambda: parts, tags={name: {"layer.0"} for name in parts}, name="m")
+    plan: Any = SimpleNamespace(up=frozenset(parts))
+    ctx = Context(model, plan, {}, {}, {}, 0.1, {ATTENTION: {"layer.0": torch.tensor([0.1, 0.4, 0.2, 0.3])}})
+    sent, _ = HeadSelector(0.5).finish({}, {}, ctx)
+    assert {slot: list(part) for slot, part in sent.items()} == {ROWS: ["query"]}
+    assert sent[ROWS]["query"].tolist() == [False, True, False, True]
 
 
 def test_head_pruning_with_safl_reduces_the_bytes_of_every_round() -> None:

@@ -120,8 +120,6 @@ def _read_marks(encoded: Tensor, size: int) -> Tensor:
 
 def _kind(size: int) -> tuple[int, torch.dtype]:
     """Return the value that encodes index 0, and the dtype."""
-    if size <= 2**8:
-        return 0, torch.uint8
     return (-(2**15), torch.int16) if size <= 2**16 else (0, torch.int32)
 
 
