@@ -124,26 +124,27 @@ def faces(folder: Path, count: int = 24) -> list[dict[str, Any]]:
     for number in range(count):
         grey = 255 * number // count
         Image.new("L", (4, 4), grey).save(folder / "pictures" / f"{number}.png")
-        rows.append({"image": f"pictures/{number}.png", "age": grey / 64, "site": "ab"[number % 2]})
+        rows.append({"image": f"pictures/{number}.png", "age": grey / 64, "grey": grey, "site": "ab"[number % 2]})
     return rows
 
 
 def test_images_come_from_paths_in_a_table_or_from_the_table_itself(tmp_path: Path) -> None:
     rows = faces(tmp_path)
     path = table(tmp_path / "faces.csv", rows)
-    task = load("image_regression", Key(0), path=path, target="age", channels=1)
-    assert (task.kind, task.classes, task.channels, task.size) == (IMAGE_REGRESSION, ("age",), 1, 4)
+    task = load("image_regression", Key(0), path=path, target=["age", "grey"], channels=1)
+    assert (task.kind, task.classes, task.channels, task.size) == (IMAGE_REGRESSION, ("age", "grey"), 1, 4)
     pixels = task.train.inputs["pixel_values"][:, 0, 0, 0].double()
     torch.testing.assert_close(task.train.targets[:, 0].double(), pixels / 64)
     assert set(task.columns) == {"site"}
     for part in ("train", "test"):
         table(tmp_path / f"{part}.csv", rows)
-    parts = load("image_regression", Key(0), path=tmp_path, target="age", channels=1)
+    parts = load("image_regression", Key(0), path=tmp_path, target=["age", "grey"], channels=1)
     assert len(parts.train) == len(parts.test) == len(rows), "the paths of each part are relative to the folder"
     whole = [{**row, "image": str(tmp_path / row["image"])} for row in rows]
-    features = datasets.Features(image=datasets.Image(), age=datasets.Value("float64"), site=datasets.Value("string"))
+    types = {"age": "float64", "grey": "int64", "site": "string"}
+    features = datasets.Features(image=datasets.Image(), **{name: datasets.Value(each) for name, each in types.items()})
     datasets.DatasetDict(train=datasets.Dataset.from_list(whole, features)).save_to_disk(tmp_path / "saved")
-    same = load("image_regression", Key(0), path=tmp_path / "saved", target="age", channels=1)
+    same = load("image_regression", Key(0), path=tmp_path / "saved", target=["age", "grey"], channels=1)
     assert torch.equal(same.train.inputs["pixel_values"], task.train.inputs["pixel_values"])
     assert torch.equal(same.test.targets, task.test.targets)
 
