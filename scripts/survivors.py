@@ -304,6 +304,43 @@ EQUIVALENT: dict[Spot, str] = {
         "loud = altered(group[0].ctx.model, losses=lambda out, targets, plain=plain: LOUD * plain(out, targets))",
         "LOUD * plain(out, targets) -> LOUD / plain(out, targets)",
     ): "any loss with gradients far above the clip: every example then contributes exactly the clip",
+    (
+        "privacy/membership.py",
+        "steps = np.arange(1, right + 1)",
+        "1 -> 2",
+    ): "one step further: fewer than no guesses are never right, so nothing is gathered there",
+    (
+        "privacy/membership.py",
+        "if excess(0.0) >= 0:",
+        "excess(0.0) >= 0 -> excess(0.0) > 0",
+    ): "where the excess is zero at zero, the search returns zero as well",
+    (
+        "privacy/membership.py",
+        "high = 1.0",
+        "1.0 -> 2.0",
+    ): "where the search begins; the end moves until it is above the answer",
+    (
+        "privacy/membership.py",
+        "while excess(high) < 0:",
+        "excess(high) < 0 -> excess(high) <= 0",
+    ): "where the excess is zero the search is over, from whichever end",
+    (
+        "privacy/membership.py",
+        "high *= 2",
+        "2 -> 3",
+    ): "a longer step to an upper end above the answer",
+    (
+        "privacy/canaries.py",
+        "client: torch.rand(len(places), generator=(key / client).generator()) < 0.5",
+        "torch.rand(len(places), generator=(key / client).generator()) < 0.5 "
+        "-> torch.rand(len(places), generator=(key / client).generator()) >= 0.5",
+    ): "the other side of a fair coin",
+    (
+        "privacy/canaries.py",
+        "client: torch.rand(len(places), generator=(key / client).generator()) < 0.5",
+        "torch.rand(len(places), generator=(key / client).generator()) < 0.5 "
+        "-> torch.rand(len(places), generator=(key / client).generator()) <= 0.5",
+    ): "a draw that is a half to the last digit",
 }
 
 # The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.
@@ -389,4 +426,9 @@ UNCOVERED: dict[Spot, str] = {
         ".square()",
         "torch.linalg.vector_norm(...) without dtype=torch.float64",
     ): "rounding: rows are small in tests, and their norms in float32 are as good",
+    (
+        "privacy/membership.py",
+        "return float(brentq(excess, 0.0, high, xtol=1e-6))",
+        "brentq(...) without xtol=1e-06",
+    ): "a bound to more digits than a millionth; nobody relies on them",
 }

@@ -104,7 +104,7 @@ def test_pruning_that_keeps_all_is_fedavg_bit_for_bit() -> None:
 def test_marks_of_another_length_are_refused_also_for_one_element() -> None:
     slots = {SHAPE: {"w": torch.tensor([1025])}, MARKS: {"w": torch.zeros(9, dtype=torch.uint8)}}
     with pytest.raises(CompressionError, match="'w' has indices that do not fit its 1025 elements"):
-        TopKMagnitude(0.0005).decode_update(update_of({"w": torch.ones(1)}, **slots))
+        TopKMagnitude(0.0005).decode_update(make_update({"w": torch.ones(1)}, **slots))
 
 
 def test_error_feedback_is_an_option_of_pruning_by_magnitude() -> None:

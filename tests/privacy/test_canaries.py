@@ -12,7 +12,7 @@ from helpers import Clients, ScriptedEngine, toy_model, toy_run
 from torch import Tensor
 
 from partita.core.data import Batch
-from partita.core.dp_settings import DPSGDSettings
+from partita.core.dp_settings import DPSGDSettings, PrivacyError
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, initial_server, make_job
 from partita.core.tensors import Tensors
@@ -62,6 +62,9 @@ def test_canaries_are_drawn_from_all_examples_with_fair_coins() -> None:
     coins = np.stack([every.redraw(Key(seed)).included for seed in range(50)])
     assert coins.shape == (50, 48)
     assert abs(coins.mean() - 0.5) < 5 * 0.5 / 2400**0.5
+    assert np.array_equal(coins[3], every.redraw(Key(3)).included)
+    equal = choose_canaries(Clients(a=30, b=30), 60, Key(1)).coins
+    assert not torch.equal(equal["a"], equal["b"]), "each client has coins of its own"
     some = choose_canaries(CLIENTS, 7, Key(1))
     assert sum(map(len, some.places.values())) == 7
     assert all(places.tolist() == sorted(set(places.tolist())) for places in some.places.values())
@@ -85,6 +88,16 @@ def test_an_example_that_was_masked_before_stays_masked() -> None:
     assert batch.mask is not None
     assert batch.mask.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert batch.targets.tolist() == table.whole().targets.tolist() == [0, 1, 2, 3]
+
+
+def test_canaries_are_found_in_a_batch_wherever_they_are() -> None:
+    clients = Clients(a=6)
+    chosen = canaries.Canaries({"a": torch.tensor([1, 4])}, {"a": torch.tensor([True, False])}, True, 3)
+    batch = CanaryPopulation(clients, chosen)["a"].train.take(torch.tensor([4, 0, 5, 1, 4]))
+    plain = clients["a"].train.take(torch.tensor([4, 0, 5, 1, 4])).targets
+    assert batch.mask is not None
+    assert batch.mask.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+    assert ((batch.targets - plain) % 3).tolist() == [1, 0, 0, 1, 1]
 
 
 def test_wrong_targets_are_the_next_class() -> None:
@@ -138,7 +151,7 @@ def test_losses_of_canaries_are_in_the_order_of_their_coins() -> None:
     assert canaries.canary_losses(MODEL, MODEL.initial, population) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("clip", [None, 1.3])
+@pytest.mark.parametrize("clip", [None, 0.6])
 def test_scores_are_those_of_a_ridge_regression_of_the_step_on_all_gradients(clip: float | None) -> None:
     population, delta, noise = planted(), step_of(1), 2.0
     table = population.table("b")
@@ -160,6 +173,23 @@ def test_scores_are_those_of_a_ridge_regression_of_the_step_on_all_gradients(cli
     assert found.shape == (3, len(table.places))
     for row, exact in zip(found, wanted, strict=True):
         assert torch.allclose(row.double(), exact[table.places], rtol=0.05, atol=0.02 * float(exact.abs().max()))
+
+
+def test_only_the_direction_of_a_step_counts() -> None:
+    table, delta = planted().table("b"), step_of(1)
+    small_step = {name: 1e-4 * value for name, value in delta.items()}
+    one, other = (canary_scores(MODEL, MODEL.initial, step, table, 2.0, None) for step in (delta, small_step))
+    assert torch.allclose(one, other, rtol=1e-2, atol=1e-3 * float(one.abs().max()))
+
+
+def test_gradients_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, delta = planted().table("b"), step_of(1)
+    numbers = 40 * sum(MODEL.initial[name].numel() for name in NAMES)
+    monkeypatch.setattr(canaries, "MAX_EXAMPLES", numbers)
+    canary_scores(MODEL, MODEL.initial, delta, table, 2.0, None)
+    monkeypatch.setattr(canaries, "MAX_EXAMPLES", numbers - 1)
+    with pytest.raises(PrivacyError, match="the gradients of 40 examples"):
+        canary_scores(MODEL, MODEL.initial, delta, table, 2.0, None)
 
 
 def test_the_noise_in_an_update_beside_the_share_of_one_example() -> None:

@@ -58,7 +58,7 @@ def chance_by_hand(canaries: int, guesses: int, right: int, epsilon: float, delt
     return min(1.0, sum(exactly[right:]) + 2 * canaries * delta * most)
 
 
-@pytest.mark.parametrize("delta", [0.0, 1e-3, 0.02])
+@pytest.mark.parametrize("delta", [0.0, 1e-3, 0.02, 0.5])
 @pytest.mark.parametrize(("guesses", "right"), [(10, 10), (10, 8), (10, 5), (6, 1), (6, 0)])
 def test_the_chance_of_right_guesses_is_that_of_the_theorem(guesses: int, right: int, delta: float) -> None:
     for epsilon in (0.0, 0.5, 3.0):
@@ -98,6 +98,23 @@ def test_a_bound_is_the_largest_of_four_numbers_of_guesses(count: int, delta: fl
     assert found.about()["guesses"] == guesses
 
 
+def test_guesses_are_a_tenth_a_quarter_a_half_and_all_of_the_canaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among equal scores, the canaries that come first are taken to be out."""
+    asked = []
+    monkeypatch.setattr(membership, "_least_epsilon", lambda *terms: asked.append(terms) or 0.0)
+    included = np.random.default_rng(0).random(400) < 0.5
+    for scores in (np.zeros(400), np.arange(400) % 2.0):
+        asked.clear()
+        bound_epsilon(scores, included, 1e-4, 0.9)
+        order = sorted(range(400), key=lambda place: scores[place])
+        right = [
+            sum(not included[place] for place in order[:half]) + sum(included[place] for place in order[-half:])
+            for half in (20, 50, 100, 200)
+        ]
+        wanted = zip((40, 100, 200, 400), right, strict=True)
+        assert asked == [(400, guesses, hits, 1e-4, pytest.approx(0.1 / 4)) for guesses, hits in wanted]
+
+
 def test_the_best_of_several_attacks_pays_for_all() -> None:
     draw = np.random.default_rng(2)
     included = draw.random(100) < 0.5
@@ -114,10 +131,11 @@ def test_the_best_of_several_attacks_pays_for_all() -> None:
 
 def test_likelihood_ratios_are_those_of_two_normals_with_pooled_deviations() -> None:
     draw = np.random.default_rng(3)
-    target, shadows = draw.standard_normal(4), draw.standard_normal((5, 4))
-    included = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 1, 0], [0, 0, 1, 0]], bool)
+    target, shadows = draw.standard_normal(5), draw.standard_normal((5, 5))
+    rows = ([1, 1, 0, 0, 1], [0, 1, 0, 0, 1], [0, 0, 1, 0, 1], [0, 1, 1, 0, 1], [0, 0, 1, 0, 1])
+    included = np.array(rows, bool)
     found = likelihood_ratios(target, shadows, included)
-    assert np.isnan(found).tolist() == [False, False, False, True]
+    assert np.isnan(found).tolist() == [False, False, False, True, True]
     logs = []
     for part in (included, ~included):
         means = [shadows[part[:, place], place].mean() for place in range(3)]

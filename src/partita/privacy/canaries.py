@@ -265,7 +265,7 @@ def losses_of(model: Model, params: Tensors, examples: Examples, most: int) -> A
     with torch.no_grad():
         for here in torch.split(torch.arange(min(len(examples), most)), CHUNK):
             losses.append(_losses(model, params, examples.take(here), device))
-    return np.asarray(torch.cat(losses).numpy(), float) if losses else np.zeros(0)
+    return np.asarray(torch.cat(losses).numpy(), float)
 
 
 def first(examples: Examples, most: int) -> Batch:

@@ -116,10 +116,10 @@ def best_guesses(
 
 def chance_of(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Bound the probability of at least `right` correct guesses under (epsilon, delta)."""
+    if not right:
+        return 1.0
     accuracy = 1 / (1 + math.exp(-epsilon))
     likely = float(binom.sf(right - 1, guesses, accuracy))
-    if not delta or not right:
-        return min(1.0, likely)
     # Delta can add i correct guesses with a probability that shrinks with i. Take the worst i.
     steps = np.arange(1, right + 1)
     gathered = np.cumsum(binom.pmf(right - steps, guesses, accuracy))
