@@ -19,7 +19,7 @@ from scipy.stats import norm
 
 from partita.compression.prune import prune
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import ClientRule, Method, MethodError, PrivacyRelease
+from partita.core.method import ClientRule, Method, PrivacyRelease
 from partita.core.model import Model
 from partita.core.options import OptionError
 from partita.core.plan import Phase, Plan, RoundInfo
@@ -27,6 +27,8 @@ from partita.experiment.config import parse
 from partita.experiment.runner import resume, start
 from partita.methods import build as method_of
 from partita.methods.fedavg import fedavg
+from partita.methods.fedper import fedper
+from partita.methods.moon import moon
 from partita.privacy import budget, spending
 from partita.privacy.accountant import INTERVAL, ORDERS, epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
@@ -228,14 +230,26 @@ def test_privacy_settings_without_a_guarantee_are_refused(privacy_config: dict[s
         make_guard(PrivacyConfig(**privacy_config))  # type: ignore[arg-type]
 
 
-def test_under_client_level_privacy_transforms_with_memory_need_all_clients_in_every_round() -> None:
-    """What other clients remember reveals earlier cohorts, and sampled cohorts must stay unknown."""
-    feedback, of_clients = prune(error_feedback=True), PrivacyConfig("client", noise=20.0)
-    assert make_guard(of_clients, feedback).run.method.transforms[1:] == feedback.transforms
-    with pytest.raises(MethodError, match=r"prune: ErrorFeedback remembers .*set federation\.cohort = 1\.0, or leave"):
-        make_guard(of_clients, feedback, cohort=2)
-    make_guard(of_clients, prune(), cohort=2)
-    make_guard(PrivacyConfig(noise=20.0), feedback, cohort=2)
+STATEFUL = {
+    "error feedback": prune(error_feedback=True),
+    "a rule's memory": moon(),
+    "personal parameters": fedper(),
+    "a carried optimizer": replace(fedavg(), carry_optimizer=True),
+}
+
+
+@pytest.mark.parametrize("method", STATEFUL.values(), ids=STATEFUL)
+def test_client_level_cost_of_stateful_clients_has_no_amplification_by_sampling(method: Method) -> None:
+    """What other clients keep reveals earlier cohorts, and amplification needs those to be unknown."""
+    of_clients = PrivacyConfig("client", noise=20.0)
+    with pytest.warns(UserWarning, match="clients keep state between rounds"):
+        sampled = make_guard(of_clients, method, cohort=2)
+    whole = make_guard(replace(of_clients, accountant="rdp"), method)
+    assert sampled.planned == whole.planned
+    stateless = make_guard(of_clients, prune(), cohort=2)
+    assert stateless.planned is not None
+    assert sampled.planned is not None
+    assert stateless.planned < 0.9 * sampled.planned
 
 
 def test_default_delta_shrinks_with_the_number_of_examples() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import Method, MethodError, PrivacyRelease
+from partita.core.method import ClientRule, Method, PrivacyRelease, UpdateTransform
 from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Positive, Range
-from partita.core.plan import RoundInfo, plan_for
+from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import initial_server
 from partita.core.settings import Run
 from partita.privacy.client_level import protect_clients
@@ -117,12 +118,16 @@ class PrivacyGuard:
         population: int,
     ) -> None:
         run = self.run
+        plans = {
+            client: plan_for(run.method.plan, self.model, RoundInfo(number, run.rounds, client, signal))
+            for client in cohort
+        }
         if account.of_clients:
             transform: Any = run.method.transforms[0]
-            account.charge(ANY_CLIENT, [PrivacyRelease(TRAINING, transform.noise, len(cohort) / population)])
+            share = 1.0 if _keeps_state(run.method, plans.values()) else len(cohort) / population
+            account.charge(ANY_CLIENT, [PrivacyRelease(TRAINING, transform.noise, share)])
             return
-        for client in cohort:
-            plan = plan_for(run.method.plan, self.model, RoundInfo(number, run.rounds, client, signal))
+        for client, plan in plans.items():
             account.charge(client, releases_of(run, plan, self.sizes.get(client, 0)))
 
     def about(self) -> dict[str, Any]:
@@ -157,8 +162,6 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     """
     of_clients = privacy_config.unit == "client"
     cohort = run.cohort_size(len(sizes))
-    if of_clients and cohort < len(sizes):
-        _refuse_memory(run.method)
     units = len(sizes) if of_clients else max(sizes.values(), default=0)
     delta = _delta(privacy_config, units)
     by = (
@@ -194,6 +197,12 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
         PrivacySpending(delta, by, of_clients),
     )
     ahead = trial.forecast(run.rounds if known else 0)
+    if of_clients and cohort < len(sizes) and any(release.share == 1 for release in ahead.bills.get(ANY_CLIENT, ())):
+        warnings.warn(
+            f"{run.method.name}: clients keep state between rounds, so epsilon is charged as if every client took part "
+            "in every round; a method without such state needs less noise",
+            stacklevel=2,
+        )
     noise = privacy_config.noise
     if noise is None:
         assert privacy_config.epsilon is not None
@@ -208,19 +217,16 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     return PrivacyGuard(under(noise), model, resolved, sizes, planned, PrivacySpending(delta, by, of_clients))
 
 
-def _refuse_memory(method: Method) -> None:
-    """Refuse transforms with memory if cohorts are sampled.
+def _keeps_state(method: Method, plans: Iterable[Plan]) -> bool:
+    """Whether a client's update can depend on the rounds in which it took part before.
 
-    Amplification by sampling needs a round that depends on its own cohort and on what was published. What other clients
-    remember depends on whether they were in earlier cohorts. Cohorts have a fixed size, so it also reveals whether the
-    protected client was in them.
+    Amplification by sampling needs a round that depends on its own cohort and on what was published. The state of other
+    clients depends on earlier cohorts. Cohorts have a fixed size, so it also reveals whether the protected client was
+    in them. Such a round is charged without amplification.
     """
-    if transforms := [type(transform).__name__ for transform in method.transforms if transform.slots]:
-        raise MethodError(
-            f"{method.name}: {transforms[0]} remembers earlier rounds, so updates depend on earlier cohorts, which the "
-            "accounting of sampled cohorts does not cover; set federation.cohort = 1.0, or leave the memory out "
-            "(method.error_feedback = false)"
-        )
+    rules_or_transforms: tuple[ClientRule | UpdateTransform, ...] = (*method.client_rules, *method.transforms)
+    remembers = any(part.slots for part in rules_or_transforms)
+    return remembers or method.carry_optimizer or any(plan.keep for plan in plans)
 
 
 def _delta(privacy_config: PrivacyConfig, units: int) -> float:
