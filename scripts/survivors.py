@@ -60,9 +60,9 @@ EQUIVALENT: dict[Spot, str] = {
     ): "it is set before it is read",
     (
         "core/rounds.py",
-        "self.down.append(self._weigh(job, bool(own or job.slots)))",
-        "own or job.slots -> job.slots",
-    ): "a tensor in the place of the server's own has its shape and type, and so weighs the same",
+        "self.traffic.add_job(job, common=not own and not job.slots)",
+        "not own and (not job.slots) -> not job.slots",
+    ): "a tensor in the place of the server's own has its shape and type, and so as many bytes",
     (
         "core/plan.py",
         "if not (plan.down <= known >= plan.keep):  # `train` and `up` are subsets of these two",

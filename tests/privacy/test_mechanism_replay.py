@@ -27,7 +27,7 @@ from partita.privacy import mechanism, mechanism_choice, mechanism_clients
 from partita.privacy.client_level import ClippedUpdates, protect_clients
 from partita.privacy.evidence import Check
 from partita.testing.toy import ToyTransformer
-from partita.training import phase_trainer
+from partita.training import private_gradients
 from partita.training.dp_sgd import clipped_sum
 
 # ---- choices of layers
@@ -301,7 +301,9 @@ def test_an_example_contributes_exactly_the_clip_where_the_loss_is_loud(block: i
 def test_an_example_that_contributes_more_than_the_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run = private()
     monkeypatch.setattr(
-        phase_trainer, "clipped_sum", lambda *rest: clipped_sum(*rest[:-1], replace(rest[-1], clip=3 * rest[-1].clip))
+        private_gradients,
+        "clipped_sum",
+        lambda *rest: clipped_sum(*rest[:-1], replace(rest[-1], clip=3 * rest[-1].clip)),
     )
     [check] = mechanism._check_clip(run, settings_of(run), [visits_of(run, a=3)])
     assert check.found == pytest.approx(3.0, rel=1e-4)
