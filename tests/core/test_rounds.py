@@ -273,7 +273,7 @@ def test_cohorts_use_the_secret_key_only_when_hidden() -> None:
 def test_learning_rate_of_a_round_follows_the_schedule() -> None:
     run = toy_run(fedavg(), 4, lr=0.3, schedule=Schedule("linear", warmup=1))
     wanted = [0.3 * run.training.schedule.factor(number, 4) for number in range(4)]
-    assert [run.rate(number) for number in range(4)] == wanted
+    assert [run.lr(number) for number in range(4)] == wanted
     assert len(set(wanted)) > 2
 
 

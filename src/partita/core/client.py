@@ -175,7 +175,7 @@ def begin_round(
         anchor,
         job.slots,
         {**fresh, **memory},
-        run.rate(job.round),
+        run.lr(job.round),
         notes={},
         round_info=round_info_of(run, job),
     )
@@ -208,7 +208,7 @@ def adaptation_round(
     _, anchor = client_params(run, model, job, state)
     key = run.key / "round" / job.round / "client" / job.client / "adapt"
     plan = Plan(phases, up=NO_NAMES, down=NO_NAMES, keep=model.all_names())
-    ctx = Context(client_model(run, model, job), plan, anchor, {}, {}, run.rate(job.round))
+    ctx = Context(client_model(run, model, job), plan, anchor, {}, {}, run.lr(job.round))
     return ClientRound(
         job,
         ClientState(),

@@ -112,7 +112,7 @@ class Run:
                 "privacy.clip, so leave training.clip out"
             )
 
-    def rate(self, round: int) -> float:
+    def lr(self, round: int) -> float:
         """Return the learning rate of a round."""
         return self.training.lr * self.training.schedule.factor(round, self.rounds)
 

@@ -109,7 +109,7 @@ def _outcome(experiment: Experiment, result: RoundResult, seconds: float) -> Row
     return {
         "round": result.number,
         "seconds": round(seconds, 4),
-        "lr": experiment.run.rate(result.number),
+        "lr": experiment.run.lr(result.number),
         "cohort": list(result.cohort),
         "population": result.population,
         "lost": {lost.client: lost.reason for lost in result.lost},
