@@ -35,12 +35,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/chacha.py": ("tests/core/test_chacha.py", "tests/core/test_noise_attack.py"),
     "core/checkpoint.py": (*DETAILS, *ROUNDS[:2], "tests/experiment/test_damage.py"),
     "core/drift.py": ("tests/core/test_drift.py", "tests/core/test_packed.py"),
-    "core/atomic_files.py": (
-        *DETAILS,
-        *ROUNDS[:2],
-        "tests/experiment/test_damage.py",
-        "tests/experiment/test_strangers.py",
-    ),
+    "core/atomic_files.py": ("tests/core/test_atomic_files.py",),
     "training/ghost_clipping.py": PRIVATE,
     "training/local_training.py": (*LEARNING, "tests/training/test_dp_sgd.py", "tests/core/test_packed.py"),
     "core/client.py": (*LEARNING, "tests/training/test_dp_sgd.py", "tests/core/test_packed.py"),
@@ -49,7 +44,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/dp_settings.py": PRIVATE,
     "core/noise.py": (*PRIVATE, "tests/core/test_chacha.py"),
     "core/versions.py": (*DETAILS, *ROUNDS),
-    "core/memory.py": ("tests/experiment/test_ranges.py",),
+    "core/memory.py": ("tests/core/test_memory.py",),
     "core/method.py": (
         *DETAILS,
         "tests/core/test_laws_of_small_parts.py",
@@ -101,7 +96,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "training/batching.py": (*LEARNING[:2], "tests/training/test_dp_sgd.py"),
     "core/client_store.py": (*DETAILS, *ROUNDS[:2]),
-    "core/safe_text.py": ("tests/experiment/test_strangers.py", "tests/engines/test_flower_site_attacks.py"),
+    "core/safe_text.py": ("tests/core/test_safe_text.py",),
     "core/tensors.py": (
         "tests/core/test_laws_of_small_parts.py",
         "tests/core/test_rounds.py",
