@@ -64,6 +64,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/core/test_client_rounds.py",
     ),
     "core/options.py": (
+        "tests/core/test_option_types.py",
         "tests/core/test_options.py",
         "tests/experiment/test_config.py",
         "tests/experiment/test_ranges.py",

@@ -321,6 +321,11 @@ EQUIVALENT: dict[Spot, str] = {
         "torch.rand(len(places), generator=(key / client).generator()) < 0.5 "
         "-> torch.rand(len(places), generator=(key / client).generator()) <= 0.5",
     ): "a draw that is a half to the last digit",
+    (
+        "core/atomic_files.py",
+        "while line := file.readline(MAX_LINE_BYTES + 1):",
+        "1 -> 2",
+    ): "a line that is too long is refused, with one byte more or with two",
 }
 
 # The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.

@@ -63,6 +63,28 @@ def test_what_a_dead_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
     assert target.read_bytes() == b"kept"
 
 
+def test_a_file_that_another_plants_meanwhile_is_not_written_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planted = tmp_path / f".file.{os.getpid()}.part"
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: planted.write_bytes(b"theirs"))
+    with pytest.raises(DiskError, match="File exists"):
+        atomic_files.write(tmp_path / "file", b"ours")
+    assert planted.read_bytes() == b"theirs"
+    monkeypatch.setattr(Path, "unlink", unlink)
+
+
+def test_no_handle_stays_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(LinkError):
+        atomic_files.read(tmp_path)
+    atomic_files.write(tmp_path / "file", b"data")
+    atomic_files.append(tmp_path / "file", b"data")
+    atomic_files.read(tmp_path / "file")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_write_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     atomic_files.write(tmp_path / "file", b"before")
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from partita.core.safe_text import MAX_LABEL, client_of_folder, label_folder, path_component, printable
+from partita.core.safe_text import MAX_LABEL, _escaped, client_of_folder, label_folder, path_component, printable
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,14 @@ from partita.core.safe_text import MAX_LABEL, client_of_folder, label_folder, pa
 )
 def test_what_cannot_be_seen_is_spelled_out(text: object, shown: str) -> None:
     assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [(0xFF, "\\xff"), (0x100, "\\u0100"), (0xFFFF, "\\uffff"), (0x10000, "\\U00010000"), (0x10001, "\\U00010001")],
+)
+def test_a_character_is_spelled_out_as_python_does(code: int, shown: str) -> None:
+    assert _escaped(chr(code)) == shown
 
 
 def digest(text: str) -> str:
