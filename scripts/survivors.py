@@ -326,6 +326,27 @@ EQUIVALENT: dict[Spot, str] = {
         "while line := file.readline(MAX_LINE_BYTES + 1):",
         "1 -> 2",
     ): "a line that is too long is refused, with one byte more or with two",
+    (
+        "core/options.py",
+        "close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)",
+        "difflib.get_close_matches(...) without n=1",
+    ): "only the closest is named, however many are found",
+    (
+        "core/options.py",
+        "close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)",
+        "1 -> 2",
+    ): "only the closest is named, however many are found",
+    (
+        "core/options.py",
+        "if kind is None or kind is type(None):",
+        "kind is None or kind is type(None) -> kind is None",
+    ): "None is the only instance of its type, which the last line asks",
+    (
+        "core/options.py",
+        'return text.isprintable() or not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in text)',
+        "text.isprintable() or not any((unicodedata.category(char) in ('Cc', 'Cs', 'Zl', 'Zp') for char in text)) "
+        "-> not any((unicodedata.category(char) in ('Cc', 'Cs', 'Zl', 'Zp') for char in text))",
+    ): "a printable text has no such character; asking that first only saves time",
 }
 
 # The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.

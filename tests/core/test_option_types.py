@@ -29,7 +29,7 @@ JUST = 1e-9
         (str, ("a", "é\u00a0\u200b"), ("", "a\x00", "\ud800", "\u2028")),
         (int, (-(2**63), 2**63 - 1), (-(2**63) - 1, 2**63, True, 1.0)),
         (float, (1, 1.5), (math.inf, -math.inf, math.nan, True)),
-        (Annotated[float, Range(low=0, high=math.inf)], (0, 1e300, math.inf), (-math.inf, math.nan, -1)),
+        (Annotated[float, Range(low=0, high=math.inf)], (0, 1e300, math.inf), (-math.inf, math.nan, -1, True)),
         (Annotated[float, Range(low=0)], (0, 1e300), (math.inf, math.nan)),
         (None, (None,), (0, "")),
         (type(None), (None,), (0, "")),
