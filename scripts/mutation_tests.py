@@ -63,12 +63,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/training/test_cuda_graphs.py",
         "tests/core/test_client_rounds.py",
     ),
-    "core/options.py": (
-        "tests/core/test_option_types.py",
-        "tests/core/test_options.py",
-        "tests/experiment/test_config.py",
-        "tests/experiment/test_ranges.py",
-    ),
+    "core/options.py": ("tests/core/test_option_types.py", "tests/core/test_options.py"),
     "core/plan.py": (
         *DETAILS,
         "tests/core/test_laws_of_small_parts.py",
