@@ -176,11 +176,6 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a longer step to an upper end above the answer; a shorter one never ends",
     (
         "privacy/spending.py",
-        "while excess(low) < 0:",
-        "0 -> 1",
-    ): "a lower end further below the answer",
-    (
-        "privacy/spending.py",
         "noise = round_up(math.exp(brentq(excess, low, high, xtol=1e-4)))",
         "brentq(...) without xtol=0.0001",
     ): "a search to more digits than are kept takes longer and is rounded up to the same",
