@@ -52,12 +52,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/chacha.py": ("tests/core/test_chacha.py", "tests/core/test_noise_attack.py"),
     "storage/checkpoint.py": (*DETAILS, *ROUNDS[:2], "tests/experiment/test_damage.py"),
     "core/drift.py": ("tests/core/test_drift.py", "tests/core/test_packed.py"),
-    "storage/atomic_files.py": (
-        *DETAILS,
-        *ROUNDS[:2],
-        "tests/experiment/test_damage.py",
-        "tests/experiment/test_strangers.py",
-    ),
+    "storage/atomic_files.py": ("tests/storage/test_atomic_files.py",),
     "training/ghost_clipping.py": PRIVATE,
     "training/local_training.py": (*LEARNING, "tests/training/test_dp_sgd.py", "tests/core/test_packed.py"),
     "core/client.py": (*LEARNING, "tests/training/test_dp_sgd.py", "tests/core/test_packed.py"),
@@ -66,7 +61,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/dp_settings.py": PRIVATE,
     "core/noise.py": (*PRIVATE, "tests/core/test_chacha.py"),
     "core/versions.py": (*DETAILS, *ROUNDS),
-    "core/memory.py": ("tests/experiment/test_ranges.py",),
+    "core/memory.py": ("tests/core/test_memory.py",),
     "core/method.py": (
         *DETAILS,
         "tests/core/test_laws_of_small_parts.py",
@@ -85,11 +80,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         GRAPHS,
         "tests/core/test_client_rounds.py",
     ),
-    "core/options.py": (
-        "tests/core/test_options.py",
-        "tests/experiment/test_config.py",
-        "tests/experiment/test_ranges.py",
-    ),
+    "core/options.py": ("tests/core/test_option_types.py", "tests/core/test_options.py"),
     "core/plan.py": (
         *DETAILS,
         "tests/core/test_laws_of_small_parts.py",
@@ -117,9 +108,9 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/training/test_dp_sgd.py",
     ),
     "training/batching.py": (*LEARNING[:2], "tests/training/test_dp_sgd.py"),
-    "storage/client_store.py": (*DETAILS, *ROUNDS[:2]),
-    "storage/safe_text.py": ("tests/experiment/test_strangers.py", "tests/engines/test_flower_site_attacks.py"),
     "core/torch_private.py": ("tests/core/test_torch_private.py",),
+    "storage/client_store.py": (*DETAILS, *ROUNDS[:2]),
+    "storage/safe_text.py": ("tests/storage/test_safe_text.py",),
     "core/tensors.py": (
         "tests/core/test_laws_of_small_parts.py",
         "tests/core/test_rounds.py",

@@ -196,11 +196,6 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a longer step to an upper end above the answer; a shorter one never ends",
     (
         "privacy/spending.py",
-        "while excess(low) < 0:",
-        "0 -> 1",
-    ): "a lower end further below the answer",
-    (
-        "privacy/spending.py",
         "noise = round_up(math.exp(brentq(excess, low, high, xtol=1e-4)))",
         "brentq(...) without xtol=0.0001",
     ): "a search to more digits than are kept takes longer and is rounded up to the same",
@@ -341,6 +336,32 @@ EQUIVALENT: dict[Spot, str] = {
         "torch.rand(len(places), generator=(key / client).generator()) < 0.5 "
         "-> torch.rand(len(places), generator=(key / client).generator()) <= 0.5",
     ): "a draw that is a half to the last digit",
+    (
+        "storage/atomic_files.py",
+        "while line := file.readline(MAX_LINE_BYTES + 1):",
+        "1 -> 2",
+    ): "a line that is too long is refused, with one byte more or with two",
+    (
+        "core/options.py",
+        "close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)",
+        "difflib.get_close_matches(...) without n=1",
+    ): "only the closest is named, however many are found",
+    (
+        "core/options.py",
+        "close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)",
+        "1 -> 2",
+    ): "only the closest is named, however many are found",
+    (
+        "core/options.py",
+        "if kind is None or kind is type(None):",
+        "kind is None or kind is type(None) -> kind is None",
+    ): "None is the only instance of its type, which the last line asks",
+    (
+        "core/options.py",
+        'return text.isprintable() or not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in text)',
+        "text.isprintable() or not any((unicodedata.category(char) in ('Cc', 'Cs', 'Zl', 'Zp') for char in text)) "
+        "-> not any((unicodedata.category(char) in ('Cc', 'Cs', 'Zl', 'Zp') for char in text))",
+    ): "a printable text has no such character; asking that first only saves time",
 }
 
 # The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.

@@ -30,7 +30,7 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedper import fedper
 from partita.methods.moon import moon
 from partita.privacy import budget, spending
-from partita.privacy.accountant import INTERVAL, ORDERS, epsilon
+from partita.privacy.accountant import INTERVAL, ORDERS, _event, epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
 from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
 from partita.privacy.spending import TRAINING, PrivacySpending, find_noise, releases_of, round_up
@@ -72,6 +72,19 @@ def test_epsilon_of_gaussian_releases_matches_the_closed_form(noise: float, time
     assert epsilon({PrivacyRelease(TRAINING, 2 * noise, 1.0): times}, 1e-5, of_clients=True) == pytest.approx(
         wanted, rel=1e-3
     )
+
+
+def test_releases_are_events_of_the_library() -> None:
+    gaussian = library.GaussianDpEvent
+    assert _event(PrivacyRelease("", 2.0, 1.0), of_clients=False) == gaussian(2.0)
+    assert _event(PrivacyRelease("", 2.0, 0.4), of_clients=False) == library.PoissonSampledDpEvent(0.4, gaussian(2.0))
+    assert _event(PrivacyRelease("", 2.0, 1.0), of_clients=True) == gaussian(1.0)
+    assert _event(PrivacyRelease("", 2.0, 2 / 5), of_clients=True) == library.SampledWithoutReplacementDpEvent(
+        5, 2, gaussian(1.0)
+    )
+    once = replace(STEPS, count=1)
+    assert epsilon({replace(STEPS, count=3): 2}, 1e-5, "rdp") == epsilon({once: 6}, 1e-5, "rdp")
+    assert epsilon({once: 6}, 1e-5, "rdp") > epsilon({once: 5}, 1e-5, "rdp")
 
 
 def test_epsilon_is_zero_without_releases_and_infinite_without_noise() -> None:

@@ -138,7 +138,7 @@ def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
         LinkError: If the path is not a regular file.
     """
     try:
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a pipe without a reader
             raise _unexpected_type(path) from error
