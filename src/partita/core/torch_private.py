@@ -48,6 +48,7 @@ class RecompileLimitError(RuntimeError):
 
 
 def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor shares the memory of another."""
     return tensor._is_view()
 
 
