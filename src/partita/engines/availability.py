@@ -21,6 +21,9 @@ class Availability:
     The trace sets the fraction for single rounds and clients. Otherwise, a client drops out with probability
     `client_dropout`; if it does not, it straggles with probability `straggler_rate` and completes a uniformly drawn
     fraction of its steps.
+
+    Raises:
+        ValueError: If a probability is not from 0 to 1.
     """
 
     client_dropout: float = 0.0
