@@ -115,6 +115,9 @@ def build_run(
 ) -> tuple[Run, PrivacyGuard | None]:
     """Build the run and, if the config has a table `[privacy]`, the guard that adds noise to it.
 
+    Returns:
+        `(run, guard)`. With a guard, the run is the private one; without `[privacy]`, the guard is None.
+
     Raises:
         RunError: The cohort, the secret or the privacy settings are impossible.
     """

@@ -63,6 +63,9 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
 
     Yields:
         The total number of finished rounds, every half second or when a run ends.
+
+    Raises:
+        OSError: The process of a run died. Any other error of a run is raised again with its label and seed.
     """
     unfinished = [(folder, settings) for folder, settings in planned if not run_folder.finished(folder)]
     if not unfinished:

@@ -171,6 +171,7 @@ class Config:
     privacy: PrivacyConfig | None = None
 
     def to_toml(self) -> str:
+        """Return the config as TOML, without values that are None."""
         return tomli_w.dumps(_drop_none(dataclasses.asdict(self)))
 
 
@@ -242,7 +243,15 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
 
 
 def apply_override(raw: dict[str, Any], change: str) -> None:
-    """Apply an override "key=value" to a raw config in place. Dots in the key separate tables."""
+    """Apply an override to a raw config in place.
+
+    Args:
+        raw: The config as nested dicts.
+        change: "key=value". Dots in the key separate tables. The value is TOML, or else a string.
+
+    Raises:
+        ConfigError: The override cannot be read, or its key goes through something that is not a table.
+    """
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"cannot read the override {format_value(change)}; write it as key=value, e.g. method.mu=0.1")

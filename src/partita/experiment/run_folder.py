@@ -96,6 +96,7 @@ class RowLog:
         self._state.update(line)
 
     def digest(self) -> str:
+        """Return the digest of all rows so far."""
         return self._state.hexdigest()
 
 
