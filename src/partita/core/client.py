@@ -255,6 +255,11 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
     Slots to send are restricted to `plan.up`. Slots to remember are restricted to `plan.train` for rules and to
     `plan.up` for transforms, and merged by name into the memory.
 
+    Args:
+        run: The settings.
+        client_round: The round from `begin_round`.
+        learned: The result of the training.
+
     Raises:
         ClientError: If a loss is not finite, or if a rule or transform returns a slot that is not its own.
     """

@@ -240,7 +240,14 @@ def canary_scores(
 
 
 def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[Tensor]:
-    """Yield per-example gradients over all the names, (example, element), one chunk of examples at a time."""
+    """Yield per-example gradients over all the names, (example, element), one chunk of examples at a time.
+
+    Args:
+        model: The model.
+        params: All parameters.
+        names: The parameters to differentiate with respect to.
+        batch: The examples.
+    """
     live = {name: params[name] for name in names}
     rest = {name: value for name, value in params.items() if name not in live}
     device = next(iter(live.values())).device
