@@ -54,7 +54,7 @@ def read_trace(path: Path) -> dict[tuple[int, str], float]:
         (round, client) -> completed fraction.
 
     Raises:
-        TraceError: The file cannot be read or has an invalid row.
+        TraceError: If the file cannot be read or has an invalid row.
     """
     trace: dict[tuple[int, str], float] = {}
     try:

@@ -33,7 +33,7 @@ class DryRunEngine:
     """Engine whose clients immediately return a zero update.
 
     Raises:
-        MethodError: The method's plan depends on the clients' data.
+        MethodError: If the method's plan depends on the clients' data.
     """
 
     def __init__(

@@ -224,8 +224,8 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
         changes: Overrides such as "method.mu=0.1".
 
     Raises:
-        ConfigError: The file or an override cannot be read.
-        OptionError: A key is unknown or a value is invalid.
+        ConfigError: If the file or an override cannot be read.
+        OptionError: If a key is unknown or a value is invalid.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -250,7 +250,7 @@ def apply_override(raw: dict[str, Any], change: str) -> None:
         change: "key=value". Dots in the key separate tables. The value is TOML, or else a string.
 
     Raises:
-        ConfigError: The override cannot be read, or its key goes through something that is not a table.
+        ConfigError: If the override cannot be read, or its key goes through something that is not a table.
     """
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
@@ -276,7 +276,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
     """Validate a raw config and fill in all defaults.
 
     Raises:
-        OptionError: A key is unknown or missing, or a value is invalid.
+        OptionError: If a key is unknown or missing, or a value is invalid.
     """
     for key, value in raw.items():
         if key not in Config.__dataclass_fields__:

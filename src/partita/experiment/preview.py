@@ -86,7 +86,7 @@ def preview(config: Config, round: int, client: str | None, by: str = "role") ->
         by: Group parameters by "role", "layer" or "name".
 
     Raises:
-        OptionError: There is no such round, client or grouping.
+        OptionError: If there is no such round, client or grouping.
     """
     return _preview(build(config), round, client, by)
 
@@ -139,7 +139,7 @@ def preview_of(
         availability: Simulated dropouts, which change what a client is sent later.
 
     Raises:
-        OptionError: There is no such round, client or grouping.
+        OptionError: If there is no such round, client or grouping.
     """
     if not 0 <= round < run.rounds:
         raise OptionError(f"--round is {round}; this run has rounds 0 to {run.rounds - 1}")

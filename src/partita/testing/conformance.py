@@ -69,7 +69,7 @@ def check_method(
         The measurements.
 
     Raises:
-        ConformanceError: The method violates a requirement. The text names the first one.
+        ConformanceError: If the method violates a requirement. The text names the first one.
     """
     model, population = model or ToyTransformer(), population or ToyPopulation()
     model = method.extend(model, Key(5)) if method.extend else model

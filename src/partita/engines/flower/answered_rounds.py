@@ -35,7 +35,7 @@ def register_job(path: Path, job_id: JobId) -> bool:
         Whether the session is new.
 
     Raises:
-        ClientError: The message is an old one, or there were too many sessions.
+        ClientError: If the message is an old one, or there were too many sessions.
     """
     record = _read(path) or {"session": "", "round": 0, "ended": []}
     new = job_id.session != record["session"]

@@ -80,7 +80,7 @@ def deploy_locally(
         gate: Maps the SuperLink's port to the port that the SuperNodes connect to.
 
     Raises:
-        DeploymentError: The SuperLink did not start.
+        DeploymentError: If the SuperLink did not start.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def find_executable(name: str, environment: Mapping[str, str]) -> str:
     """Find the Flower program `name` on the environment's PATH.
 
     Raises:
-        DeploymentError: The program is not installed.
+        DeploymentError: If the program is not installed.
     """
     path = shutil.which(name, path=environment["PATH"])
     if path is None:

@@ -103,7 +103,7 @@ def decode_job(content: RecordDict) -> SiteRequest:
     """Decode a job at the site.
 
     Raises:
-        MessageError: The job cannot be read.
+        MessageError: If the job cannot be read.
     """
     check_records(content, ("job", "signal", "tensors"))
     job, slots = _record(content, "job", ConfigRecord), _slots(content)
@@ -132,7 +132,7 @@ def decode_job_id(content: RecordDict, name: str = "job_id") -> JobId:
     """Read the job id from the record `name` of a message.
 
     Raises:
-        MessageError: The job id cannot be read.
+        MessageError: If the job id cannot be read.
     """
     record = _record(content, name, ConfigRecord)
     return JobId(_entry(record, "round", int), _entry(record, "client", str), _entry(record, "session", str))
@@ -160,7 +160,7 @@ def decode_update(content: RecordDict, job_id: JobId, limit: int) -> Update:
         limit: Maximum bytes of tensors in an honest update.
 
     Raises:
-        MessageError: The reply cannot be read, or it is too large.
+        MessageError: If the reply cannot be read, or it is too large.
     """
     check_records(content, ("job_id", "numbers", "steps", "metrics", "tensors"))
     numbers = _record(content, "numbers", MetricRecord)
@@ -180,7 +180,7 @@ def decode_scores(content: RecordDict) -> dict[str, float]:
     """Decode a client's scores and return them by metric.
 
     Raises:
-        MessageError: The scores cannot be read.
+        MessageError: If the scores cannot be read.
     """
     check_records(content, ("job_id", "scores"))
     return _numbers(content, "scores")
@@ -195,7 +195,7 @@ def decode_name(content: RecordDict) -> str:
     """Decode a client's name.
 
     Raises:
-        MessageError: The name cannot be read.
+        MessageError: If the name cannot be read.
     """
     return _entry(_record(content, "site", ConfigRecord), "client", str)
 
