@@ -117,7 +117,7 @@ def moments(data: Data, kernel: Kernel, features: Features) -> Moments:
 
 
 def loss(means: Moments, value: Tensor, ridge: float) -> Tensor:
-    """Return the loss L, (...), of value weights (..., width, output), from the moments `means` and the penalty."""
+    """Return the loss L, (...), of value weights (..., width, output), from moments `means` and the penalty `ridge`."""
     gram, cross, power = means.pooled()
     return power / 2 - (cross * value).sum((-1, -2)) + (value * (ridged(gram, ridge) @ value)).sum((-1, -2)) / 2
 
