@@ -19,6 +19,9 @@ class ErrorFeedback(UpdateTransform):
 
     For a delta d, a residual e and a compressor C, the client sends C(p) with p = d + e, and remembers p - C(p). The
     residual of a name that is not sent in a round stays as it is.
+
+    Raises:
+        MethodError: If `inner` has memory of its own or decodes the aggregate.
     """
 
     inner: UpdateTransform  # decodes single updates, and has no memory of its own

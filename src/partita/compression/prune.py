@@ -34,6 +34,9 @@ def prune(
             attention to the tokens chosen in safl, which measures it.
         keep: Fraction to send: of each tensor's elements, or of each layer's heads.
         error_feedback: Add what was not sent to the client's next update. Only by magnitude.
+
+    Raises:
+        MethodError: If `keep` is not above 0 and up to 1, or if `error_feedback` is set with heads.
     """
     if not 0 < keep <= 1:
         raise MethodError(f"method.keep is {keep}; give a fraction above 0.0 and up to 1.0")
@@ -50,7 +53,11 @@ def prune(
 
 @dataclass(frozen=True)
 class TopKMagnitude(UpdateTransform):
-    """Send the elements of largest magnitude of each tensor, with their indices."""
+    """Send the elements of largest magnitude of each tensor, with their indices.
+
+    Attributes:
+        keep: The fraction of each tensor's elements to send.
+    """
 
     keep: float
 
@@ -125,7 +132,11 @@ def _kind(size: int) -> tuple[int, torch.dtype]:
 
 @dataclass(frozen=True)
 class HeadSelector(ClientRule):
-    """Choose the heads to send, for each parameter that consists of heads."""
+    """Choose the heads to send, for each parameter that consists of heads.
+
+    Attributes:
+        keep: The fraction of each layer's heads to send.
+    """
 
     keep: float
     slots: Names = frozenset({ROWS, COLUMNS})

@@ -25,7 +25,11 @@ def quantize(rows: bool = True) -> Method:
 
 @dataclass(frozen=True)
 class Int8Quantizer(UpdateTransform):
-    """Quantize deltas to int8 with stochastic rounding; the scales are sent in a slot."""
+    """Quantize deltas to int8 with stochastic rounding; the scales are sent in a slot.
+
+    Attributes:
+        rows: Whether each row of a matrix has its own scale; otherwise each tensor has one.
+    """
 
     rows: bool = True
 

@@ -70,7 +70,14 @@ def shuffled_batches(
 ) -> BatchSchedule:
     """Return batches that pass over all examples in a new random order in each epoch.
 
-    The last batch of an epoch may be smaller. The arguments are those of `count_steps`, and the random key.
+    The last batch of an epoch may be smaller.
+
+    Args:
+        count: The client's number of examples.
+        training: The training settings.
+        epochs: The phase's epochs; None for `training.steps` or `training.epochs`.
+        key: The random key of this client, round and phase.
+        fraction: The fraction of the steps that the client completes.
     """
     sizes = _batch_sizes(count, training.batch_size, count_steps(count, training, epochs, fraction))
     orders = [(key / epoch).permutation(count) for epoch in range(-(-sum(sizes) // count))]
@@ -89,7 +96,14 @@ def poisson_batches(
     """Return batches by Poisson sampling.
 
     In each step every example is included independently, with probability `min(1, batch_size / count)`. Batch sizes
-    vary, and a batch may be empty. The arguments are those of `count_steps`, and the random key.
+    vary, and a batch may be empty.
+
+    Args:
+        count: The client's number of examples.
+        training: The training settings.
+        epochs: The phase's epochs; None for `training.steps` or `training.epochs`.
+        key: The random key of this client, round and phase.
+        fraction: The fraction of the steps that the client completes.
     """
     share = min(1.0, training.batch_size / count)
     batches = [(key / step).poisson(count, share) for step in range(count_steps(count, training, epochs, fraction))]

@@ -63,7 +63,13 @@ class CipherError(ValueError):
 
 
 def bernoulli(key: bytes, count: int, probability: float) -> NDArray[np.bool_]:
-    """Draw independent booleans, of shape (count,), that are true with `probability`, to within 2**-53."""
+    """Draw independent booleans, of shape (count,), that are true with `probability`, to within 2**-53.
+
+    Args:
+        key: 32 bytes. The same key always gives the same draws.
+        count: How many to draw.
+        probability: The probability of True.
+    """
     words = np.frombuffer(_cipher_stream(key, -(-count // NORMALS)), np.uint64)[:count]
     return np.asarray((words >> 11) * 2.0**-53 < probability)
 

@@ -204,6 +204,17 @@ def adaptation_round(
     """Prepare a round whose result is used for evaluation only.
 
     The client trains `phases` on a copy of the whole model, without client rules, and sends nothing.
+
+    Args:
+        run: The settings.
+        model: The model.
+        job: The server's job, with the parameters to start from.
+        state: The client's state, with the parameters that it keeps.
+        examples: The client's training examples.
+        phases: What to train; `Method.adapt` of the model.
+
+    Raises:
+        ClientError: If the client has no examples.
     """
     _, anchor = client_params(run, model, job, state)
     key = run.key / "round" / job.round / "client" / job.client / "adapt"
@@ -243,6 +254,11 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
 
     Slots to send are restricted to `plan.up`. Slots to remember are restricted to `plan.train` for rules and to
     `plan.up` for transforms, and merged by name into the memory.
+
+    Args:
+        run: The settings.
+        client_round: The round from `begin_round`.
+        learned: The result of the training.
 
     Raises:
         ClientError: If a loss is not finite, or if a rule or transform returns a slot that is not its own.

@@ -43,7 +43,9 @@ class TableExamples(Examples, Protocol):
     """Examples that are rows of a table. Other clients' examples may be rows of the same table."""
 
     @property
-    def table(self) -> Examples: ...
+    def table(self) -> Examples:
+        """The whole table."""
+        ...
 
     @property
     def indices(self) -> Tensor:
@@ -53,7 +55,13 @@ class TableExamples(Examples, Protocol):
 
 @dataclass(frozen=True)
 class ClientData:
-    """One client's examples by split."""
+    """One client's examples by split.
+
+    Attributes:
+        train: Examples for local training.
+        validation: Examples held out from training; may be empty.
+        test: Examples for the personalized evaluation; may be empty.
+    """
 
     train: Examples
     validation: Examples
@@ -64,6 +72,8 @@ class Population(Protocol):
     """The clients by name. A client's data is created on access, so a large population costs little memory."""
 
     @property
-    def clients(self) -> Sequence[str]: ...
+    def clients(self) -> Sequence[str]:
+        """The names of all clients."""
+        ...
 
     def __getitem__(self, client: str) -> ClientData: ...

@@ -428,6 +428,10 @@ class Method:
         shape: Returns the model as one client runs it in one round, if not all clients run the whole model.
         clients: The clients that the method's options name. They must exist in the population.
         privacy: Example-level differential privacy of local training; None for none.
+
+    Raises:
+        MethodError: If a slot has an invalid name or two owners, or if a rule that reads examples has no `release`
+            although the method has example-level privacy.
     """
 
     name: str
@@ -484,8 +488,13 @@ def compose(first: Method, *others: Method) -> Method:
 
     Client rules and transforms are concatenated in order. `carry_optimizer` and `pool` are set if any method sets them.
 
+    Args:
+        first: The first method.
+        *others: Further methods, whose rules and transforms follow in this order.
+
     Raises:
-        MethodError: If two methods set the same one of plan, server rule, adapt, extend, shape and privacy.
+        MethodError: If two methods set the same one of plan, server rule, adapt, extend, shape and privacy, or if two
+            rules or transforms have the same slot.
     """
     result = first
     for other in others:

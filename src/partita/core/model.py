@@ -90,6 +90,11 @@ class Model:
 
         A score is the share of its attention, from 0 to 1, that a token gives to the tokens selected by `tokens`.
 
+        Args:
+            params: All parameters in `initial`.
+            batch: The batch to score.
+            tokens: Which tokens to measure the attention to.
+
         Raises:
             TagError: If the model cannot report its attention.
         """

@@ -17,6 +17,11 @@ def gaussian_noise(like: Tensors, key: Key, std: float) -> Tensors:
     """Return float64 noise with the names, shapes and device of `like`.
 
     Each name has its own key, so a block of clients draws the same noise as single clients.
+
+    Args:
+        like: Tensors whose names, shapes and device the noise takes.
+        key: The random key. Use it for one draw only.
+        std: The standard deviation.
     """
     keys = [(key / name).digest(chacha.KEY_BYTES) for name in like]
     device = next((value.device for value in like.values()), None)

@@ -60,13 +60,31 @@ class Optimizer(Protocol):
         ...
 
     def capturable_step(self, params: Tensors, grads: Tensors, state: Slots, lr: Tensor, step_counts: Tensors) -> None:
-        """Like `step` up to rounding, with `lr` and `step_counts` as tensors, so that a CUDA graph can capture it."""
+        """Like `step` up to rounding, with `lr` and `step_counts` as tensors, so that a CUDA graph can capture it.
+
+        Args:
+            params: The parameters.
+            grads: Their gradients.
+            state: The optimizer state by slot.
+            lr: The learning rate, a scalar on the device.
+            step_counts: The number of steps by name, including this one; scalars on the device.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class SGD:
-    """torch.optim.SGD, without dampening."""
+    """torch.optim.SGD, without dampening.
+
+    Attributes:
+        momentum: The momentum factor; 0 for none.
+        weight_decay: The L2 penalty, added to the gradient.
+        nesterov: Whether to use Nesterov momentum.
+        uses_step_count: False: a step does not depend on the number of earlier steps.
+
+    Raises:
+        ValueError: If `nesterov` is set without momentum.
+    """
 
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -107,7 +125,16 @@ class SGD:
 
 @dataclass(frozen=True)
 class AdamW:
-    """torch.optim.AdamW."""
+    """torch.optim.AdamW.
+
+    Attributes:
+        beta1: The decay of the first moment.
+        beta2: The decay of the second moment.
+        eps: Added to the denominator.
+        weight_decay: The decoupled weight decay.
+        name: The name that rules list in `optimizers`.
+        uses_step_count: True: the bias correction depends on the number of earlier steps.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -151,7 +178,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule over rounds."""
+    """A learning-rate schedule over rounds. After the warmup, `kind` says how the factor changes."""
 
     kind: Literal["constant", "cosine", "linear", "step"] = "constant"
     warmup: int = 0  # rounds of linear warmup
@@ -176,6 +203,10 @@ class Schedule:
 
 
 def clip_gradients(grads: Tensors, norm: Tensor, limit: float) -> Tensors:
-    """Scale gradients of total norm `norm` to at most `limit`, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scale gradients of total norm `norm` to at most `limit`, as torch.nn.utils.clip_grad_norm_ does.
+
+    Returns:
+        New tensors; `grads` does not change.
+    """
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     return {name: grad * factor for name, grad in grads.items()}

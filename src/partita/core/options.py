@@ -111,7 +111,12 @@ def import_from_registry(index: Mapping[str, str], name: str, what: str) -> Call
 
 
 def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[str, Option]:
-    """Return the options of a function or dataclass by name, without the parameters in `given`."""
+    """Return the options of a function or dataclass by name, without the parameters in `given`.
+
+    Args:
+        target: The function or dataclass.
+        given: Parameters that come from elsewhere and are not options.
+    """
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     options = {}
     for name, parameter in inspect.signature(target).parameters.items():
@@ -155,7 +160,7 @@ def validate_options(
 
 
 def matches_type(value: object, hint: Any) -> bool:
-    """Whether a value has the annotated type and is in its range.
+    """Whether a value has the annotated type `hint` and is in its range.
 
     NaN and texts with several lines never match. Infinity matches only if the upper bound is infinity.
     """

@@ -64,18 +64,22 @@ class PackedLayout:
         return layout_for, (self.names, self.shapes)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Pack tensors of shape (client, ...) into rows of shape (client, element)."""
+        """Pack tensors of shape (client, ...) and return them as rows of shape (client, element).
+
+        Args:
+            tensors: One tensor for each name of the layout, in its order.
+        """
         parts = [value.reshape(len(value), -1) for value in tensors]
         for place in self.gaps:
             parts.insert(place, tensors[0].new_zeros(len(tensors[0]), self.sizes[place]))
         return torch.cat(parts, 1)
 
     def per_client(self, rows: Tensor) -> list[PackedTensors]:
-        """Split rows (client, element) into the packed tensors of each client."""
+        """Split rows (client, element) and return the packed tensors of each client, as views."""
         return [PackedTensors(buffer, self) for buffer in rows.unbind()]
 
     def per_name(self, rows: Tensor) -> dict[str, Tensor]:
-        """Split rows (client, element) into one table (client, element) per name."""
+        """Split rows (client, element) and return one table (client, element) per name, as views."""
         pieces = list(rows.split_with_sizes(self.sizes, -1))
         for place in reversed(self.gaps):
             del pieces[place]

@@ -44,6 +44,9 @@ class Phase:
     Attributes:
         names: The parameters to train.
         epochs: Passes over the client's examples; None for the run's own `training.epochs` or `training.steps`.
+
+    Raises:
+        PlanError: If `epochs` is below 1.
     """
 
     names: Names
@@ -104,7 +107,16 @@ Planner = Callable[[Model, RoundInfo], Plan]
 
 @lru_cache(maxsize=64)  # clients with equal plans then share one object, and everything that is cached by it
 def share(train: Names, down: Names, keep: Names = NO_NAMES) -> Plan:
-    """Return a plan that trains `train` in one phase and sends up all of it except `keep`."""
+    """Return a plan that trains `train` in one phase and sends up all of it except `keep`.
+
+    Args:
+        train: The names to train.
+        down: The names that the client needs from the server.
+        keep: The names that stay with the client.
+
+    Raises:
+        PlanError: If the sets contradict each other; see `Plan`.
+    """
     return Plan((Phase(train),), up=train - keep, down=down, keep=keep)
 
 

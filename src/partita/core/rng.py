@@ -68,6 +68,9 @@ class Key:
         """Draw from `range(count)`, each index independently with probability `rate`.
 
         Privacy accounting relies on these draws.
+
+        Returns:
+            The drawn indices in increasing order, of shape (drawn,).
         """
         return torch.from_numpy(chacha.bernoulli(self.digest(chacha.KEY_BYTES), count, rate).nonzero()[0])
 

@@ -148,6 +148,16 @@ def make_job(run: Run, model: Model, server: Server, number: int, client: str) -
     """Return one client's job and plan.
 
     The job holds all parameters in `plan.down`. Only those that the client lacks (`Job.stale`) travel.
+
+    Args:
+        run: The settings.
+        model: The model.
+        server: The server before the round.
+        number: The round, from 0.
+        client: The client's name.
+
+    Raises:
+        MethodError: If `ServerRule.send` does not return exactly the names in `plan.down`.
     """
     return _make_job(run, model, server, number, client)[:2]
 

@@ -35,6 +35,9 @@ def pack(slots: Message, about: dict[str, str] | None = None) -> bytes:
     Args:
         slots: Tensors by slot and parameter name.
         about: Texts for the metadata of the file.
+
+    Raises:
+        SerializationError: If the format does not support the type of a tensor.
     """
     return save({f"{slot}/{name}": value for slot, part in slots.items() for name, value in part.items()}, about)
 
@@ -50,6 +53,13 @@ def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
     """Serialize tensors as safetensors.
 
     The format requires that tensors do not share memory, so a tensor whose storage was already used is copied.
+
+    Args:
+        tensors: The tensors by name, on any device.
+        about: Texts for the metadata of the file.
+
+    Raises:
+        SerializationError: If the format does not support the type of a tensor.
     """
     separate: Tensors = {}
     storages: set[int] = set()

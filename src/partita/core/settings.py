@@ -29,6 +29,9 @@ class Training:
         steps: Steps per round; overrides `epochs`.
         clip: The maximum norm of a client's gradient; None for no clipping.
         precision: "float32", or "bfloat16" for mixed precision with the weights in float32.
+
+    Raises:
+        RunError: If a number is not above 0, or if the precision is unknown.
     """
 
     lr: float

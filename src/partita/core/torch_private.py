@@ -48,6 +48,7 @@ class RecompileLimitError(RuntimeError):
 
 
 def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor shares the memory of another."""
     return tensor._is_view()
 
 
@@ -61,7 +62,7 @@ def limit_recompiles(limit: int) -> Iterator[None]:
     """Let torch.compile make at most `limit` programs of a function that is called in this context.
 
     Raises:
-        RecompileLimitError: A function compiled with `fullgraph` needs more.
+        RecompileLimitError: If a function compiled with `fullgraph` needs more.
     """
     from torch import _dynamo  # the import takes a second
 

@@ -14,7 +14,12 @@ from partita.core.update import Update
 
 @dataclass
 class Traffic:
-    """The bytes of a round by parameter name, summed over clients."""
+    """The bytes of a round by parameter name, summed over clients.
+
+    Attributes:
+        up: Bytes from clients to the server.
+        down: Bytes from the server to clients.
+    """
 
     up: Counter[str] = field(default_factory=Counter)
     down: Counter[str] = field(default_factory=Counter)

@@ -106,7 +106,7 @@ class UpdateLimits:
 
 
 class UpdateValidator:
-    """Checks the updates of one round."""
+    """Checks the updates of round `number`. `ask` returns the job of a client, as the server made it."""
 
     def __init__(self, limits: UpdateLimits, server: Server, number: int, ask: Callable[[str], Job]) -> None:
         self.limits, self.params, self.number, self.ask = limits, server.params, number, ask

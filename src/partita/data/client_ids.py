@@ -10,7 +10,11 @@ from partita.data.errors import DataError
 
 
 class NamedClients(Sequence[str]):
-    """A list of client names with constant-time lookup of the position of a name."""
+    """A list of client names with constant-time lookup of the position of a name.
+
+    Raises:
+        DataError: If two clients have the same name.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)

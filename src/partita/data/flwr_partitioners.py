@@ -27,6 +27,9 @@ def flwr(
     """Any row partitioner of flwr-datasets, by class name. Rows that it does not assign are dropped.
 
     The number of clients and the seed are passed if the class takes them. Labels are in the column "label".
+
+    Raises:
+        DataError: If there is no such partitioner, or if it fails.
     """
     module, datasets = need("flwr_datasets.partitioner", "flwr-datasets"), need("datasets", "flwr-datasets")
     kinds = [name for name in module.__all__ if not name.startswith("Vertical") and name != "Partitioner"]

@@ -74,7 +74,16 @@ def images(
 
 
 def normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> Normalize:
-    """Return the normalization. Raise a DataError if a number of values does not fit the channels."""
+    """Return the normalization.
+
+    Args:
+        mean: Mean of each channel, or one for all.
+        std: Standard deviation of each channel, or one for all.
+        channels: Number of channels.
+
+    Raises:
+        DataError: If a number of values does not fit the channels.
+    """
     for name, values in ("mean", mean), ("std", std):
         if len(values) not in (1, channels):
             raise DataError(f"{name} has {len(values)} values for {channels} channels; give 1 or {channels}")
@@ -84,7 +93,22 @@ def normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int
 def read_images(
     source: Dataset, column: str, targets: Iterable[Tensor], size: int | None, channels: int, normalize: Normalize
 ) -> tuple[Table, Table]:
-    """Decode an image column. Returns the train and test examples with their targets, each (row, ...)."""
+    """Decode an image column.
+
+    Args:
+        source: The dataset.
+        column: The image column.
+        targets: The targets of the train rows and of the test rows, each (row, ...).
+        size: Side to resize images to; None to keep their size.
+        channels: Number of channels to convert images to.
+        normalize: Applied to the pixels of each batch.
+
+    Returns:
+        The train and test examples.
+
+    Raises:
+        DataError: If train and test images differ in size.
+    """
     pixels = [_pixels(part, column, size, channels) for part in (source.train, source.test)]
     if pixels[0].shape[1:] != pixels[1].shape[1:]:
         raise DataError(f"images of '{source.path}' differ in size between train and test; set size to resize them")

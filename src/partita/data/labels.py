@@ -18,13 +18,23 @@ def is_list(part: DatasetPart, column: str) -> bool:
 
 
 def one_label(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
-    """Return the class names, and the class index of each train row and each test row, (row,)."""
+    """Return the class names, and the class index of each train row and each test row, (row,).
+
+    Args:
+        source: The dataset.
+        column: The label column.
+    """
     classes, train, test = label_lists(source, column)
     return classes, torch.tensor([code for [code] in train]), torch.tensor([code for [code] in test])
 
 
 def many_labels(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Tensor]:
-    """Return the class names, and multi-hot targets for train and for test, (row, class)."""
+    """Return the class names, and multi-hot targets for train and for test, (row, class).
+
+    Args:
+        source: The dataset.
+        column: The column of lists of labels.
+    """
     classes, train, test = label_lists(source, column)
     return classes, _multi_hot(train, len(classes)), _multi_hot(test, len(classes))
 
@@ -38,6 +48,10 @@ def _multi_hot(rows: list[list[int]], classes: int) -> Tensor:
 
 def label_lists(source: Dataset, column: str) -> tuple[tuple[str, ...], list[list[int]], list[list[int]]]:
     """Read a label column.
+
+    Args:
+        source: The dataset.
+        column: The label column. Its values are labels or lists of labels.
 
     Returns:
         The class names, and the class indices of each train row and of each test row. If the column does not name its

@@ -63,7 +63,11 @@ class DatasetPart:
         return values
 
     def texts(self, column: str) -> list[str]:
-        """Return a text column. Raise a DataError if it is not text or if a value is missing or blank."""
+        """Return a text column.
+
+        Raises:
+            DataError: If the column is missing or not text, or if a value is missing or blank.
+        """
         self.need(column)
         if "string" not in getattr(self.data.features[column], "dtype", ""):
             raise DataError(f"column '{column}' of {self.where} holds no text; name a column that does")

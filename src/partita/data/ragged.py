@@ -21,6 +21,9 @@ class RaggedExamples:
 
     A batch is padded with zeros to the length of its longest row, rounded up to a multiple of eight. The attention mask
     excludes the padding.
+
+    Raises:
+        DataError: If a row is empty or longer than `limit`, or if the number of targets does not fit.
     """
 
     ids: Tensor  # (token,), all rows concatenated

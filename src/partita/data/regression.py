@@ -82,6 +82,10 @@ def _names(target: str | tuple[str, ...]) -> tuple[str, ...]:
 def read_targets(source: Dataset, columns: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Return the numbers of the train rows and of the test rows, each (row, column).
 
+    Args:
+        source: The dataset.
+        columns: The columns of numbers.
+
     Raises:
         DataError: If a value is missing, not a number, NaN, infinite, or too large for float32.
     """

@@ -19,7 +19,11 @@ def site(
     sites: Annotated[tuple[str, ...], "names of all sites"],
     client: Annotated[str | None, "the site whose data is on this machine"] = None,
 ) -> Partition:
-    """Assign all local rows to `client`; the other sites hold theirs. Without `client`, no rows are local."""
+    """Assign all local rows to `client`; the other sites hold theirs. Without `client`, no rows are local.
+
+    Raises:
+        DataError: If `sites` is empty, names a site twice, or does not contain `client`.
+    """
     names = NamedClients(sites)
     if not sites:
         raise DataError("split.sites is empty; list all participating sites, for example sites = ['north', 'south']")

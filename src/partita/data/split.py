@@ -99,7 +99,11 @@ def quantity(task: Task, clients: Clients, key: Key, alpha: Concentration, min_e
 def pathological(
     task: Task, clients: Clients, key: Key, classes_per_client: Annotated[Count, "number of classes per client"]
 ) -> Partition:
-    """Label skew: each client has exactly `classes_per_client` classes. Clients of the same class divide it evenly."""
+    """Label skew: each client has exactly `classes_per_client` classes. Clients of the same class divide it evenly.
+
+    Raises:
+        DataError: If the clients and classes cannot be matched, or if there are too few train rows.
+    """
     count = _check_counts(task, clients)
     classes, codes = np.unique(task.labels(), return_inverse=True)
     if classes_per_client > len(classes):
@@ -127,7 +131,11 @@ def pathological(
 def by_column(
     task: Task, key: Key, column: Column, per_value: Annotated[Count, "number of clients per value"] = 1
 ) -> Partition:
-    """Natural split: one or more clients for each value of a column, named after the value."""
+    """Natural split: one or more clients for each value of a column, named after the value.
+
+    Raises:
+        DataError: If the column does not exist, or if a value has fewer than `per_value` rows.
+    """
     values, codes, sizes = np.unique(_column(task, column), return_inverse=True, return_counts=True)
     if sizes.min() < per_value:
         few = int(sizes.argmin())
@@ -144,7 +152,11 @@ def by_column(
 
 
 def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
-    """Group split: rows with the same value of a column, such as a patient, stay together. Values are dealt evenly."""
+    """Group split: rows with the same value of a column, such as a patient, stay together. Values are dealt evenly.
+
+    Raises:
+        DataError: If the column does not exist, or if it has fewer values than there are clients.
+    """
     values, codes = np.unique(_column(task, column), return_inverse=True)
     if len(values) < clients:
         raise DataError(f"column '{column}' has {len(values)} values, too few for {clients} clients; use fewer clients")

@@ -35,6 +35,9 @@ class Table:
         inputs: Input tensors by name, each (row, ...).
         targets: Targets, (row, ...).
         transform: Applied to the inputs of each batch in `take`. It lets images be stored as uint8.
+
+    Raises:
+        DataError: If inputs and targets differ in their number of rows.
     """
 
     inputs: Tensors
@@ -100,6 +103,9 @@ class Task:
         size: Side of the square images in pixels; 0 for other inputs.
         kind: Kind of the task: what a model takes and predicts, its loss and its metrics.
         words: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
+
+    Raises:
+        DataError: If a column does not have one value per train row.
     """
 
     name: str
@@ -175,6 +181,15 @@ class ClientSplit:
     The rows are shuffled with a key derived from the client's name. The first rows are the test part and the next ones
     the validation part. Both sizes are rounded down and the rest is the train part. So the train part has at least one
     row, and a part is empty if the client has too few rows for it.
+
+    Attributes:
+        partition: The rows of each client.
+        key: Key for the shuffles.
+        validation: Share of the validation part.
+        test: Share of the test part.
+
+    Raises:
+        DataError: If a share is negative, or if the shares leave no rows to train on.
     """
 
     partition: Partition

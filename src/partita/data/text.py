@@ -47,7 +47,18 @@ def text(
 def read_texts(
     source: Dataset, column: str, targets: Iterable[Tensor], tokenizer: str | None, max_length: int
 ) -> tuple[RaggedExamples, RaggedExamples]:
-    """Tokenize a text column. Returns the train and test examples with their targets, each (row, ...)."""
+    """Tokenize a text column.
+
+    Args:
+        source: The dataset.
+        column: The text column.
+        targets: The targets of the train rows and of the test rows, each (row, ...).
+        tokenizer: The tokenizer, as in `text_encoder`.
+        max_length: Maximum number of tokens of a text.
+
+    Returns:
+        The train and test examples.
+    """
     texts = [part.texts(column) for part in (source.train, source.test)]
     encode = text_encoder(tokenizer, max_length)
     train, test = (

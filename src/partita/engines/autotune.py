@@ -89,7 +89,7 @@ def choose_graphs(wanted: bool | Literal["auto"], compile: bool, device: torch.d
         device: The device.
 
     Raises:
-        RunError: CUDA graphs are requested on a CPU.
+        RunError: If CUDA graphs are requested on a CPU.
     """
     if wanted is True and device.type == "cpu":
         raise RunError("engine.cuda_graphs is for GPUs, but this run is on a CPU; leave it at 'auto'")

@@ -21,6 +21,9 @@ class Availability:
     The trace sets the fraction for single rounds and clients. Otherwise, a client drops out with probability
     `client_dropout`; if it does not, it straggles with probability `straggler_rate` and completes a uniformly drawn
     fraction of its steps.
+
+    Raises:
+        ValueError: If a probability is not from 0 to 1.
     """
 
     client_dropout: float = 0.0
@@ -51,7 +54,7 @@ def read_trace(path: Path) -> dict[tuple[int, str], float]:
         (round, client) -> completed fraction.
 
     Raises:
-        TraceError: The file cannot be read or has an invalid row.
+        TraceError: If the file cannot be read or has an invalid row.
     """
     trace: dict[tuple[int, str], float] = {}
     try:

@@ -33,7 +33,7 @@ class DryRunEngine:
     """Engine whose clients immediately return a zero update.
 
     Raises:
-        MethodError: The method's plan depends on the clients' data.
+        MethodError: If the method's plan depends on the clients' data.
     """
 
     def __init__(
@@ -73,7 +73,15 @@ def null_update(run: Run, model: Model, job: Job) -> Update:
 def dry_run(
     run: Run, model: Model, clients: Sequence[str], until: int, availability: Availability | None = None
 ) -> Server:
-    """Return the server state before round `until`, including the record of what each client holds."""
+    """Return the server state before round `until`, including the record of what each client holds.
+
+    Args:
+        run: The settings.
+        model: The model.
+        clients: All clients.
+        until: The first round that is not run.
+        availability: Simulated dropouts, which change what a client is sent later.
+    """
     run = replace(run, drift=False)
     server = initial_server(run, model)
     for result in islice(rounds(run, model, DryRunEngine(run, model, clients, availability), server), until):

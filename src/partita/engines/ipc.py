@@ -24,7 +24,7 @@ MAX_VIEWS = 1024  # buffers that Linux reads or writes in one call (IOV_MAX)
 
 
 def shared_buffer(like: Tensors) -> Tensor:
-    """Allocate shared memory for tensors like these. Every process that gets it can read and write it."""
+    """Return shared memory for tensors like these, (byte,). Every process that gets it can read and write it."""
     return torch.empty(_offsets(like)[-1], dtype=torch.uint8).share_memory_()
 
 
@@ -83,7 +83,10 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def send(pipe: Connection, message: object) -> None:
-    """Send a message. Tensors are sent as raw CPU memory, because pickling them takes several times as long."""
+    """Send a message through `pipe`.
+
+    Tensors are sent as raw CPU memory, because pickling them takes several times as long.
+    """
     file = io.BytesIO()
     skeleton = _TensorPickler(file)
     skeleton.dump(message)

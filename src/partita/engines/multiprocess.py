@@ -59,7 +59,7 @@ class MultiprocessEngine:
             round-robin; otherwise they are forks.
 
     Raises:
-        RunError: The engine, the device or the platform does not support workers.
+        RunError: If the engine, the device or the platform does not support workers.
     """
 
     def __init__(

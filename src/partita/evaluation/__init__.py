@@ -18,7 +18,14 @@ ACCURACY = Accuracy()
 
 
 def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY) -> dict[str, float]:
-    """Return the scores of a model by name. An empty set of examples has none."""
+    """Return the scores of a model by name. An empty set of examples has none.
+
+    Args:
+        model: The model.
+        params: All its parameters, on the device to evaluate on.
+        examples: The examples to evaluate on.
+        evaluator: Computes the scores; `task.kind.evaluator(task.classes)` is the one of a task.
+    """
     return evaluator(_predictions(model, params, examples, evaluator.batch)) if len(examples) else {}
 
 

@@ -45,11 +45,17 @@ R2 = Metric("r2", fraction=False)  # at most 1, and negative if the mean of the 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Logits, targets and per-example losses of a batch."""
+    """Logits, targets and losses of a batch.
+
+    Attributes:
+        logits: The model's logits, (example, ...).
+        targets: The targets, (example, ...).
+        losses: The loss of each example, (example,).
+    """
 
     logits: Tensor
     targets: Tensor
-    losses: Tensor  # (example,)
+    losses: Tensor
 
 
 class Evaluator(Protocol):
@@ -133,7 +139,14 @@ class MultiLabel:
 
 @dataclass(frozen=True)
 class Entities:
-    """Entity scores from BIO tags, as in seqeval's strict mode: the type and all words of an entity must match."""
+    """Entity scores from BIO tags, as in seqeval's strict mode: the type and all words of an entity must match.
+
+    Attributes:
+        tags: The name of each class, such as "B-person", in the order of the logits.
+
+    Raises:
+        EvaluationError: If the package seqeval is not installed.
+    """
 
     tags: tuple[str, ...]
 

@@ -55,7 +55,7 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
         The findings, as written to `audit.json`.
 
     Raises:
-        PrivacyError: The run is not finished, or there is nothing to attack.
+        PrivacyError: If the run is not finished, or there is nothing to attack.
     """
     if run_folder.finished(folder) is None:
         raise PrivacyError(f"{folder} holds no finished run; finish it with 'partita resume {folder}'")

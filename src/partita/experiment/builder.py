@@ -53,7 +53,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         secret: Key for the private random draws of a run without `engine.secret_file`. Default: a new random key.
 
     Raises:
-        RunError: The parts do not fit each other, or this machine cannot run them.
+        RunError: If the parts do not fit each other, or this machine cannot run them.
     """
     key, device = Key(config.seed), _configure_torch(config.engine)
     method = build_method(config.method)
@@ -88,7 +88,7 @@ def build_data(config: Config, method: Method, key: Key) -> Federation:
     """Load the data and split it among clients. A method that pools its clients gets one.
 
     Raises:
-        RunError: The method names a client that does not exist.
+        RunError: If the method names a client that does not exist.
     """
     task = data.load(config.data["name"], key / "data", **_data_options(config))
     federation = data.split(task, **config.split, key=key / "split")
@@ -115,8 +115,11 @@ def build_run(
 ) -> tuple[Run, PrivacyGuard | None]:
     """Build the run and, if the config has a table `[privacy]`, the guard that adds noise to it.
 
+    Returns:
+        `(run, guard)`. With a guard, the run is the private one; without `[privacy]`, the guard is None.
+
     Raises:
-        RunError: The cohort, the secret or the privacy settings are impossible.
+        RunError: If the cohort, the secret or the privacy settings are impossible.
     """
     federate = config.federation
     run = Run(

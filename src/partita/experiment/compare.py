@@ -36,8 +36,8 @@ def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: 
         (run folder, config) of each run.
 
     Raises:
-        ConfigError: An argument cannot be read, or two runs would share a folder.
-        RunFolderError: A folder already holds another experiment.
+        ConfigError: If an argument cannot be read, or two runs would share a folder.
+        RunFolderError: If a folder already holds another experiment.
     """
     if not 1 <= seeds <= MAX_SEEDS:
         raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MAX_SEEDS:,}")
@@ -63,6 +63,9 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
 
     Yields:
         The total number of finished rounds, every half second or when a run ends.
+
+    Raises:
+        OSError: If the process of a run died. Any other error of a run is raised again with its label and seed.
     """
     unfinished = [(folder, settings) for folder, settings in planned if not run_folder.finished(folder)]
     if not unfinished:

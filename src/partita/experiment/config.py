@@ -171,6 +171,7 @@ class Config:
     privacy: PrivacyConfig | None = None
 
     def to_toml(self) -> str:
+        """Return the config as TOML, without values that are None."""
         return tomli_w.dumps(_drop_none(dataclasses.asdict(self)))
 
 
@@ -223,8 +224,8 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
         changes: Overrides such as "method.mu=0.1".
 
     Raises:
-        ConfigError: The file or an override cannot be read.
-        OptionError: A key is unknown or a value is invalid.
+        ConfigError: If the file or an override cannot be read.
+        OptionError: If a key is unknown or a value is invalid.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -242,7 +243,15 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
 
 
 def apply_override(raw: dict[str, Any], change: str) -> None:
-    """Apply an override "key=value" to a raw config in place. Dots in the key separate tables."""
+    """Apply an override to a raw config in place.
+
+    Args:
+        raw: The config as nested dicts.
+        change: "key=value". Dots in the key separate tables. The value is TOML, or else a string.
+
+    Raises:
+        ConfigError: If the override cannot be read, or its key goes through something that is not a table.
+    """
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"cannot read the override {format_value(change)}; write it as key=value, e.g. method.mu=0.1")
@@ -267,7 +276,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
     """Validate a raw config and fill in all defaults.
 
     Raises:
-        OptionError: A key is unknown or missing, or a value is invalid.
+        OptionError: If a key is unknown or missing, or a value is invalid.
     """
     for key, value in raw.items():
         if key not in Config.__dataclass_fields__:

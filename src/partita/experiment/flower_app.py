@@ -58,7 +58,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
         clients: Number of clients to wait for. Default: all clients of the split.
 
     Raises:
-        FlowerError: The folder already holds a project.
+        FlowerError: If the folder already holds a project.
     """
     if (folder / "pyproject.toml").exists():
         raise FlowerError(f"{folder} already holds a pyproject.toml; choose another folder, or delete that file")
@@ -133,8 +133,8 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
         session: Id that is unique to this start of the server.
 
     Raises:
-        FlowerError: A setting is missing.
-        RunFolderError: The folder holds a run with another config.
+        FlowerError: If a setting is missing.
+        RunFolderError: If the folder holds a run with another config.
     """
     folder = Path(str(_required(settings, "folder", "run config")))
     config = replace(config, engine=replace(config.engine, clients_per_block=1))

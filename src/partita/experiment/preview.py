@@ -31,8 +31,8 @@ class Group:
     """A group of the model's parameters."""
 
     name: str
-    tensors: int
-    parameters: int
+    tensors: int  # number of tensors
+    parameters: int  # number of elements of all tensors
     trains: int  # parameters that train
     up: int  # bytes on the wire
     down: int  # bytes on the wire
@@ -43,17 +43,18 @@ class Group:
 class Preview:
     """What one client does in one round."""
 
-    method: str
-    model: str
+    method: str  # name of the method
+    model: str  # name of the model
     round: int
     client: str
     asked: bool  # whether the client is in the round's cohort
     groups: tuple[Group, ...]
     envelope: tuple[int, int]  # header bytes of the messages up and down
-    bytes_up: int
-    bytes_down: int
+    bytes_up: int  # size of the client's update
+    bytes_down: int  # size of the client's job
 
     def to_json(self) -> dict[str, object]:
+        """Return the fields as a dict for JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
@@ -76,7 +77,17 @@ class Preview:
 
 
 def preview(config: Config, round: int, client: str | None, by: str = "role") -> Preview:
-    """Build the experiment and preview one round. See `preview_of` for the arguments."""
+    """Build the experiment and preview one round.
+
+    Args:
+        config: The experiment.
+        round: Round number, starting at 0.
+        client: Client name. None: the first client of the round's cohort.
+        by: Group parameters by "role", "layer" or "name".
+
+    Raises:
+        OptionError: If there is no such round, client or grouping.
+    """
     return _preview(build(config), round, client, by)
 
 
@@ -128,7 +139,7 @@ def preview_of(
         availability: Simulated dropouts, which change what a client is sent later.
 
     Raises:
-        OptionError: There is no such round, client or grouping.
+        OptionError: If there is no such round, client or grouping.
     """
     if not 0 <= round < run.rounds:
         raise OptionError(f"--round is {round}; this run has rounds 0 to {run.rounds - 1}")

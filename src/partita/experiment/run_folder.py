@@ -56,7 +56,7 @@ def verify(folder: Path) -> str | None:
         them then.
 
     Raises:
-        DamageError: A file is missing or was changed.
+        DamageError: If a file is missing or was changed.
     """
     refuse_links(folder)
     path = folder / CHECKSUMS
@@ -96,6 +96,7 @@ class RowLog:
         self._state.update(line)
 
     def digest(self) -> str:
+        """Return the digest of all rows so far."""
         return self._state.hexdigest()
 
 
@@ -103,7 +104,7 @@ def keep_rows(folder: Path, done: int, digest: str | None = None) -> None:
     """Keep the rows of the first `done` rounds and drop the others, which will be run again.
 
     Raises:
-        DamageError: The kept rows do not have this digest.
+        DamageError: If the kept rows do not have this digest.
     """
     path = folder / ROWS
     kept = b"".join(islice(_lines(folder), done))
@@ -182,8 +183,8 @@ def lock(folder: Path) -> Iterator[None]:
     The lock is released when the process ends, even if it is killed. Its forks do not hold it. The file `.lock` stays.
 
     Raises:
-        RunFolderError: Another process holds the lock.
-        DiskError: The folder cannot be written.
+        RunFolderError: If another process holds the lock.
+        DiskError: If the folder cannot be written.
     """
     # On a file system without flock, the fallback would be a lock file that a killed process leaves behind.
     file_lock = FileLock(folder / ".lock", blocking=False, fallback_to_soft=False)

@@ -34,7 +34,7 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
     """Start a run in a new folder and yield one row per round.
 
     Raises:
-        RunFolderError: The folder already holds a run.
+        RunFolderError: If the folder already holds a run.
     """
     if any(
         (folder / name).exists()

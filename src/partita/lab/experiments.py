@@ -38,6 +38,11 @@ def run(levels: Sequence[float], seeds: int, steps: int) -> Batch:
     """Simulate all seeds of all heterogeneity levels in one batch.
 
     The run dimension is ordered by level, then by seed.
+
+    Args:
+        levels: Heterogeneity levels.
+        seeds: Number of seeds for each level.
+        steps: A client's gradient steps per round.
     """
     features = feature_map("identity", Size().rank)
     federation = stack([draw(Key(seed), level, features, differ=DIFFER) for level in levels for seed in range(seeds)])
@@ -87,12 +92,15 @@ def _descend(data: Data, kernel: Kernel, features: Features) -> Tensor:
 
 
 def by_level(values: Tensor, levels: Sequence[float]) -> Tensor:
-    """Reshape (..., run) to (..., level, seed)."""
+    """Return `values` (..., run) reshaped to (..., level, seed)."""
     return values.unflatten(-1, (len(levels), -1))
 
 
 def profile_descent(levels: Sequence[float], seeds: int, steps: int = 5) -> Tensor:
-    """Return the profile objective minus the smallest value found, (round + 1, level, seed)."""
+    """Return the profile objective minus the smallest value found, (round + 1, level, seed).
+
+    The arguments are those of `run`: levels, number of seeds, and local steps per round.
+    """
     batch = run(levels, seeds, steps)
     return by_level(profiles(batch) - least_profile(batch), levels)
 
@@ -101,10 +109,10 @@ def profile_descent(levels: Sequence[float], seeds: int, steps: int = 5) -> Tens
 class Choices:
     """Final losses of four choices of the warm-up, each (..., seed)."""
 
-    never: Tensor
-    fixed: Tensor
-    auto: Tensor
-    best: Tensor
+    never: Tensor  # never freeze
+    fixed: Tensor  # freeze after a fixed fraction of the rounds
+    auto: Tensor  # freeze when the automatic rule does
+    best: Tensor  # the best warm-up in hindsight
 
 
 def choices(batch: Batch) -> tuple[Choices, Tensor, Tensor]:

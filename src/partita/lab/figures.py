@@ -33,7 +33,12 @@ class CaptionedFigure:
 
 
 def fig1(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
-    """Draw the warm-up as descent on the profile objective. `done` reports progress."""
+    """Draw the warm-up as descent on the profile objective.
+
+    Args:
+        seeds: Number of seeds.
+        done: Called after each part, to report progress.
+    """
     figure = new_figure(7.2, 4.0)
     axes = figure.add_subplot()
     gaps = lab.profile_descent(lab.LEVELS, seeds, steps=20)  # (round + 1, level, seed)
@@ -52,7 +57,12 @@ def fig1(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
 
 
 def fig2(seeds: int, done: Callable[[], None]) -> CaptionedFigure:
-    """Draw the effect of local steps, warm-up and heterogeneity, and the two parts of the loss."""
+    """Draw the effect of local steps, warm-up and heterogeneity, and the two parts of the loss.
+
+    Args:
+        seeds: Number of seeds.
+        done: Called after each part, to report progress.
+    """
     figure = new_figure(10.4, 7.4)
     panels = figure.subplots(2, 2).flatten()
     titles = ("Sensitivity to local steps", "Choice of the warm-up", "Robustness to heterogeneity", "Bias and drift")

@@ -72,7 +72,11 @@ class Part:
 
 
 class LabPopulation:
-    """The clients of one federation. A client's weight is its number of examples, as in the core."""
+    """The clients of one federation. A client's weight is its number of examples, as in the core.
+
+    Raises:
+        LabError: If the data is a batch of federations.
+    """
 
     def __init__(self, data: Data) -> None:
         if data.inputs.dim() != 4:

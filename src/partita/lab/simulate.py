@@ -25,8 +25,8 @@ class Setting:
 
     lr: float | Tensor  # one for all runs, or (run,)
     steps: int  # a client's gradient steps per round
-    rounds: int
-    ridge: float = 0.01
+    rounds: int  # number of rounds
+    ridge: float = 0.01  # ridge penalty of the loss
 
 
 def step_size(federation: Federation, rate: float, features: Features) -> Tensor:
@@ -41,7 +41,7 @@ class Trace:
     """Weights of a run that never freezes, before the first round and after each, (round + 1, run, ...)."""
 
     kernel: Kernel
-    value: Tensor
+    value: Tensor  # value weights, (round + 1, run, width, output)
     spread: Tensor  # (round, run): weighted mean squared distance of clients' kernel updates from their mean
 
     def kernel_at(self, round: int) -> Kernel:
@@ -101,7 +101,13 @@ class Columns:
         self.targets = data.targets.movedim(-3, -1).transpose(-3, -2).contiguous()  # (..., output, token, example)
 
     def attention_output(self, weights: Tensor, sizes: Sequence[int], features: Features) -> Tensor:
-        """Compute Z W as φ(H Q) (φ(H K)ᵀ H W), (..., output, token, example)."""
+        """Return Z W, computed as φ(H Q) (φ(H K)ᵀ H W), (..., output, token, example).
+
+        Args:
+            weights: Query, key and value weights side by side, (..., width, column).
+            sizes: The number of columns of each.
+            features: Feature map of the attention.
+        """
         query, key, value = (weights.transpose(-1, -2) @ self.inputs).split(list(sizes), -2)  # (..., rank, column)
         query, key = (features(part.transpose(-1, -2)).transpose(-1, -2) for part in (query, key))
         query, key, value = (part.unflatten(-1, (self.tokens, -1)) for part in (query, key, value))
@@ -110,7 +116,14 @@ class Columns:
 
 
 def frozen_stage(means: Moments, value: Tensor, setting: Setting, rounds: int) -> Tensor:
-    """Return the value weights after a number of rounds with a fixed kernel."""
+    """Return the value weights after a number of rounds with a fixed kernel, (..., width, output).
+
+    Args:
+        means: Moments of the data under the kernel.
+        value: Value weights before the first of these rounds, (..., width, output).
+        setting: Hyperparameters.
+        rounds: Number of rounds.
+    """
     matrix, constant = round_map(means, setting.ridge, setting.lr, setting.steps)
     for _ in range(rounds):
         value = matrix @ value + constant
@@ -142,7 +155,10 @@ def sharpness(federation: Federation, trace: Trace, setting: Setting, features: 
 
 
 def automatic_warmup(trace: Trace, threshold: float, patience: int) -> Tensor:
-    """Return the warm-up that `fedfrozen(warmup="auto")` would choose, (run,), from a run that never freezes."""
+    """Return the warm-up that `fedfrozen(warmup="auto")` would choose, (run,), from a run that never freezes.
+
+    `threshold` and `patience` are those of `fedfrozen`.
+    """
     weights = torch.cat(trace.kernel, -1)  # (round + 1, run, width, 2 rank)
     moves = weights[1:] - weights[:-1]
     progress, spread = torch.zeros_like(moves[0]), torch.zeros_like(trace.spread[0])

@@ -20,10 +20,10 @@ class Size:
 
     clients: int = 8
     examples: int = 12  # of a median client
-    tokens: int = 6
-    width: int = 4
-    rank: int = 2
-    outputs: int = 2
+    tokens: int = 6  # tokens per example
+    width: int = 4  # width of a token
+    rank: int = 2  # rank of the query and key weights
+    outputs: int = 2  # outputs per token
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ def draw(
         size: Size of the federation.
         differ: Differences between clients at level 1.
         noise: Label noise.
+
+    Raises:
+        LabError: If the level is negative, or if there are no clients or no examples.
     """
     if level < 0 or size.clients < 1 or size.examples < 1:
         raise LabError(

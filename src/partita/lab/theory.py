@@ -75,6 +75,9 @@ def feature_map(name: str, rank: int, key: Key = Key(0), count: int = 8) -> Feat
         rank: Input size of the random features.
         key: Key of the random features.
         count: Number of random features.
+
+    Raises:
+        LabError: If there is no feature map of this name.
     """
     if name == "random":
         directions = torch.randn(rank, count, generator=(key / "features").generator(), dtype=torch.float64)
@@ -92,7 +95,7 @@ FEATURES: dict[str, Features] = {
 
 
 def attend(inputs: Tensor, kernel: Kernel, features: Features) -> Tensor:
-    """Compute Z, (..., example, token, width). The kernel has the leading dimensions of the inputs before `example`."""
+    """Return Z, (..., example, token, width). The kernel has the leading dimensions of the inputs before `example`."""
     flat = inputs.flatten(-3, -2)  # one matrix product for all examples of a client
     queries, keys = (
         features(flat @ side).unflatten(-2, inputs.shape[-3:-1])  # (..., example, token, feature)
@@ -114,19 +117,19 @@ def moments(data: Data, kernel: Kernel, features: Features) -> Moments:
 
 
 def loss(means: Moments, value: Tensor, ridge: float) -> Tensor:
-    """Return the loss L of value weights, (..., width, output)."""
+    """Return the loss L, (...), of value weights (..., width, output), from moments `means` and the penalty `ridge`."""
     gram, cross, power = means.pooled()
     return power / 2 - (cross * value).sum((-1, -2)) + (value * (ridged(gram, ridge) @ value)).sum((-1, -2)) / 2
 
 
 def best_value(means: Moments, ridge: float) -> Tensor:
-    """Return W*, the optimal value weights for the kernel."""
+    """Return W*, the optimal value weights (..., width, output), from the moments `means` and the penalty `ridge`."""
     gram, cross, _ = means.pooled()
     return torch.linalg.solve(ridged(gram, ridge), cross)
 
 
 def profile(means: Moments, ridge: float) -> Tensor:
-    """Return F, the loss with optimal value weights."""
+    """Return F, the loss (...) with optimal value weights, from the moments `means` and the penalty `ridge`."""
     _, cross, power = means.pooled()
     return power / 2 - (cross * best_value(means, ridge)).sum((-1, -2)) / 2
 
@@ -143,6 +146,15 @@ def round_map(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> t
     """Return (M, c) of a frozen round W -> M W + c: FedAvg with `steps` gradient steps on each client.
 
     A client ends at (I - B_i C_i) W + B_i b_i, with C_i = G_i + ridge I and B_i = lr Σ (I - lr C_i)ᵏ over k < steps.
+
+    Args:
+        means: Moments of the data under the kernel.
+        ridge: Ridge penalty.
+        lr: Learning rate, one for all runs or (run,).
+        steps: A client's gradient steps per round.
+
+    Returns:
+        M, (..., width, width), and c, (..., width, output).
     """
     curvature = ridged(means.gram, ridge)  # (..., client, width, width)
     if isinstance(lr, Tensor):
@@ -156,18 +168,24 @@ def round_map(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> t
 
 
 def fixed_point(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> Tensor:
-    """Return the limit W = M W + c of frozen rounds, a mean of the clients' optima that favors the steepest client."""
+    """Return the limit W = M W + c of frozen rounds, a mean of the clients' optima that favors the steepest client.
+
+    The arguments `ridge`, `lr` and `steps` are those of `round_map`. The limit has the shape (..., width, output).
+    """
     matrix, constant = round_map(means, ridge, lr, steps)
     return torch.linalg.solve(torch.eye(matrix.shape[-1], dtype=matrix.dtype) - matrix, constant)
 
 
 def drift(means: Moments, ridge: float, lr: float | Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Return (distance to W*, excess loss) of the fixed point."""
+    """Return (distance to W*, excess loss) of the fixed point, each (...).
+
+    The arguments `means`, `ridge`, `lr` and `steps` are those of `round_map`.
+    """
     gram, _, _ = means.pooled()
     gap = fixed_point(means, ridge, lr, steps) - best_value(means, ridge)
     return torch.linalg.matrix_norm(gap), (gap * (ridged(gram, ridge) @ gap)).sum((-1, -2)) / 2
 
 
 def ridged(gram: Tensor, ridge: float) -> Tensor:
-    """Return G + ridge I."""
+    """Return G + ridge I for a `gram` matrix G, (..., width, width)."""
     return gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype)

@@ -97,7 +97,7 @@ class _MeanSquare:
 
 
 def squared_norm(tensors: Mapping[str, Tensor], name: str) -> float:
-    """Return the squared L2 norm of one tensor, summed in float64."""
+    """Return the squared L2 norm of the tensor `name`, summed in float64."""
     return float(tensors[name].pow(2).sum(dtype=torch.float64))
 
 

@@ -23,7 +23,11 @@ HEADINGS = (
 
 
 def card(name: str) -> str:
-    """Return the Markdown text of a method's card."""
+    """Return the Markdown text of a method's card.
+
+    Raises:
+        OptionError: If there is no method of this name.
+    """
     if name not in INDEX:
         raise OptionError(f"unknown method '{name}'; {closest_match(name, INDEX)}")
     return files("partita").joinpath(path_of(name)).read_text()

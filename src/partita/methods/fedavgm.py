@@ -29,7 +29,11 @@ class FedAvgMServer(ServerRule):
 
 
 def fedavgm(lr: NotNegative = 1.0, beta: PartialShare = 0.9) -> Method:
-    """Build FedAvgM with the server learning rate `lr` and the momentum `beta`."""
+    """Build FedAvgM with the server learning rate `lr` and the momentum `beta`.
+
+    Raises:
+        MethodError: If `beta` is not in [0, 1).
+    """
     if not 0 <= beta < 1:
         raise MethodError(f"method.beta is {beta}; momentum must be at least 0 and below 1")
     return Method("fedavgm", server_rule=FedAvgMServer(lr, beta))

@@ -19,6 +19,9 @@ def fedbabu(
         fixed: Tags of the head, which is not trained during federation.
         finetune: Epochs of fine-tuning on a client's own data before it is tested. 0: none.
         tune: What this fine-tuning trains.
+
+    Raises:
+        MethodError: If `tune` is "head" and `fixed` is empty.
     """
     if tune == "head" and not fixed:
         raise MethodError("method.tune is 'head', but method.fixed is empty; name the tags of the head there")

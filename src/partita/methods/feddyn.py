@@ -22,6 +22,9 @@ class FedDynClient(ClientRule):
     """Linear term -<tilt, w>.
 
     The tilt accumulates the pull of the proximal term. At a fixed point it equals the client's own gradient.
+
+    Attributes:
+        alpha: The regularization weight.
     """
 
     alpha: float
@@ -64,7 +67,11 @@ class FedDynServer(ServerRule):
 
 
 def feddyn(alpha: Positive = 0.01) -> Method:
-    """Build FedDyn with the regularization weight `alpha`."""
+    """Build FedDyn with the regularization weight `alpha`.
+
+    Raises:
+        MethodError: If `alpha` is not above 0.
+    """
     if alpha <= 0:
         raise MethodError(f"method.alpha is {alpha}; it must be above 0 because the server divides by it")
     return Method("feddyn", client_rules=(FedProxClient(alpha), FedDynClient(alpha)), server_rule=FedDynServer(alpha))

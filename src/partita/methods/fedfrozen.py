@@ -36,6 +36,9 @@ def fedfrozen(
         threshold: For "auto": freeze when the clients' disagreement on the set exceeds its progress by this factor.
         patience: For "auto": number of consecutive rounds above the threshold before freezing.
         max_warmup: For "auto": freeze at the latest after this fraction of the rounds.
+
+    Raises:
+        MethodError: If an option is out of range, or if `scope` and `freeze` contradict each other.
     """
     if isinstance(warmup, str):
         if warmup != "auto":

@@ -22,13 +22,20 @@ class FedOptServer(ServerRule):
     """Server step w + lr · first / (sqrt(second) + tau).
 
     The age of a parameter counts only the rounds in which it was sent.
+
+    Attributes:
+        lr: The server learning rate.
+        beta1: The decay of the first moment.
+        tau: Added to the square root of the second moment.
+        square: Returns the new second moment from the old one and the squared mean update.
+        debias: The decay of the second moment, to correct both moments for their start at zero; None for no correction.
     """
 
     lr: float
     beta1: float
     tau: float
     square: Square
-    debias: float | None = None  # beta2, if both moments are bias-corrected as in torch.optim.Adam
+    debias: float | None = None
 
     def init(self, model: Model) -> Slots:
         start = {name: torch.full_like(value, self.tau**2) for name, value in model.initial.items()}
@@ -70,14 +77,27 @@ def fedadam(
 
 
 def fedyogi(lr: NotNegative = 0.01, beta1: PartialShare = 0.9, beta2: Share = 0.99, tau: Positive = 0.001) -> Method:
-    """Build FedYogi: Adam with a second moment that shrinks no faster than it grows."""
+    """Build FedYogi: Adam with a second moment that shrinks no faster than it grows.
+
+    Args:
+        lr: Server learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: Added to the square root of the second moment.
+    """
     _check(tau, beta1, beta2)
     rule = FedOptServer(lr, beta1, tau, lambda old, new: old - (1 - beta2) * new * torch.sign(old - new))
     return Method("fedyogi", server_rule=rule)
 
 
 def fedadagrad(lr: NotNegative = 0.01, beta1: PartialShare = 0.0, tau: Positive = 0.001) -> Method:
-    """Build FedAdagrad: the second moment is the sum of all squared mean updates."""
+    """Build FedAdagrad: the second moment is the sum of all squared mean updates.
+
+    Args:
+        lr: Server learning rate.
+        beta1: Decay of the first moment.
+        tau: Added to the square root of the second moment.
+    """
     _check(tau, beta1)
     return Method("fedadagrad", server_rule=FedOptServer(lr, beta1, tau, torch.add))
 

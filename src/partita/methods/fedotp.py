@@ -22,6 +22,9 @@ def fedotp(
         smoothing: Weight of the entropy.
         iterations: Number of Sinkhorn iterations; always all of them.
         init_text: Initial text of the last tokens of each context; the other tokens are random.
+
+    Raises:
+        MethodError: If `mass`, `smoothing` or `iterations` is out of range.
     """
     if not 0 < mass <= 1 or smoothing <= 0 or iterations < 1:
         raise MethodError(

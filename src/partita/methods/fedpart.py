@@ -15,6 +15,9 @@ def fedpart(full_rounds: Whole = 5, rounds_per_layer: Count = 2) -> Method:
     Args:
         full_rounds: Rounds at the start of a cycle that train the whole model.
         rounds_per_layer: Rounds for each group of parameters after that.
+
+    Raises:
+        MethodError: If `full_rounds` is below 0 or `rounds_per_layer` is below 1.
     """
     if full_rounds < 0 or rounds_per_layer < 1:
         raise MethodError(

@@ -20,6 +20,10 @@ class TextContrast(ClientRule):
     """Contrastive loss per class: -log(p / (p + n)).
 
     Here p = exp(sim(shared, written) / T) and n = exp(sim(shared, own) / T).
+
+    Attributes:
+        mu: The weight of the loss.
+        temperature: The temperature T.
     """
 
     mu: float
@@ -46,6 +50,9 @@ def fedpgp(
         mu: Weight of the contrastive loss. 0: the texts it needs are not read.
         temperature: Temperature T of the contrastive loss.
         init_text: Initial text of the last tokens of the shared context; the other tokens are random.
+
+    Raises:
+        MethodError: If `mu` is below 0 or `temperature` is not above 0.
     """
     if mu < 0 or temperature <= 0:
         raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")

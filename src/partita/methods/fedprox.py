@@ -30,7 +30,11 @@ class FedProxClient(ClientRule):
 
 
 def fedprox(mu: NotNegative = 0.01) -> Method:
-    """Build FedProx with the proximal weight `mu`."""
+    """Build FedProx with the proximal weight `mu`.
+
+    Raises:
+        MethodError: If `mu` is below 0.
+    """
     if mu < 0:
         raise MethodError(f"method.mu is {mu}; the proximal weight cannot be negative")
     return Method("fedprox", client_rules=(FedProxClient(mu),))

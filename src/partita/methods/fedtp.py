@@ -24,11 +24,17 @@ class HypernetworkServer(ServerRule):
 
     A client's delta serves as the negative gradient of its generated weights. The chain rule carries it to H, b, f and
     z_i.
+
+    Attributes:
+        lr: The learning rate of the hypernetwork and the embeddings.
+        embedding: The size of z_i.
+        hidden: The width of f.
+        seed: The seed of their initial values.
     """
 
     lr: float
-    embedding: int  # size of z_i
-    hidden: int  # width of f
+    embedding: int
+    hidden: int
     seed: int
 
     def init(self, model: Model) -> Slots:
@@ -105,6 +111,9 @@ def fedtp(lr: NotNegative = 0.05, embedding: Count = 8, hidden: Whole = 32, seed
         embedding: Size of a client's embedding.
         hidden: Width of the hypernetwork.
         seed: Seed of the initial hypernetwork and embeddings.
+
+    Raises:
+        MethodError: If `embedding` is below 1 or `hidden` is below 0.
     """
     if embedding < 1 or hidden < 0:
         raise MethodError(f"method.embedding is {embedding} and method.hidden {hidden}; give 1 or more, and 0 or more")

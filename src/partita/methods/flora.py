@@ -58,6 +58,10 @@ class FloraServer(ServerRule):
     """Fold the clients' factors into the base weights.
 
     The server's B is always zero, so a client's factors add exactly their product to a weight.
+
+    Attributes:
+        alpha: The scale of the product, which is multiplied by alpha / rank.
+        seed: The seed of the draws of A.
     """
 
     alpha: float

@@ -26,7 +26,15 @@ def layer_skipping(layers: PositiveShare | tuple[Whole, ...] = 0.3, embeddings: 
 
 
 def chosen(layers: float | tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """Return the indices of the layers to train in a model of `depth` layers."""
+    """Return the indices of the layers to train in a model of `depth` layers.
+
+    Args:
+        layers: The indices of the layers to train, or the fraction of topmost layers to train (at least one).
+        depth: The number of layers.
+
+    Raises:
+        MethodError: If an index is not a layer of the model, or if the fraction is not above 0 and up to 1.
+    """
     if isinstance(layers, tuple):
         if wrong := [number for number in layers if not 0 <= number < depth]:
             raise MethodError(f"method.layers names layer {wrong[0]}, but the model has {depth}, from 0 to {depth - 1}")

@@ -20,6 +20,10 @@ class MoonClient(ClientRule):
     """Contrastive loss -log(p / (p + n)), computed as a softplus of the difference of similarities.
 
     Here p = exp(sim(z, z_sent) / T) and n = exp(sim(z, z_last) / T).
+
+    Attributes:
+        mu: The weight of the loss.
+        temperature: The temperature T.
     """
 
     mu: float
@@ -48,7 +52,11 @@ def _features(ctx: Context, out: Output) -> Tensor:
 
 
 def moon(mu: NotNegative = 1.0, temperature: Positive = 0.5) -> Method:
-    """Build MOON with a contrastive loss of weight `mu` and the given temperature."""
+    """Build MOON with a contrastive loss of weight `mu` and the given temperature.
+
+    Raises:
+        MethodError: If `mu` is below 0 or `temperature` is not above 0.
+    """
     if mu < 0 or temperature <= 0:
         raise MethodError(f"method.mu is {mu} and method.temperature {temperature}; give 0 or more, and more than 0")
     return Method("moon", client_rules=(MoonClient(mu, temperature),))

@@ -30,6 +30,9 @@ def pfeddc(
         local: Use local prompts. False: only shared prompts.
         init_text: Initial text of the last tokens of each context; the other tokens are random.
         vision_init: Initial value of the vision prompts.
+
+    Raises:
+        MethodError: If there are neither text nor vision prompts.
     """
     if not text_tokens and not vision_tokens:
         raise MethodError("pfeddc has no prompts with text_tokens = 0 and vision_tokens = 0; use zero-shot")

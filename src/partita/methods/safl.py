@@ -60,6 +60,10 @@ def safl(
         noise: Standard deviation of the noise on the scores, in multiples of `clip`. Makes the ranking differentially
             private.
         clip: L2 norm to which each example's scores are clipped.
+
+    Raises:
+        MethodError: If an option is out of range, or if `noise` is set without attention scores or without a fraction
+            as `probe`.
     """
     for count in (k, *(capacity or {}).values()):
         resolve_count(count, 1)
@@ -114,17 +118,23 @@ class DepthPlan:
     depth: tuple[tuple[str, int], ...]  # (client, number of layers)
 
     def plan(self, model: Model, round_info: RoundInfo) -> Plan:
+        """The planner: the client trains, sends and receives the layers that it has."""
         held = model.all_names() - (
             model.names(*lacking) if (lacking := self.lacking(model, round_info.client)) else NO_NAMES
         )
         return share(held, down=held)
 
     def shape(self, model: Model, round_info: RoundInfo) -> Model:
+        """Return the model without the layers that the client does not have."""
         lacking = self.lacking(model, round_info.client)
         return _without(model, lacking) if lacking else model
 
     def lacking(self, model: Model, client: str) -> Names:
-        """Return the tags of the layers that the client does not have."""
+        """Return the tags of the layers that the client does not have.
+
+        Raises:
+            MethodError: If `depth` gives the client no layers, or more than the model has.
+        """
         layers = layer_tags(model)
         count = dict(self.depth).get(client, len(layers))
         if not 1 <= count <= len(layers):

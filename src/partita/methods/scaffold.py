@@ -41,7 +41,11 @@ class ScaffoldClient(ClientRule):
 
 @dataclass(frozen=True)
 class ScaffoldServer(ServerRule):
-    """Average without weights, so that the common variate stays the mean over all clients, sampled or not."""
+    """Average without weights, so that the common variate stays the mean over all clients, sampled or not.
+
+    Attributes:
+        lr: The server learning rate.
+    """
 
     lr: float
 

@@ -43,9 +43,21 @@ class Selector(Protocol):
     """Ranks the layers for one client in one round. The caller takes the first `count`."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The value of `method.select`, and the prefix of the metrics."""
+        ...
 
-    def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking: ...
+    def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
+        """Score the layers.
+
+        Args:
+            layers: The layer tags to rank, from the input to the output.
+            count: How many layers the client trains.
+            examples: The client's training examples.
+            ctx: The context of `ClientRule.narrow`.
+            key: The random key of this rule, client and round.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ class TopLayers(ClientRule):
     """
 
     select: Selector
-    k: Count
+    k: Count  # layers per client, as a number or a fraction
     capacity: tuple[tuple[str, Count], ...] = ()  # (client, count): replaces k
     embeddings: bool = False  # also train the parameters before the first layer
     every: int = 1  # rounds for which a choice is kept
@@ -210,7 +222,11 @@ class TopLayers(ClientRule):
 
 
 def resolve_count(count: Count, layers: int) -> int:
-    """Convert a number or fraction of layers to a number from 1 to `layers`."""
+    """Convert a number or fraction of layers to a number from 1 to `layers`.
+
+    Raises:
+        MethodError: If `count` is not above 0, or is a fraction above 1.
+    """
     if not count > 0 or (isinstance(count, float) and count > 1):
         raise MethodError(
             f"method.k is {count}; give a number of layers from 1 up, or a fraction above 0.0 and up to 1.0"
@@ -219,13 +235,22 @@ def resolve_count(count: Count, layers: int) -> int:
 
 
 def sample(examples: int, probe: Count, key: Key) -> Tensor:
-    """Draw the indices of a probe: a number of examples, or a fraction of them, at least one."""
+    """Draw a probe: a number of examples, or a fraction of them, at least one.
+
+    Args:
+        examples: The number of examples to draw from.
+        probe: How many to draw, as a number or a fraction.
+        key: The random key.
+
+    Returns:
+        Example indices, of shape (drawn,).
+    """
     size = max(1, round(probe * examples)) if isinstance(probe, float) else probe
     return (key / "probe").permutation(examples)[:size]
 
 
 def clip_rows(rows: Tensor, norm: float) -> Tensor:
-    """Scale rows down to at most the given L2 norm. Shape (example, layer)."""
+    """Scale rows down to at most the given L2 norm, and return them in the same shape, (example, layer)."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows * (norm / lengths.clamp(min=norm))
 

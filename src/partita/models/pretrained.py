@@ -48,6 +48,9 @@ def pretrained(
 
     With `prompt`, such as "a photo of a {}", a CLIP model has no head and compares images with the text of each class.
     Trainable parameters are float32 whatever `dtype` is.
+
+    Raises:
+        ModelError: If the model is not supported, does not take the task's inputs, or has no place for an option.
     """
     kind = task.kind
     if kind.inputs == "image":
@@ -137,7 +140,13 @@ def config_for(path: str, task: TaskInfo) -> Any:
 
 
 def check_images(path: str, config: Any, task: TaskInfo) -> None:
-    """Raise a ModelError if the model does not take the task's image size or channels."""
+    """Raise a ModelError if the model does not take the task's image size or channels.
+
+    Args:
+        path: Where the model comes from, for the error message.
+        config: The config of transformers.
+        task: The task.
+    """
     config = getattr(config, "vision_config", config)
     if config.num_channels != task.channels:
         raise ModelError(

@@ -47,7 +47,7 @@ def _identity(states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 @contextmanager
 def patched_forward(parts: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace the forward method of these modules by `forward` inside the block."""
+    """Replace the forward method of `parts` by `forward` inside the block."""
     for part in parts:
         part.forward = forward
     try:

@@ -26,7 +26,13 @@ def vit(
     patch: Annotated[Count, "side length of a patch in pixels; must divide the image size"] = 2,
     frozen: Annotated[tuple[str, ...], "tags or names of parameters that are never trained or sent"] = (),
 ) -> FunctionalModel:
-    """A randomly initialized Vision Transformer."""
+    """A randomly initialized Vision Transformer.
+
+    Raises:
+        ModelError: If the task has no square images, `heads` does not divide `width`, or `patch` does not divide the
+            image size.
+        SizeError: If the model would not fit into memory.
+    """
     check_has_images(task)
     if width % heads:
         fit = -(-width // heads) * heads

@@ -18,17 +18,19 @@ DELTA = 1e-5
 class Forecast:
     """The cost of a run before it is started."""
 
-    unit: str
-    noise: float
-    delta: float
-    epsilon: float
+    unit: str  # "example" or "client"
+    noise: float  # standard deviation, in multiples of the clip
+    delta: float  # delta of the guarantee
+    epsilon: float  # cost of all rounds
     after: Mapping[int, float]  # epsilon by number of rounds
     instead: Mapping[str, float]  # noise for the same budget under other choices
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields as a dict for JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
+        """Format the forecast as lines of text."""
         lines = [
             f"noise {self.noise:g} times the clip: epsilon {self.epsilon:.4g} at delta {self.delta:g}, by {self.unit}"
         ]
@@ -44,10 +46,10 @@ class Forecast:
 class Client:
     """A client that is sampled in every round."""
 
-    examples: int
-    batch: int
-    rounds: int
-    epochs: int = 1
+    examples: int  # number of training examples
+    batch: int  # expected batch size
+    rounds: int  # rounds of the run
+    epochs: int = 1  # epochs per round
 
     def bill(self, rounds: int, delta: float) -> PrivacySpending:
         """Return the spending of a number of rounds, with noise 1."""
@@ -65,6 +67,9 @@ def forecast_client(client: Client, epsilon: float | None, noise: float | None, 
         epsilon: The budget.
         noise: The noise in multiples of the clip.
         delta: Default: min(1e-5, 0.1 / examples).
+
+    Raises:
+        PrivacyError: If a number of the client is below 1, or neither `epsilon` nor `noise` is given.
     """
     for what, number in asdict(client).items():
         if number < 1:
@@ -80,7 +85,11 @@ def forecast_client(client: Client, epsilon: float | None, noise: float | None, 
 
 
 def forecast_run(guard: PrivacyGuard) -> Forecast:
-    """Forecast a whole run. The worst-off client decides."""
+    """Forecast a whole run. The worst-off client decides.
+
+    Raises:
+        PrivacyError: If the number of examples is not known for every client.
+    """
     run, privacy_config = guard.run, guard.privacy_config
     if guard.planned is None:
         raise PrivacyError("the number of examples is not known for every client here; give --examples instead")

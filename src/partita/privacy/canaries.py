@@ -63,6 +63,9 @@ def choose_canaries(population: Population, count: int, key: Key, classes: int =
         count: Number of canaries.
         key: Key of the draw and of the coin flips.
         classes: Number of classes. If above 1, the canaries get a wrong target.
+
+    Raises:
+        PrivacyError: If `count` is below 1 or above the number of training examples.
     """
     sizes = {client: len(population[client].train) for client in population.clients}
     every = [(client, place) for client, size in sizes.items() for place in range(size)]
@@ -213,6 +216,9 @@ def canary_scores(
 
     Returns:
         Scores, (trust, canary), one row for each value of `TRUST`.
+
+    Raises:
+        PrivacyError: If the gradients of all examples would not fit into memory.
     """
     numbers = len(table) * sum(value.numel() for value in delta.values())
     if numbers > MAX_EXAMPLES:
@@ -234,7 +240,14 @@ def canary_scores(
 
 
 def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[Tensor]:
-    """Yield per-example gradients over all the names, (example, element), one chunk of examples at a time."""
+    """Yield per-example gradients over all the names, (example, element), one chunk of examples at a time.
+
+    Args:
+        model: The model.
+        params: All parameters.
+        names: The parameters to differentiate with respect to.
+        batch: The examples.
+    """
     live = {name: params[name] for name in names}
     rest = {name: value for name, value in params.items() if name not in live}
     device = next(iter(live.values())).device

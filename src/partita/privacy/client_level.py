@@ -20,12 +20,16 @@ from partita.core.update import Aggregate, Update
 
 @dataclass(frozen=True)
 class ClippedUpdates(UpdateTransform):
-    """Clip each update, delta and slots together, and add noise to the sum."""
+    """Clip each update, delta and slots together, and add noise to the sum.
+
+    Raises:
+        PrivacyError: If the clip is not above 0, the noise is negative or infinite, or there is noise without a clip.
+    """
 
     hides = True
     clip: float  # maximum L2 norm of an update
     noise: float  # standard deviation of the noise on the sum, in multiples of the clip
-    cohort: int
+    cohort: int  # number of clients per round
     secret: Key | None = None  # the server's key for the noise if clients know the run's key
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ class Quantity:
 
     example: Status
     client: Status
-    why: str
+    why: str  # the reason, as a sentence for the record
 
     def under(self, unit: Unit) -> Status:
         """Return the status for a privacy unit."""
@@ -122,7 +122,11 @@ BESIDE: Mapping[str, Quantity] = {
 
 
 def disclosed(unit: Unit) -> dict[str, list[str]]:
-    """List, for the run's record, what the guarantee does not cover and what is withheld."""
+    """Return, for the run's record, what the guarantee does not cover and what is withheld.
+
+    Returns:
+        Texts "quantity: reason" under the keys "not_covered" and "withheld".
+    """
     lists: dict[str, list[str]] = {"not_covered": [], "withheld": []}
     for what, quantity in {**ROW, **BESIDE}.items():
         status = quantity.under(unit)

@@ -21,12 +21,12 @@ ROUNDING = 0.005  # a relative error of the noise below this is attributed to ro
 class Check:
     """Test of one property of a mechanism."""
 
-    what: str
+    what: str  # name of the check
     charged: float  # expected value
     found: float  # measured value
     p: float  # corrected for the comparisons inside the check
     numbers: int  # sample size
-    interval: tuple[float, float] | None = None
+    interval: tuple[float, float] | None = None  # confidence interval of `found`
 
 
 def judge(checks: Sequence[Check]) -> list[dict[str, Any]]:
@@ -69,7 +69,12 @@ def _chance_of_squares(squares: float, count: int) -> float:
 
 
 def check_normality(what: str, numbers: Array) -> Check:
-    """Test samples against the standard normal distribution with the Kolmogorov-Smirnov distance."""
+    """Test samples against the standard normal distribution with the Kolmogorov-Smirnov distance.
+
+    Args:
+        what: Name of the check.
+        numbers: Samples, (sample,).
+    """
     test = kstest(numbers, "norm")
     return Check(what, 0.0, float(test.statistic), float(test.pvalue), len(numbers))
 
@@ -112,6 +117,11 @@ def check_dispersion(sizes: NDArray[np.int64], counts: NDArray[np.int64], shares
 
     Each size is mapped to a standard normal score by its quantile, randomized within the probability of that size.
     The sum of squared scores is then exactly chi-squared.
+
+    Args:
+        sizes: Batch sizes, (batch,).
+        counts: The number of examples that each batch was drawn from, (batch,).
+        shares: The charged probability of an example in each batch, (batch,).
     """
     draw = np.random.default_rng(0).random(len(sizes))
     below, here = binom.cdf(sizes - 1, counts, shares), binom.pmf(sizes, counts, shares)
@@ -123,5 +133,5 @@ def check_dispersion(sizes: NDArray[np.int64], counts: NDArray[np.int64], shares
 
 
 def chance_of_either(below: float, above: float) -> float:
-    """Return the two-sided p-value of two tail probabilities."""
+    """Return the two-sided p-value of the tail probabilities `below` and `above`."""
     return float(min(1.0, 2 * min(below, above)))

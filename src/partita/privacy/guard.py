@@ -24,7 +24,11 @@ ANY_CLIENT = "any client"  # key of the client-level ledger, which is the same f
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """Privacy settings: a budget, for which the noise is computed, or the noise itself. With both, they are checked."""
+    """Privacy settings: a budget, for which the noise is computed, or the noise itself. With both, they are checked.
+
+    Raises:
+        PrivacyError: If there is neither a budget nor noise, or if settings are invalid or contradict each other.
+    """
 
     unit: Annotated[Literal["example", "client"], "whose presence is hidden"] = "example"
     epsilon: Annotated[Positive | None, "budget; the noise is computed from it"] = None
@@ -66,7 +70,7 @@ class PrivacyGuard:
     privacy_config: PrivacyConfig  # with noise and delta filled in
     sizes: Mapping[str, int]  # training examples by client; 0: unknown here
     planned: float | None  # epsilon of all rounds with the cohorts as they will be drawn; None if a size is unknown
-    account: PrivacySpending = field(repr=False, compare=False)
+    account: PrivacySpending = field(repr=False, compare=False)  # what the clients have spent so far
 
     def charge(
         self, number: int, cohort: Collection[str], signal: Mapping[str, float], population: int | None = None

@@ -100,7 +100,7 @@ class Without:
 class Stream:
     """The noise of one step, in units of the charged standard deviation."""
 
-    client: str
+    client: str  # the client, or "server" for the noise on a sum of updates
     round: int
     step: tuple[int, int]  # phase, step
     noise: dict[str, Array]  # the first PREFIX elements of each tensor
@@ -211,7 +211,7 @@ def _streams(run: Run, private: DPSGDSettings, client_rounds: Sequence[ClientRou
 
 
 def stream_of(client: str, number: int, step: tuple[int, int], noise: Tensors) -> Stream:
-    """Summarize the noise of one step in round `number`."""
+    """Summarize the noise of one `step`, (phase, step), of `client` in round `number`."""
     squares = {name: (float(value.square().sum()), value.numel()) for name, value in noise.items()}
     begun = {name: np.asarray(value.flatten()[:PREFIX].cpu().numpy()) for name, value in noise.items()}
     return Stream(client, number, step, begun, squares)

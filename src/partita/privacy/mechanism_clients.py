@@ -29,7 +29,7 @@ LOUD = 10.0  # factor on clipped updates; a larger one could be refused as impla
 class UpdateRecorder(ServerRule):
     """Server rule that records the aggregates and does not change the server."""
 
-    heard: list[Aggregate] = field(default_factory=list)
+    heard: list[Aggregate] = field(default_factory=list)  # the aggregate of each round
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         self.heard.append(aggregate)
@@ -41,7 +41,7 @@ class Loud:
     """Engine wrapper that scales updates far above the clip after clipping. One client may be made to fail."""
 
     engine: Engine
-    silent: str = ""
+    silent: str = ""  # name of the client that fails; "" for none
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()

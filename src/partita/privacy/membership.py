@@ -22,11 +22,12 @@ class Roc:
 
     false: Array  # false positive rates, ascending from 0 to 1
     true: Array  # true positive rates
-    members: int
-    outsiders: int
+    members: int  # number of members
+    outsiders: int  # number of non-members
 
     @property
     def auc(self) -> float:
+        """The area under the curve; 0.5 is chance."""
         return float(np.sum(np.diff(self.false) * (self.true[1:] + self.true[:-1]) / 2))
 
     def true_at(self, false: float) -> float:
@@ -34,6 +35,7 @@ class Roc:
         return float(self.true[self.false <= false].max())
 
     def about(self) -> dict[str, Any]:
+        """Return the curve and its summary as a dict for JSON, with at most `POINTS` points."""
         kept = np.unique(np.linspace(0, len(self.false) - 1, POINTS).astype(int))
         return {
             "auc": round(self.auc, 4),
@@ -46,7 +48,15 @@ class Roc:
 
 
 def roc(members: Sequence[float] | Array, outsiders: Sequence[float] | Array) -> Roc:
-    """Compute the ROC curve. Tied scores pass the threshold together, so a constant score equals chance."""
+    """Compute the ROC curve. Tied scores pass the threshold together, so a constant score equals chance.
+
+    Args:
+        members: Scores of the members, (member,).
+        outsiders: Scores of the non-members, (outsider,).
+
+    Raises:
+        ValueError: If there are no members or no non-members.
+    """
     inside, outside = np.asarray(members, float), np.asarray(outsiders, float)
     if not len(inside) or not len(outside):
         raise ValueError(f"an attack needs members and outsiders; there are {len(inside)} and {len(outside)}")
@@ -61,7 +71,16 @@ def roc(members: Sequence[float] | Array, outsiders: Sequence[float] | Array) ->
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bound on epsilon: with the given confidence, a smaller epsilon cannot explain this many correct guesses."""
+    """Lower bound on epsilon: with the given confidence, a smaller epsilon cannot explain this many correct guesses.
+
+    Attributes:
+        epsilon: The bound.
+        guesses: Number of canaries that the attack guessed.
+        right: Number of correct guesses.
+        canaries: Number of all canaries.
+        delta: Delta of the guarantee.
+        confidence: Confidence of the bound.
+    """
 
     epsilon: float
     guesses: int
@@ -71,6 +90,7 @@ class Bound:
     confidence: float
 
     def about(self) -> dict[str, Any]:
+        """Return the fields as a dict for JSON."""
         return asdict(self)
 
 
@@ -106,6 +126,12 @@ def best_guesses(
     """Return the row of `scores` (attack, canary) with the largest bound, and the bound.
 
     The error probability is split equally among the attacks.
+
+    Args:
+        scores: Scores, (attack, canary).
+        included: Whether each canary was included, (canary,).
+        delta: Delta of the guarantee.
+        confidence: Confidence of the bound.
     """
     share = 1 - (1 - confidence) / len(scores)
     bounds = [bound_epsilon(row, included, delta, share) for row in scores]
@@ -115,7 +141,15 @@ def best_guesses(
 
 
 def chance_of(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Bound the probability of at least `right` correct guesses under (epsilon, delta)."""
+    """Bound the probability of at least `right` correct guesses under (epsilon, delta).
+
+    Args:
+        canaries: Number of all canaries.
+        guesses: Number of canaries that were guessed.
+        right: Number of correct guesses.
+        epsilon: Epsilon of the guarantee.
+        delta: Delta of the guarantee.
+    """
     if not right:
         return 1.0
     accuracy = 1 / (1 + math.exp(-epsilon))

@@ -28,7 +28,15 @@ def draw() -> Key:
 
 
 def save(folder: Path, key: Key) -> Path:
-    """Write the secret below the folder. Never replace an existing one, because rounds may depend on it."""
+    """Write the secret below the folder. Never replace an existing one, because rounds may depend on it.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        PrivacyError: If the folder already has a secret.
+        DiskError: If the file cannot be written.
+    """
     path = folder / FILE
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -53,7 +61,11 @@ def save(folder: Path, key: Key) -> Path:
 
 
 def load(folder: Path) -> Key:
-    """Read the secret that `save` wrote."""
+    """Read the secret that `save` wrote.
+
+    Raises:
+        PrivacyError: If the file is missing, unreadable or damaged.
+    """
     path = folder / FILE
     words = _read(path, "restore it from a copy, or start a new run: with other noise it would be a different run")
     if len(words) != KEY_BYTES:
@@ -72,7 +84,11 @@ def load_or_save(folder: Path) -> Key:
 
 
 def from_file(path: Path) -> Key:
-    """Read the secret that a user provides as engine.secret_file, a file of random bytes."""
+    """Read the secret that a user provides as engine.secret_file, a file of random bytes.
+
+    Raises:
+        PrivacyError: If the file cannot be read, or if it is shorter than `MIN_BYTES`.
+    """
     words = _read(path, "engine.secret_file must name a file of 16 or more random bytes")
     if len(words) < MIN_BYTES:
         raise PrivacyError(

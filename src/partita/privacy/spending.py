@@ -44,10 +44,10 @@ class PrivacySpending:
     Clients share no examples, so the cost of a run is its cost for the worst-off client.
     """
 
-    delta: float
+    delta: float  # delta of the guarantee
     by: Accountant = "pld"
     of_clients: bool = False  # client-level privacy
-    bills: dict[str, Counter[PrivacyRelease]] = field(default_factory=dict)
+    bills: dict[str, Counter[PrivacyRelease]] = field(default_factory=dict)  # client -> releases
 
     def charge(self, client: str, releases: Iterable[PrivacyRelease]) -> None:
         """Add releases to a client's bill."""
@@ -100,6 +100,10 @@ class PrivacySpending:
 
 def find_noise(account: PrivacySpending, target: float) -> float:
     """Find the smallest noise with which the spending costs at most epsilon `target`, rounded up.
+
+    Args:
+        account: The releases of the whole run.
+        target: The budget.
 
     Raises:
         PrivacyError: If other releases already exceed the target, or no noise up to `MAX_NOISE` suffices.

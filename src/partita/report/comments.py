@@ -12,7 +12,15 @@ from partita.report.metric import Metric
 def explain_columns(
     lines: Sequence[Line], target: float | None, asked: bool, judge: Metric, base: str | None
 ) -> list[str]:
-    """Explain the columns that are shown."""
+    """Explain the columns that are shown.
+
+    Args:
+        lines: The results of all labels.
+        target: The value to reach, in recorded units; None if there is none.
+        asked: Whether the user gave the target.
+        judge: The metric.
+        base: The label of local training, which gains refer to; None if there is none.
+    """
     comments = [
         f"{judge.name}: value of the last tested round, mean ± sample standard deviation over seeds"
         f"{'' if judge.higher_is_better else '; lower is better'}.",
@@ -63,7 +71,14 @@ def caveats(
     differences: dict[str, Difference],
     metric: str,
 ) -> list[str]:
-    """List caveats for the reader."""
+    """List caveats for the reader.
+
+    Args:
+        groups: The runs by label.
+        finals: The final value by label and seed; None if it is unknown.
+        differences: The difference to the first label, by label.
+        metric: The name of the metric.
+    """
     first, comments = next(iter(groups)), []
     for label, runs in groups.items():
         for run in runs:

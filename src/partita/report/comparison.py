@@ -12,9 +12,9 @@ class Difference:
     """Difference of a label to the first one, paired over `n` common seeds, with the 95% interval of Student's t."""
 
     n: int
-    mean: float | None = None
-    low: float | None = None
-    high: float | None = None
+    mean: float | None = None  # mean difference
+    low: float | None = None  # lower end of the interval
+    high: float | None = None  # upper end of the interval
     p: float | None = None
     p_holm: float | None = None  # set if there are at least three labels
 
@@ -41,17 +41,17 @@ class Line:
     """Results of one label. Values are as recorded, `_sd` is the sample standard deviation, None means unknown."""
 
     label: str
-    seeds: tuple[int, ...]
-    final: float | None
-    final_sd: float | None
-    stability: float | None
-    personal: float | None
+    seeds: tuple[int, ...]  # seeds of the runs
+    final: float | None  # value of the last tested round, mean over seeds
+    final_sd: float | None  # over seeds
+    stability: float | None  # standard deviation over the last quarter of the rounds, mean over seeds
+    personal: float | None  # on the clients' own test sets, mean over clients and seeds
     personal_sd: float | None  # over clients
-    personal_worst: float | None
+    personal_worst: float | None  # mean over the worst tenth of the clients
     gain: Gain | None  # None if there is no local baseline, or this is it
     difference: Difference | None  # None in the first line
     up: float | None  # bytes per client and round
-    down: float | None
+    down: float | None  # bytes per client and round
     total_mb: float | None  # per run, both directions; 1 MB is 10^6 bytes
     reach: Reach | None
     seconds: float | None  # per round
@@ -62,13 +62,16 @@ class Line:
 class Comparison:
     """Results of all labels, with comments that explain them."""
 
-    metric: str
-    higher_is_better: bool
-    target: float | None
+    metric: str  # name of the metric
+    higher_is_better: bool  # direction of the metric
+    target: float | None  # value to reach; None if there is none
     lines: tuple[Line, ...]
     comments: tuple[str, ...]
 
 
 def worse_share(judge: Metric, reference: float) -> float:
-    """Return the factor that makes a value 5% worse. It is the default target, relative to the first label's mean."""
+    """Return the factor that makes `reference` 5% worse in the metric `judge`.
+
+    The default target is the first label's mean times this factor.
+    """
     return 0.95 if judge.higher_is_better == (reference >= 0) else 1.05

@@ -24,7 +24,7 @@ def preformatted(text: str) -> str:
 
 
 def html_table(headings: Sequence[str], body: Iterable[Sequence[str]], kind: str = "text") -> str:
-    """Return a table. `kind` is its CSS class."""
+    """Return a table with the given headings and body. `kind` is its CSS class."""
     top = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>\n" for cells in body)
     return (
@@ -58,7 +58,14 @@ def line_sample(style: Style) -> str:
 
 
 def html_figure(name: str, figure: Figure | None, head: str, caption: str) -> str:
-    """Return a figure with its caption; nothing if there is no figure."""
+    """Return a figure with its caption; nothing if there is no figure.
+
+    Args:
+        name: The id of the element, and the prefix of ids in the drawing.
+        figure: The figure, or None.
+        head: The bold start of the caption, also the text for screen readers.
+        caption: The rest of the caption.
+    """
     if figure is None:
         return ""
     drawing = svg(figure, name).replace("<svg", f'<svg role="img" aria-label="{escape(head)}"', 1)

@@ -27,12 +27,12 @@ class ReportError(ValueError):
 class RunRecord:
     """One run: its config, and one row for each finished round."""
 
-    label: str
-    seed: int
+    label: str  # name of the setting; runs that differ only in the seed share it
+    seed: int  # seed of the run
     config: Mapping[str, Any]
     rows: tuple[Row, ...]
     plan: tuple[Mapping[str, Any], ...]  # the stages, in order
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # versions and hardware that were recorded
     finished: bool
     folder: Path
     metric: Metric = ACCURACY
@@ -41,7 +41,11 @@ class RunRecord:
 
 
 def find(folder: Path | str) -> list[Path]:
-    """Return all run folders at or below a folder, sorted by path. Symbolic links are not followed."""
+    """Return all run folders at or below a folder, sorted by path. Symbolic links are not followed.
+
+    Raises:
+        ReportError: If there is no run folder.
+    """
     found = sorted(Path(parent) for parent, _, names in os.walk(folder) if {"rows.jsonl", "config.toml"} <= {*names})
     if not found:
         raise ReportError(f"no run at or below '{folder}'; a run folder holds config.toml and rows.jsonl")
@@ -49,7 +53,11 @@ def find(folder: Path | str) -> list[Path]:
 
 
 def load_run(folder: Path | str) -> RunRecord:
-    """Load a run. Only files in the folder are read, not those that its config names."""
+    """Load a run. Only files in the folder are read, not those that its config names.
+
+    Raises:
+        ReportError: If it is not a run folder, or if a file in it does not have the expected content.
+    """
     folder = Path(folder)
     for needed in ("config.toml", "rows.jsonl"):
         if not os.path.lexists(folder / needed):
@@ -149,7 +157,11 @@ def _json(path: Path, form: schema.Shape = schema.table(schema.anything)) -> Map
 
 
 def by_label(records: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Group runs by label in order of first appearance, each sorted by seed."""
+    """Group runs by label and return them, labels in order of first appearance and runs sorted by seed.
+
+    Raises:
+        ReportError: If there are no runs, or if two runs have the same label and seed.
+    """
     groups: dict[str, dict[int, RunRecord]] = {}
     for record in records:
         repeats = groups.setdefault(record.label, {})

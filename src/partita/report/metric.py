@@ -17,7 +17,7 @@ class Metric:
     """
 
     name: str = "accuracy"
-    higher_is_better: bool = True
+    higher_is_better: bool = True  # direction
 
     @property
     def fraction(self) -> bool:
@@ -35,7 +35,7 @@ class Metric:
         return f"{self.name}, %" if self.fraction else self.name
 
     def text(self, value: float | None, sign: str = "") -> str:
-        """Format a value without its unit, which the column heading shows."""
+        """Format a value without its unit, which the column heading shows. `sign` "+" marks positive values."""
         if value is None or not self.fraction:
             return short(value, sign)
         return f"{100 * value:{sign}.1f}".replace("-", "−")
@@ -50,7 +50,7 @@ ACCURACY = Metric()
 
 
 def short(value: float | None, sign: str = "") -> str:
-    """Format a number with about three significant digits and no exponent."""
+    """Format a value with about three significant digits and no exponent. `sign` "+" marks positive values."""
     if value is None:
         return MISSING
     size = abs(value)

@@ -30,7 +30,7 @@ CHANGES_MARKED = 6
 class PlanStages:
     """Labels that share a plan, and its stages."""
 
-    labels: list[str]
+    labels: list[str]  # the labels that share the plan
     stages: Sequence[Mapping[str, Any]]
 
 

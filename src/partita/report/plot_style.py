@@ -28,12 +28,12 @@ ROLES = ("embedding", "query", "key", "value", "output", "mlp", "norm", "head")
 class Style:
     """Color and dash pattern of a label."""
 
-    color: str
-    dash: Any
+    color: str  # as matplotlib and CSS write it
+    dash: Any  # matplotlib's line style
 
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
-    """Assign a style to each label, the same in every figure. When colors run out, dashes distinguish labels."""
+    """Return a style for each label, the same in every figure. When colors run out, dashes distinguish labels."""
     return {
         label: Style(COLORS[place % len(COLORS)], DASHES[place // len(COLORS) % len(DASHES)])
         for place, label in enumerate(labels)
@@ -60,7 +60,11 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Create a figure with sizes in inches, without pyplot's global state."""
+    """Create a figure without pyplot's global state. `width` and `height` are in inches.
+
+    Raises:
+        ReportError: If matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -69,7 +73,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def style_axes(axes: Axes, across: str, up: str) -> None:
-    """Remove the box, draw a light grid behind the data, and label the axes."""
+    """Remove the box, draw a light grid behind the data, and label the axes with the texts `across` and `up`."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=INK, labelsize=8.5, width=0.8, length=3)
@@ -103,7 +107,7 @@ def legend_height(labels: Sequence[str]) -> float:
 
 
 def legend(figure: Figure, labels: Sequence[str], marked: bool = False) -> None:
-    """Draw the legend above the axes. `marked` adds an entry for plan changes."""
+    """Draw the legend of `labels` above the axes. `marked` adds an entry for plan changes."""
     from matplotlib.lines import Line2D
 
     handles = [
@@ -120,6 +124,6 @@ def legend(figure: Figure, labels: Sequence[str], marked: bool = False) -> None:
 
 
 def shorten(text: str, length: int) -> str:
-    """Truncate text and escape dollar signs, which start math mode in matplotlib."""
+    """Truncate text to `length` characters and escape dollar signs, which start math mode in matplotlib."""
     text = printable(text)
     return (text if len(text) <= length else text[: length - 1] + "…").replace("$", r"\$")

@@ -39,7 +39,7 @@ class Curve:
     """Mean and sample standard deviation over the seeds tested after a round, in display units."""
 
     rounds: list[int]  # completed rounds, so the first is 1
-    mean: list[float]
+    mean: list[float]  # mean over seeds
     sd: list[float]  # 0 if only one seed reached the round
     megabytes: list[float] | None  # sent up by all clients so far
 
@@ -95,6 +95,14 @@ def metric_by_bytes(records: Sequence[RunRecord], name: str | None = None) -> Fi
 
 def picture(records: Sequence[RunRecord], out: Path | str, metric: str | None = None) -> Path:
     """Write a wide PNG with the test metric by round and by megabytes sent up.
+
+    Args:
+        records: The runs.
+        out: The file to write.
+        metric: The name of the metric; by default, the common metric of the runs.
+
+    Returns:
+        The path of the file.
 
     Raises:
         ReportError: If no run was tested for the metric.

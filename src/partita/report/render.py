@@ -19,7 +19,7 @@ class Column:
 
     group: str
     heading: str
-    cells: tuple[str, ...]
+    cells: tuple[str, ...]  # one text per line of the comparison
 
 
 def columns(comparison: Comparison) -> list[Column]:
@@ -69,7 +69,7 @@ def columns(comparison: Comparison) -> list[Column]:
 
 
 def by_question(comparison: Comparison) -> dict[str, list[Column]]:
-    """Split the columns into titled tables that fit without scrolling."""
+    """Return the columns as tables by title, which fit without scrolling. Each starts with the column of labels."""
     name, *rest = columns(comparison)
     tables = {
         "Results": [column for column in rest if column.group not in (PERSONAL_GROUP, *COSTS)],

@@ -67,7 +67,7 @@ def anything(value: Any, where: str) -> Any:
 
 
 def like(pattern: str, wanted: str) -> Shape:
-    """Accept a string that matches a regular expression; `wanted` describes it in the error."""
+    """Accept a string that matches the regular expression `pattern`; `wanted` describes it in the error."""
 
     def check(value: Any, where: str) -> Any:
         if not re.fullmatch(pattern, text(value, where)):
@@ -105,7 +105,7 @@ def table(shape: Shape, key: Shape = text) -> Shape:
 
 
 def record(needed: Mapping[str, Shape], others: Mapping[str, Shape] | None = None) -> Shape:
-    """Accept a mapping with required and optional keys. Drop all other keys."""
+    """Accept a mapping with the keys in `needed`, and optionally those in `others`. Drop all other keys."""
     shapes = {**needed, **(others or {})}
 
     def check(value: Any, where: str) -> Any:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def figures_section(records: Sequence[RunRecord], metric: str) -> str:
+    """Return the section with the curves, the drift, and the results by client; "" if nothing can be drawn."""
     repeated = any(len(runs) > 1 for runs in by_label(records).values())
     spread = "the band is ± one sample standard deviation" if repeated else "there is one seed, so no spread"
     if repeated and not all(run.finished for run in records):
@@ -67,6 +68,7 @@ def figures_section(records: Sequence[RunRecord], metric: str) -> str:
 
 
 def layers_section(records: Sequence[RunRecord]) -> str:
+    """Return the section on which layers clients sent; "" if no method chose layers."""
     chose = layer_selection.has_selection(records)
     if not chose:
         return ""
@@ -84,11 +86,13 @@ def layers_section(records: Sequence[RunRecord]) -> str:
 
 
 def alarms_section(records: Sequence[RunRecord]) -> str:
+    """Return the section with the alarms; "" if there were none."""
     lines = list(layer_selection.alarms_raised(records))
     return f"<section>\n<h2>Alarms</h2>\n{html_list(lines)}</section>\n" if lines else ""
 
 
 def privacy_section(records: Sequence[RunRecord]) -> str:
+    """Return the section with guarantees and attacks; "" if there are neither."""
     guarantees, attacks = privacy.guarantees(records), privacy.attack_results(records)
     if not guarantees and not attacks:
         return ""
@@ -143,6 +147,7 @@ def _places(cases: Sequence[tuple[int, int, str]]) -> str:
 
 
 def plan_section(records: Sequence[RunRecord]) -> str:
+    """Return the section with the plan by stage; "" if no run recorded one."""
     plans = plan_stages.plans(records)
     if not plans:
         return ""

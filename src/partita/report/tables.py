@@ -125,7 +125,7 @@ def _stability(run: RunRecord, metric: str) -> float | None:
 
 
 def worst_tenth(values: Sequence[float], judge: Metric) -> float | None:
-    """Return the mean over the worst tenth of the clients, at least one."""
+    """Return the mean of the worst tenth of the clients' `values`, at least one; `judge` says which are worse."""
     return mean(sorted(values, reverse=not judge.higher_is_better)[: math.ceil(len(values) / 10)])
 
 
@@ -139,7 +139,12 @@ def _method(run: RunRecord) -> str | None:
 
 
 def gains(groups: Mapping[str, list[RunRecord]], judge: Metric) -> dict[str, list[list[float]]]:
-    """Return each client's gain over local training, by label and common seed."""
+    """Return each client's gain over local training, by label and common seed; empty if no run trains locally.
+
+    Args:
+        groups: The runs by label.
+        judge: The metric. A gain is positive if the client is better off.
+    """
     base = local_baseline(groups)
     if base is None:
         return {}

@@ -37,7 +37,14 @@ _CHECKSUMMED = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
 
 
 def write_checksummed(folder: Path, number: int, data: bytes) -> Path:
-    """Write data as `{number}-{digest}.safetensors` and delete any other file with that number."""
+    """Write data as `{number}-{digest}.safetensors` and delete any other file with that number.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        DiskError: If the file cannot be written.
+    """
     path = folder / checksummed_name(number, digest(data))
     write(path, data)
     for other in list_checksummed(folder):
@@ -69,18 +76,22 @@ def list_checksummed(folder: Path) -> list[Path]:
 
 
 def checksummed_name(number: int, digest: str) -> str:
+    """Return the name of the checksummed file with this number and digest."""
     return f"{number:06d}-{digest}.safetensors"
 
 
 def number_in_name(path: Path) -> int:
+    """Return the number in the name of a checksummed file."""
     return int(path.name.partition("-")[0])
 
 
 def digest_in_name(path: Path) -> str:
+    """Return the digest in the name of a checksummed file."""
     return path.stem.partition("-")[2]
 
 
 def digest(data: bytes) -> str:
+    """Return a hash of the bytes as 32 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -164,7 +175,11 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """Parse JSON; raise DamageError, which names `where`, if it is not valid."""
+    """Parse JSON from `data`.
+
+    Raises:
+        DamageError: If it is not valid. The message names `where`.
+    """
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

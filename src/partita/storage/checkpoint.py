@@ -54,7 +54,16 @@ class Checkpoint:
 def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "", states: States | None = None) -> Path:
     """Write a checkpoint after `done` rounds, then delete all but the newest `CHECKPOINTS_KEPT`.
 
-    The arguments are the fields of `Checkpoint`. Returns the path of the file.
+    Args:
+        folder: The folder of the checkpoints.
+        done: The number of completed rounds.
+        server: The server after these rounds.
+        run: The identity of the run.
+        rows: The digest of the records of the completed rounds.
+        states: The newest state of each client.
+
+    Returns:
+        The path of the file.
     """
     clients, owners = sorted(server.versions.held), sorted(states or ())
     newest = [states[client] for client in owners] if states else []

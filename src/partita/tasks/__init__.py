@@ -62,7 +62,9 @@ class TaskInfo(Protocol):
     """The properties of a task that models need."""
 
     @property
-    def kind(self) -> TaskKind: ...
+    def kind(self) -> TaskKind:
+        """What a model takes and predicts, and its loss."""
+        ...
 
     @property
     def classes(self) -> tuple[str, ...]:

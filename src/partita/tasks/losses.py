@@ -9,7 +9,7 @@ from partita.core.data import IGNORE_INDEX
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of logits (example, class) and class indices (example,)."""
+    """Return the cross-entropy, for logits (example, class) and targets that are class indices (example,)."""
     return functional.cross_entropy(logits, targets, reduction="none")
 
 

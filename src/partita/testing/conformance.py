@@ -36,11 +36,15 @@ class ConformanceError(AssertionError):
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """Measurements from a successful check."""
+    """Measurements from a successful check.
 
-    block_difference: (
-        float  # largest difference between blocks and single clients, relative to the slot's largest value
-    )
+    Attributes:
+        block_difference: Largest difference between blocks and single clients, relative to the slot's largest value.
+        bytes_up: Bytes from clients to the server in all rounds.
+        bytes_down: Bytes from the server to clients in all rounds.
+    """
+
+    block_difference: float
     bytes_up: int
     bytes_down: int
 
@@ -65,7 +69,7 @@ def check_method(
         The measurements.
 
     Raises:
-        ConformanceError: The method violates a requirement. The text names the first one.
+        ConformanceError: If the method violates a requirement. The text names the first one.
     """
     model, population = model or ToyTransformer(), population or ToyPopulation()
     model = method.extend(model, Key(5)) if method.extend else model
@@ -108,6 +112,7 @@ class RunTrace:
 
     @property
     def params(self) -> Tensors:
+        """The global model after the last round."""
         return self.rounds[-1].server.params
 
 

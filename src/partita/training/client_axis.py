@@ -41,11 +41,19 @@ class ClientAxis:
         return torch.stack(list(parts)) if self.many else parts[0].clone()
 
     def leading(self, value: Tensor, count: int) -> Tensor:
-        """Return the part of the first `count` clients, as a view."""
+        """Return the part of the first `count` clients of `value`, (client, ...), as a view."""
         return value[:count] if self.many else value
 
     def broadcast(self, numbers: Tensor, value: Tensor) -> Tensor:
-        """Reshape one number per client so that it multiplies each client's part of `value`."""
+        """Reshape one number per client so that it multiplies each client's part of `value`.
+
+        Args:
+            numbers: Shape (client,); a scalar for a single client.
+            value: Shape (client, ...); without the client dimension for a single client.
+
+        Returns:
+            Shape (client, 1, ...), with as many dimensions as `value`; a scalar for a single client.
+        """
         return numbers.view(-1, *[1] * (value.ndim - 1)) if self.many else numbers
 
     def views(self, stacked: Tensors) -> list[Mapping[str, Tensor]]:
@@ -149,7 +157,15 @@ def _same_objects(left: Any, right: Any) -> bool:
 
 
 def leading_clients(part: tuple[Any, Any], count: int) -> tuple[Any, Any]:
-    """Restrict a result of `stack_or_share` to the first `count` clients."""
+    """Restrict a result of `stack_or_share` to the first `count` clients.
+
+    Args:
+        part: The `(value, dims)` of `stack_or_share`.
+        count: The number of clients.
+
+    Returns:
+        `(value, dims)`, with views of the stacked tensors. Shared tensors stay as they are.
+    """
     value, dims = part
     if dims is None:
         return part

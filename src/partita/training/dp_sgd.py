@@ -69,6 +69,12 @@ def per_example_gradients(
 ) -> tuple[Tensors, Tensor, Tensor]:
     """Compute the gradient of each example.
 
+    Args:
+        loss: Returns `(loss, task's loss)` of a batch of one example, from the parameters, inputs and targets.
+        trainable: The parameters, without a client dimension.
+        inputs: The inputs by name, each of shape (example, ...).
+        targets: The targets, of shape (example, ...).
+
     Returns:
         `(gradients by name, norms, losses)`: gradients of shape (example, ...), norms over all names of shape
         (example,), and losses of shape (example,).

@@ -174,10 +174,20 @@ def check_norms(
     targets: Tensor,
     dp_settings: DPSGDSettings,
 ) -> None:
-    """Compare ghost norms with directly computed norms, and raise GhostError if they differ.
+    """Compare ghost norms with directly computed norms.
 
     This detects outputs whose first dimension has the right size but is not the example. Call it in float32: in half
     precision the two computations can differ by a few percent.
+
+    Args:
+        losses_of: Returns the losses of shape (example,), from the parameters, inputs and targets.
+        trainable: The parameters.
+        inputs: The inputs by name, each of shape (example, ...).
+        targets: The targets, of shape (example, ...).
+        dp_settings: The DP-SGD settings.
+
+    Raises:
+        GhostError: If the norms differ.
     """
 
     def of_one(trainable: Tensors, inputs: Tensors, targets: Tensor) -> tuple[Tensor, Tensor]:

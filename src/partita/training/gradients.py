@@ -40,7 +40,8 @@ class PlainGradients:
 
     Args:
         objective: What each client minimizes.
-        lift: Turns the loss of one client into that of a block.
+        axis: The clients.
+        lift: Turns the loss of one client into that of a block; None for `torch.vmap`.
     """
 
     def __init__(self, objective: Objective, axis: ClientAxis, lift: Lift | None = None) -> None:

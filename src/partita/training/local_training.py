@@ -42,7 +42,13 @@ def train_clients(
 def start_training(
     run: Run, client_rounds: Sequence[ClientRound], make_trainer: MakeTrainer = PhaseTrainer
 ) -> Callable[[], list[LocalResult]]:
-    """Queue all work of `train_clients` on the GPU, and return a function that waits for the results."""
+    """Queue all work of `train_clients` on the GPU.
+
+    The arguments are those of `train_clients`.
+
+    Returns:
+        A function that waits for the results and returns them.
+    """
     phases, dp_settings = client_rounds[0].plan.phases, client_rounds[0].dp_settings
     trained: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]  # for each client, by phase
     deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]

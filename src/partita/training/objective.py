@@ -55,14 +55,28 @@ class Objective:
         return torch.autocast(self.device_type, torch.bfloat16, enabled=half, cache_enabled=cache)
 
     def context(self, anchor: Tensors, sent: Slots, memory: Slots) -> Context:
-        """Return the context for `penalty` and `gradient`."""
+        """Return the context for `penalty` and `gradient`, with one client's `anchor`, `sent` and `memory`."""
         return Context(self.model, self.plan, anchor, sent, memory, self.lr)
 
     def loss(
         self, trainable: Tensors, frozen: Tensors, anchor: Tensors, sent: Slots, memory: Slots,
         inputs: Tensors, targets: Tensor, mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the loss with all penalties, and the task's loss alone, as means over the batch."""
+        """Return the loss with all penalties, and the task's loss alone, as means over the batch.
+
+        Args:
+            trainable: The parameters that train in this phase.
+            frozen: All other parameters.
+            anchor: All parameters at the start of the client's round.
+            sent: The slots from the server.
+            memory: The slots from the client's last round.
+            inputs: The inputs of the batch by name, each of shape (example, ...).
+            targets: The targets, of shape (example, ...).
+            mask: Shape (example,), zero for padding; None if all examples count.
+
+        Returns:
+            `(loss, task's loss)`, two scalars.
+        """
         params = {**frozen, **trainable}
         out = self.model(params, inputs)
         task = masked_mean(self.model.losses(out, targets), mask)
@@ -75,7 +89,15 @@ class Objective:
         return sum((penalty for penalty in penalties if penalty is not None), start=task), task
 
     def penalties(self, out: Any, params: Tensors, batch: Any, ctx: Context, per_example: bool) -> Iterator[Tensor]:
-        """Yield the penalties that read examples, or those that must not read any."""
+        """Yield the penalties that read examples, or those that must not read any.
+
+        Args:
+            out: The output of the forward pass; not used unless `per_example` is set.
+            params: All parameters.
+            batch: The batch; not used unless `per_example` is set.
+            ctx: The context.
+            per_example: Which rules to call: those that set `ClientRule.per_example`, or all others.
+        """
         for rule in self.run.method.client_rules:
             seen: tuple[Any, Any] = (out, batch) if per_example else (ForbiddenData(rule), ForbiddenData(rule))
             if rule.per_example == per_example:
@@ -90,7 +112,17 @@ class Objective:
         return corrected or self.run.training.clip is not None
 
     def correct(self, grads: Tensors, anchor: Tensors, sent: Slots, memory: Slots) -> Tensors:
-        """Apply the rules' `gradient` in order, then `training.clip`."""
+        """Apply the rules' `gradient` in order, then `training.clip`.
+
+        Args:
+            grads: The gradient for the names that train in this phase.
+            anchor: All parameters at the start of the client's round.
+            sent: The slots from the server.
+            memory: The slots from the client's last round.
+
+        Returns:
+            The gradient by name. It has no names that `grads` lacks, and it lacks names that a rule leaves out.
+        """
         ctx = self.context(anchor, sent, memory)
         names = grads.keys()
         for rule in self.run.method.client_rules:

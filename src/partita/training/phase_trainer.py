@@ -41,7 +41,13 @@ class OptimizerSteps(Protocol):
         ...
 
     def step(self, trainable: Tensors, grads: Tensors, moments: Slots) -> None:
-        """Update parameters and optimizer state in place, for the names in `grads`."""
+        """Update parameters and optimizer state in place, for the names in `grads`.
+
+        Args:
+            trainable: The parameters, (client, ...) in a block of several clients.
+            grads: Their gradients, of the same shapes.
+            moments: The optimizer state by slot, of the same shapes.
+        """
         ...
 
 
@@ -61,7 +67,7 @@ class EagerOptimizer:
 
 
 def run_eagerly(step: Step, batch: Batch) -> Tensor:
-    """Run a step now."""
+    """Run a step now, and return the losses (client,)."""
     return step(batch)
 
 

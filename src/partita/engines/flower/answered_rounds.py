@@ -35,7 +35,7 @@ def register_job(path: Path, job_id: JobId) -> bool:
         Whether the session is new.
 
     Raises:
-        ClientError: The message is an old one, or there were too many sessions.
+        ClientError: If the message is an old one, or there were too many sessions.
     """
     record = _read(path) or {"session": "", "round": 0, "ended": []}
     new = job_id.session != record["session"]
@@ -84,6 +84,12 @@ def fingerprint(job: Job, state: ClientState, config: str, examples: int) -> str
     """Hash everything a client's answer depends on, except its secret and the contents of its examples.
 
     The client's own state is included, because the server influences which of its states is used.
+
+    Args:
+        job: The job, with all parameters.
+        state: The client's state before the round.
+        config: The digest of the config that server and sites share.
+        examples: The client's number of training examples.
     """
     parts = {"params": job.params, "personal": state.personal}
     parts |= {f"slot.{slot}": part for slot, part in job.slots.items()}

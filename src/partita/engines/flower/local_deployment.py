@@ -44,7 +44,12 @@ class LocalDeployment:
     nodes: Mapping[str, subprocess.Popen[bytes]]  # client -> its SuperNode
 
     def run(self, app: Path, settings: str) -> None:
-        """Run the app to completion and print its log to the terminal."""
+        """Run the app to completion and print its log to the terminal.
+
+        Args:
+            app: The folder of the Flower app.
+            settings: Values for the app's run config, as `--run-config` takes them.
+        """
         command = [
             find_executable("flwr", self.environment),
             "run",
@@ -75,7 +80,7 @@ def deploy_locally(
         gate: Maps the SuperLink's port to the port that the SuperNodes connect to.
 
     Raises:
-        DeploymentError: The SuperLink did not start.
+        DeploymentError: If the SuperLink did not start.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,10 +132,10 @@ def _environment(folder: Path, port: int) -> dict[str, str]:
 
 
 def find_executable(name: str, environment: Mapping[str, str]) -> str:
-    """Find a Flower program on the environment's PATH.
+    """Find the Flower program `name` on the environment's PATH.
 
     Raises:
-        DeploymentError: The program is not installed.
+        DeploymentError: If the program is not installed.
     """
     path = shutil.which(name, path=environment["PATH"])
     if path is None:

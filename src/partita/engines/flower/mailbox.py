@@ -24,13 +24,19 @@ GRACE = 30.0  # seconds after the deadline to download replies that had arrived 
 
 @dataclass
 class Deadline:
-    """Start and end of waiting, in monotonic time. The end moves closer once enough clients have answered."""
+    """Start and end of waiting, in monotonic time. The end moves closer once enough clients have answered.
+
+    Attributes:
+        started: When the wait began.
+        end: When it ends.
+    """
 
     started: float
     end: float
 
     @property
     def seconds(self) -> float:
+        """The length of the wait."""
         return self.end - self.started
 
 
@@ -48,7 +54,14 @@ class Mailbox:
         self.grid, self.deadline, self.poll, self.patience = grid, deadline, poll, patience
 
     def send(self, content: RecordDict, node: int, kind: str, group: str = "") -> str | None:
-        """Send a message and return its id, or None if Flower rejects it because the node has disconnected."""
+        """Send a message and return its id, or None if Flower rejects it because the node has disconnected.
+
+        Args:
+            content: The records of the message.
+            node: The id of the node.
+            kind: Flower's message type, which selects the handler at the site.
+            group: Flower's group id; the round, if the message is a job.
+        """
         message = Message(content, node, kind, ttl=self.deadline + GRACE, group_id=group)
         return next(iter(self.grid.push_messages([message])), None) or None
 

@@ -98,7 +98,7 @@ def check_request(run: Run, model: Model, client: str, config: str, request: Sit
         The plan for the job, computed at the site.
 
     Raises:
-        ClientError: The request does not fit this run. The text gives the reason.
+        ClientError: If the request does not fit this run. The text gives the reason.
     """
     job_id = request.job_id
     if job_id.client != client:
@@ -164,7 +164,7 @@ def check_reply(update: Update, plan: Plan, client: str) -> None:
     """Check at the site, before an update leaves, that it holds only parameters that the plan sends up.
 
     Raises:
-        ClientError: The update holds another parameter, such as one that the client keeps.
+        ClientError: If the update holds another parameter, such as one that the client keeps.
     """
     for part in (update.delta, *update.slots.values()):
         if (unknown := first_unknown(part, plan.up)) is not None:

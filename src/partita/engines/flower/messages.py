@@ -33,38 +33,61 @@ def printable_line(text: object) -> str:
 
 @dataclass(frozen=True)
 class JobId:
-    """Identifies the job of a message. A reply repeats it, so that a reply to another job is not accepted."""
+    """Identifies the job of a message. A reply repeats it, so that a reply to another job is not accepted.
+
+    Attributes:
+        round: The round, from 0.
+        client: The client's name.
+        session: One per start of the server. A site discards its copies from other sessions.
+    """
 
     round: int
     client: str
-    session: str  # one per start of the server; a site discards its copies from other sessions
+    session: str
 
 
 @dataclass(frozen=True)
 class SiteRequest:
-    """A job as a site receives it."""
+    """A job as a site receives it.
+
+    Attributes:
+        job_id: Identifies the job.
+        sent: The parameters that the site does not hold yet.
+        slots: `Job.slots`.
+        signal: `Job.signal`.
+        fingerprint: The fingerprint of all parameters that the site should hold now.
+        config: The digest of the config that server and sites share.
+        void: The site's state of this round and later is void, because no such answer reached the server.
+        settled: No checkpoint of the server is older than this round.
+    """
 
     job_id: JobId
-    sent: Tensors  # only the parameters that the site does not hold yet
+    sent: Tensors
     slots: Slots
     signal: Mapping[str, float]
-    fingerprint: str  # of all parameters that the site should hold now
-    config: str  # digest of the config that server and sites share
-    void: int  # the site's state of this round and later is void, because no such answer reached the server
-    settled: int  # no checkpoint of the server is older than this round
+    fingerprint: str
+    config: str
+    void: int
+    settled: int
 
 
 @dataclass(frozen=True)
 class ErrorReply:
-    """A site's reply without a result."""
+    """A site's reply without a result.
+
+    Attributes:
+        reason: Why there is no result.
+        fault: Whether it is an error, as opposed to a simulated dropout.
+        empty: Whether the site does not hold the parameters that the server assumes.
+    """
 
     reason: str
-    fault: bool = False  # an error, as opposed to a simulated dropout
-    empty: bool = False  # the site does not hold the parameters that the server assumes
+    fault: bool = False
+    empty: bool = False
 
 
 def encode_job(job: Job, fingerprint: str, session: str, config: str, void: int, settled: int) -> RecordDict:
-    """Encode a job. See `SiteRequest` for the arguments."""
+    """Encode a job. `SiteRequest` and `JobId` explain `fingerprint`, `session`, `config`, `void` and `settled`."""
     job_id = asdict(JobId(job.round, job.client, session))
     fields: dict[str, Any] = {"seal": fingerprint, "config": config, "void": void, "settled": settled}
     return RecordDict(
@@ -77,7 +100,11 @@ def encode_job(job: Job, fingerprint: str, session: str, config: str, void: int,
 
 
 def decode_job(content: RecordDict) -> SiteRequest:
-    """Decode a job at the site. Raises a MessageError if it cannot be read."""
+    """Decode a job at the site.
+
+    Raises:
+        MessageError: If the job cannot be read.
+    """
     check_records(content, ("job", "signal", "tensors"))
     job, slots = _record(content, "job", ConfigRecord), _slots(content)
     return SiteRequest(
@@ -102,7 +129,11 @@ def with_job_id(answer: RecordDict, request: RecordDict) -> RecordDict:
 
 
 def decode_job_id(content: RecordDict, name: str = "job_id") -> JobId:
-    """Read the job id from the record `name`. Raises a MessageError if it cannot be read."""
+    """Read the job id from the record `name` of a message.
+
+    Raises:
+        MessageError: If the job id cannot be read.
+    """
     record = _record(content, name, ConfigRecord)
     return JobId(_entry(record, "round", int), _entry(record, "client", str), _entry(record, "session", str))
 
@@ -129,7 +160,7 @@ def decode_update(content: RecordDict, job_id: JobId, limit: int) -> Update:
         limit: Maximum bytes of tensors in an honest update.
 
     Raises:
-        MessageError: The reply cannot be read, or it is too large.
+        MessageError: If the reply cannot be read, or it is too large.
     """
     check_records(content, ("job_id", "numbers", "steps", "metrics", "tensors"))
     numbers = _record(content, "numbers", MetricRecord)
@@ -146,7 +177,11 @@ def encode_scores(scores: Mapping[str, float]) -> RecordDict:
 
 
 def decode_scores(content: RecordDict) -> dict[str, float]:
-    """Decode a client's scores. Raises a MessageError if they cannot be read."""
+    """Decode a client's scores and return them by metric.
+
+    Raises:
+        MessageError: If the scores cannot be read.
+    """
     check_records(content, ("job_id", "scores"))
     return _numbers(content, "scores")
 
@@ -157,7 +192,11 @@ def encode_name(client: str) -> RecordDict:
 
 
 def decode_name(content: RecordDict) -> str:
-    """Decode a client's name. Raises a MessageError if it cannot be read."""
+    """Decode a client's name.
+
+    Raises:
+        MessageError: If the name cannot be read.
+    """
     return _entry(_record(content, "site", ConfigRecord), "client", str)
 
 
@@ -177,12 +216,12 @@ def decode_error(content: RecordDict) -> ErrorReply | None:
 
 
 def first_unknown(given: Iterable[str], known: Container[str]) -> str | None:
-    """Return the first unknown name, or None if all are known. A name may be the empty string."""
+    """Return the first name of `given` that is not in `known`, or None. A name may be the empty string."""
     return next((name for name in given if name not in known), None)
 
 
 def check_records(content: RecordDict, names: tuple[str, ...]) -> None:
-    """Raise a MessageError if a message has a record with another name."""
+    """Raise a MessageError if a message has a record whose name is not in `names`."""
     if (unknown := first_unknown(content, names)) is not None:
         raise MessageError(f"it has a record '{printable_line(unknown)}'; do both sides run the same partita version?")
 

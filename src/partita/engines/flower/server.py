@@ -108,7 +108,7 @@ class FlowerEngine:
         """Wait until enough clients are connected, and return them in the population's order.
 
         Raises:
-            RunError: There are not enough clients after `deadline` seconds.
+            RunError: If there are not enough clients after `deadline` seconds.
         """
         end = time.monotonic() + self.deadline
         while len(nodes := self.registry.online()) < self.required:

@@ -42,7 +42,11 @@ ARCHITECTURES = {
 
 
 def architecture(model_type: str) -> Architecture:
-    """Return the architecture of a model type. Raise a ModelError if it is not supported."""
+    """Return the architecture of a model type.
+
+    Raises:
+        ModelError: If the model type is not supported.
+    """
     if model_type not in ARCHITECTURES:
         raise ModelError(
             f"partita does not support the architecture '{model_type}', only: {', '.join(ARCHITECTURES)}; "
@@ -52,7 +56,11 @@ def architecture(model_type: str) -> Architecture:
 
 
 def forward_of(model_type: str, head: Head) -> Forward:
-    """Return the forward function of an architecture for a head. Raise a ModelError if it does not have that head."""
+    """Return the forward function of an architecture for a head.
+
+    Raises:
+        ModelError: If the model type is not supported, or not with this head.
+    """
     heads = architecture(model_type).heads
     if head in heads:
         return heads[head]
@@ -63,13 +71,22 @@ def forward_of(model_type: str, head: Head) -> Forward:
 
 
 def heads_among(model_type: str, names: Iterable[str]) -> Names:
-    """Return the parameter names that belong to the head."""
+    """Return the parameter names that belong to the head.
+
+    Args:
+        model_type: The `model_type` in the config of transformers.
+        names: The names of all parameters.
+    """
     patterns = [re.compile(pattern) for pattern, role, *_ in architecture(model_type).roles if role == "head"]
     return frozenset(name for name in names if any(pattern.fullmatch(name) for pattern in patterns))
 
 
 def tags_of(model_type: str, names: Iterable[str]) -> dict[str, Names]:
     """Return the tags of each parameter name: exactly one role, "layer.N" inside a layer, and extra tags of its rule.
+
+    Args:
+        model_type: The `model_type` in the config of transformers.
+        names: The names of all parameters.
 
     Raises:
         ModelError: If a name does not match exactly one rule.

@@ -35,8 +35,8 @@ class TextTowerSpec:
     token_embedding: str  # path of the token embedding
     first_states: Callable[[Any, Tensor], Tensor]  # from embedded tokens to the input of the first layer
     layers: str  # path of the layers
-    causal: bool
-    pool: Callable[[Any, Tensor, Tensor], Tensor]  # from states and `seen` to (text, width)
+    causal: bool  # whether tokens attend only to earlier tokens
+    pool: Callable[[Any, Tensor, Tensor], Tensor]  # from states and the attention mask to (text, width)
 
 
 def _add_positions(tower: Any, states: Tensor) -> Tensor:
@@ -89,21 +89,29 @@ TEXT_TOWERS = {
 
 
 def image_tower_spec(model_type: str) -> ImageTowerSpec:
-    """Return the spec of an image tower. Raise a ModelError if it is not supported."""
+    """Return the spec of an image tower.
+
+    Raises:
+        ModelError: If the model type is not supported.
+    """
     if model_type not in IMAGE_TOWERS:
         raise ModelError(f"partita does not support prompts in the image tower '{model_type}'; {_known(IMAGE_TOWERS)}")
     return IMAGE_TOWERS[model_type]
 
 
 def text_tower_spec(model_type: str) -> TextTowerSpec:
-    """Return the spec of a text tower. Raise a ModelError if it is not supported."""
+    """Return the spec of a text tower.
+
+    Raises:
+        ModelError: If the model type is not supported.
+    """
     if model_type not in TEXT_TOWERS:
         raise ModelError(f"partita does not support prompts in the text tower '{model_type}'; {_known(TEXT_TOWERS)}")
     return TEXT_TOWERS[model_type]
 
 
 def check_dual_encoder(path: str, model_type: str) -> None:
-    """Raise a ModelError if the model type is not a supported dual encoder."""
+    """Raise a ModelError that names `path` if its model type is not a supported dual encoder."""
     if model_type not in DUAL_ENCODERS:
         raise ModelError(
             f"'{path}' is a '{model_type}', which is not a pair of an image tower and a text tower; "

@@ -46,13 +46,16 @@ def like_bert(body: str, text: Forward) -> Architecture:
 
 
 def pooled(module: Any, inputs: Tensors) -> Output:
-    """Classify texts from the pooled first token."""
+    """Classify texts from the pooled first token. A `Forward` of `module` and `inputs`."""
     out = module.base_model(**inputs)
     return Output(module.classifier(out.pooler_output), out.last_hidden_state[:, 0])
 
 
 def whole(module: Any, inputs: Tensors) -> Output:
-    """Pass all tokens to the head. A text classification head selects the first token itself."""
+    """Pass all tokens to the head. A text classification head selects the first token itself.
+
+    A `Forward` of `module` and `inputs`.
+    """
     state = module.base_model(**inputs).last_hidden_state  # (example, token, width)
     return Output(module.classifier(state), state[:, 0])
 

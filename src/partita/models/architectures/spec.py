@@ -22,7 +22,7 @@ Forward = Callable[[Any, Tensors], Output]
 class InputSide:
     """The path from an input to the first layer. Paths are relative to the module's body."""
 
-    input_name: str
+    input_name: str  # key of the input in a batch, such as "pixel_values"
     embeds: tuple[str, ...]  # submodules before the first layer; some modules lack some of them
     layers: str  # path of the layers
 
@@ -35,16 +35,23 @@ class Architecture:
         roles: Tag rules. The group "layer" of a pattern becomes the tag "layer.N".
         heads: Forward function for each supported head.
         split: Splits fused parameters of a module, in place.
-        start: The input side. Skipping layers needs it too.
+        transposed: Whether weights are (in, out), as GPT-2's Conv1D holds them, and not (out, in) as nn.Linear does.
+        start: The input side. Without it, frozen layers cannot be cached and no layers can be skipped.
     """
 
     roles: tuple[TagRule, ...]
     heads: Mapping[Head, Forward]
     split: Callable[[nn.Module], None] | None = None
-    transposed: bool = False  # weights are (in, out), as GPT-2's Conv1D holds them, and not (out, in) as nn.Linear does
-    start: InputSide | None = None  # without it, frozen layers cannot be cached
+    transposed: bool = False
+    start: InputSide | None = None
 
 
 def tag_rules(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[TagRule, ...]:
-    """Return one rule for each pattern, prefixed with `stem`."""
+    """Return one rule for each pattern, prefixed with `stem`.
+
+    Args:
+        stem: Pattern of the part of the names that all rules share.
+        roles: The role by pattern of the rest of the name.
+        *tags: Further tags of all rules.
+    """
     return tuple((stem + pattern, role, *tags) for pattern, role in roles.items())

@@ -49,6 +49,10 @@ def clip(
 
     `shape` builds random towers instead: "tiny", or "b16" with the size of ViT-B/16. `template` is the class text for
     methods that do not learn one. `dtype` applies to the towers; trainable parameters are float32.
+
+    Raises:
+        ModelError: If the task does not have one class per image, both or neither of `path` and `shape` are given, or
+            the model is not a supported dual encoder.
     """
     loading.check_has_images(task)
     if task.kind.inputs != "image" or not task.kind.one_class:

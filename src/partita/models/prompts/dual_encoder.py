@@ -75,11 +75,21 @@ class DualEncoder(Model):
         return int(getattr(self.module, f"{tower}_model").config.hidden_size)
 
     def features_to_cache(self, inputs: Tensors, patches: bool = False) -> Tensor:
-        """Compute the image features to cache, (example, token, feature). They are the same in every round."""
+        """Return the image features to cache, (example, token, feature). They are the same in every round.
+
+        Args:
+            inputs: The inputs of a batch, with the images as "pixel_values".
+            patches: Whether to include the features of the patches, after the image feature.
+        """
         return self.encode_image(inputs["pixel_values"].to(self.module.device), patches=patches).cpu()
 
     def image_features(self, inputs: Tensors, patches: bool = False) -> Tensor:
-        """Return image features without prompts, from the cache if the inputs have cached states."""
+        """Return image features without prompts, (example, token, feature), from the cache if the inputs have them.
+
+        Args:
+            inputs: The inputs of a batch.
+            patches: Whether to include the features of the patches. Cached features are returned as they are.
+        """
         if CACHED_STATES in inputs:
             return inputs[CACHED_STATES]
         return self.encode_image(inputs["pixel_values"], patches=patches)

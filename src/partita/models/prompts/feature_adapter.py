@@ -25,7 +25,7 @@ class FeatureAdapter(PromptModel):
 
 
 def gate(params: Tensors, image: Tensor) -> Tensor:
-    """Compute the attention weights of image features, (example, feature)."""
+    """Return the attention weights of image features, (example, feature)."""
 
     def linear(part: str, value: Tensor) -> Tensor:
         weight, bias = params[f"adapter.{part}.weight"], params[f"adapter.{part}.bias"]

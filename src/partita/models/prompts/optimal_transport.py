@@ -23,6 +23,11 @@ class OptimalTransportPrompts(PromptModel):
     """A frozen dual encoder whose logits are the similarities of patches and texts, weighted by optimal transport.
 
     Each class has one text per owner: one with the shared context, one with the personal context.
+
+    Attributes:
+        mass: Total transported mass.
+        smoothing: Weight of the entropy term.
+        iterations: Number of Sinkhorn iterations.
     """
 
     mass: float

@@ -28,7 +28,11 @@ QUERY_OWNERS |= {"both": ("local", "global"), "mean": (), "none": ()}
 
 @dataclass(frozen=True, eq=False)
 class PromptModel(Model):
-    """Base class of a frozen dual encoder with trainable prompts or adapters."""
+    """Base class of a frozen dual encoder with trainable prompts or adapters.
+
+    Attributes:
+        towers: The frozen dual encoder.
+    """
 
     towers: DualEncoder
     name: str
@@ -39,7 +43,7 @@ class PromptModel(Model):
         return self.towers.losses(out, targets)
 
     def features_to_cache(self, inputs: Tensors) -> Tensor:
-        """Compute the image features to cache; see `DualEncoder.features_to_cache`."""
+        """Return the image features to cache; see `DualEncoder.features_to_cache`."""
         return self.towers.features_to_cache(inputs)
 
     def to(self, device: torch.device) -> None:
@@ -135,7 +139,16 @@ def dual_prompts(
 
 
 def random_prompts(key: Key, *shape: int, std: float | None = INITIAL_STD) -> Tensor:
-    """Draw normal numbers with standard deviation `std`. None: 1 / sqrt(last dimension), which preserves norms."""
+    """Return normal random numbers of the given shape.
+
+    Args:
+        key: Key for the draw.
+        *shape: Shape of the tensor.
+        std: Standard deviation. None: 1 / sqrt(last dimension), which preserves norms.
+
+    Raises:
+        SizeError: If the tensor would not fit into memory.
+    """
     memory.require(
         4 * math.prod(shape), f"prompts of the shape {shape}", "lower method.text_tokens or method.vision_tokens"
     )
