@@ -141,8 +141,8 @@ EQUIVALENT: dict[Spot, str] = {
     ): "without noise Rényi's bound is infinite as well",
     (
         "privacy/accountant.py",
-        'if by == "rdp" or bound > LOOSE:',
-        "bound > LOOSE -> bound >= LOOSE",
+        'if by == "rdp" or bound > MAX_EXACT_EPSILON:',
+        "bound > MAX_EXACT_EPSILON -> bound >= MAX_EXACT_EPSILON",
     ): "a bound that is 20 to the last digit",
     (
         "privacy/budget.py",
@@ -216,14 +216,14 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a longer step to where the search begins",
     (
         "privacy/mechanism_clients.py",
-        "lasting = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)",
+        "longer_run = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)",
         "replace(...) without drift=False",
-    ): "drift is measured beside the sums that are heard, and leaving it out only saves time",
+    ): "drift is measured beside the recorded aggregates, and leaving it out only saves time",
     (
         "privacy/mechanism_clients.py",
-        "lasting = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)",
+        "longer_run = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)",
         "False -> True",
-    ): "drift is measured beside the sums that are heard, and leaving it out only saves time",
+    ): "drift is measured beside the recorded aggregates, and leaving it out only saves time",
     (
         "privacy/mechanism_clients.py",
         "pmf = np.convolve(pmf, hypergeom.pmf(np.arange(charged + 1), population, charged, charged))",
@@ -296,8 +296,8 @@ EQUIVALENT: dict[Spot, str] = {
     ): "norms enter as products of two, whatever their sign",
     (
         "privacy/mechanism.py",
-        "loud = altered(group[0].ctx.model, losses=lambda out, targets, plain=plain: LOUD * plain(out, targets))",
-        "LOUD * plain(out, targets) -> LOUD / plain(out, targets)",
+        "group[0].ctx.model, losses=lambda out, targets, plain=plain: LARGE_FACTOR * plain(out, targets)",
+        "LARGE_FACTOR * plain(out, targets) -> LARGE_FACTOR / plain(out, targets)",
     ): "any loss with gradients far above the clip: every example then contributes exactly the clip",
     (
         "privacy/membership.py",

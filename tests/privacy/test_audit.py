@@ -156,11 +156,11 @@ def eavesdrop(privacy_config: PrivacyConfig | None, seed: int = 0) -> tuple[floa
     run = guard.run if guard else run
     canaries = choose_canaries(clients, 100, Key(seed) / "audit", classes=3)
     canary_population = CanaryPopulation(clients, canaries)
-    ear = Eavesdropper(run, MODEL, SimulationEngine(run, MODEL, canary_population, block=2), canary_population)
-    *_, end = rounds(run, MODEL, ear)
+    eavesdropper = Eavesdropper(run, MODEL, SimulationEngine(run, MODEL, canary_population, block=2), canary_population)
+    *_, end = rounds(run, MODEL, eavesdropper)
     assert len(canary_losses(MODEL, end.server.params, canary_population)) == 100
     included = canaries.included
-    scores, bound = best_guesses(ear.heard(), included, 1e-5)
+    scores, bound = best_guesses(eavesdropper.scores(), included, 1e-5)
     return roc(scores[included], scores[~included]).auc, bound.epsilon, guard
 
 

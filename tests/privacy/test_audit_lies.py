@@ -53,7 +53,7 @@ clipped_sum, ghost_sum, clip_update = (
 @pytest.fixture(autouse=True)
 def small_checks(monkeypatch: Patch) -> None:
     monkeypatch.setattr(mechanism, "STEPS", 3)
-    monkeypatch.setattr(mechanism, "VISITS", 24)
+    monkeypatch.setattr(mechanism, "INSPECTED_ROUNDS", 24)
 
 
 def failed_example_checks(seed: int = 7, side_by_side: int = 1, **privacy: Any) -> set[str]:

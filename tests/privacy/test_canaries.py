@@ -1,4 +1,4 @@
-"""The parts of a canary attack by themselves: who is drawn, what is heard, and how it is scored."""
+"""The parts of a canary attack by themselves: who is drawn, what is observed, and how it is scored."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_canaries_are_drawn_from_all_examples_with_fair_coins() -> None:
     assert {client: places.tolist() for client, places in every.places.items()} == {
         client: list(range(size)) for client, size in (("a", 5), ("b", 40), ("c", 3))
     }
-    assert not every.mislabelled
-    assert not choose_canaries(CLIENTS, 4, Key(1), classes=1).mislabelled
+    assert not every.mislabeled
+    assert not choose_canaries(CLIENTS, 4, Key(1), classes=1).mislabeled
     two = choose_canaries(CLIENTS, 4, Key(1), classes=2)
-    assert (two.mislabelled, two.classes) == (True, 2)
+    assert (two.mislabeled, two.classes) == (True, 2)
     coins = np.stack([every.redraw(Key(seed)).included for seed in range(50)])
     assert coins.shape == (50, 48)
     assert abs(coins.mean() - 0.5) < 5 * 0.5 / 2400**0.5
@@ -121,7 +121,7 @@ def test_clients_without_canaries_keep_their_examples() -> None:
     assert some["a"].test is CLIENTS["a"].test
 
 
-# ---- what is heard
+# ---- what is observed
 
 
 def test_gradients_and_losses_of_more_examples_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,13 +196,13 @@ def test_the_noise_in_an_update_beside_the_share_of_one_example() -> None:
     plain, private = fedavg(), replace(fedavg(), privacy=DPSGDSettings(1.0, 3.0))
     engine: Any = None
     assert Eavesdropper(toy_run(plain), MODEL, engine, planted())._strength(10) == 0.0
-    ear = Eavesdropper(toy_run(private, batch_size=4, epochs=2), MODEL, engine, planted())
-    assert ear._strength(10) == pytest.approx(4 * 9 / (0.4**2 * 6))
-    assert ear._strength(3) == pytest.approx(4 * 9 / (1.0 * 2))
+    eavesdropper = Eavesdropper(toy_run(private, batch_size=4, epochs=2), MODEL, engine, planted())
+    assert eavesdropper._strength(10) == pytest.approx(4 * 9 / (0.4**2 * 6))
+    assert eavesdropper._strength(3) == pytest.approx(4 * 9 / (1.0 * 2))
 
 
 def test_an_eavesdropper_adds_up_what_clients_with_canaries_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By client in the order of the coins; of whom it never heard, it knows nothing."""
+    """By client in the order of the coins; clients it never observed score zero."""
     run, population = toy_run(fedavg()), planted(30)
     del population.canaries.places["a"]
     sizes = {client: len(places) for client, places in population.canaries.places.items()}
@@ -221,12 +221,12 @@ def test_an_eavesdropper_adds_up_what_clients_with_canaries_send(monkeypatch: py
 
     seen: list[Any] = []
     monkeypatch.setattr(canaries, "canary_scores", scores)
-    ear = Eavesdropper(run, MODEL, ScriptedEngine(answer, ("a", "b", "c")), population)
+    eavesdropper = Eavesdropper(run, MODEL, ScriptedEngine(answer, ("a", "b", "c")), population)
     for number in (0, 1):
         jobs = [make_job(run, MODEL, server, number, client)[0] for client in "abc"]
-        replies = list(ear.train(jobs))
+        replies = list(eavesdropper.train(jobs))
         assert [reply.client for reply in replies] == ["a", "b", "c"]
         assert replies[2] is failure
     assert len(seen) == 2
-    assert ear.clients() == ("a", "b", "c")
-    assert ear.heard().tolist() == [[3.0] * sizes["b"] + [0.0] * sizes["c"]] * 3
+    assert eavesdropper.clients() == ("a", "b", "c")
+    assert eavesdropper.scores().tolist() == [[3.0] * sizes["b"] + [0.0] * sizes["c"]] * 3

@@ -26,7 +26,7 @@ from partita.experiment.config import parse
 from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.privacy.client_level import protect_clients
-from partita.privacy.disclosure import BESIDE, LOST, ROW, disclosed, withhold
+from partita.privacy.disclosure import LOST, OUTSIDE_ROWS, ROW, disclosed, withhold
 from partita.training.local_training import train_clients
 
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guide" / "privacy.md"
@@ -168,7 +168,7 @@ def guide_table() -> Iterator[tuple[str, str, str]]:
 
 
 def test_guide_table_matches_the_code() -> None:
-    every = {**ROW, **BESIDE}
+    every = {**ROW, **OUTSIDE_ROWS}
     assert list(guide_table()) == [(what, each.example, each.client) for what, each in every.items()]
 
 
@@ -202,7 +202,7 @@ def test_withhold_empties_only_withheld_keys() -> None:
 def test_privacy_record_lists_uncovered_and_withheld_quantities() -> None:
     for unit in ("example", "client"):
         found = disclosed(unit)
-        for what, quantity in {**ROW, **BESIDE}.items():
+        for what, quantity in {**ROW, **OUTSIDE_ROWS}.items():
             status = quantity.example if unit == "example" else quantity.client
             line = f"{what}: {quantity.why}"
             assert (line in found["not_covered"]) == (status == "named")

@@ -153,13 +153,13 @@ def test_audited_clients_spread_from_smallest_to_largest(sizes: dict[str, int], 
 
 
 def test_client_rounds_are_replicated_under_new_names_until_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mechanism, "VISITS", 7)
+    monkeypatch.setattr(mechanism, "INSPECTED_ROUNDS", 7)
     found = mechanism._replicas(toy_run(fedavg(), 2), ["a", "b"])
     assert found == [
         *[(0, "a", ""), (0, "b", ""), (1, "a", ""), (1, "b", "")],
         *[(0, "a", "a 1"), (0, "b", "b 1"), (1, "a", "a 1")],
     ]
-    monkeypatch.setattr(mechanism, "VISITS", 4)
+    monkeypatch.setattr(mechanism, "INSPECTED_ROUNDS", 4)
     assert mechanism._replicas(toy_run(fedavg(), 2), ["a", "b"]) == found[:4]
     assert mechanism._replicas(toy_run(fedavg(), 9), ["a"]) == [(number, "a", "") for number in range(4)]
 
@@ -292,29 +292,29 @@ def test_number_of_copies_matches_the_noise(noise: float, share: float, layers: 
 
 def test_selection_cosines_are_compared_with_honest_draws() -> None:
     release = PrivacyRelease("layers", 3.0, 0.5)
-    told = np.random.default_rng(5).standard_normal((300, 4))
-    told /= np.linalg.norm(told, axis=1, keepdims=True)
-    found = mechanism_choice._check_lean(told, release)
+    scores = np.random.default_rng(5).standard_normal((300, 4))
+    scores /= np.linalg.norm(scores, axis=1, keepdims=True)
+    found = mechanism_choice._check_bias(scores, release)
     draw = np.random.default_rng(0)
     sums = draw.standard_normal((20_000, 4)) * 3.0
     sums[:, 0] = sums[:, 0] + draw.binomial(12, 0.5, 20_000)
     honest = sums[:, 0] / np.sqrt((sums**2).sum(axis=1))
     assert found.charged == pytest.approx(honest.mean())
-    assert found.found == pytest.approx(told[:, 0].mean())
-    assert found.p == pytest.approx(ks_2samp(told[:, 0], honest).pvalue, rel=1e-3)
+    assert found.found == pytest.approx(scores[:, 0].mean())
+    assert found.p == pytest.approx(ks_2samp(scores[:, 0], honest).pvalue, rel=1e-3)
     assert found.numbers == 300
-    honestly = mechanism_choice._check_lean(np.column_stack([honest[:300], told[:, 1:]]), release)
-    assert honestly.p > 1e-3 > found.p
+    honest_check = mechanism_choice._check_bias(np.column_stack([honest[:300], scores[:, 1:]]), release)
+    assert honest_check.p > 1e-3 > found.p
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_selection_noise_correlation_is_checked_between_rounds_and_clients(rounds: int) -> None:
     """Only layers that hold pure noise are compared, and each selection is in at most one pair."""
-    told = np.random.default_rng(6).standard_normal((13, 4))
-    told[3, 1:] = 0.0
-    found = mechanism_choice._check_repeats(told, rounds)
+    scores = np.random.default_rng(6).standard_normal((13, 4))
+    scores[3, 1:] = 0.0
+    found = mechanism_choice._check_repeats(scores, rounds)
     assert [each.what.rpartition(" ")[2] for each in found] == (["clients"] if rounds == 1 else ["rounds", "clients"])
-    for each, rows in zip(found[::-1], (told[::rounds], told), strict=False):
+    for each, rows in zip(found[::-1], (scores[::rounds], scores), strict=False):
         noise = [row[1:] / (np.linalg.norm(row[1:]) or 1.0) for row in rows]
         pairs = len(noise) // 2
         one = np.concatenate([noise[2 * place] for place in range(pairs)])
@@ -322,7 +322,7 @@ def test_selection_noise_correlation_is_checked_between_rounds_and_clients(round
         assert each.found == pytest.approx(cosine(one, two))
         assert each.p == pytest.approx(chance(cosine(one, two), 3 * pairs))
         assert (each.charged, each.numbers) == (0.0, 3 * pairs)
-    assert mechanism_choice._check_repeats(told[:3], 1) == [], "one pair is not enough"
+    assert mechanism_choice._check_repeats(scores[:3], 1) == [], "one pair is not enough"
 
 
 def test_repeated_examples_are_copies_of_the_first() -> None:

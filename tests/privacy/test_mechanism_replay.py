@@ -35,7 +35,7 @@ from partita.training.dp_sgd import clipped_sum
 
 @pytest.fixture(autouse=True)
 def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mechanism_choice, "ASKED", 5)
+    monkeypatch.setattr(mechanism_choice, "CHOICES", 5)
 
 
 RELEASE = PrivacyRelease("layers", 2.0, 0.5)
@@ -46,17 +46,17 @@ class Telling(ClientRule):
     """Reports the attention of its first example to some of the layers, and notes what it was asked with."""
 
     release: PrivacyRelease = RELEASE
-    told: tuple[str, ...] = ("layer.2", "layer.1", "layer.0")
+    layers: tuple[str, ...] = ("layer.2", "layer.1", "layer.0")
     asked: list[tuple[int, str, int]] = field(default_factory=list)
     uses_data = True
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         self.asked.append((ctx.round_info.round, ctx.round_info.client, len(probe)))
-        paid = ctx.model.attention(ctx.anchor, probe.take(torch.arange(len(probe))), "auto")
-        assert all(value.shape == (len(probe), 1) for value in paid.values())
-        assert paid.keys() == {"layer.0", "layer.1", "layer.2"}
+        attention = ctx.model.attention(ctx.anchor, probe.take(torch.arange(len(probe))), "auto")
+        assert all(value.shape == (len(probe), 1) for value in attention.values())
+        assert attention.keys() == {"layer.0", "layer.1", "layer.2"}
         return LayerSelection(
-            plan.train, {}, {f"{self.release}/{layer}": float(paid[layer][-1]) for layer in self.told}
+            plan.train, {}, {f"{self.release}/{layer}": float(attention[layer][-1]) for layer in self.layers}
         )
 
 
@@ -70,21 +70,21 @@ def choosing(*rules: Telling, count: int = 2) -> list[str]:
 
 
 def test_clients_are_asked_for_choices_with_examples_that_point_at_one_layer() -> None:
-    """First once, to see which layers are told of. Then rounds are asked in turn, of one artificial client each."""
+    """First once, to see which layers are reported. Then rounds are asked in turn, of one artificial client each."""
     rule, model = Telling(), ToyTransformer(width=4, layers=3)
     run = toy_run(replace(fedavg(), client_rules=(rule,)), 2)
-    scores = mechanism_choice._ask_often(run, model, Clients(a=8, b=3), initial_server(run, model), RELEASE)
-    assert scores.tolist() == [[mechanism_choice.LOUD, 0.0, 0.0]] * 5
+    scores = mechanism_choice._collect_scores(run, model, Clients(a=8, b=3), initial_server(run, model), RELEASE)
+    assert scores.tolist() == [[mechanism_choice.LARGE_FACTOR, 0.0, 0.0]] * 5
     copies = round(2.0 * math.sqrt(3) / 0.5)
     rounds = [(0, "a 0"), (0, "a 0"), (1, "a 0"), (0, "a 1"), (1, "a 1"), (0, "a 2")]
     assert rule.asked == [(number, client, copies) for number, client in rounds]
 
 
 def test_each_rule_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mechanism_choice, "_check_lean", lambda scores, release: seen.append((scores, release)))
+    monkeypatch.setattr(mechanism_choice, "_check_bias", lambda scores, release: seen.append((scores, release)))
     monkeypatch.setattr(mechanism_choice, "_check_repeats", lambda scores, rounds: [rounds])
     seen: list[tuple[np.ndarray, PrivacyRelease]] = []  # type: ignore[type-arg]
-    first, second = Telling(), Telling(replace(RELEASE, noise=1.0), told=("layer.0", "layer.2"))
+    first, second = Telling(), Telling(replace(RELEASE, noise=1.0), layers=("layer.0", "layer.2"))
     run, model = toy_run(replace(fedavg(), client_rules=(first, second)), 2), ToyTransformer(width=4, layers=3)
     checks = mechanism_choice.check_choice(run, model, Clients(a=8), initial_server(run, model))
     assert checks == [None, 2, None, 2]
@@ -93,11 +93,11 @@ def test_each_rule_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_single_score_or_none_has_no_direction() -> None:
-    single = Telling(told=("layer.1",))
+    single = Telling(layers=("layer.1",))
     assert choosing(single) == []
-    silent = Telling(told=())
-    assert choosing(silent) == []
-    assert len(silent.asked) == 1
+    none = Telling(layers=())
+    assert choosing(none) == []
+    assert len(none.asked) == 1
 
 
 # ---- private clients
@@ -210,15 +210,15 @@ def test_updates_are_made_ten_times_as_long_and_one_client_fails() -> None:
         "c": failure,
     }
     engine = ScriptedEngine(lambda job: replies[job.client], ("a", "b", "c"))
-    loud = mechanism_clients.Loud(engine, silent="b")
+    scaled_updates = mechanism_clients.ScaledUpdatesEngine(engine, failing_client="b")
     jobs: Any = [SimpleNamespace(client=name) for name in replies]
-    first, second, third = loud.train(jobs)
+    first, second, third = scaled_updates.train(jobs)
     assert isinstance(first, Update)
     assert first.delta["w"].tolist() == first.slots["s"]["w"].tolist() == [10.0, 20.0]
     assert isinstance(second, ClientFailure)
     assert second.client == "b"
     assert third is failure
-    assert loud.clients() == ("a", "b", "c")
+    assert scaled_updates.clients() == ("a", "b", "c")
 
 
 # ---- private examples
@@ -234,15 +234,17 @@ def settings_of(run: Run) -> DPSGDSettings:
     return run.method.privacy
 
 
-def visits_of(run: Run, number: int = 1, **sizes: int) -> list[ClientRound]:
+def client_rounds_of(run: Run, number: int = 1, **sizes: int) -> list[ClientRound]:
     clients, server = Clients(**sizes), initial_server(run, MODEL)
-    return [mechanism._visit(run, MODEL, clients, server, number, client) for client in sizes]
+    return [mechanism._begin_client_round(run, MODEL, clients, server, number, client) for client in sizes]
 
 
-def test_a_visit_under_another_name_draws_other_batches_of_the_same_examples() -> None:
+def test_a_client_round_under_another_name_draws_other_batches_of_the_same_examples() -> None:
     run, clients = private(), Clients(a=9, b=9)
     server = initial_server(run, MODEL)
-    plain, again, other = (mechanism._visit(run, MODEL, clients, server, 2, "a", name) for name in ("", "a", "a 1"))
+    plain, again, other = (
+        mechanism._begin_client_round(run, MODEL, clients, server, 2, "a", name) for name in ("", "a", "a 1")
+    )
     assert [each.job.client for each in (plain, again, other)] == ["a", "a", "a 1"]
     assert {each.job.round for each in (plain, again, other)} == {2}
     assert all(each.examples is clients["a"].train for each in (plain, again, other))
@@ -252,8 +254,8 @@ def test_a_visit_under_another_name_draws_other_batches_of_the_same_examples() -
 
 def test_only_the_first_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mechanism, "STEPS", 2)
-    [visit] = visits_of(private(), a=9)
-    [whole], [short] = visit.schedules, mechanism._shortened(visit).schedules
+    [client_round] = client_rounds_of(private(), a=9)
+    [whole], [short] = client_round.schedules, mechanism._shortened(client_round).schedules
     assert len(whole.sizes) == 6
     assert [batch.tolist() for batch in short] == [batch.tolist() for batch in whole][:2]
     assert len(short.order) == sum(whole.sizes[:2])
@@ -262,10 +264,10 @@ def test_only_the_first_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_client_rounds_are_grouped_as_an_engine_groups_them() -> None:
     """So many neighbors at a time, and of these only those that can train side by side."""
     run = private()
-    visits = visits_of(run, a=9, b=9, c=9, d=9, e=9)
+    client_rounds = client_rounds_of(run, a=9, b=9, c=9, d=9, e=9)
     for block, wanted in ((1, ["a", "b", "c", "d", "e"]), (2, ["ab", "cd", "e"]), (5, ["abcde"])):
-        groups = mechanism._grouped(run, visits, block)
-        assert ["".join(visit.job.client for visit in group) for group in groups] == wanted
+        groups = mechanism._grouped(run, client_rounds, block)
+        assert ["".join(client_round.job.client for client_round in group) for group in groups] == wanted
 
 
 @pytest.mark.parametrize(("block", "noise"), [(1, 4.0), (3, 0.01)])
@@ -275,8 +277,8 @@ def test_the_noise_of_steps_is_what_differs_from_a_replay_without_it(
     """In units of what was charged, for clients above and below the batch size."""
     monkeypatch.setattr(mechanism, "STEPS", 2)
     run = private(noise)
-    visits = [mechanism._shortened(visit) for visit in visits_of(run, a=9, b=9, c=3)]
-    groups = mechanism._grouped(run, visits, block)
+    client_rounds = [mechanism._shortened(client_round) for client_round in client_rounds_of(run, a=9, b=9, c=3)]
+    groups = mechanism._grouped(run, client_rounds, block)
     streams = [stream for group in groups for stream in mechanism._streams(run, settings_of(run), group)]
     steps = {(stream.client, stream.round, stream.step) for stream in streams}
     assert steps == {(client, 1, (0, step)) for client in "abc" for step in (0, 1)}
@@ -287,10 +289,12 @@ def test_the_noise_of_steps_is_what_differs_from_a_replay_without_it(
 
 
 @pytest.mark.parametrize(("block", "clip"), [(1, 0.5), (2, 1000.0)])
-def test_an_example_contributes_exactly_the_clip_where_the_loss_is_loud(block: int, clip: float) -> None:
+def test_an_example_contributes_exactly_the_clip_when_the_loss_is_scaled_up(block: int, clip: float) -> None:
     """Also where no plain gradient would be as long."""
     run = private(clip=clip)
-    groups = mechanism._grouped(run, [mechanism._shortened(visit) for visit in visits_of(run, a=9, b=3)], block)
+    groups = mechanism._grouped(
+        run, [mechanism._shortened(client_round) for client_round in client_rounds_of(run, a=9, b=3)], block
+    )
     [check] = mechanism._check_clip(run, settings_of(run), groups)
     assert check.found == pytest.approx(1.0, rel=1e-4)
     assert (check.charged, check.p, check.numbers) == (1.0, 1.0, 4 + 2)
@@ -305,24 +309,26 @@ def test_an_example_that_contributes_more_than_the_clip_is_found(monkeypatch: py
         "clipped_sum",
         lambda *rest: clipped_sum(*rest[:-1], replace(rest[-1], clip=3 * rest[-1].clip)),
     )
-    [check] = mechanism._check_clip(run, settings_of(run), [visits_of(run, a=3)])
+    [check] = mechanism._check_clip(run, settings_of(run), [client_rounds_of(run, a=3)])
     assert check.found == pytest.approx(3.0, rel=1e-4)
     assert check.p == 0.0
     monkeypatch.setattr(mechanism, "OVER", check.found)
-    [check] = mechanism._check_clip(run, settings_of(run), [visits_of(run, a=3)])
+    [check] = mechanism._check_clip(run, settings_of(run), [client_rounds_of(run, a=3)])
     assert check.p == 1.0
 
 
 def test_which_rounds_and_clients_of_a_run_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first two rounds and the last one, and for sampling as many as it takes."""
-    monkeypatch.setattr(mechanism, "VISITS", 12)
+    monkeypatch.setattr(mechanism, "INSPECTED_ROUNDS", 12)
     monkeypatch.setattr(mechanism, "_check_clip", lambda run, settings, groups: [["clip", groups]])
     monkeypatch.setattr(mechanism, "_streams", lambda run, settings, group: group)
     monkeypatch.setattr(mechanism, "check_noise", lambda streams, noise: [["noise", streams, noise]])
-    monkeypatch.setattr(mechanism, "_check_sampling", lambda run, visits, clients: [["sampling", visits, clients]])
+    monkeypatch.setattr(
+        mechanism, "_check_sampling", lambda run, client_rounds, clients: [["sampling", client_rounds, clients]]
+    )
 
-    def places(visits: Sequence[ClientRound]) -> list[tuple[int, str]]:
-        return [(visit.job.round, visit.job.client) for visit in visits]
+    def places(client_rounds: Sequence[ClientRound]) -> list[tuple[int, str]]:
+        return [(client_round.job.round, client_round.job.client) for client_round in client_rounds]
 
     def found(run: Run, block: int = 1) -> dict[str, Any]:
         clients = Clients(a=9, b=9, c=3)
@@ -330,14 +336,14 @@ def test_which_rounds_and_clients_of_a_run_are_replayed(monkeypatch: pytest.Monk
         return {name: rest for name, *rest in checks}
 
     for count, numbers in ((1, [0]), (2, [0, 1]), (5, [0, 1, 4])):
-        told = found(private(count=count))
-        assert [places(group) for group in told["clip"][0]] == [[(n, client)] for n in numbers for client in "cab"]
-        assert all(len(visit.schedules[0].sizes) <= mechanism.STEPS for [visit] in told["clip"][0])
-        assert told["noise"] == [[visit for [visit] in told["clip"][0]], 0.8]
-        assert places(told["sampling"][0])[:3] == [(0, "c"), (0, "a"), (0, "b")]
-        assert len(told["sampling"][0]) == 12
-        assert len({(visit.job.round, visit.job.client) for visit in told["sampling"][0]}) == 12
-        assert told["sampling"][1] == 3
+        checks = found(private(count=count))
+        assert [places(group) for group in checks["clip"][0]] == [[(n, client)] for n in numbers for client in "cab"]
+        assert all(len(client_round.schedules[0].sizes) <= mechanism.STEPS for [client_round] in checks["clip"][0])
+        assert checks["noise"] == [[client_round for [client_round] in checks["clip"][0]], 0.8]
+        assert places(checks["sampling"][0])[:3] == [(0, "c"), (0, "a"), (0, "b")]
+        assert len(checks["sampling"][0]) == 12
+        assert len({(client_round.job.round, client_round.job.client) for client_round in checks["sampling"][0]}) == 12
+        assert checks["sampling"][1] == 3
     assert [len(group) for group in found(private(count=1), block=3)["clip"][0]] == [3]
     assert found(private(noise=0.0)).keys() == {"clip", "sampling"}
     assert found(private(sampling="shuffle")).keys() == {"clip", "noise"}

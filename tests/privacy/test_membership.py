@@ -26,7 +26,7 @@ def test_a_curve_has_one_point_for_each_score() -> None:
     found = roc([3.0, 2.0, 2.0, 1.0], [2.0, 0.0, 0.0, 0.0, 0.0])
     assert found.false.tolist() == [0.0, 0.0, 0.2, 0.2, 1.0]
     assert found.true.tolist() == [0.0, 0.25, 0.75, 1.0, 1.0]
-    assert (found.members, found.outsiders) == (4, 5)
+    assert (found.members, found.non_members) == (4, 5)
     assert found.auc == pytest.approx(0.2 * (0.25 + 0.75) / 2 + 0.8)
     assert (found.true_at(0.0), found.true_at(0.19), found.true_at(0.2), found.true_at(1.0)) == (0.25, 0.25, 1.0, 1.0)
 

@@ -164,20 +164,20 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
     key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
     classes = len(task.classes) if task.kind.one_class else 0
     canaries = choose_canaries(experiment.federation, count, key, classes)
-    heard, losses = _train_with_canaries(
+    update_scores, losses = _train_with_canaries(
         experiment, CanaryPopulation(experiment.federation, canaries), not _trusts_server(experiment)
     )
     included = canaries.included
     delta = DELTA if guard is None else guard.privacy_config.delta
     assert delta is not None
-    scores, bound = best_guesses(-losses[np.newaxis] if _trusts_server(experiment) else heard, included, delta)
+    scores, bound = best_guesses(-losses[np.newaxis] if _trusts_server(experiment) else update_scores, included, delta)
     attacks = {**attacks, "canaries": roc(scores[included], scores[~included]).about()}
     if shadows:
         runs = []
         for number in range(shadows):
             redrawn = canaries.redraw(key / "shadow" / number)
             shadow = replace(experiment, run=replace(experiment.run, key=key / "shadow" / number))
-            _, final = _train_with_canaries(shadow, CanaryPopulation(experiment.federation, redrawn), listen=False)
+            _, final = _train_with_canaries(shadow, CanaryPopulation(experiment.federation, redrawn), observe=False)
             runs.append((confidence_of(final), redrawn.included))
         ratios = likelihood_ratios(confidence_of(losses), *(np.stack(part) for part in zip(*runs, strict=True)))
         known = np.isfinite(ratios)
@@ -186,7 +186,7 @@ def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Foun
 
 
 def _train_with_canaries(
-    experiment: Experiment, canary_population: CanaryPopulation, listen: bool = True
+    experiment: Experiment, canary_population: CanaryPopulation, observe: bool = True
 ) -> tuple[Array, Array]:
     """Train with canaries. Returns the eavesdropper's scores and the final loss, both per canary."""
     run, model = experiment.run, experiment.model
@@ -195,10 +195,10 @@ def _train_with_canaries(
     )
     eavesdropper = Eavesdropper(run, model, engine, canary_population)
     server: Server | None = None
-    for result in rounds(replace(run, drift=False), model, eavesdropper if listen else engine):
+    for result in rounds(replace(run, drift=False), model, eavesdropper if observe else engine):
         server = result.server
     assert server is not None
-    return eavesdropper.heard(), canary_losses(model, {**model.initial, **server.params}, canary_population)
+    return eavesdropper.scores(), canary_losses(model, {**model.initial, **server.params}, canary_population)
 
 
 def _trusts_server(experiment: Experiment) -> bool:

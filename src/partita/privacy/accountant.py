@@ -18,8 +18,8 @@ Accountant = Literal["pld", "rdp"]
 PrivacyEvents = Mapping[PrivacyRelease, int]
 
 INTERVAL = 1e-3  # grid of the privacy loss. A coarser grid errs on the safe side; this one by less than 0.1%
-# Above this epsilon there is no useful guarantee and the exact value takes long, so the RDP bound is returned.
-LOOSE = 20.0
+# If the RDP bound exceeds this epsilon, it is returned as it is: the guarantee is useless, and a PLD takes long.
+MAX_EXACT_EPSILON = 20.0
 # Lower orders are only optimal where epsilon is too large to be useful, and some of their series do not converge.
 ORDERS = (
     *(half / 2 for half in range(4, 16)),
@@ -54,7 +54,7 @@ def epsilon(bill: PrivacyEvents, delta: float, by: Accountant = "pld", of_client
     if any(not release.noise for release in bill):
         return math.inf
     bound = _by_rdp(bill, delta, of_clients)
-    if by == "rdp" or bound > LOOSE:
+    if by == "rdp" or bound > MAX_EXACT_EPSILON:
         return bound
     if of_clients and any(release.share < 1 for release in bill):
         raise PrivacyError("'pld' cannot account for a cohort of fixed size; set privacy.accountant = 'rdp'")

@@ -38,7 +38,7 @@ class Canaries:
 
     places: dict[str, Tensor]  # row indices of the canaries by client
     coins: dict[str, Tensor]  # bool by client: whether each canary is included
-    mislabelled: bool  # canaries have wrong targets, so that only the canary itself can teach them
+    mislabeled: bool  # canaries have wrong targets, so that only the canary itself can teach them
     classes: int = 0
 
     @property
@@ -109,11 +109,11 @@ class _CanaryExamples:
         return Batch(batch.inputs, self._targets(batch.targets, torch.arange(len(self.places))))
 
     def _targets(self, targets: Tensor, here: Tensor) -> Tensor:
-        if not self.canaries.mislabelled:
+        if not self.canaries.mislabeled:
             return targets
-        mislabelled = targets.clone()
-        mislabelled[here] = (targets[here] + 1) % self.canaries.classes
-        return mislabelled
+        mislabeled = targets.clone()
+        mislabeled[here] = (targets[here] + 1) % self.canaries.classes
+        return mislabeled
 
 
 class CanaryPopulation:
@@ -144,7 +144,7 @@ class Eavesdropper:
     model: Model
     engine: Engine
     canary_population: CanaryPopulation
-    scores: dict[str, Tensor] = field(default_factory=dict)  # by client, (trust, canary)
+    scores_by_client: dict[str, Tensor] = field(default_factory=dict)  # each (trust, canary)
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
@@ -153,26 +153,26 @@ class Eavesdropper:
         return self.engine.evaluate(jobs, on)
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
-        asked: dict[str, Job] = {}
+        jobs_by_client: dict[str, Job] = {}
 
-        def noted() -> Iterator[Job]:
+        def recorded_jobs() -> Iterator[Job]:
             for job in jobs:
-                asked[job.client] = job
+                jobs_by_client[job.client] = job
                 yield job
 
-        for reply in self.engine.train(noted()):
+        for reply in self.engine.train(recorded_jobs()):
             if isinstance(reply, Update) and reply.client in self.canary_population.canaries.places:
-                self._listen(asked[reply.client], reply)
+                self._observe(jobs_by_client[reply.client], reply)
             yield reply
 
-    def _listen(self, job: Job, update: Update) -> None:
+    def _observe(self, job: Job, update: Update) -> None:
         # The eavesdropper does not know the parameters that stay on a client and assumes their initial values.
         _, params = client_params(self.run, self.model, job, ClientState())
         table = self.canary_population.table(job.client)
         scores = canary_scores(
             self.model, params, update.delta, table, self._strength(len(table)), self.run.method.privacy
         )
-        self.scores[job.client] = self.scores.get(job.client, torch.zeros(scores.shape)) + scores
+        self.scores_by_client[job.client] = self.scores_by_client.get(job.client, torch.zeros(scores.shape)) + scores
 
     def _strength(self, examples: int) -> float:
         """Return the squared ratio of the noise in an update to the contribution of one included example."""
@@ -183,14 +183,14 @@ class Eavesdropper:
         share = min(1.0, training.batch_size / examples)
         return 4 * private.noise**2 / (share**2 * steps)
 
-    def heard(self) -> Array:
+    def scores(self) -> Array:
         """Return the scores, (trust, canary), in the order of `Canaries.included`.
 
         Canaries of clients that were never sampled score zero.
         """
         places = self.canary_population.canaries.places
         zeros = {client: torch.zeros(len(TRUST), len(rows)) for client, rows in places.items()}
-        parts = [self.scores.get(client, zeros[client]) for client in sorted(places)]
+        parts = [self.scores_by_client.get(client, zeros[client]) for client in sorted(places)]
         return np.asarray(torch.cat(parts, 1).numpy(), float)
 
 
@@ -235,8 +235,8 @@ def canary_scores(
     inner, along = gradients @ gradients.T, gradients @ (step / step.norm().clamp(min=1e-30))
     unit = torch.eye(len(gradients), device=gradients.device)
     shares = torch.stack([torch.linalg.solve(inner + (trust * noise + RIDGE) * unit, along) for trust in TRUST])
-    mine: Tensor = shares[:, table.places.to(shares.device)]
-    return mine.cpu()
+    canary_shares: Tensor = shares[:, table.places.to(shares.device)]
+    return canary_shares.cpu()
 
 
 def gradients_of(model: Model, params: Tensors, names: Sequence[str], batch: Batch) -> Iterator[Tensor]:

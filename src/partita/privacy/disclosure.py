@@ -86,7 +86,7 @@ ROW: Mapping[str, Quantity] = {
     ),
 }
 
-BESIDE: Mapping[str, Quantity] = {
+OUTSIDE_ROWS: Mapping[str, Quantity] = {
     "updates": Quantity(
         "charged", "charged", "noised by the client, or clipped by the client with noise added to the sum by the server"
     ),
@@ -128,7 +128,7 @@ def disclosed(unit: Unit) -> dict[str, list[str]]:
         Texts "quantity: reason" under the keys "not_covered" and "withheld".
     """
     lists: dict[str, list[str]] = {"not_covered": [], "withheld": []}
-    for what, quantity in {**ROW, **BESIDE}.items():
+    for what, quantity in {**ROW, **OUTSIDE_ROWS}.items():
         status = quantity.under(unit)
         if status in ("named", "withheld"):
             lists["not_covered" if status == "named" else "withheld"].append(f"{what}: {quantity.why}")

@@ -41,9 +41,9 @@ from partita.training.phase_work import PhaseWork
 T = TypeVar("T")
 CLIENTS = 4  # clients to replay
 STEPS = 4  # steps of each phase to replay
-VISITS = 64  # client rounds whose batches are inspected without training
+INSPECTED_ROUNDS = 64  # client rounds whose batches are inspected without training
 PREFIX = 4096  # elements of a tensor that are compared with those of other steps
-LOUD = 1e6  # factor on the loss that puts every example's gradient far above the clip
+LARGE_FACTOR = 1e6  # factor on losses and scores that puts every example far above the clip
 OVER = 1.01  # maximum contribution of one example to a sum, in multiples of the clip, with rounding
 
 
@@ -122,7 +122,8 @@ def check_examples(run: Run, model: Model, population: Population, server: Serve
     clients = _spread(population)
     rounds = sorted({0, min(1, run.rounds - 1), run.rounds - 1})
     client_rounds = {
-        number: [_visit(run, model, population, server, number, client) for client in clients] for number in rounds
+        number: [_begin_client_round(run, model, population, server, number, client) for client in clients]
+        for number in rounds
     }
     short = [
         _grouped(run, [_shortened(client_round) for client_round in client_rounds[number]], block) for number in rounds
@@ -132,7 +133,9 @@ def check_examples(run: Run, model: Model, population: Population, server: Serve
         streams = [stream for groups in short for group in groups for stream in _streams(run, private, group)]
         checks += check_noise(streams, private.noise) if streams else []  # a plan may train nothing
     if private.sampling == "poisson":
-        replicas = [_visit(run, model, population, server, *replica) for replica in _replicas(run, clients)]
+        replicas = [
+            _begin_client_round(run, model, population, server, *replica) for replica in _replicas(run, clients)
+        ]
         checks += _check_sampling(run, replicas, len(clients))
     return checks
 
@@ -145,7 +148,7 @@ def _spread(population: Population) -> list[str]:
     return [ranked[place] for place in places]
 
 
-def _visit(
+def _begin_client_round(
     run: Run, model: Model, population: Population, server: Server, number: int, client: str, name: str = ""
 ) -> ClientRound:
     """Prepare a client's round. A `name` makes it a different client with the same examples and its own draws."""
@@ -155,13 +158,15 @@ def _visit(
 
 
 def _replicas(run: Run, clients: Sequence[str]) -> list[tuple[int, str, str]]:
-    """Return (round, client, name) of `VISITS` client rounds, using extra names if the run has too few rounds."""
-    turns = [(number, client) for number in range(run.rounds) for client in clients]
-    repeats = -(-VISITS // len(turns))
+    """Return (round, client, name) of `INSPECTED_ROUNDS` client rounds, with extra names if the run has too few."""
+    client_rounds = [(number, client) for number in range(run.rounds) for client in clients]
+    repeats = -(-INSPECTED_ROUNDS // len(client_rounds))
     every = [
-        (number, client, f"{client} {copy}" if copy else "") for copy in range(repeats) for number, client in turns
+        (number, client, f"{client} {copy}" if copy else "")
+        for copy in range(repeats)
+        for number, client in client_rounds
     ]
-    return every[:VISITS]
+    return every[:INSPECTED_ROUNDS]
 
 
 def _shortened(client_round: ClientRound) -> ClientRound:
@@ -186,7 +191,7 @@ def _replay(run: Run, client_rounds: Sequence[ClientRound]) -> dict[tuple[str, i
     return recorder.gradients()
 
 
-def _quiet(private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[ClientRound]:
+def _without_noise(private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[ClientRound]:
     return [replace(client_round, dp_settings=replace(private, noise=0.0)) for client_round in client_rounds]
 
 
@@ -199,7 +204,7 @@ def _sizes(run: Run, client_rounds: Sequence[ClientRound]) -> dict[str, int]:
 
 
 def _streams(run: Run, private: DPSGDSettings, client_rounds: Sequence[ClientRound]) -> list[Stream]:
-    noisy, clean = _replay(run, client_rounds), _replay(run, _quiet(private, client_rounds))
+    noisy, clean = _replay(run, client_rounds), _replay(run, _without_noise(private, client_rounds))
     sizes, number = _sizes(run, client_rounds), client_rounds[0].job.round
     streams = []
     for (client, phase, step), grads in noisy.items():
@@ -213,8 +218,8 @@ def _streams(run: Run, private: DPSGDSettings, client_rounds: Sequence[ClientRou
 def stream_of(client: str, number: int, step: tuple[int, int], noise: Tensors) -> Stream:
     """Summarize the noise of one `step`, (phase, step), of `client` in round `number`."""
     squares = {name: (float(value.square().sum()), value.numel()) for name, value in noise.items()}
-    begun = {name: np.asarray(value.flatten()[:PREFIX].cpu().numpy()) for name, value in noise.items()}
-    return Stream(client, number, step, begun, squares)
+    prefixes = {name: np.asarray(value.flatten()[:PREFIX].cpu().numpy()) for name, value in noise.items()}
+    return Stream(client, number, step, prefixes, squares)
 
 
 def check_noise(streams: Sequence[Stream], charged: float) -> list[Check]:
@@ -258,16 +263,16 @@ def _check_streams(streams: Sequence[Stream]) -> list[Check]:
     chances.append(_chances(dots, own, lengths))
     lowest = np.minimum.reduce(chances)
     cosines = np.abs(_cosines(dots, own))
-    found = []
+    checks = []
     for what in ("steps", "rounds", "clients"):
         pairs = [(a, b) for a in range(count) for b in range(a) if _differ(streams[a], streams[b]) == what]
         if pairs := [pair for pair in pairs if lengths[pair] > 1]:
             rows, columns = zip(*pairs, strict=True)
-            lucky = float(lowest[rows, columns].min()) * len(pairs) * len(chances)
+            p_value = float(lowest[rows, columns].min()) * len(pairs) * len(chances)
             largest = float(cosines[rows, columns].max())
             name = f"noise: largest correlation between {what}"
-            found.append(Check(name, 0.0, largest, min(1.0, lucky), len(pairs)))
-    return found
+            checks.append(Check(name, 0.0, largest, min(1.0, p_value), len(pairs)))
+    return checks
 
 
 def _differ(one: Stream, two: Stream) -> str:
@@ -321,9 +326,12 @@ def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[Clie
     largest, tried = 0.0, 0
     for group in groups:
         plain = group[0].ctx.model.losses
-        loud = altered(group[0].ctx.model, losses=lambda out, targets, plain=plain: LOUD * plain(out, targets))
+        scaled_model = altered(
+            group[0].ctx.model, losses=lambda out, targets, plain=plain: LARGE_FACTOR * plain(out, targets)
+        )
         whole = [
-            replace(client_round, ctx=replace(client_round.ctx, model=loud)) for client_round in _quiet(private, group)
+            replace(client_round, ctx=replace(client_round.ctx, model=scaled_model))
+            for client_round in _without_noise(private, group)
         ]
         rest = [replace(client_round, examples=Without(client_round.examples)) for client_round in whole]
         sizes, with_it, without = _sizes(run, group), _replay(run, whole), _replay(run, rest)

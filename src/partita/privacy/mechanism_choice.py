@@ -21,9 +21,9 @@ from partita.core.model import Model, layer_tags
 from partita.core.rounds import make_job
 from partita.core.settings import Run
 from partita.privacy.evidence import Array, Check, chance_of_cosine
-from partita.privacy.mechanism import LOUD, altered
+from partita.privacy.mechanism import LARGE_FACTOR, altered
 
-ASKED = 400  # number of noisy choices
+CHOICES = 400  # number of noisy choices
 REFERENCE = 20_000  # number of simulated honest choices for comparison
 
 
@@ -55,9 +55,9 @@ def check_choice(run: Run, model: Model, population: Population, server: Server)
     checks: list[Check] = []
     for rule, release in releasing(run):
         single_rule_run = replace(run, method=replace(run.method, client_rules=(rule,)))
-        scores = _ask_often(single_rule_run, model, population, server, release)
+        scores = _collect_scores(single_rule_run, model, population, server, release)
         if scores.shape[1] > 1:
-            checks += [_check_lean(scores, release), *_check_repeats(scores, run.rounds)]
+            checks += [_check_bias(scores, release), *_check_repeats(scores, run.rounds)]
     return checks
 
 
@@ -66,31 +66,31 @@ def _copies(release: PrivacyRelease, layers: int) -> int:
     return max(2, round(release.noise * math.sqrt(layers) / release.share))
 
 
-def _ask_often(run: Run, model: Model, population: Population, server: Server, release: PrivacyRelease) -> Array:
+def _collect_scores(run: Run, model: Model, population: Population, server: Server, release: PrivacyRelease) -> Array:
     """Collect reported unit vectors, (choice, layer). Choices come from artificial clients, each with its own draws."""
-    layers, loudest = layer_tags(model), ""
+    layers, boosted_layer = layer_tags(model), ""
 
     def attention(params: object, batch: Batch, tokens: str) -> dict[str, Tensor]:
         zero = torch.zeros(len(batch.targets), 1)
-        return {layer: zero + LOUD * (layer == loudest) for layer in layers}
+        return {layer: zero + LARGE_FACTOR * (layer == boosted_layer) for layer in layers}
 
-    known, client = altered(model, attention=attention), population.clients[0]
+    known_model, client = altered(model, attention=attention), population.clients[0]
     examples = Repeated(population[client].train, _copies(release, len(layers)))
 
     def reported(number: int) -> dict[str, float]:
-        job, _ = make_job(run, known, server, number % run.rounds, client)
+        job, _ = make_job(run, known_model, server, number % run.rounds, client)
         job = replace(job, client=f"{client} {number // run.rounds}")
-        return dict(begin_round(run, known, job, ClientState(), examples).metrics)
+        return dict(begin_round(run, known_model, job, ClientState(), examples).metrics)
 
     names = sorted(reported(0))
     if not names:
         return np.zeros((0, 0))
-    loudest = names[0].partition("/")[2]
-    answers = [reported(number) for number in range(ASKED)]
+    boosted_layer = names[0].partition("/")[2]
+    answers = [reported(number) for number in range(CHOICES)]
     return np.array([[answer[name] for name in names] for answer in answers], float)
 
 
-def _check_lean(scores: Array, release: PrivacyRelease) -> Check:
+def _check_bias(scores: Array, release: PrivacyRelease) -> Check:
     """Compare the cosine with the layer that all examples point at to its distribution under honest draws."""
     draw = np.random.default_rng(0)
     sums = release.noise * draw.standard_normal((REFERENCE, scores.shape[1]))

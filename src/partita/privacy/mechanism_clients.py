@@ -22,26 +22,26 @@ from partita.privacy.evidence import Check, chance_of_either
 from partita.privacy.mechanism import OVER, Stream, check_noise, stream_of
 
 ROUNDS = 3  # rounds to replay
-LOUD = 10.0  # factor on clipped updates; a larger one could be refused as implausible before it is measured
+SCALE_FACTOR = 10.0  # factor on clipped updates; a larger one could be refused as implausible before it is measured
 
 
 @dataclass
 class UpdateRecorder(ServerRule):
     """Server rule that records the aggregates and does not change the server."""
 
-    heard: list[Aggregate] = field(default_factory=list)  # the aggregate of each round
+    aggregates: list[Aggregate] = field(default_factory=list)  # the aggregate of each round
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
-        self.heard.append(aggregate)
+        self.aggregates.append(aggregate)
         return server
 
 
 @dataclass
-class Loud:
+class ScaledUpdatesEngine:
     """Engine wrapper that scales updates far above the clip after clipping. One client may be made to fail."""
 
     engine: Engine
-    silent: str = ""  # name of the client that fails; "" for none
+    failing_client: str = ""  # name of the client that fails; "" for none
 
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
@@ -51,13 +51,13 @@ class Loud:
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
         for reply in self.engine.train(jobs):
-            if reply.client == self.silent:
+            if reply.client == self.failing_client:
                 yield ClientFailure(reply.client, "left out by the audit")
             elif isinstance(reply, ClientFailure):
                 yield reply
             else:
-                slots = {slot: tensors.scale(part, LOUD) for slot, part in reply.slots.items()}
-                yield replace(reply, delta=tensors.scale(reply.delta, LOUD), slots=slots)
+                slots = {slot: tensors.scale(part, SCALE_FACTOR) for slot, part in reply.slots.items()}
+                yield replace(reply, delta=tensors.scale(reply.delta, SCALE_FACTOR), slots=slots)
 
 
 def check_clients(
@@ -81,18 +81,20 @@ def check_clients(
     return checks + _check_cohorts(cohorts, len(engine.clients()), transform.cohort)
 
 
-def _hear(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates, count: int) -> list[Slots]:
+def _record_aggregates(
+    run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates, count: int
+) -> list[Slots]:
     """Return the aggregates of the first `count` rounds: delta and slots by name."""
     recorder, rule = UpdateRecorder(), run.method.server_rule
     assert isinstance(rule, OverCohort)
     method = replace(
         run.method, transforms=(transform, *run.method.transforms[1:]), server_rule=replace(rule, inner=recorder)
     )
-    lasting = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)
-    for number, _ in enumerate(rounds(lasting, model, engine, server), start=1):
+    longer_run = replace(run, method=method, min_updates=0, rounds=max(count, run.rounds), drift=False)
+    for number, _ in enumerate(rounds(longer_run, model, engine, server), start=1):
         if number == count:
             break
-    return [{"delta": aggregate.delta, **aggregate.slots} for aggregate in recorder.heard]
+    return [{"delta": aggregate.delta, **aggregate.slots} for aggregate in recorder.aggregates]
 
 
 def _flat(slots: Mapping[str, Tensors], cohort: int) -> Tensors:
@@ -100,8 +102,10 @@ def _flat(slots: Mapping[str, Tensors], cohort: int) -> Tensors:
 
 
 def _streams(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates) -> list[Stream]:
-    quiet = replace(transform, noise=0.0)
-    noisy, clean = (_hear(run, model, engine, server, variant, ROUNDS) for variant in (transform, quiet))
+    noiseless = replace(transform, noise=0.0)
+    noisy, clean = (
+        _record_aggregates(run, model, engine, server, variant, ROUNDS) for variant in (transform, noiseless)
+    )
     streams = []
     for number, pair in enumerate(zip(noisy, clean, strict=True)):
         with_noise, without = (_flat(slots, transform.cohort) for slots in pair)
@@ -113,13 +117,13 @@ def _streams(run: Run, model: Model, engine: Engine, server: Server, transform: 
 
 def _check_clip(run: Run, model: Model, engine: Engine, server: Server, transform: ClippedUpdates) -> Check:
     """Check how far one client moves the sum if it sends far more than the clip."""
-    quiet = replace(transform, noise=0.0)
-    [whole] = _hear(run, model, Loud(engine), server, quiet, 1)
+    noiseless = replace(transform, noise=0.0)
+    [full] = _record_aggregates(run, model, ScaledUpdatesEngine(engine), server, noiseless, 1)
     largest = 0.0
     tried = _first_cohort(run, engine)[:3]
     for client in tried:
-        [rest] = _hear(run, model, Loud(engine, client), server, quiet, 1)
-        before, after = (_flat(slots, transform.cohort) for slots in (whole, rest))
+        [rest] = _record_aggregates(run, model, ScaledUpdatesEngine(engine, client), server, noiseless, 1)
+        before, after = (_flat(slots, transform.cohort) for slots in (full, rest))
         moved = sum(
             float((value - after[name] if name in after else value).square().sum()) for name, value in before.items()
         )
@@ -138,12 +142,12 @@ def _check_cohorts(cohorts: Sequence[Sequence[str]], population: int, charged: i
     checks = [Check("clients in a cohort", charged, wrong[0] if wrong else charged, float(not wrong), len(sizes))]
     pairs = list(zip(cohorts[::2], cohorts[1::2], strict=False))
     if pairs and charged < population:
-        again = sum(len(set(one) & set(two)) for one, two in pairs)
+        repeated = sum(len(set(one) & set(two)) for one, two in pairs)
         pmf = np.ones(1)
         for _ in pairs:
             pmf = np.convolve(pmf, hypergeom.pmf(np.arange(charged + 1), population, charged, charged))
-        chance = chance_of_either(float(pmf[: again + 1].sum()), float(pmf[again:].sum()))
+        chance = chance_of_either(float(pmf[: repeated + 1].sum()), float(pmf[repeated:].sum()))
         expected = charged / population
-        share = again / len(pairs) / charged
+        share = repeated / len(pairs) / charged
         checks.append(Check("share of a cohort asked again in the next round", expected, share, chance, len(pairs)))
     return checks

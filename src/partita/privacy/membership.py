@@ -23,7 +23,7 @@ class Roc:
     false: Array  # false positive rates, ascending from 0 to 1
     true: Array  # true positive rates
     members: int  # number of members
-    outsiders: int  # number of non-members
+    non_members: int  # number of non-members
 
     @property
     def auc(self) -> float:
@@ -41,25 +41,25 @@ class Roc:
             "auc": round(self.auc, 4),
             "true_at_1%": round(self.true_at(0.01), 4),
             "members": self.members,
-            "outsiders": self.outsiders,
+            "outsiders": self.non_members,
             "false": [round(float(self.false[place]), 4) for place in kept],
             "true": [round(float(self.true[place]), 4) for place in kept],
         }
 
 
-def roc(members: Sequence[float] | Array, outsiders: Sequence[float] | Array) -> Roc:
+def roc(members: Sequence[float] | Array, non_members: Sequence[float] | Array) -> Roc:
     """Compute the ROC curve. Tied scores pass the threshold together, so a constant score equals chance.
 
     Args:
         members: Scores of the members, (member,).
-        outsiders: Scores of the non-members, (outsider,).
+        non_members: Scores of the non-members, (non-member,).
 
     Raises:
         ValueError: If there are no members or no non-members.
     """
-    inside, outside = np.asarray(members, float), np.asarray(outsiders, float)
+    inside, outside = np.asarray(members, float), np.asarray(non_members, float)
     if not len(inside) or not len(outside):
-        raise ValueError(f"an attack needs members and outsiders; there are {len(inside)} and {len(outside)}")
+        raise ValueError(f"an attack needs members and non-members; there are {len(inside)} and {len(outside)}")
     steps = np.unique(np.concatenate([inside, outside]))[::-1]
 
     def above(part: Array) -> Array:  # fraction at or above each threshold
