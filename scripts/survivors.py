@@ -35,7 +35,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "added by one side and subtracted by the other",
     (
         "compression/prune.py",
-        "kept = torch.zeros(len(paid), dtype=torch.bool, device=paid.device)",
+        "kept = torch.zeros(len(attention), dtype=torch.bool, device=attention.device)",
         "torch.zeros(...) without dtype=torch.bool",
     ): "any() gives a bool for any type",
     (

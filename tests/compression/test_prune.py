@@ -128,8 +128,8 @@ def test_pruned_heads_are_zero_and_the_rest_is_unchanged(case: str) -> None:
     model.module.config.label2id = {"O": 0, "B-x": 1, "I-x": 2}
     parts = model.head_dimensions()
     plan = plan_for(share_everything, model, RoundInfo(0, 1, "a"))
-    paid = {"layer.0": torch.tensor([0.1, 0.3]), "layer.1": torch.tensor([0.6, 0.2])}
-    ctx = Context(model, plan, model.initial, {}, {}, 0.1, {ATTENTION: paid})
+    attention = {"layer.0": torch.tensor([0.1, 0.3]), "layer.1": torch.tensor([0.6, 0.2])}
+    ctx = Context(model, plan, model.initial, {}, {}, 0.1, {ATTENTION: attention})
     told, remembered = HeadSelector(0.5).finish({}, {}, ctx)
     assert remembered == {}
     delta = {name: random_normal(3, *value.shape) + 5 for name, value in model.initial.items()}
@@ -153,11 +153,11 @@ def test_pruned_heads_are_zero_and_the_rest_is_unchanged(case: str) -> None:
 
 def test_shared_head_is_kept_with_any_head_that_shares_it() -> None:
     rule = HeadSelector(0.5)
-    paid = torch.tensor([0.9, 0.1, 0.8, 0.2, 0.3, 0.1, 0.2, 0.7])
-    assert rule._kept(paid, 8).tolist() == [True, False, True, False, True, False, False, True]
-    assert rule._kept(paid, 4).tolist() == [True, True, True, True]
-    assert HeadSelector(0.25)._kept(paid, 4).tolist() == [True, True, False, False]
-    assert HeadSelector(0.01)._kept(paid, 8).sum() == 1
+    attention = torch.tensor([0.9, 0.1, 0.8, 0.2, 0.3, 0.1, 0.2, 0.7])
+    assert rule._kept(attention, 8).tolist() == [True, False, True, False, True, False, False, True]
+    assert rule._kept(attention, 4).tolist() == [True, True, True, True]
+    assert HeadSelector(0.25)._kept(attention, 4).tolist() == [True, True, False, False]
+    assert HeadSelector(0.01)._kept(attention, 8).sum() == 1
 
 
 def test_a_head_that_all_share_needs_no_mask() -> None:

@@ -105,13 +105,13 @@ def test_downloads_under_partial_participation_match_a_version_ledger() -> None:
     for each in rounds(
         replace(run, drift=False), MODEL, DryRunEngine(run, MODEL, FOUR.clients, Availability(client_dropout=0.3))
     ):
-        lacking = [client for client in each.cohort if held.get(client) != made]
+        outdated = [client for client in each.cohort if held.get(client) != made]
         for name in KERNEL:
-            assert each.traffic.down[name] == BYTES[name] * len(lacking)
+            assert each.traffic.down[name] == BYTES[name] * len(outdated)
         here = set(each.cohort) - {lost.client for lost in each.lost}
         held |= dict.fromkeys(here, made)
         made = each.number + 1 if here and each.number < warmup else made
-        late += len(lacking) if each.number > warmup else 0
+        late += len(outdated) if each.number > warmup else 0
     assert 0 < late < 10  # some clients got the final kernel late, and later rounds did not send it
 
 

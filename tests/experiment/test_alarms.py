@@ -29,8 +29,8 @@ class ModelWithScores(ToyTransformer):
         self.score = score
 
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
-        paid = {layer: self.score(number, batch) for number, layer in enumerate(layer_tags(self))}
-        return {layer: torch.full((len(batch.targets), 1), score) for layer, score in paid.items()}
+        scores = {layer: self.score(number, batch) for number, layer in enumerate(layer_tags(self))}
+        return {layer: torch.full((len(batch.targets), 1), score) for layer, score in scores.items()}
 
 
 def alarms_by_round(model: ToyTransformer, count: int = LONG_WINDOW, **options: Any) -> list[list[Alarm]]:

@@ -65,8 +65,8 @@ def run_selection(rule: TopLayers, round: int = 0, client: str = "a", ctx: Conte
 
 def scores_by_example(examples: Examples, places: Tensor) -> Tensor:
     """(example, layer)"""
-    paid = MODEL.attention(MODEL.initial, examples.take(places), "auto")
-    return torch.stack([paid[layer].mean(1) for layer in LAYERS], 1)
+    attention = MODEL.attention(MODEL.initial, examples.take(places), "auto")
+    return torch.stack([attention[layer].mean(1) for layer in LAYERS], 1)
 
 
 # ---- attention
@@ -124,18 +124,18 @@ def test_attention_of_a_long_probe_equals_one_pass() -> None:
 class ModelWithConstantAttention(ToyTransformer):
     """Has the same attention score everywhere."""
 
-    paid = 0.0
+    attention_score = 0.0
 
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
-        return {layer: torch.full((len(batch.targets), 1), self.paid) for layer in LAYERS}
+        return {layer: torch.full((len(batch.targets), 1), self.attention_score) for layer in LAYERS}
 
 
 @pytest.mark.parametrize(
-    ("paid", "message"), [(0.0, "has a token of method.tokens"), (1.0, "has a token outside method.tokens")]
+    ("attention_score", "message"), [(0.0, "has a token of method.tokens"), (1.0, "has a token outside method.tokens")]
 )
-def test_probe_without_usable_tokens_is_refused_unless_noisy(paid: float, message: str) -> None:
+def test_probe_without_usable_tokens_is_refused_unless_noisy(attention_score: float, message: str) -> None:
     model = ModelWithConstantAttention(width=4, layers=4)
-    model.paid = paid
+    model.attention_score = attention_score
     with pytest.raises(MethodError, match=rf"none of the 6 examples in a client's probe {message}.*method.probe"):
         run_selection(make_rule(Attention("entities")), client="c", ctx=make_context(model))
     told = run_selection(make_rule(Attention(probe=0.5, noise=1.0)), ctx=make_context(model)).metrics
@@ -146,7 +146,7 @@ def test_layer_without_an_attention_score_is_refused() -> None:
     class Short(ToyTransformer):
         def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
             return {
-                layer: paid for layer, paid in super().attention(params, batch, tokens).items() if layer != LAYERS[2]
+                layer: score for layer, score in super().attention(params, batch, tokens).items() if layer != LAYERS[2]
             }
 
     with pytest.raises(MethodError, match=r"returns no attention for layer\.2"):
@@ -363,8 +363,8 @@ def test_returning_client_selects_again_when_its_selection_is_too_old() -> None:
     assert first.metrics
     assert not later(first, 6).metrics
     assert later(first, 6).names == first.names
-    for layer, paid in later(first, 6).notes[ATTENTION].items():
-        assert torch.equal(paid, first.notes[ATTENTION][layer])
+    for layer, scores in later(first, 6).notes[ATTENTION].items():
+        assert torch.equal(scores, first.notes[ATTENTION][layer])
     assert later(first, 7).metrics
     assert not later(later(first, 5), 6).metrics
     assert later(later(first, 5), 7).metrics, "using a selection does not extend its life"

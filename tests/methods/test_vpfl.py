@@ -33,10 +33,10 @@ def test_vpfl_without_prompts_answers_like_clip() -> None:
     assert torch.equal(model(model.initial, inputs).logits, towers(towers.initial, inputs).logits)
 
 
-def test_vpfl_prompts_start_from_a_grey_image() -> None:
+def test_vpfl_prompts_start_from_a_gray_image() -> None:
     one, other = (
         vpfl(vision_tokens=2, vision_init=view).extend(image_fixtures.tiny_clip(), Key(4))
-        for view in ("grey", "nothing")
+        for view in ("gray", "nothing")
     )  # type: ignore[misc]
     [name] = one.names("prompt")
     assert torch.allclose(

@@ -99,7 +99,7 @@ def test_class_names_are_tokenized_by_the_clip_tokenizer() -> None:
     assert torch.equal(seen, expected["attention_mask"].bool())
     assert tokenizer.convert_ids_to_tokens(ids[1].tolist())[1:4] == ["golden</w>", "eagle</w>", ".</w>"]
     table = dual_encoder_fixtures.transformers_model("clip").text_model.embeddings.token_embedding.weight
-    assert torch.equal(towers.precomputed["words"], table[ids].double())
+    assert torch.equal(towers.precomputed["token_embeddings"], table[ids].double())
 
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
@@ -166,7 +166,7 @@ def test_vision_prompts_match_a_written_out_forward_pass(pair: str, depth: int) 
 
 
 @pytest.mark.parametrize("pair", dual_encoder_fixtures.PAIRS)
-def test_grey_vision_prompts_start_from_the_states_of_a_grey_image(pair: str) -> None:
+def test_gray_vision_prompts_start_from_the_states_of_a_gray_image(pair: str) -> None:
     tower, entered = dual_encoder_fixtures.transformers_model(pair).vision_model, []
     layers = tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
     for layer in layers:
@@ -176,23 +176,23 @@ def test_grey_vision_prompts_start_from_the_states_of_a_grey_image(pair: str) ->
     patches = torch.stack(entered)[:, behind:]
     assert patches.shape == (2, dual_encoder_fixtures.PATCHES, 16)
     options = {"vision_tokens": 3, "depth": 2, "owners": ("global", "local")}
-    grey, drawn = (
+    gray, drawn = (
         dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, **options, vision_init=v).initial
-        for v in ("grey", "nothing")
+        for v in ("gray", "nothing")
     )
     for name in ("prompt.vision.global", "prompt.vision.local"):
-        assert close(grey[name] - drawn[name], patches[:, [0, 1, 3]]), "at the ends, and one between"
-        assert grey[name].dtype == torch.float32
+        assert close(gray[name] - drawn[name], patches[:, [0, 1, 3]]), "at the ends, and one between"
+        assert gray[name].dtype == torch.float32
     deeper = (
         dual_encoder_fixtures.load_pair(pair)
-        .prompted("prompts", KEY, vision_tokens=3, vision_init="grey")
+        .prompted("prompts", KEY, vision_tokens=3, vision_init="gray")
         .initial["prompt.vision.global"]
     )
     shallow = (
         dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, vision_tokens=3).initial["prompt.vision.global"]
     )
     assert close(deeper - shallow, patches[:1, [0, 1, 3]]), "one layer takes the first of them"
-    fewer = dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, text_tokens=2, vision_init="grey").initial
+    fewer = dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, text_tokens=2, vision_init="gray").initial
     assert tensors.equal(
         fewer, dual_encoder_fixtures.load_pair(pair).prompted("prompts", KEY, text_tokens=2).initial
     ), "texts show nothing"
@@ -533,7 +533,7 @@ def test_unsuitable_clip_folder_is_refused(tmp_path: Path) -> None:
         ("prompts", {"text_tokens": -1}, "text_tokens is -1 and vision_tokens is 0"),
         ("prompts", {"text_tokens": 3, "init_text": "a photo of a"}, "init_text 'a photo of a' has 4 tokens"),
         ("prompts", {"text_tokens": 12}, "has 17 tokens, but clip takes at most 16; use a shorter context"),
-        ("prompts", {"vision_tokens": 1, "vision_init": "gray"}, "vision_init is 'gray'; did you mean 'grey'"),
+        ("prompts", {"vision_tokens": 1, "vision_init": "grey"}, "vision_init is 'grey'; did you mean 'gray'"),
         ("low-rank", {"text_tokens": 4, "rank": 5}, "rank is 5, but a context is 4 x 12; use a rank from 1 to 4"),
         (
             "transport",

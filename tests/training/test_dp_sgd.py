@@ -355,8 +355,10 @@ def test_secret_changes_noise_but_not_cohorts() -> None:
 def test_scaffold_control_variates_come_from_noisy_parameters() -> None:
     run = toy_run(with_dp_sgd(scaffold()), lr=0.1)
     [first, *_] = play(run, toy_model(), Clients(a=8))
-    walked = {name: (toy_model().initial[name] - first.server.params[name]) / (2 * 0.1) for name in first.server.params}
-    assert max_difference(first.server.state["control"], walked) < 1e-4
+    mean_gradient = {
+        name: (toy_model().initial[name] - first.server.params[name]) / (2 * 0.1) for name in first.server.params
+    }
+    assert max_difference(first.server.state["control"], mean_gradient) < 1e-4
 
 
 class LinearModel(ToyTransformer):

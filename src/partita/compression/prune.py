@@ -75,7 +75,7 @@ class TopKMagnitude(UpdateTransform):
             places = flat.abs().topk(self._count(flat.numel())).indices.sort().values
             parts["delta"][name] = flat[places]
             parts[SHAPE][name] = torch.tensor(value.shape, dtype=torch.int32)
-            slot, encoded = _say(places, flat.numel())
+            slot, encoded = _encode_indices(places, flat.numel())
             parts[slot][name] = encoded
         delta = parts.pop("delta")
         slots = {**update.slots, **{slot: part for slot, part in parts.items() if part}}
@@ -91,7 +91,7 @@ class TopKMagnitude(UpdateTransform):
             # Both sides know the expected count, so a forged shape cannot make the server allocate unbounded memory.
             if min(shape.tolist()) < 1 or values.shape != (self._count(size),):
                 raise CompressionError(f"'{name}' has values of shape {tuple(values.shape)} for shape {shape.tolist()}")
-            where = _read(places[name], size) if name in places else _read_marks(marks[name], size)
+            where = _decode_indices(places[name], size) if name in places else _decode_bitmask(marks[name], size)
             if len(where) != len(values) or not bool((where >= 0).all() and (where < size).all()):
                 raise CompressionError(f"'{name}' has indices that do not fit its {size} elements")
             delta[name] = values.new_zeros(size).index_put((where.to(values.device),), values).view(shape.tolist())
@@ -104,7 +104,7 @@ class TopKMagnitude(UpdateTransform):
         return math.ceil(self.keep * size)
 
 
-def _say(places: Tensor, size: int) -> tuple[str, Tensor]:
+def _encode_indices(places: Tensor, size: int) -> tuple[str, Tensor]:
     """Encode indices in the smallest integer type that holds them, or as a bitmask over all elements if smaller."""
     low, kind = _kind(size)
     if len(places) * kind.itemsize <= -(-size // 8):
@@ -115,12 +115,12 @@ def _say(places: Tensor, size: int) -> tuple[str, Tensor]:
     return MARKS, (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
-def _read(encoded: Tensor, size: int) -> Tensor:
+def _decode_indices(encoded: Tensor, size: int) -> Tensor:
     low, _ = _kind(size)
     return encoded.long() - low
 
 
-def _read_marks(encoded: Tensor, size: int) -> Tensor:
+def _decode_bitmask(encoded: Tensor, size: int) -> Tensor:
     bits = encoded[:, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=encoded.device)).flatten()
     return bits.nonzero().flatten() if len(encoded) == -(-size // 8) else bits[:0]
 
@@ -143,26 +143,26 @@ class HeadSelector(ClientRule):
     uses_data: bool = True  # the choice of heads depends on the examples
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
-        parts, paid = ctx.model.head_dimensions(), ctx.notes.get(ATTENTION, {})
+        parts, attention = ctx.model.head_dimensions(), ctx.notes.get(ATTENTION, {})
         if all(count == 1 for _, count in parts.values()):
             raise MethodError(f"{ctx.model.name} has one head per layer, so none can be pruned; set by = 'magnitude'")
         send: dict[str, Tensors] = {ROWS: {}, COLUMNS: {}}
         for name in sorted(parts.keys() & ctx.plan.up):
             dim, count = parts[name]
             layer = layer_tag(ctx.model.tags[name])
-            if layer not in paid:
+            if layer not in attention:
                 raise MethodError(
                     "method.by = 'heads' needs the attention that safl measures; compose it as 'safl+prune' with "
                     "select = 'attention' and no noise, or set by = 'magnitude'"
                 )
             if count > 1:
-                send[COLUMNS if dim else ROWS][name] = self._kept(paid[layer], count)
+                send[COLUMNS if dim else ROWS][name] = self._kept(attention[layer], count)
         return {slot: part for slot, part in send.items() if part}, {}
 
-    def _kept(self, paid: Tensor, count: int) -> Tensor:
+    def _kept(self, attention: Tensor, count: int) -> Tensor:
         """Return the mask (head,) of heads to send. A key-value head is sent if any of the heads that share it is."""
-        best = paid.topk(max(1, round(self.keep * len(paid)))).indices
-        kept = torch.zeros(len(paid), dtype=torch.bool, device=paid.device)
+        best = attention.topk(max(1, round(self.keep * len(attention)))).indices
+        kept = torch.zeros(len(attention), dtype=torch.bool, device=attention.device)
         kept[best] = True
         return kept.view(count, -1).any(1)
 
@@ -187,8 +187,8 @@ class HeadPruner(UpdateTransform):
                 if name not in delta or delta[name].ndim <= dim or not count or delta[name].shape[dim] % count:
                     raise CompressionError(f"'{name}' does not consist of {count} heads")
                 heads = delta[name].unflatten(dim, (count, -1))
-                whole = heads.new_zeros((*heads.shape[:dim], len(kept), *heads.shape[dim + 1 :]))
-                delta[name] = whole.index_copy(dim, kept.nonzero().flatten(), heads).flatten(dim, dim + 1)
+                full = heads.new_zeros((*heads.shape[:dim], len(kept), *heads.shape[dim + 1 :]))
+                delta[name] = full.index_copy(dim, kept.nonzero().flatten(), heads).flatten(dim, dim + 1)
         own = {ROWS, COLUMNS}
         return replace(
             update, delta=delta, slots={slot: part for slot, part in update.slots.items() if slot not in own}

@@ -96,9 +96,11 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
     if len(parts) == 1:
         return _make(parts[name], options)
     for key in options:
-        takers = [part for part, function in parts.items() if key in signature(function).parameters]
-        if len(takers) != 1:
-            problem = f"is accepted by both {' and '.join(takers)}" if takers else "is accepted by none of the parts"
+        accepting = [part for part, function in parts.items() if key in signature(function).parameters]
+        if len(accepting) != 1:
+            problem = (
+                f"is accepted by both {' and '.join(accepting)}" if accepting else "is accepted by none of the parts"
+            )
             raise OptionError(
                 f"{format_name(f'method.{key}')} {problem} in '{name}'; compose them in Python with partita.compose"
             )

@@ -17,7 +17,7 @@ def pfeddc(
     output: NotNegative = 1.0,
     local: bool = True,
     init_text: Text = "",
-    vision_init: Literal["nothing", "grey"] = "nothing",
+    vision_init: Literal["nothing", "gray"] = "nothing",
 ) -> Method:
     """Build pFedDC.
 

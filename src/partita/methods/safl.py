@@ -119,17 +119,16 @@ class DepthPlan:
 
     def plan(self, model: Model, round_info: RoundInfo) -> Plan:
         """The planner: the client trains, sends and receives the layers that it has."""
-        held = model.all_names() - (
-            model.names(*lacking) if (lacking := self.lacking(model, round_info.client)) else NO_NAMES
-        )
+        missing = self.missing_layers(model, round_info.client)
+        held = model.all_names() - (model.names(*missing) if missing else NO_NAMES)
         return share(held, down=held)
 
     def shape(self, model: Model, round_info: RoundInfo) -> Model:
         """Return the model without the layers that the client does not have."""
-        lacking = self.lacking(model, round_info.client)
-        return _without(model, lacking) if lacking else model
+        missing = self.missing_layers(model, round_info.client)
+        return _without(model, missing) if missing else model
 
-    def lacking(self, model: Model, client: str) -> Names:
+    def missing_layers(self, model: Model, client: str) -> Names:
         """Return the tags of the layers that the client does not have.
 
         Raises:

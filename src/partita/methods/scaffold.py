@@ -34,8 +34,8 @@ class ScaffoldClient(ClientRule):
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
         own, common = (select(slots["control"], ctx.plan.up) for slots in (ctx.memory, ctx.sent))
-        walked = {name: (ctx.anchor[name] - params[name]) / (steps[name] * ctx.lr) for name in own}
-        new = add(subtract(own, common), walked)
+        mean_gradient = {name: (ctx.anchor[name] - params[name]) / (steps[name] * ctx.lr) for name in own}
+        new = add(subtract(own, common), mean_gradient)
         return {"control": subtract(new, own)}, {"control": new}
 
 

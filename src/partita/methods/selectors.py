@@ -75,8 +75,8 @@ class Attention:
     name: str = "attention"
 
     def rank(self, layers: Sequence[str], count: int, examples: Examples, ctx: Context, key: Key) -> Ranking:
-        paid = self._paid(layers, examples, ctx, key)  # by layer, (example, head)
-        scores = torch.stack([paid[layer].mean(1) for layer in layers], 1)  # (example, layer)
+        attention = self._attention_scores(layers, examples, ctx, key)  # by layer, (example, head)
+        scores = torch.stack([attention[layer].mean(1) for layer in layers], 1)  # (example, layer)
         if self.noise:
             total, std = clip_rows(scores.double(), self.clip).sum(0).cpu(), self.noise * self.clip
             noisy = add_noise(total, gaussian_noise({"scores": total}, key / "noise", std)["scores"], std)
@@ -88,10 +88,10 @@ class Attention:
                     f"none of the {len(scores)} examples in a client's probe {fault} method.tokens = '{self.tokens}', "
                     "so all layers have the same score; increase method.probe or choose other tokens"
                 )
-        heads = {layer: paid[layer].mean(0) for layer in layers}
+        heads = {layer: attention[layer].mean(0) for layer in layers}
         return Ranking(_named(layers, mean), reported=True, heads=heads)
 
-    def _paid(self, layers: Sequence[str], examples: Examples, ctx: Context, key: Key) -> Tensors:
+    def _attention_scores(self, layers: Sequence[str], examples: Examples, ctx: Context, key: Key) -> Tensors:
         count = len(examples)
         places = (key / "probe").poisson(count, self.probe) if self.noise else sample(count, self.probe, key)
         parts = [

@@ -34,8 +34,8 @@ class DualEncoder(Model):
         module: A CLIPModel or VisionTextDualEncoderModel.
         tokenize: Tokenizes texts.
         precomputed: Tensors computed once: "texts", the features of each class's template text (class, feature);
-            "words", the embedded tokens of each class name (class, token, width); "seen", their attention mask (class,
-            token).
+            "token_embeddings", the embedded tokens of each class name (class, token, width); "attention_mask", their
+            attention mask (class, token).
         initial: Initial value of the temperature, as a log scale.
         tags: Tags of the temperature.
     """
@@ -148,9 +148,9 @@ class DualEncoder(Model):
 
     def text_features(self, context: Tensor) -> Tensor:
         """Return the text features (class, feature) with `context` (token, width) before each class name."""
-        words, attention_mask = self.precomputed["words"], self.precomputed["seen"]
-        own = context.to(words.dtype).expand(len(words), -1, -1)
-        states = torch.cat([words[:, :1], own, words[:, 1:]], 1)  # (class, token, width)
+        embeddings, attention_mask = self.precomputed["token_embeddings"], self.precomputed["attention_mask"]
+        own = context.to(embeddings.dtype).expand(len(embeddings), -1, -1)
+        states = torch.cat([embeddings[:, :1], own, embeddings[:, 1:]], 1)  # (class, token, width)
         context_mask = attention_mask.new_ones(len(attention_mask), len(context))
         return self.encode_text(states, torch.cat([context_mask, attention_mask], 1))
 
@@ -223,7 +223,7 @@ def freeze(
         )
         # With a learned context, the end of the template still follows the class name.
         rest = template.partition("{}")[2]
-        towers.precomputed["words"], towers.precomputed["seen"] = _embed_classes(
+        towers.precomputed["token_embeddings"], towers.precomputed["attention_mask"] = _embed_classes(
             towers, [label + rest for label in classes], classes
         )
     return towers

@@ -19,7 +19,7 @@ from partita.models import ModelError
 from partita.models.prompts.dual_encoder import DualEncoder, check_length
 
 Fusion = Literal["local_queries", "global_queries", "both", "mean", "none"]
-VisionInit = Literal["nothing", "grey"]
+VisionInit = Literal["nothing", "gray"]
 INITIAL_STD = 0.02  # standard deviation of initial prompts
 # For each fusion, the owners whose prompts are the queries. The other owner's prompts are keys and values.
 QUERY_OWNERS: dict[str, tuple[str, ...]] = {"local_queries": ("local",), "global_queries": ("global",)}
@@ -100,7 +100,7 @@ def dual_prompts(
         fusion: How shared and personal prompts are combined.
         output: Initial scale of the fusion's output projections, relative to the other projections.
         init_text: Initial text of the context, in its last positions.
-        vision_init: "grey" starts vision prompts near the patches of a gray image.
+        vision_init: "gray" starts vision prompts near the patches of a gray image.
 
     Raises:
         ModelError: If an option is invalid or the texts become too long.
@@ -123,7 +123,7 @@ def dual_prompts(
             initial[name] = random_prompts(key / name, *shape, width)
             if tower == "text" and init_text:
                 initial[name] = _start_from_text(towers, init_text, initial[name])
-            if tower == "vision" and vision_init == "grey":
+            if tower == "vision" and vision_init == "gray":
                 # Add the random draw: equal prompts at the same position would never diverge.
                 initial[name] = initial[name] + towers.gray_image_states(vision_tokens, depth).to(initial[name])
             tags[name] = frozenset({"prompt", owner, tower})
@@ -134,7 +134,7 @@ def dual_prompts(
                 initial[name] = output * start if part == "output" else start
                 tags[name] = frozenset({"fusion", tower})
     together = text_tokens * (len(owners) if fusion == "none" else 1)
-    check_length(towers, together + int(towers.precomputed["seen"].sum(1).max()))
+    check_length(towers, together + int(towers.precomputed["attention_mask"].sum(1).max()))
     return DualPrompts(towers, towers.name, initial, tags, fusion)  # type: ignore[arg-type]
 
 
@@ -187,7 +187,9 @@ def _attend(params: Tensors, name: str, prompts: Mapping[str, Tensor], query_own
 
 
 def _start_from_text(towers: DualEncoder, init_text: str, context: Tensor) -> Tensor:
-    words = towers.embed([init_text])[0][0, 1:-1].to(context)  # without the start and end tokens
-    if len(words) > len(context):
-        raise ModelError(f"init_text '{init_text}' has {len(words)} tokens; set text_tokens to {len(words)} or more")
-    return torch.cat([context[: len(context) - len(words)], words])
+    embeddings = towers.embed([init_text])[0][0, 1:-1].to(context)  # without the start and end tokens
+    if len(embeddings) > len(context):
+        raise ModelError(
+            f"init_text '{init_text}' has {len(embeddings)} tokens; set text_tokens to {len(embeddings)} or more"
+        )
+    return torch.cat([context[: len(context) - len(embeddings)], embeddings])
