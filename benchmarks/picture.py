@@ -38,7 +38,7 @@ def short(model: str) -> str:
     return model.partition(" (")[0]
 
 
-def colour(side: str) -> str:
+def color_of(side: str) -> str:
     return OURS if side.startswith("partita") else BARE if side.startswith("bare") else THEIRS
 
 
@@ -80,7 +80,7 @@ def bars(axes: Axes, rows: list[tuple[str, dict[str, float]]], shown: str) -> No
         for line, side in enumerate(names):
             if side in sides:
                 y = line + (place - (len(rows) - 1) / 2) * step
-                axes.barh(y, sides[side], step * 0.88, color=colour(side), alpha=0.4 + 0.6 * (place + 1) / len(rows))
+                axes.barh(y, sides[side], step * 0.88, color=color_of(side), alpha=0.4 + 0.6 * (place + 1) / len(rows))
                 text = f" {shown.format(sides[side])}  {short(model)}"
                 axes.text(sides[side], y, text, va="center", fontsize=6.5, bbox=WHITE)
     axes.set_yticks(range(len(names)), names)
@@ -119,7 +119,7 @@ def draw_growth(axes: Axes) -> None:
     axes.set_ylabel("times as long")
     for side, mark in (("bare", "s--"), ("partita", "o-")):
         rows = [row for row in found.get("cohort", []) if side in row["sides"]]
-        line(axes, [(row["clients"], row["sides"][side]["processor seconds"]) for row in rows], mark, colour(side),
+        line(axes, [(row["clients"], row["sides"][side]["processor seconds"]) for row in rows], mark, color_of(side),
              f"{side}: cohorts of 10 to 40")  # fmt: skip
     people = [(row["population"], row["processor seconds"]) for row in found.get("population", [])]
     line(axes, people, "D-", SHADES[2], "partita: 1,000 to 1,000,000 registered, cohorts of 100")

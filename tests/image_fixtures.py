@@ -34,7 +34,7 @@ class Images:
     channels: int = 1
     size: int = 2
     kind: TaskKind = IMAGE
-    words: int = 0
+    vocabulary_size: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)

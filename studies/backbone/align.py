@@ -315,22 +315,22 @@ def zero_shot(folder: Path, task: Task, settings: Settings) -> dict[str, float]:
 
 
 def make_tiny(folder: Path) -> Settings:
-    """Random towers, and images whose colour is their class."""
+    """Random towers, and images whose color is their class."""
     from datasets import ClassLabel, Dataset, Features, Image
     from PIL import Image as Picture
     from transformers import BertConfig, BertModel, BertTokenizer, Dinov2Config, Dinov2Model
 
     torch.manual_seed(0)
     shape: Any = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    colours = {"red": "#f00", "green": "#0f0", "blue": "#00f", "white": "#fff", "grey": "#666"}
+    colors = {"red": "#f00", "green": "#0f0", "blue": "#00f", "white": "#fff", "grey": "#666"}
     phrases = [word for template in TEMPLATES for word in re.findall(r"\w+|\.", template)]
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *colours, "black", "yellow", *phrases]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *colors, "black", "yellow", *phrases]
     tokenizer = BertTokenizer(vocab={word: place for place, word in enumerate(dict.fromkeys(words))})
     with without_logs():
         Dinov2Model(Dinov2Config(**shape, mlp_ratio=2, image_size=8, patch_size=4)).save_pretrained(folder / "images")
         BertModel(BertConfig(**shape, intermediate_size=32, vocab_size=len(tokenizer))).save_pretrained(folder / "text")
     tokenizer.save_pretrained(folder / "text")
-    sets = {"learn": colours, "test": {"black": "#000", "yellow": "#ff0"}}
+    sets = {"learn": colors, "test": {"black": "#000", "yellow": "#ff0"}}
     for name, known in sets.items():
         columns = {
             "image": [Picture.new("RGB", (8, 8), known[c]) for c in known] * 4,

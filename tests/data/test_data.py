@@ -292,7 +292,7 @@ def test_parquet_images_become_a_task(tmp_path: Path) -> None:
     assert list(split(task, "by_column", key=Key(0), column="domain").clients) == ["photo", "sketch"]
 
 
-def test_images_are_converted_to_grey_and_resized(tmp_path: Path) -> None:
+def test_images_are_converted_to_gray_and_resized(tmp_path: Path) -> None:
     from PIL import Image
 
     train = random_images(2, (5, 9))

@@ -70,7 +70,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def png(width: int = 4, height: int = 4, shade: int = 7) -> bytes:
-    """A grey 4 x 4 image whose header may claim another size."""
+    """A gray 4 x 4 image whose header may claim another size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

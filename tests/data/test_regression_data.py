@@ -62,7 +62,11 @@ def test_targets_are_the_numbers_of_their_columns(suffix: str, tmp_path: Path, b
     for part in ("train", "test"):
         table(tmp_path / f"{part}.{suffix}", rows)
     task = load("text_regression", Key(0), path=tmp_path, target=["words", "stars"], tokenizer=bert, max_length=8)
-    assert (task.kind, task.classes, task.words) == (TEXT_REGRESSION, ("words", "stars"), task.words)
+    assert (task.kind, task.classes, task.vocabulary_size) == (
+        TEXT_REGRESSION,
+        ("words", "stars"),
+        task.vocabulary_size,
+    )
     for part in (task.train, task.test):
         assert part.targets.dtype == torch.float32
         assert part.targets.tolist() == [[row["words"], row["stars"]] for row in rows]

@@ -63,11 +63,11 @@ def attention_maps(it: Case, inputs: Tensors) -> list[Tensor]:
 
 def expected_scores(maps: list[Tensor], marked: Tensor, seen: Tensor) -> Tensor:
     """(example, layer, head) by the formula: a mean over visible queries of the sum over marked keys."""
-    found = []
+    scores = []
     for alpha in maps:
-        paid = torch.einsum("ehij,ej->ehi", alpha.double(), marked.double())
-        found.append((paid * seen[:, None]).sum(-1) / seen.sum(-1)[:, None])
-    return torch.stack(found, 1)
+        marked_attention = torch.einsum("ehij,ej->ehi", alpha.double(), marked.double())
+        scores.append((marked_attention * seen[:, None]).sum(-1) / seen.sum(-1)[:, None])
+    return torch.stack(scores, 1)
 
 
 def stack_layers(scores: dict[str, Tensor]) -> Tensor:
@@ -105,12 +105,12 @@ def test_attention_scores_match_transformers_attention_maps(case: str) -> None:
         decodes = case.startswith(("gpt2", "llama", "mistral", "qwen"))
         words = ["content"] + (["entities"] if it.kind.head == "tokens" else []) + ([] if decodes else ["cls"])
         for tokens in words:
-            found = stack_layers(it.model.attention(it.params, batch, tokens))
+            scores = stack_layers(it.model.attention(it.params, batch, tokens))
             marked, seen = marked_and_seen(it, batch, tokens, plain[0].shape[-1])
             expected = expected_scores(plain, marked, seen)
-            assert (found - expected).abs().max() < 1e-5, (left, tokens)
-            assert found.std() > 1e-3
-            assert 0 <= found.min() <= found.max() <= 1
+            assert (scores - expected).abs().max() < 1e-5, (left, tokens)
+            assert scores.std() > 1e-3
+            assert 0 <= scores.min() <= scores.max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_default_attention_scale_uses_the_true_head_width() -> None:
         watch = _Scores(it.model, batch, "cls", None, {module: "layer.0"})
         open_scale = (*given[:4], None, given[5])
         assert torch.allclose(watch(module, *open_scale), scaled_dot_product(*open_scale), atol=1e-6)
-        seen.append(watch.found["layer.0"])
+        seen.append(watch.scores["layer.0"])
         return scaled_dot_product(*given)
 
     it = case_with_tags("vit-image")
@@ -249,10 +249,10 @@ def test_cached_layers_are_not_scored_and_other_scores_are_unchanged() -> None:
     frozen.module.config.label2id = TAGS
     batch = make_batch(it)
     above, (cached,) = cache_frozen(frozen, TensorExamples(batch.inputs, batch.targets))
-    found = above.attention(above.initial, cached.take(torch.arange(EXAMPLES)), "entities")
-    assert list(found) == ["layer.1"]
+    scores = above.attention(above.initial, cached.take(torch.arange(EXAMPLES)), "entities")
+    assert list(scores) == ["layer.1"]
     whole = it.model.attention(it.model.initial, batch, "entities")["layer.1"]
-    assert torch.allclose(found["layer.1"], whole, atol=1e-5)
+    assert torch.allclose(scores["layer.1"], whole, atol=1e-5)
     with pytest.raises(ModelError, match=r"needs token ids, which are not cached; set engine.cache_frozen = false"):
         above.attention(above.initial, cached.take(torch.arange(EXAMPLES)), "content")
 

@@ -68,7 +68,7 @@ class Images:
     channels: int = 1
     size: int = 4
     kind: TaskKind = IMAGE
-    words: int = 0
+    vocabulary_size: int = 0
 
 
 TASK, KEY = Images(), Key(7) / "model"
@@ -455,9 +455,9 @@ def save_random(module: type, config: PreTrainedConfig, folder: Path) -> str:
 
 def test_tokens_outside_the_model_vocabulary_are_refused(tmp_path: Path) -> None:
     path = save_random(GPT2LMHeadModel, GPT2Config(**TINY_TEXT), tmp_path)
-    pretrained(Texts(words=9), KEY, path=path)
+    pretrained(Texts(vocabulary_size=9), KEY, path=path)
     with pytest.raises(ModelError, match=r"contain token 9, but .* has 9 tokens, 0 to 8; remove data.tokenizer"):
-        pretrained(Texts(words=10), KEY, path=path)
+        pretrained(Texts(vocabulary_size=10), KEY, path=path)
 
 
 @pytest.mark.parametrize(
@@ -540,9 +540,9 @@ def test_dinov2_accepts_image_sizes_divisible_by_its_patches(tmp_path: Path) -> 
 
 def test_clip_compares_images_with_class_texts(tmp_path: Path) -> None:
     tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    words = {**tower, "vocab_size": 8, "max_position_embeddings": 8, "eos_token_id": 1, "bos_token_id": 0}
+    text_config = {**tower, "vocab_size": 8, "max_position_embeddings": 8, "eos_token_id": 1, "bos_token_id": 0}
     sight = {**tower, "image_size": 4, "patch_size": 2, "num_channels": 1}
-    path = save_random(CLIPModel, CLIPConfig(text_config=words, vision_config=sight, projection_dim=8), tmp_path)
+    path = save_random(CLIPModel, CLIPConfig(text_config=text_config, vision_config=sight, projection_dim=8), tmp_path)
     with pytest.raises(
         ModelError, match="gives the same tokens for 'cat' and 'dog'; give a folder with the tokenizer's files"
     ):

@@ -86,22 +86,22 @@ def test_transformers_computes_the_same_loss_of_the_saved_text_model(names: tupl
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     with without_logs(), seeded(Key(0)):
         BertModel(BertConfig(**sizes, vocab_size=9)).save_pretrained(tmp_path / "body")
-    words = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    inputs = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
     targets = noise(2, len(names))
-    table = Table(words, targets)
-    task = Task("toy", table, table, names, kind=TEXT_REGRESSION, words=9)
+    table = Table(inputs, targets)
+    task = Task("toy", table, table, names, kind=TEXT_REGRESSION, vocabulary_size=9)
     model = build("pretrained", task, Key(0), path=str(tmp_path / "body"))
     assert isinstance(model, FunctionalModel)
-    out = model(model.initial, words)
+    out = model(model.initial, inputs)
     assert out.logits.shape == targets.shape
     model.save_pretrained(model.initial, tmp_path / "tuned")
     with without_logs():
         plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned").eval()
-    torch.testing.assert_close(plain(**words, labels=targets).loss, model.losses(out, targets).mean())
+    torch.testing.assert_close(plain(**inputs, labels=targets).loss, model.losses(out, targets).mean())
     again = build("pretrained", task, Key(1), path=str(tmp_path / "tuned"))
     assert equal(again.initial, model.initial), "a head of as many targets is kept"
-    labelled = Table(words, torch.tensor([0, 1]))
-    classes = Task("toy", labelled, labelled, ("no", "yes"), kind=TEXT, words=9)
+    labelled = Table(inputs, torch.tensor([0, 1]))
+    classes = Task("toy", labelled, labelled, ("no", "yes"), kind=TEXT, vocabulary_size=9)
     other = build("pretrained", classes, Key(1), path=str(tmp_path / "tuned"), fresh_head=True)
     assert isinstance(other, FunctionalModel)
     assert other.module.config.problem_type is None, "the problem type of the checkpoint is that of another task"

@@ -38,8 +38,8 @@ def lm(
     train, names = _blocks(source.train, encode, text, group)
     held_out, _ = _blocks(source.test, encode, text, group)
     columns = {} if group is None else {group: np.array(names)}
-    words = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, (), columns, kind=LM, words=words)
+    vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
+    return Task(source.name, train, held_out, (), columns, kind=LM, vocabulary_size=vocabulary_size)
 
 
 def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:

@@ -45,7 +45,7 @@ class RaggedExamples:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def words(self) -> int:
+    def vocabulary_size(self) -> int:
         """Return the smallest vocabulary size that holds every token."""
         return int(self.ids.max()) + 1 if len(self.ids) else 0
 

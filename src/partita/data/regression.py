@@ -39,8 +39,8 @@ def text_regression(
     source, names = load_dataset(path, key, config, test), _names(target)
     train, held_out = read_texts(source, text, read_targets(source, names), tokenizer, max_length)
     columns = source.train.columns(text, *names)
-    words = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, names, columns, kind=TEXT_REGRESSION, words=words)
+    vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
+    return Task(source.name, train, held_out, names, columns, kind=TEXT_REGRESSION, vocabulary_size=vocabulary_size)
 
 
 def image_regression(

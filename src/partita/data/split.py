@@ -122,9 +122,9 @@ def pathological(
     owner = np.empty(count, np.int64)
     for code in range(len(classes)):
         members = np.flatnonzero(codes == code)
-        takers = np.flatnonzero((chosen == code).any(axis=1))
+        owners = np.flatnonzero((chosen == code).any(axis=1))
         # Shuffle the clients: otherwise the first client would always get the extra row of an uneven division.
-        owner[draws.permutation(members)] = draws.permutation(takers)[np.arange(len(members)) % len(takers)]
+        owner[draws.permutation(members)] = draws.permutation(owners)[np.arange(len(members)) % len(owners)]
     return group_by_client(owner, NumberedClients(clients))
 
 

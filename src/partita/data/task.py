@@ -102,7 +102,7 @@ class Task:
         channels: Channels of the images; 0 for other inputs.
         size: Side of the square images in pixels; 0 for other inputs.
         kind: Kind of the task: what a model takes and predicts, its loss and its metrics.
-        words: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
+        vocabulary_size: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
 
     Raises:
         DataError: If a column does not have one value per train row.
@@ -116,7 +116,7 @@ class Task:
     channels: int = 0
     size: int = 0
     kind: TaskKind = IMAGE
-    words: int = 0
+    vocabulary_size: int = 0
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():

@@ -40,8 +40,16 @@ def text(
     classes, *targets = (many_labels if multi else one_label)(source, label)
     train, held_out = read_texts(source, text, targets, tokenizer, max_length)
     columns = source.train.columns(text, label)
-    words = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, classes, columns, kind=MULTI_LABEL_TEXT if multi else TEXT, words=words)
+    vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
+    return Task(
+        source.name,
+        train,
+        held_out,
+        classes,
+        columns,
+        kind=MULTI_LABEL_TEXT if multi else TEXT,
+        vocabulary_size=vocabulary_size,
+    )
 
 
 def read_texts(

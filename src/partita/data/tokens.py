@@ -46,8 +46,10 @@ def tokens(
         _check_tags(part, classes, sentences, tagged)
         tables.append(_aligned(part, encode, sentences, tagged, truncate))
     train, held_out = tables
-    vocabulary = max(train.words(), held_out.words())
-    return Task(source.name, train, held_out, classes, source.train.columns(), kind=TOKENS, words=vocabulary)
+    vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
+    return Task(
+        source.name, train, held_out, classes, source.train.columns(), kind=TOKENS, vocabulary_size=vocabulary_size
+    )
 
 
 def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:

@@ -124,8 +124,8 @@ def _unfused(
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if padding := -key.shape[2] % ALIGNMENT.get(query.device.type, 1):
-        whole = query.new_ones(1, key.shape[2], dtype=torch.bool) if mask is None else mask
-        mask = functional.pad(whole, (0, padding), value=False if whole.dtype == torch.bool else -torch.inf)
+        full_mask = query.new_ones(1, key.shape[2], dtype=torch.bool) if mask is None else mask
+        mask = functional.pad(full_mask, (0, padding), value=False if full_mask.dtype == torch.bool else -torch.inf)
         key, value = (functional.pad(part, (0, 0, 0, padding)) for part in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None and mask.dtype == torch.bool:

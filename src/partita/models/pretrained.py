@@ -170,10 +170,10 @@ def check_images(path: str, config: Any, task: TaskInfo) -> None:
 
 def _check_tokens(path: str, config: Any, task: TaskInfo) -> None:
     known = getattr(config, "vocab_size", None)
-    if known is not None and task.words > known:
+    if known is not None and task.vocabulary_size > known:
         raise ModelError(
-            f"the task's texts contain token {task.words - 1}, but '{path}' has {known} tokens, 0 to {known - 1}; "
-            "remove data.tokenizer to use the model's tokenizer, or set one that fits the model"
+            f"the task's texts contain token {task.vocabulary_size - 1}, but '{path}' has {known} tokens, 0 to "
+            f"{known - 1}; remove data.tokenizer to use the model's tokenizer, or set one that fits the model"
         )
 
 

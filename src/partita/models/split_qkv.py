@@ -20,9 +20,9 @@ class _Part(nn.Module):
 class SplitQKV(nn.Module):
     """Replaces a fused Conv1D, whose weight is (in, out). It computes the same in one matmul."""
 
-    def __init__(self, whole: Conv1D) -> None:
+    def __init__(self, fused: Conv1D) -> None:
         super().__init__()
-        weights, biases = (value.detach().chunk(len(PARTS), -1) for value in (whole.weight, whole.bias))
+        weights, biases = (value.detach().chunk(len(PARTS), -1) for value in (fused.weight, fused.bias))
         for name, weight, bias in zip(PARTS, weights, biases, strict=True):
             self.add_module(name, _Part(weight, bias))
 
@@ -34,8 +34,8 @@ class SplitQKV(nn.Module):
 def split(module: nn.Module) -> None:
     """Replace each fused projection in a module by a SplitQKV, in place."""
     for part in list(module.modules()):
-        if isinstance(whole := getattr(part, "c_attn", None), Conv1D):
-            part.c_attn = SplitQKV(whole)
+        if isinstance(fused := getattr(part, "c_attn", None), Conv1D):
+            part.c_attn = SplitQKV(fused)
 
 
 def join(module: nn.Module, state: Tensors) -> Tensors:

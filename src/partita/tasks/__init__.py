@@ -82,7 +82,7 @@ class TaskInfo(Protocol):
         ...
 
     @property
-    def words(self) -> int:
+    def vocabulary_size(self) -> int:
         """Upper bound of token ids, exclusive; 0 for inputs that are not text."""
         ...
 

@@ -40,7 +40,7 @@ def like_bert(body: str, text: Forward) -> Architecture:
             (rf"{body}\.pooler\..+", "head"),  # only text classification uses it
             *_HEADS,
         ),
-        heads={"text": text, "tokens": whole},
+        heads={"text": text, "tokens": all_tokens},
         start=InputSide("input_ids", ("embeddings", "embeddings_project"), "encoder.layer"),
     )
 
@@ -51,7 +51,7 @@ def pooled(module: Any, inputs: Tensors) -> Output:
     return Output(module.classifier(out.pooler_output), out.last_hidden_state[:, 0])
 
 
-def whole(module: Any, inputs: Tensors) -> Output:
+def all_tokens(module: Any, inputs: Tensors) -> Output:
     """Pass all tokens to the head. A text classification head selects the first token itself.
 
     A `Forward` of `module` and `inputs`.
@@ -81,6 +81,6 @@ DISTILBERT = Architecture(
         ),
         *_HEADS,
     ),
-    heads={"text": _through_relu, "tokens": whole},
+    heads={"text": _through_relu, "tokens": all_tokens},
     start=InputSide("input_ids", ("embeddings",), "transformer.layer"),
 )

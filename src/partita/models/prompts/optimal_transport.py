@@ -80,8 +80,8 @@ def optimal_transport_prompts(
 def sinkhorn(cost: Tensor, mass: float, smoothing: float, iterations: int) -> Tensor:
     """Compute the entropy-regularized transport plan of minimum cost from patches to texts.
 
-    A patch gives at most 1 / patches. Each text gets exactly mass / texts. The number of iterations is fixed, because
-    vmap over clients cannot stop depending on values.
+    A patch sends at most 1 / patches. Each text receives exactly mass / texts. The number of iterations is fixed,
+    because vmap over clients cannot stop depending on values.
 
     Args:
         cost: (..., patch, text).
@@ -95,10 +95,10 @@ def sinkhorn(cost: Tensor, mass: float, smoothing: float, iterations: int) -> Te
     patches, texts = cost.shape[-2:]
     # Scaling a column does not change the plan. A largest entry of 1 keeps columns from underflowing to 0.
     kernel = ((cost.amin(-2, keepdim=True) - cost) / smoothing).exp()
-    gives, gets = 1 / patches, mass / texts
+    row_mass, column_mass = 1 / patches, mass / texts
     left = torch.ones_like(cost[..., 0])  # (..., patch)
     right = torch.ones_like(cost[..., 0, :])  # (..., text)
     for _ in range(iterations):
-        left = (gives / (kernel @ right.unsqueeze(-1)).squeeze(-1)).clamp(max=1)
-        right = gets / (kernel.mT @ left.unsqueeze(-1)).squeeze(-1)
+        left = (row_mass / (kernel @ right.unsqueeze(-1)).squeeze(-1)).clamp(max=1)
+        right = column_mass / (kernel.mT @ left.unsqueeze(-1)).squeeze(-1)
     return left.unsqueeze(-1) * kernel * right.unsqueeze(-2)
