@@ -171,8 +171,8 @@ EQUIVALENT: dict[Spot, str] = {
     ): "the order decides how many bills are counted exactly, and which of two of equal cost is named",
     (
         "privacy/spending.py",
-        "if bounds[key] <= found[1]:",
-        "bounds[key] <= found[1] -> bounds[key] < found[1]",
+        "if bounds[key] <= worst[1]:",
+        "bounds[key] <= worst[1] -> bounds[key] < worst[1]",
     ): "at equality the exact cost, which is never above its bound, is not above the largest either",
     (
         "privacy/spending.py",
@@ -201,8 +201,8 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a search to more digits than are kept takes longer and is rounded up to the same",
     (
         "privacy/spending.py",
-        "if cost > found[1]:",
-        "cost > found[1] -> cost >= found[1]",
+        "if cost > worst[1]:",
+        "cost > worst[1] -> cost >= worst[1]",
     ): "which of two clients of equal cost is named",
     (
         "privacy/spending.py",

@@ -191,20 +191,20 @@ def audit(
     from partita.experiment.audit import AUDIT, failures
     from partita.experiment.audit import audit as attack
 
-    found = attack(folder, canaries, shadows)
-    failed = failures(found)
+    findings = attack(folder, canaries, shadows)
+    failed = failures(findings)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(findings, indent=1))
         raise typer.Exit(int(bool(failed)))
-    for check in found["mechanism"]:
+    for check in findings["mechanism"]:
         mark = "yes" if check["passed"] else "NO "
         print(
             f"{mark}  {check['what']}: measured {check['found']:.4g}, charged {check['charged']:.4g} "
             f"({check['numbers']} samples)"
         )
-    for name, result in found["attacks"].items():
+    for name, result in findings["attacks"].items():
         print(f"{name}: AUC {result['auc']:.3f}, {result['true_at_1%']:.1%} true positives at 1% false positives")
-    claim, bound = found["claim"], found["bound"]
+    claim, bound = findings["claim"], findings["bound"]
     if bound:
         print(f"epsilon is at least {bound['epsilon']:.3g}: {bound['right']} of {bound['guesses']} guesses were right")
     if claim and claim["planned"] is not None:

@@ -169,10 +169,10 @@ def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:
             return _in_memory(datasets.load_from_disk(place))
     if (place / "state.json").is_file():
         return {"train": lambda: datasets.load_from_disk(place)}
-    found = _tables_in(place) or _tables_in(place / "data") or _images_in(place)
-    if not found:
+    openers = _tables_in(place) or _tables_in(place / "data") or _images_in(place)
+    if not openers:
         raise DataError(f"the folder '{path}' holds no dataset that partita can read; {REMEDY}")
-    return found
+    return openers
 
 
 def _in_memory(parts: Mapping[str, Any]) -> dict[str, Opener]:
@@ -183,13 +183,13 @@ def _from_hub(name: str, config: str | None) -> dict[str, Opener]:
     if not HUB_ID.fullmatch(name):
         raise DataError(f"there is no file or folder '{name}'; {REMEDY}")
     try:
-        found = need("datasets", "data").load_dataset(name, config)
+        dataset = need("datasets", "data").load_dataset(name, config)
     except ConnectionError as error:
         raise DataError(f"there is no folder '{name}', and the Hub cannot be reached; give a local folder") from error
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise DataError(f"there is no folder '{name}', and the Hub failed with: {reason}; {REMEDY}") from error
-    return _in_memory(found)
+    return _in_memory(dataset)
 
 
 def _tables_in(folder: Path) -> dict[str, Opener]:

@@ -65,8 +65,8 @@ def image_regression(
     source, names = load_dataset(path, key, config, test), _names(target)
     columns = source.train.columns(image, *names)
     targets = read_targets(source, names)
-    found = replace(source, train=_opened(source, source.train, image), test=_opened(source, source.test, image))
-    train, held_out = read_images(found, image, targets, size, channels, normalize)
+    opened = replace(source, train=_opened(source, source.train, image), test=_opened(source, source.test, image))
+    train, held_out = read_images(opened, image, targets, size, channels, normalize)
     return Task(source.name, train, held_out, names, columns, channels, side_of(train), IMAGE_REGRESSION)
 
 

@@ -40,10 +40,10 @@ AUDIT = "audit.json"
 CLIENTS, EXAMPLES = 50, 500  # limits for the attacks on the finished run: clients, and examples per data set of each
 DELTA = 1e-5  # delta of the bound on epsilon, if the run makes no privacy claim
 
-Found = dict[str, Any]
+Findings = dict[str, Any]
 
 
-def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
+def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Findings:
     """Check the run's mechanism, attack its final model and an update, and optionally attack its training.
 
     Args:
@@ -73,26 +73,26 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Found:
     )
     if not saved.done:
         raise PrivacyError(f"{folder / run_folder.CHECKPOINTS} holds no checkpoint, so there is no model to attack")
-    found: Found = {"claim": guard.about() if guard else None, "mechanism": [], "attacks": {}, "bound": None}
+    findings: Findings = {"claim": guard.about() if guard else None, "mechanism": [], "attacks": {}, "bound": None}
     if guard:
-        found["mechanism"] = judge(_on_mechanism(experiment, folder, saved.server))
-    found["attacks"] |= _on_result(experiment, folder, saved)
+        findings["mechanism"] = judge(_on_mechanism(experiment, folder, saved.server))
+    findings["attacks"] |= _on_result(experiment, folder, saved)
     if canaries:
-        found |= _on_training(experiment, canaries, shadows, found["attacks"])
-    run_folder.write_json(folder / AUDIT, found)
-    return found
+        findings |= _on_training(experiment, canaries, shadows, findings["attacks"])
+    run_folder.write_json(folder / AUDIT, findings)
+    return findings
 
 
-def failures(found: Found) -> list[str]:
+def failures(findings: Findings) -> list[str]:
     """Return the findings that contradict the privacy claim, one sentence each."""
     sentences = [
         f"{check['what']} is {check['found']:.4g}, and {check['charged']:.4g} was charged (p = {check['p']:.1g})"
-        for check in found["mechanism"]
+        for check in findings["mechanism"]
         if not check["passed"]
     ]
-    planned = (found["claim"] or {}).get("planned")
-    if found["bound"] and planned is not None and found["bound"]["epsilon"] > planned:
-        sentences.append(f"epsilon is at least {found['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
+    planned = (findings["claim"] or {}).get("planned")
+    if findings["bound"] and planned is not None and findings["bound"]["epsilon"] > planned:
+        sentences.append(f"epsilon is at least {findings['bound']['epsilon']:.3g}, and {planned:.3g} was claimed")
     return sentences
 
 
@@ -113,7 +113,7 @@ def _on_mechanism(experiment: Experiment, folder: Path, server: Server) -> list[
     ]
 
 
-def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Checkpoint) -> Found:
+def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Checkpoint) -> Findings:
     """Membership inference: members are clients' training examples, non-members their validation and test examples."""
     run, model, federation = experiment.run, experiment.model, experiment.federation
     done, server = saved.done, saved.server
@@ -154,12 +154,12 @@ def _on_result(experiment: Experiment, folder: Path, saved: checkpoint.Checkpoin
     return attacks
 
 
-def _roc_over(parts: list[tuple[Array, Array]]) -> Found:
+def _roc_over(parts: list[tuple[Array, Array]]) -> Findings:
     inside, outside = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
     return roc(inside, outside).about()
 
 
-def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Found) -> Found:
+def _on_training(experiment: Experiment, count: int, shadows: int, attacks: Findings) -> Findings:
     """Retrain with canaries in the same rounds and cohorts as the run, so that its guarantee applies here too."""
     key, task, guard = experiment.run.key / "audit", experiment.federation.task, experiment.guard
     classes = len(task.classes) if task.kind.one_class else 0

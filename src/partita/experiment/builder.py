@@ -180,12 +180,12 @@ class _Sizes(Mapping[str, int]):
     """
 
     def __init__(self, federation: Federation) -> None:
-        self.federation, self.found = federation, dict[str, int]()
+        self.federation, self.sizes = federation, dict[str, int]()
 
     def __getitem__(self, client: str) -> int:
-        if client not in self.found:
-            self.found[client] = len(self.federation[client].train)
-        return self.found[client]
+        if client not in self.sizes:
+            self.sizes[client] = len(self.federation[client].train)
+        return self.sizes[client]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.federation.clients)

@@ -174,14 +174,16 @@ def restore_summaries(folder: Path) -> deque[RoundSummary]:
 def stages(experiment: Experiment) -> list[Row]:
     """Return the first client's plan over the run. Consecutive rounds with the same plan form one stage."""
     run, model, client = experiment.run, experiment.model, experiment.federation.clients[0]
-    found: list[tuple[Plan, Row]] = []
+    stage_plans: list[tuple[Plan, Row]] = []
     for number in range(run.rounds):
         plan = plan_for(run.method.plan, model, RoundInfo(number, run.rounds, client))
-        if found and found[-1][0] == plan:
-            found[-1][1]["last"] = number
+        if stage_plans and stage_plans[-1][0] == plan:
+            stage_plans[-1][1]["last"] = number
         else:
-            found.append((plan, {"first": number, "last": number, "client": client, "rows": plan_rows(model, plan)}))
-    return [row for _, row in found]
+            stage_plans.append(
+                (plan, {"first": number, "last": number, "client": client, "rows": plan_rows(model, plan)})
+            )
+    return [row for _, row in stage_plans]
 
 
 def plan_rows(model: Model, plan: Plan) -> list[Row]:

@@ -60,7 +60,7 @@ def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: 
     hook = _Scores(model, batch, resolve_tokens(model, tokens), attention_mask, _layers(model))
     with attention_hook(hook):
         model(params, inputs)
-    return hook.found
+    return hook.scores
 
 
 def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
@@ -92,7 +92,7 @@ class _Scores:
     tokens: str
     attention_mask: Tensor | None  # (example, token)
     layers: dict[nn.Module, str]
-    found: dict[str, Tensor] = field(default_factory=dict)
+    scores: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -116,10 +116,10 @@ class _Scores:
         out = scaled_dot_product(query, key, value, mask, width**-0.5 if scale is None else scale, causal)
         received = out[..., width].float()  # (example, head, token)
         if self.attention_mask is None:
-            self.found[self.layers[module]] = received.mean(-1)
+            self.scores[self.layers[module]] = received.mean(-1)
         else:
             attention_mask = self.attention_mask[:, None].to(received)  # (example, 1, token)
-            self.found[self.layers[module]] = (received * attention_mask).sum(-1) / attention_mask.sum(-1).clamp(min=1)
+            self.scores[self.layers[module]] = (received * attention_mask).sum(-1) / attention_mask.sum(-1).clamp(min=1)
         return out[..., :width]
 
 
@@ -197,14 +197,14 @@ def head_dimensions(model: FunctionalModel) -> dict[str, tuple[int, int]]:
     heads = int(config.num_attention_heads)
     shared = int(getattr(config, "num_key_value_heads", None) or heads)
     transposed = architecture(str(model.module.config.model_type)).transposed
-    found = {}
+    dimensions = {}
     for name, tags in model.tags.items():
         role, matrix = role_tag(tags - {"lora"}), model.initial[name].ndim == 2
         if "lora" in tags or "text" in tags or role not in ("query", "key", "value", "output"):
             continue
         if role == "output":
             if matrix:
-                found[name] = (0 if transposed else 1, heads)
+                dimensions[name] = (0 if transposed else 1, heads)
         elif matrix or name.endswith(".bias"):  # a norm of queries or keys is one for all heads
-            found[name] = (int(matrix and transposed), heads if role == "query" else shared)
-    return found
+            dimensions[name] = (int(matrix and transposed), heads if role == "query" else shared)
+    return dimensions

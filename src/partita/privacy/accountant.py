@@ -83,13 +83,13 @@ def _event(release: PrivacyRelease, of_clients: bool) -> Any:
     library = _need()
     if of_clients:
         # Replacing one client's update by another's moves the sum by up to twice the clip.
-        whole = library.GaussianDpEvent(release.noise / 2)
+        gaussian = library.GaussianDpEvent(release.noise / 2)
         share = Fraction(release.share).limit_denominator(10**9)
         if share == 1:
-            return whole
-        return library.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, whole)
-    whole = library.GaussianDpEvent(release.noise)
-    return whole if release.share >= 1 else library.PoissonSampledDpEvent(release.share, whole)
+            return gaussian
+        return library.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, gaussian)
+    gaussian = library.GaussianDpEvent(release.noise)
+    return gaussian if release.share >= 1 else library.PoissonSampledDpEvent(release.share, gaussian)
 
 
 def _need() -> Any:

@@ -53,13 +53,13 @@ def check_deviation(what: str, charged: float, parts: Mapping[str, tuple[float, 
         charged: The charged standard deviation.
         parts: (sum of squares, count) by name. The squares are in units of the charged variance.
     """
-    whole = sum(square for square, _ in parts.values()), sum(count for _, count in parts.values())
-    chances = [_chance_of_squares(square, count) for square, count in (whole, *parts.values())]
-    squares, numbers = whole
+    total = sum(square for square, _ in parts.values()), sum(count for _, count in parts.values())
+    chances = [_chance_of_squares(square, count) for square, count in (total, *parts.values())]
+    squares, numbers = total
     tail = (1 - CONFIDENCE) / 2
     low, high = (charged * float(np.sqrt(squares / chi2.ppf(side, numbers))) for side in (1 - tail, tail))
-    found = charged * float(np.sqrt(squares / numbers))
-    return Check(what, charged, found, min(1.0, min(chances) * len(chances)), numbers, (low, high))
+    measured = charged * float(np.sqrt(squares / numbers))
+    return Check(what, charged, measured, min(1.0, min(chances) * len(chances)), numbers, (low, high))
 
 
 def _chance_of_squares(squares: float, count: int) -> float:
@@ -108,8 +108,9 @@ def check_counts(what: str, groups: Mapping[float, tuple[int, int]]) -> Check:
     charged = sum(share * tried for share, (_, tried) in groups.items()) / trials
     spread = sum(share * (1 - share) * tried for share, (_, tried) in groups.items())
     reach = float(norm.ppf((1 + CONFIDENCE) / 2)) * float(np.sqrt(spread)) / trials
-    found = happened / trials
-    return Check(what, charged, found, min(1.0, min(chances) * len(chances)), trials, (found - reach, found + reach))
+    measured = happened / trials
+    interval = (measured - reach, measured + reach)
+    return Check(what, charged, measured, min(1.0, min(chances) * len(chances)), trials, interval)
 
 
 def check_dispersion(sizes: NDArray[np.int64], counts: NDArray[np.int64], shares: Array) -> Check:

@@ -67,14 +67,14 @@ class PrivacySpending:
         """
         owners = {frozenset(bill.items()): client for client, bill in self.bills.items()}
         bounds = {key: self._cost(dict(key), "rdp") for key in owners}
-        found: tuple[str | None, float] = (None, 0.0)
+        worst: tuple[str | None, float] = (None, 0.0)
         for key in sorted(owners, key=lambda key: (-bounds[key], owners[key])):
-            if bounds[key] <= found[1]:
+            if bounds[key] <= worst[1]:
                 break
             cost = bounds[key] if self.by == "rdp" else self._cost(dict(key), self.by)
-            if cost > found[1]:
-                found = owners[key], cost
-        return found
+            if cost > worst[1]:
+                worst = owners[key], cost
+        return worst
 
     def with_noise(self, noise: float) -> PrivacySpending:
         """Return the same spending with another noise for training."""
