@@ -10,7 +10,7 @@ from partita.report.metric import Metric
 
 
 def explain_columns(
-    lines: Sequence[Line], target: float | None, asked: bool, judge: Metric, base: str | None
+    lines: Sequence[Line], target: float | None, asked: bool, metric: Metric, base: str | None
 ) -> list[str]:
     """Explain the columns that are shown.
 
@@ -18,19 +18,19 @@ def explain_columns(
         lines: The results of all labels.
         target: The value to reach, in recorded units; None if there is none.
         asked: Whether the user gave the target.
-        judge: The metric.
+        metric: The metric.
         base: The label of local training, which gains refer to; None if there is none.
     """
     comments = [
-        f"{judge.name}: value of the last tested round, mean ± sample standard deviation over seeds"
-        f"{'' if judge.higher_is_better else '; lower is better'}.",
+        f"{metric.name}: value of the last tested round, mean ± sample standard deviation over seeds"
+        f"{'' if metric.higher_is_better else '; lower is better'}.",
         "stability: standard deviation over the last quarter of the rounds, averaged over seeds; lower is more stable.",
     ]
     compared = [line.difference for line in lines if line.difference]
     if compared:
         counts = sorted({difference.n for difference in compared})
         over = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-        points = "in percentage points, " if judge.fraction else ""
+        points = "in percentage points, " if metric.fraction else ""
         comments.append(
             f"difference: to {lines[0].label}, {points}paired over common seeds ({over}), "
             "with the 95% interval and p of a paired t test."
@@ -57,9 +57,9 @@ def explain_columns(
     if target is not None:
         origin = "as requested"
         if not asked and (reference := lines[0].final) is not None:
-            origin = f"{worse_share(judge, reference):.0%} of the final mean of {lines[0].label}"
+            origin = f"{worse_share(metric, reference):.0%} of the final mean of {lines[0].label}"
         comments.append(
-            f"rounds to {judge.show(target)}: {origin}; the first round counts as 1; median over seeds, where a seed "
+            f"rounds to {metric.show(target)}: {origin}; the first round counts as 1; median over seeds, where a seed "
             "that did not reach it counts as infinitely late."
         )
     return comments

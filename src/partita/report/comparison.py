@@ -69,9 +69,9 @@ class Comparison:
     comments: tuple[str, ...]
 
 
-def worse_share(judge: Metric, reference: float) -> float:
-    """Return the factor that makes `reference` 5% worse in the metric `judge`.
+def worse_share(metric: Metric, reference: float) -> float:
+    """Return the factor that makes `reference` 5% worse in the metric.
 
     The default target is the first label's mean times this factor.
     """
-    return 0.95 if judge.higher_is_better == (reference >= 0) else 1.05
+    return 0.95 if metric.higher_is_better == (reference >= 0) else 1.05

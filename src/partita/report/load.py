@@ -46,10 +46,10 @@ def find(folder: Path | str) -> list[Path]:
     Raises:
         ReportError: If there is no run folder.
     """
-    found = sorted(Path(parent) for parent, _, names in os.walk(folder) if {"rows.jsonl", "config.toml"} <= {*names})
-    if not found:
+    folders = sorted(Path(parent) for parent, _, names in os.walk(folder) if {"rows.jsonl", "config.toml"} <= {*names})
+    if not folders:
         raise ReportError(f"no run at or below '{folder}'; a run folder holds config.toml and rows.jsonl")
-    return found
+    return folders
 
 
 def load_run(folder: Path | str) -> RunRecord:

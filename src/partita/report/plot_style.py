@@ -52,7 +52,7 @@ def svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", text, count=4)
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
-    text = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", text)
+    text = re.sub(r' id="([^"]*)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", text)
     text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
     for color, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--grid"), (UNUSED_COLOR, "--faint")):
         text = text.replace(color, f"var({variable})")

@@ -107,16 +107,16 @@ def picture(records: Sequence[RunRecord], out: Path | str, metric: str | None = 
     Raises:
         ReportError: If no run was tested for the metric.
     """
-    judge = metric_of(records, metric)
-    curves = _curves(records, judge)
+    chosen = metric_of(records, metric)
+    curves = _curves(records, chosen)
     if not curves:
         raise ReportError(
-            f"no run was ever tested for '{judge.name}', so there is nothing to draw; choose a recorded metric"
+            f"no run was ever tested for '{chosen.name}', so there is nothing to draw; choose a recorded metric"
         )
     figure = new_figure(11.5, 3.9 + legend_height(list(curves)))
     left, right = figure.subplots(1, 2, sharey=True)
-    marked = _draw_rounds(left, records, curves, judge)
-    _draw_bytes(right, records, curves, judge)
+    marked = _draw_rounds(left, records, curves, chosen)
+    _draw_bytes(right, records, curves, chosen)
     right.set_ylabel("")
     left.set_title("By round", loc="left", fontsize=11, color=INK, fontweight="bold")
     right.set_title("By megabytes sent up", loc="left", fontsize=11, color=INK, fontweight="bold")
@@ -247,11 +247,11 @@ def personal_by_client(records: Sequence[RunRecord], name: str | None = None) ->
 
 def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
     """Draw each client's gain over local training. Clients on the right of the line gain. None without a baseline."""
-    groups, judge = by_label(records), metric_of(records, name)
-    unit = "percentage points" if judge.fraction else judge.name
-    better = replace(judge, higher_is_better=True)  # a higher gain is better for every metric
+    groups, metric = by_label(records), metric_of(records, name)
+    unit = "percentage points" if metric.fraction else metric.name
+    better = replace(metric, higher_is_better=True)  # a higher gain is better for every metric
     figure = _strips(
-        records, gains(groups, judge), better, f"a client's gain over {local_baseline(groups)}, {unit}", judge.scale
+        records, gains(groups, metric), better, f"a client's gain over {local_baseline(groups)}, {unit}", metric.scale
     )
     if figure:
         figure.axes[0].axvline(0, color=MUTED, linewidth=1.2, zorder=1)
@@ -276,9 +276,9 @@ def _strips(
         dots = sorted(scale * value for seed in seeds for value in seed)
         rise = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
         axes.plot(dots, rise, "o", color=look[label].color, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
-        centre, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed, metric) for seed in seeds])
-        if centre is not None and worst is not None:
-            axes.plot([scale * centre] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)
+        center, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed, metric) for seed in seeds])
+        if center is not None and worst is not None:
+            axes.plot([scale * center] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)
             axes.plot([scale * worst], [row], "D", color="none", markeredgecolor=INK, markersize=5.5, zorder=3)
     axes.set_yticks(range(len(values)), [shorten(label, 28) for label in values])
     axes.set_ylim(len(values) - 0.45, -0.55)

@@ -68,16 +68,16 @@ def bounds(records: Sequence[RunRecord]) -> list[str]:
     """Return the results of the mechanism checks and the canary bounds, compared with the claims."""
     comments = _checks(records)
     for record in records:
-        bound, claim = record.audit.get("bound"), record.audit.get("claim")
+        bound, claimed = record.audit.get("bound"), record.audit.get("claim")
         if not bound:
             continue
-        proof = f"{bound['right']} of {bound['guesses']} guesses right, {bound['canaries']} canaries"
-        text = f"epsilon is at least {_number(bound, 'epsilon')} with {bound['confidence']:.0%} confidence ({proof})"
-        planned = number((claim or {}).get("planned"))
-        promise = "and no privacy was claimed" if planned is None else f"and is claimed to be at most {short(planned)}"
+        evidence = f"{bound['right']} of {bound['guesses']} guesses right, {bound['canaries']} canaries"
+        text = f"epsilon is at least {_number(bound, 'epsilon')} with {bound['confidence']:.0%} confidence ({evidence})"
+        planned = number((claimed or {}).get("planned"))
+        claim = "and no privacy was claimed" if planned is None else f"and is claimed to be at most {short(planned)}"
         broken = planned is not None and bound["epsilon"] > planned
         alarm = ". The claim is false: look for what leaves a client without noise" if broken else ""
-        comments.append(f"{record.label}, seed {record.seed}: {text}, {promise}{alarm}.")
+        comments.append(f"{record.label}, seed {record.seed}: {text}, {claim}{alarm}.")
     return comments
 
 

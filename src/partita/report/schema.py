@@ -26,7 +26,7 @@ def count(value: Any, where: str) -> Any:
     return value
 
 
-def whole(value: Any, where: str) -> Any:
+def integer(value: Any, where: str) -> Any:
     """Accept an integer."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise _refuse(value, where, "a whole number")
@@ -181,5 +181,5 @@ PRIVACY = record(
         **dict.fromkeys(("not_covered", "withheld"), list_of(text)),
     },
 )
-CONFIG = record({"label": text, "seed": whole}, {"rounds": count})
+CONFIG = record({"label": text, "seed": integer}, {"rounds": count})
 TABLES = ("method", "data", "split", "model")  # tables of a config that the report reads

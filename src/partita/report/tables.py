@@ -46,26 +46,26 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
         target: Target of the column "rounds to". Default: 5% worse than the first label's mean final value.
         metric: Metric to compare. Default: the runs' own.
     """
-    groups, judge = by_label(records), metric_of(records, metric)
-    metric = judge.name
+    groups, chosen = by_label(records), metric_of(records, metric)
+    metric = chosen.name
     finals = {label: {run.seed: _final(run, metric) for run in runs} for label, runs in groups.items()}
     first = next(iter(groups))
     asked = target
     if target is None and (reference := mean(list(finals[first].values()))) is not None:
-        target = worse_share(judge, reference) * reference
+        target = worse_share(chosen, reference) * reference
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
         differences = _corrected(differences)
-    gained = gains(groups, judge)
+    gained = gains(groups, chosen)
     lines = tuple(
-        _line(runs, finals[label], differences.get(label), gained.get(label, []), target, judge)
+        _line(runs, finals[label], differences.get(label), gained.get(label, []), target, chosen)
         for label, runs in groups.items()
     )
     comments = [
-        *explain_columns(lines, target, asked is not None, judge, local_baseline(groups)),
+        *explain_columns(lines, target, asked is not None, chosen, local_baseline(groups)),
         *caveats(groups, finals, differences, metric),
     ]
-    return Comparison(metric, judge.higher_is_better, target, lines, tuple(comments))
+    return Comparison(metric, chosen.higher_is_better, target, lines, tuple(comments))
 
 
 def _line(
@@ -74,25 +74,24 @@ def _line(
     difference: Difference | None,
     gained: Sequence[Sequence[float]],
     target: float | None,
-    judge: Metric,
+    metric: Metric,
 ) -> Line:
-    metric = judge.name
-    own = [present(personal(run, metric).values()) for run in runs]
+    own = [present(personal(run, metric.name).values()) for run in runs]
     return Line(
         label=runs[0].label,
         seeds=tuple(finals),
         final=mean(list(finals.values())),
         final_sd=standard_deviation(list(finals.values())),
-        stability=mean([_stability(run, metric) for run in runs]),
+        stability=mean([_stability(run, metric.name) for run in runs]),
         personal=mean([mean(values) for values in own]),
         personal_sd=mean([standard_deviation(values) for values in own]),
-        personal_worst=mean([worst_tenth(values, judge) for values in own]),
+        personal_worst=mean([worst_tenth(values, metric) for values in own]),
         gain=_gain(gained),
         difference=difference,
         up=mean([_bytes_per_client(run, "up") for run in runs]),
         down=mean([_bytes_per_client(run, "down") for run in runs]),
         total_mb=mean([_total(run) for run in runs]),
-        reach=None if target is None else _reach(runs, target, judge),
+        reach=None if target is None else _reach(runs, target, metric),
         seconds=mean([mean([number(row.get("seconds")) for row in run.rows]) for run in runs]),
         epsilon=max((cost for run in runs if (cost := _epsilon(run)) is not None), default=None),
     )
@@ -124,9 +123,9 @@ def _stability(run: RunRecord, metric: str) -> float | None:
     return standard_deviation([value for round, value in tested(run, metric) if round >= start])
 
 
-def worst_tenth(values: Sequence[float], judge: Metric) -> float | None:
-    """Return the mean of the worst tenth of the clients' `values`, at least one; `judge` says which are worse."""
-    return mean(sorted(values, reverse=not judge.higher_is_better)[: math.ceil(len(values) / 10)])
+def worst_tenth(values: Sequence[float], metric: Metric) -> float | None:
+    """Return the mean of the worst tenth of the clients' `values`, at least one; `metric` says which are worse."""
+    return mean(sorted(values, reverse=not metric.higher_is_better)[: math.ceil(len(values) / 10)])
 
 
 def local_baseline(groups: Mapping[str, list[RunRecord]]) -> str | None:
@@ -138,23 +137,23 @@ def _method(run: RunRecord) -> str | None:
     return (run.config.get("method") or {}).get("name")
 
 
-def gains(groups: Mapping[str, list[RunRecord]], judge: Metric) -> dict[str, list[list[float]]]:
+def gains(groups: Mapping[str, list[RunRecord]], metric: Metric) -> dict[str, list[list[float]]]:
     """Return each client's gain over local training, by label and common seed; empty if no run trains locally.
 
     Args:
         groups: The runs by label.
-        judge: The metric. A gain is positive if the client is better off.
+        metric: The metric. A gain is positive if the client is better off.
     """
     base = local_baseline(groups)
     if base is None:
         return {}
-    sign = 1 if judge.higher_is_better else -1
-    before = {run.seed: personal(run, judge.name) for run in groups[base]}
+    sign = 1 if metric.higher_is_better else -1
+    before = {run.seed: personal(run, metric.name) for run in groups[base]}
     by_seed: dict[str, list[list[float]]] = {}
     for label, runs in groups.items():
         if label == base:
             continue
-        pairs = [(personal(run, judge.name), before[run.seed]) for run in runs if run.seed in before]
+        pairs = [(personal(run, metric.name), before[run.seed]) for run in runs if run.seed in before]
         by_seed[label] = [
             present(_gain_over(value, past.get(client), sign) for client, value in own.items()) for own, past in pairs
         ]
@@ -170,11 +169,13 @@ def _gain(seeds: Sequence[Sequence[float]]) -> Gain | None:
     return Gain(statistics.fmean(every), sum(value > 0 for value in every) / len(every)) if every else None
 
 
-def _reach(runs: list[RunRecord], target: float, judge: Metric) -> Reach:
+def _reach(runs: list[RunRecord], target: float, metric: Metric) -> Reach:
     def reached(value: float | None) -> bool:
-        return value is not None and (value >= target if judge.higher_is_better else value <= target)
+        return value is not None and (value >= target if metric.higher_is_better else value <= target)
 
-    late = [next((round + 1.0 for round, value in tested(run, judge.name) if reached(value)), math.inf) for run in runs]
+    late = [
+        next((round + 1.0 for round, value in tested(run, metric.name) if reached(value)), math.inf) for run in runs
+    ]
     return Reach(number(statistics.median(late)), sum(map(math.isfinite, late)), len(late))
 
 
