@@ -93,7 +93,7 @@ __all__ = [
 ]
 
 # Module -> its public names, the same as in the imports for type checkers above.
-_HOMES = {
+_MODULES = {
     "testing.conformance": ["check_method"],
     "core.method": [
         "Aggregate",
@@ -123,14 +123,14 @@ _HOMES = {
     "engines.availability": ["Availability"],
     "evaluation": ["score"],
 }
-_HOME = {name: f"partita.{module}" for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: f"partita.{module}" for module, names in _MODULES.items() for name in names}
 
 
 if not TYPE_CHECKING:  # with a module __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
-        if name in _HOME:
-            value = getattr(import_module(_HOME[name]), name)
+        if name in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[name]), name)
         elif name in __all__:
             value = import_module(f"partita.{name}")
         else:

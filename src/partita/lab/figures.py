@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WAYS = {"never": "never frozen", "fixed": f"warm-up {lab.FIXED}", "auto": "automatic", "best": "best, by trying all"}
+CHOICE_LABELS = {
+    "never": "never frozen",
+    "fixed": f"warm-up {lab.FIXED}",
+    "auto": "automatic",
+    "best": "best, by trying all",
+}
 LOCAL = 40  # a client's gradient steps per round, in panels that do not vary them
 
 
@@ -100,8 +105,10 @@ def _local_steps(axes: Axes, seeds: int, done: Callable[[], None]) -> None:
         final, _, _ = lab.choices(lab.run((1.0,), seeds, steps))
         rows.append(final)
         done()
-    for place, (way, label) in enumerate(WAYS.items()):
-        _line(axes, lab.STEPS, torch.stack([getattr(row, way) for row in rows]), COLORS[place], label, DASHES[way])
+    for place, (choice, label) in enumerate(CHOICE_LABELS.items()):
+        _line(
+            axes, lab.STEPS, torch.stack([getattr(row, choice) for row in rows]), COLORS[place], label, DASHES[choice]
+        )
     axes.set_xscale("log")
     axes.set_xticks(lab.STEPS, [str(steps) for steps in lab.STEPS])
     axes.minorticks_off()
@@ -136,9 +143,9 @@ def _warmups(axes: Axes, losses: Tensor, auto: Tensor) -> None:
 
 
 def _levels(axes: Axes, final: lab.Choices) -> None:
-    for place, (way, label) in enumerate(WAYS.items()):
-        values = lab.by_level(getattr(final, way), lab.LEVELS)  # (level, seed)
-        _line(axes, lab.LEVELS, values, COLORS[place], label, DASHES[way])
+    for place, (choice, label) in enumerate(CHOICE_LABELS.items()):
+        values = lab.by_level(getattr(final, choice), lab.LEVELS)  # (level, seed)
+        _line(axes, lab.LEVELS, values, COLORS[place], label, DASHES[choice])
     style_axes(axes, "heterogeneity", "final loss")
     _legend(axes)
 

@@ -81,8 +81,10 @@ def draw(
     most = int(counts.max())
     present = (torch.arange(most) < counts[:, None]).double()  # (client, example)
 
-    twist = normal("rotation", clients, width, width) / math.sqrt(width)
-    rotation = torch.linalg.matrix_exp(level * differ.rotation * (twist - twist.transpose(-1, -2)))
+    generator_matrix = normal("rotation", clients, width, width) / math.sqrt(width)
+    rotation = torch.linalg.matrix_exp(
+        level * differ.rotation * (generator_matrix - generator_matrix.transpose(-1, -2))
+    )
     # Anisotropic inputs, because a rotation would not change isotropic ones. Tokens have equal norm, as after a norm
     # layer.
     tokens = normal("inputs", clients, most, size.tokens, width) * torch.linspace(1.5, 0.5, width, dtype=torch.float64)

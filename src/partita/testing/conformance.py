@@ -83,23 +83,26 @@ def check_method(
     _check_plan(run, model, population)
     before = torch.get_rng_state()
     probed = replace(run, method=replace(method, transforms=tuple(map(TransformProbe, method.transforms))))
-    whole = _play(probed, model, _maker(probed, model, population)(), EngineProbe(run, model))
+    baseline = _run_rounds(probed, model, _maker(probed, model, population)(), EngineProbe(run, model))
     run = replace(run, drift=False)  # one run with drift is enough; it takes a tenth of the time and changes no result
     _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
-    _require(_same(whole, _play(run, model, make())), "the same run gives two results, so it depends on outside state")
-    _check_wire(run, model, make, whole)
+    _require(
+        _same(baseline, _run_rounds(run, model, make())),
+        "the same run gives two results, so it depends on outside state",
+    )
+    _check_wire(run, model, make, baseline)
     # A dry run cannot predict choices that depend on clients' data or on what the server has seen.
     if (
         all(type(rule).narrow is ClientRule.narrow for rule in method.client_rules)
         and type(method.server_rule).signal is ServerRule.signal
     ):
-        _check_rehearsal(run, model, population, whole)
+        _check_dry_run(run, model, population, baseline)
     _check_order(run, model, make)
-    _check_resume(run, model, make, whole)
+    _check_resume(run, model, make, baseline)
     return ConformanceReport(
         _check_blocks(run, model, population, tolerance),
-        sum(sum(result.traffic.up.values()) for result in whole.rounds),
-        sum(sum(result.traffic.down.values()) for result in whole.rounds),
+        sum(sum(result.traffic.up.values()) for result in baseline.rounds),
+        sum(sum(result.traffic.down.values()) for result in baseline.rounds),
     )
 
 
@@ -138,19 +141,19 @@ def _maker(run: Run, model: Model, population: Population) -> Maker:
     return make
 
 
-def _play(
+def _run_rounds(
     run: Run,
     model: Model,
     engine: SimulationEngine,
-    watch: EngineProbe | None = None,
+    probe: EngineProbe | None = None,
     server: Server | None = None,
     start: int = 0,
 ) -> RunTrace:
-    watched: Engine = watch.over(engine) if watch else engine
+    probed_engine: Engine = probe.over(engine) if probe else engine
     results = []
-    for result in rounds(run, model, watched, server, start):
-        if watch:
-            watch.after(result)
+    for result in rounds(run, model, probed_engine, server, start):
+        if probe:
+            probe.after(result)
         results.append(result)
     return RunTrace(results, states_of(run, engine))
 
@@ -219,10 +222,10 @@ class EngineProbe:
             for reply in self.engine.train([job]):
                 _require(tensors.equal(held, job.params), "it modifies the tensors it was sent")
                 if isinstance(reply, Update):
-                    self._look(job, reply)
+                    self._inspect(job, reply)
                 yield reply
 
-    def _look(self, job: Job, update: Update) -> None:
+    def _inspect(self, job: Job, update: Update) -> None:
         plan, _ = client_params(self.run, self.model, job, ClientState())
         sent = serialization.unpack(serialization.pack({"delta": update.delta, **update.slots}))
         names = {name for part in sent.values() for name in part}
@@ -257,17 +260,17 @@ def _check_plan(run: Run, model: Model, population: Population) -> None:
         )
 
 
-def _check_wire(run: Run, model: Model, make: Maker, whole: RunTrace) -> None:
+def _check_wire(run: Run, model: Model, make: Maker, baseline: RunTrace) -> None:
     """Check that the result is the same with serialized messages and clients that hold only what they were sent."""
-    packed = _play(run, model, make(wire=True))
-    _require(_same(whole, packed), "its messages are incomplete: with serialized messages the result differs")
-    for one, two in zip(whole.rounds, packed.rounds, strict=True):
+    packed = _run_rounds(run, model, make(wire=True))
+    _require(_same(baseline, packed), "its messages are incomplete: with serialized messages the result differs")
+    for one, two in zip(baseline.rounds, packed.rounds, strict=True):
         _require(one.traffic == two.traffic, f"bytes differ with serialized messages in round {one.number}")
 
 
-def _check_rehearsal(run: Run, model: Model, population: Population, whole: RunTrace) -> None:
-    rehearsal = DryRunEngine(run, model, population.clients, _faults(run, population.clients))
-    for one, two in zip(whole.rounds, rounds(replace(run, drift=False), model, rehearsal), strict=True):
+def _check_dry_run(run: Run, model: Model, population: Population, baseline: RunTrace) -> None:
+    dry_run = DryRunEngine(run, model, population.clients, _faults(run, population.clients))
+    for one, two in zip(baseline.rounds, rounds(replace(run, drift=False), model, dry_run), strict=True):
         _require(one.traffic == two.traffic, f"the dry run predicts other bytes than were sent in round {one.number}")
 
 
@@ -284,10 +287,10 @@ def _check_order(run: Run, model: Model, make: Maker) -> None:
             )
 
 
-def _check_resume(run: Run, model: Model, make: Maker, whole: RunTrace) -> None:
+def _check_resume(run: Run, model: Model, make: Maker, baseline: RunTrace) -> None:
     """Check resuming: after the first round with state on disk, and halfway in blocks with state in memory."""
     for stop, kind, block in ((1, "disk", 1), (run.rounds // 2, "memory", 3)):
-        whole = whole if block == 1 else _play(run, model, make(block=block))
+        baseline = baseline if block == 1 else _run_rounds(run, model, make(block=block))
         with TemporaryDirectory() as name:
             folder = Path(name)
             disk = DiskStore(folder / "clients")
@@ -299,9 +302,9 @@ def _check_resume(run: Run, model: Model, make: Maker, whole: RunTrace) -> None:
             store.commit(stop)
             path = checkpoint.save(folder / "server", stop, result.server)
             done, server = checkpoint.load(path)
-            again = _play(run, model, make(store=DiskStore(disk.folder), block=block), server=server, start=done)
-            _require(_same(whole, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
-            late = [result.traffic for result in whole.rounds[stop:]]
+            again = _run_rounds(run, model, make(store=DiskStore(disk.folder), block=block), server=server, start=done)
+            _require(_same(baseline, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
+            late = [result.traffic for result in baseline.rounds[stop:]]
             _require(
                 late == [result.traffic for result in again.rounds], f"resumed after round {stop - 1}, bytes differ"
             )
@@ -324,11 +327,13 @@ def _check_blocks(run: Run, model: Model, population: Population, tolerance: flo
 
 def _compare_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
     make, worst = _maker(run, model, population), 0.0
-    whole = _play(run, model, make())
+    baseline = _run_rounds(run, model, make())
     for block in sorted({min(size, run.cohort_size(len(population.clients))) for size in (2, 5)}):
-        other = _play(run, model, make(block=block))
-        for owner in ("the server's", *whole.states):
-            one, two = (_params(trace) if owner == "the server's" else trace.states[owner] for trace in (whole, other))
+        other = _run_rounds(run, model, make(block=block))
+        for owner in ("the server's", *baseline.states):
+            one, two = (
+                _params(trace) if owner == "the server's" else trace.states[owner] for trace in (baseline, other)
+            )
             for name, value in one.items():
                 # Relative to the whole slot: the momentum of a key bias is pure rounding error.
                 slot = [tensor for key, tensor in one.items() if key.partition("/")[0] == name.partition("/")[0]]
@@ -339,8 +344,8 @@ def _compare_blocks(run: Run, model: Model, population: Population, tolerance: f
     return worst
 
 
-def _params(played: RunTrace) -> Tensors:
-    return {f"params/{name}": value for name, value in played.params.items()}
+def _params(trace: RunTrace) -> Tensors:
+    return {f"params/{name}": value for name, value in trace.params.items()}
 
 
 def _same(one: RunTrace, two: RunTrace) -> bool:
