@@ -87,7 +87,7 @@ def test_an_example_that_was_masked_before_stays_masked() -> None:
     batch = table.take(torch.arange(4))
     assert batch.mask is not None
     assert batch.mask.tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert batch.targets.tolist() == table.whole().targets.tolist() == [0, 1, 2, 3]
+    assert batch.targets.tolist() == table.all_examples().targets.tolist() == [0, 1, 2, 3]
 
 
 def test_canaries_are_found_in_a_batch_wherever_they_are() -> None:
@@ -106,8 +106,8 @@ def test_wrong_targets_are_the_next_class() -> None:
     plain = CLIENTS["b"].train.take(torch.arange(40)).targets.tolist()
     wanted = [(target + (place in places)) % 3 if place in places else target for place, target in enumerate(plain)]
     assert 0 < len(places) < 40
-    assert table.whole().targets.tolist() == wanted
-    assert table.whole().mask is None
+    assert table.all_examples().targets.tolist() == wanted
+    assert table.all_examples().mask is None
     assert table.canaries_alone().targets.tolist() == [wanted[place] for place in places]
 
 
@@ -155,7 +155,7 @@ def test_losses_of_canaries_are_in_the_order_of_their_coins() -> None:
 def test_scores_are_those_of_a_ridge_regression_of_the_step_on_all_gradients(clip: float | None) -> None:
     population, delta, noise = planted(), step_of(1), 2.0
     table = population.table("b")
-    rows = slopes(table.whole()).double()
+    rows = slopes(table.all_examples()).double()
     norms = rows.norm(dim=1)
     assert clip is None or 0 < int((norms > clip).sum()) < len(norms), "some are clipped, and some are not"
     if clip is None:

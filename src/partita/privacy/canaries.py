@@ -99,7 +99,7 @@ class _CanaryExamples:
         mask[here[:, 0]] *= self.coins[here[:, 1]].float()
         return Batch(batch.inputs, self._targets(batch.targets, here[:, 0]), mask)
 
-    def whole(self) -> Batch:
+    def all_examples(self) -> Batch:
         """Return all examples, including the excluded canaries."""
         batch = self.examples.take(torch.arange(len(self)))
         return Batch(batch.inputs, self._targets(batch.targets, self.places))
@@ -226,7 +226,7 @@ def canary_scores(
             f"the gradients of {len(table)} examples of {model.name} take {numbers / 2**28:.0f} GiB; audit a run of a "
             "smaller model, or one that trains less of it, or with fewer examples per client"
         )
-    gradients = torch.cat(list(gradients_of(model, params, sorted(delta), table.whole())))  # (example, number)
+    gradients = torch.cat(list(gradients_of(model, params, sorted(delta), table.all_examples())))  # (example, number)
     norms = gradients.norm(dim=1, keepdim=True)
     if private is not None:
         gradients = gradients * (private.clip / norms.clamp(min=1e-30)).clamp(max=1.0)

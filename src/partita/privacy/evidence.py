@@ -104,11 +104,11 @@ def check_counts(what: str, groups: Mapping[float, tuple[int, int]]) -> Check:
         chance_of_either(binom.cdf(count, trials, share), binom.sf(count - 1, trials, share))
         for share, (count, trials) in groups.items()
     ]
-    happened, trials = (sum(group[side] for group in groups.values()) for side in (0, 1))
+    events, trials = (sum(group[side] for group in groups.values()) for side in (0, 1))
     charged = sum(share * tried for share, (_, tried) in groups.items()) / trials
     spread = sum(share * (1 - share) * tried for share, (_, tried) in groups.items())
     reach = float(norm.ppf((1 + CONFIDENCE) / 2)) * float(np.sqrt(spread)) / trials
-    measured = happened / trials
+    measured = events / trials
     interval = (measured - reach, measured + reach)
     return Check(what, charged, measured, min(1.0, min(chances) * len(chances)), trials, interval)
 

@@ -329,14 +329,16 @@ def _check_clip(run: Run, private: DPSGDSettings, groups: Sequence[Sequence[Clie
         scaled_model = altered(
             group[0].ctx.model, losses=lambda out, targets, plain=plain: LARGE_FACTOR * plain(out, targets)
         )
-        whole = [
+        scaled = [
             replace(client_round, ctx=replace(client_round.ctx, model=scaled_model))
             for client_round in _without_noise(private, group)
         ]
-        rest = [replace(client_round, examples=Without(client_round.examples)) for client_round in whole]
-        sizes, with_it, without = _sizes(run, group), _replay(run, whole), _replay(run, rest)
-        for where, grads in with_it.items():
-            moved = sum(float((value.double() - without[where][name]).square().sum()) for name, value in grads.items())
+        shortened = [replace(client_round, examples=Without(client_round.examples)) for client_round in scaled]
+        sizes, with_first, without_first = _sizes(run, group), _replay(run, scaled), _replay(run, shortened)
+        for where, grads in with_first.items():
+            moved = sum(
+                float((value.double() - without_first[where][name]).square().sum()) for name, value in grads.items()
+            )
             largest = max(largest, moved**0.5 * sizes[where[0]] / private.clip)
             tried += 1
     return [Check("largest contribution of one example / clip", 1.0, largest, float(largest <= OVER), tried)]

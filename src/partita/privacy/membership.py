@@ -153,11 +153,11 @@ def chance_of(canaries: int, guesses: int, right: int, epsilon: float, delta: fl
     if not right:
         return 1.0
     accuracy = 1 / (1 + math.exp(-epsilon))
-    likely = float(binom.sf(right - 1, guesses, accuracy))
+    tail = float(binom.sf(right - 1, guesses, accuracy))
     # Delta can add i correct guesses with a probability that shrinks with i. Take the worst i.
     steps = np.arange(1, right + 1)
-    gathered = np.cumsum(binom.pmf(right - steps, guesses, accuracy))
-    return min(1.0, likely + 2 * canaries * delta * float(np.max(gathered / steps)))
+    cumulative = np.cumsum(binom.pmf(right - steps, guesses, accuracy))
+    return min(1.0, tail + 2 * canaries * delta * float(np.max(cumulative / steps)))
 
 
 def _least_epsilon(canaries: int, guesses: int, right: int, delta: float, risk: float) -> float:
