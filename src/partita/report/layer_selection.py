@@ -32,9 +32,9 @@ def shares(runs: Sequence[RunRecord]) -> dict[int, dict[int, float]]:
     for run in runs:
         for row in _choices(run):
             for layer in layers:
-                chose = [int(f"{LAYER}{layer}" in chosen) for chosen in row["chosen"].values()]
-                sent.setdefault(layer, {}).setdefault(row["round"] + 1, []).extend(chose)
-    return {layer: {done: fmean(chose) for done, chose in by.items() if chose} for layer, by in sent.items()}
+                choices = [int(f"{LAYER}{layer}" in chosen) for chosen in row["chosen"].values()]
+                sent.setdefault(layer, {}).setdefault(row["round"] + 1, []).extend(choices)
+    return {layer: {done: fmean(choices) for done, choices in by.items() if choices} for layer, by in sent.items()}
 
 
 def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:

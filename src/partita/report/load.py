@@ -215,9 +215,9 @@ def clients(row: Row) -> int:
     return len(set(row.get("cohort") or ()) | set(row.get("lost") or ()))
 
 
-def sent(record: RunRecord, way: str) -> list[float] | None:
+def sent(record: RunRecord, direction: str) -> list[float] | None:
     """Return the bytes of each round for one direction, or None if they were not recorded."""
-    values = [number((row.get("bytes") or {}).get(way)) for row in record.rows]
+    values = [number((row.get("bytes") or {}).get(direction)) for row in record.rows]
     return None if None in values else present(values)
 
 

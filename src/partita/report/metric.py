@@ -30,7 +30,7 @@ class Metric:
         return 100.0 if self.fraction else 1.0
 
     @property
-    def titled(self) -> str:
+    def title_with_unit(self) -> str:
         """Name with the unit."""
         return f"{self.name}, %" if self.fraction else self.name
 

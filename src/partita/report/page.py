@@ -93,10 +93,10 @@ def _header(records: Sequence[RunRecord], title: str) -> str:
     }
     what = f"{', '.join(labels[:-1])} and {labels[-1]}" if len(labels) > 1 else labels[0]
     many = f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed"
-    lead = f"{what} on {facts['data']} with {facts['model']}, over {many} and {facts['rounds']} rounds."
+    summary = f"{what} on {facts['data']} with {facts['model']}, over {many} and {facts['rounds']} rounds."
     grid = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     return (
-        f'<header>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n'
+        f'<header>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(summary)}</p>\n'
         f'<dl class="facts">{grid}</dl>\n</header>\n'
     )
 
@@ -114,15 +114,15 @@ def _range(counts: Iterable[int]) -> str:
 
 
 def _comparison(records: Sequence[RunRecord], comparison: Comparison) -> str:
-    look = styles(by_label(records))
+    label_styles = styles(by_label(records))
     tables = "".join(
-        f"<h3>{escape(title)}</h3>\n{_comparison_table(shown, look)}"
+        f"<h3>{escape(title)}</h3>\n{_comparison_table(shown, label_styles)}"
         for title, shown in by_question(comparison).items()
     )
     return f"<section>\n<h2>Comparison</h2>\n{tables}{html_list(comparison.comments)}</section>\n"
 
 
-def _comparison_table(shown: Sequence[Column], look: Mapping[str, Style]) -> str:
+def _comparison_table(shown: Sequence[Column], label_styles: Mapping[str, Style]) -> str:
     name, rest = shown[0], shown[1:]
     # A vertical rule at the left of each group's first column separates the groups.
     edges = [
@@ -138,7 +138,9 @@ def _comparison_table(shown: Sequence[Column], look: Mapping[str, Style]) -> str
         cells = "".join(
             f"<td{edge}>{value_with_spread(column.cells[row])}</td>" for edge, column in zip(edges, rest, strict=True)
         )
-        body.append(f'<tr><th scope="row" class="name">{line_sample(look[label])}{escape(label)}</th>{cells}</tr>\n')
+        body.append(
+            f'<tr><th scope="row" class="name">{line_sample(label_styles[label])}{escape(label)}</th>{cells}</tr>\n'
+        )
     return (
         f'<div class="wide"><table>\n<thead><tr class="group">{groups}</tr>'
         f'<tr><th class="name">{escape(name.heading)}</th>{headings}</tr></thead>\n'
@@ -181,13 +183,13 @@ def _toml(table: Mapping[str, Any], path: str = "") -> str:
     return "\n".join([*plain, *inner])
 
 
-def _reproduce(records: Sequence[RunRecord], beside: Path) -> str:
+def _reproduce(records: Sequence[RunRecord], page_folder: Path) -> str:
     keys = dict.fromkeys(key for record in records for key in record.environment)
     body = [
         (key, "; ".join(dict.fromkeys(record.environment[key] for record in records if key in record.environment)))
         for key in keys
     ]
-    commands = "\n".join(_command(record, beside) for record in records)
+    commands = "\n".join(_command(record, page_folder) for record in records)
     table = html_table(("what", "value"), body) if body else "<p>No environment was recorded.</p>\n"
     return (
         f"<section>\n<h2>Reproduce</h2>\n<p>Repeat each run with its settings, from the folder of this page:</p>\n"
@@ -195,7 +197,7 @@ def _reproduce(records: Sequence[RunRecord], beside: Path) -> str:
     )
 
 
-def _command(record: RunRecord, beside: Path) -> str:
+def _command(record: RunRecord, page_folder: Path) -> str:
     """Return the command that repeats a run in a new folder, because a run never overwrites another."""
-    config = Path(os.path.relpath(record.folder, beside), "config.toml").as_posix()
+    config = Path(os.path.relpath(record.folder, page_folder), "config.toml").as_posix()
     return f"partita run --config {shlex.quote(config)} --out {shlex.quote(f'again/{record.folder.name}')}"

@@ -46,18 +46,18 @@ def plans(records: Sequence[RunRecord]) -> list[PlanStages]:
 
 def changes(runs: Sequence[RunRecord]) -> list[int]:
     """Return the first round of each later stage that any seed reached. Empty if there are too many to mark."""
-    begun = {stage["first"] for run in runs for stage in run.plan[1:] if stage["first"] <= run.rows[-1]["round"]}
-    return sorted(begun) if len(begun) <= CHANGES_MARKED else []
+    starts = {stage["first"] for run in runs for stage in run.plan[1:] if stage["first"] <= run.rows[-1]["round"]}
+    return sorted(starts) if len(starts) <= CHANGES_MARKED else []
 
 
 def status(row: Row) -> str:
     """Return the status of a parameter, a key of `STATUSES`."""
-    trains, comes, stays, untouched = STATUSES
+    trained, received, kept, untouched = STATUSES
     if row.get("keep"):
-        return stays
+        return kept
     if row.get("up"):
-        return trains
-    return comes if row.get("down") else untouched
+        return trained
+    return received if row.get("down") else untouched
 
 
 def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
@@ -69,7 +69,7 @@ def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
 
     parameters = [row for _, stage in shown for row in stage["rows"]]
     layers = sorted({row.get("layer") for row in parameters}, key=_layer_order)
-    known, met = {_role(row) for row in parameters}, {status(row) for row in parameters}
+    known, statuses = {_role(row) for row in parameters}, {status(row) for row in parameters}
     roles = [*(role for role in ROLES if role in known), *sorted(known - set(ROLES))]
     across = 3  # fixed, so that cells keep their shape if there are fewer panels
     down = math.ceil(len(shown) / across)
@@ -91,7 +91,7 @@ def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
         panel.spines[:].set_visible(False)
         panel.set_title(_stage_title(plan, stage), loc="left", fontsize=8.5, color=INK)
     figure.legend(
-        handles=[Patch(facecolor=STATUSES[name], label=name) for name in STATUSES if name in met],
+        handles=[Patch(facecolor=STATUSES[name], label=name) for name in STATUSES if name in statuses],
         loc="outside upper left", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK,
     )  # fmt: skip
     return figure

@@ -134,35 +134,35 @@ def _curves(records: Sequence[RunRecord], metric: Metric) -> dict[str, Curve]:
 
 def _draw_rounds(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> bool:
     """Draw the curves. Return whether a plan change was marked."""
-    look = styles(by_label(records))
+    label_styles = styles(by_label(records))
     for label, curve in curves.items():
-        _draw_line(axes, curve.rounds, curve, look[label], len(curves))
-    style_axes(axes, "rounds completed", f"test {metric.titled}{_band(curves)}")
+        _draw_line(axes, curve.rounds, curve, label_styles[label], len(curves))
+    style_axes(axes, "rounds completed", f"test {metric.title_with_unit}{_band_note(curves)}")
     whole_rounds(axes)
-    return _mark_stages(axes, records, look)
+    return _mark_stages(axes, records, label_styles)
 
 
 def _draw_bytes(axes: Axes, records: Sequence[RunRecord], curves: Mapping[str, Curve], metric: Metric) -> None:
-    look = styles(by_label(records))
+    label_styles = styles(by_label(records))
     spent = {label: curve.megabytes for label, curve in curves.items() if curve.megabytes}
     for label, megabytes in spent.items():
-        _draw_line(axes, megabytes, curves[label], look[label], len(curves))
-        axes.plot(megabytes[-1:], curves[label].mean[-1:], "o", color=look[label].color, markersize=5, zorder=4)
+        _draw_line(axes, megabytes, curves[label], label_styles[label], len(curves))
+        axes.plot(megabytes[-1:], curves[label].mean[-1:], "o", color=label_styles[label].color, markersize=5, zorder=4)
     ends = [megabytes[-1] for megabytes in spent.values()]
     starts = [megabytes[0] for megabytes in spent.values()]
     if ends and min(starts) > 0 and max(ends) > 8 * min(ends):
         axes.set_xscale("log")  # on a linear scale a cheap method would be squeezed to the left edge
-    style_axes(axes, "MB sent up so far, all clients", f"test {metric.titled}{_band(curves)}")
+    style_axes(axes, "MB sent up so far, all clients", f"test {metric.title_with_unit}{_band_note(curves)}")
 
 
-def _band(curves: Mapping[str, Curve]) -> str:
+def _band_note(curves: Mapping[str, Curve]) -> str:
     return "  (band: ±1 sd over seeds)" if any(any(curve.sd) for curve in curves.values()) else ""
 
 
 def _draw_line(axes: Axes, x: Sequence[float], curve: Curve, style: Style, count: int) -> None:
     width, alpha = (1.8, 0.16) if count <= 6 else (1.4, 0.07)
-    look = {"color": style.color, "linestyle": style.dash, "linewidth": width}
-    axes.plot(x, curve.mean, marker=_marker(x), markersize=4, zorder=3, **look)
+    line_style = {"color": style.color, "linestyle": style.dash, "linewidth": width}
+    axes.plot(x, curve.mean, marker=_marker(x), markersize=4, zorder=3, **line_style)
     if any(curve.sd):
         low = [value - sd for value, sd in zip(curve.mean, curve.sd, strict=True)]
         high = [value + sd for value, sd in zip(curve.mean, curve.sd, strict=True)]
@@ -174,7 +174,7 @@ def _marker(x: Sequence[float]) -> str | None:
     return "o" if len(x) < 3 else None
 
 
-def _mark_stages(axes: Axes, records: Sequence[RunRecord], look: Mapping[str, Style]) -> bool:
+def _mark_stages(axes: Axes, records: Sequence[RunRecord], label_styles: Mapping[str, Style]) -> bool:
     """Draw a vertical line between the last round of a stage and the first of the next."""
     marks: dict[int, list[str]] = {}
     for label, runs in by_label(records).items():
@@ -184,7 +184,9 @@ def _mark_stages(axes: Axes, records: Sequence[RunRecord], look: Mapping[str, St
         for place, label in enumerate(labels):
             # Labels that change at the same round alternate along the line, so that each is visible.
             dash = (-6 * place, (6, 6 * (len(labels) - 1))) if len(labels) > 1 else (0, (3, 3))
-            axes.axvline(first + 0.5, color=look[label].color, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1)
+            axes.axvline(
+                first + 0.5, color=label_styles[label].color, linestyle=dash, linewidth=1.2, alpha=0.9, zorder=1
+            )
     return bool(marks)
 
 
@@ -213,8 +215,8 @@ def drift_by_role(records: Sequence[RunRecord], measure: str = "dispersion") -> 
         for label in groups:
             if (role, label) in lines:
                 rounds, values = zip(*lines[role, label], strict=True)
-                look = {"color": style[label].color, "linestyle": style[label].dash, "linewidth": 1.5}
-                panel.plot(rounds, values, marker=_marker(rounds), markersize=4, **look)
+                line_style = {"color": style[label].color, "linestyle": style[label].dash, "linewidth": 1.5}
+                panel.plot(rounds, values, marker=_marker(rounds), markersize=4, **line_style)
         below = place + across >= len(roles)
         style_axes(panel, "rounds completed" if below else "", measure if place % across == 0 else "")
         panel.tick_params(labelbottom=below)
@@ -242,7 +244,7 @@ def personal_by_client(records: Sequence[RunRecord], name: str | None = None) ->
     """Draw each client's result on its own test set, a strip per label."""
     groups, metric = by_label(records), metric_of(records, name)
     values = {label: [present(personal(run, metric.name).values()) for run in runs] for label, runs in groups.items()}
-    return _strips(records, values, metric, f"a client's personal {metric.titled}")
+    return _draw_clients(records, values, metric, f"a client's personal {metric.title_with_unit}")
 
 
 def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
@@ -250,7 +252,7 @@ def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Fig
     groups, metric = by_label(records), metric_of(records, name)
     unit = "percentage points" if metric.fraction else metric.name
     better = replace(metric, higher_is_better=True)  # a higher gain is better for every metric
-    figure = _strips(
+    figure = _draw_clients(
         records, gains(groups, metric), better, f"a client's gain over {local_baseline(groups)}, {unit}", metric.scale
     )
     if figure:
@@ -258,7 +260,7 @@ def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Fig
     return figure
 
 
-def _strips(
+def _draw_clients(
     records: Sequence[RunRecord],
     values: Mapping[str, Sequence[Sequence[float]]],
     metric: Metric,
@@ -269,13 +271,15 @@ def _strips(
     values = {label: seeds for label, seeds in values.items() if any(seeds)}
     if not values:
         return None
-    look, scale = styles(by_label(records)), metric.scale if scale is None else scale
+    label_styles, scale = styles(by_label(records)), metric.scale if scale is None else scale
     figure = new_figure(9.2, 0.8 + 0.58 * len(values))
     axes = figure.add_subplot()
     for row, (label, seeds) in enumerate(values.items()):
         dots = sorted(scale * value for seed in seeds for value in seed)
-        rise = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
-        axes.plot(dots, rise, "o", color=look[label].color, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2)
+        heights = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
+        axes.plot(
+            dots, heights, "o", color=label_styles[label].color, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2
+        )
         center, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed, metric) for seed in seeds])
         if center is not None and worst is not None:
             axes.plot([scale * center] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)

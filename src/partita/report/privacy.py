@@ -108,12 +108,12 @@ def epsilon_by_round(records: Sequence[RunRecord]) -> Figure | None:
     if not shown:
         return None
     figure = new_figure(9.2, 3.0 + legend_height(shown))
-    axes, look = figure.add_subplot(), styles(by_label(records))
+    axes, label_styles = figure.add_subplot(), styles(by_label(records))
     for label in shown:
         for points in lines[label]:
             rounds, values = zip(*points, strict=True)
             mark = "o" if len(rounds) < 3 else None
-            style = {"color": look[label].color, "linestyle": look[label].dash}
+            style = {"color": label_styles[label].color, "linestyle": label_styles[label].dash}
             axes.plot(rounds, values, marker=mark, markersize=4, linewidth=1.8, **style)
     axes.set_ylim(bottom=0)
     style_axes(axes, "rounds completed", "epsilon spent")
@@ -128,13 +128,13 @@ def attack_curves(records: Sequence[RunRecord]) -> Figure | None:
     if not names:
         return None
     labels = list(by_label(records))
-    look = styles(labels)
+    label_styles = styles(labels)
     figure = new_figure(9.2, 3.2 + legend_height(labels))
     for panel, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False).flat, names, strict=True):
         panel.plot([1e-3, 1], [1e-3, 1], color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
         for record in records:
             if attack := (record.audit.get("attacks") or {}).get(name):
-                style = {"color": look[record.label].color, "linestyle": look[record.label].dash}
+                style = {"color": label_styles[record.label].color, "linestyle": label_styles[record.label].dash}
                 panel.plot(attack["false"], attack["true"], drawstyle="steps-post", linewidth=1.6, **style)
         panel.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
         first = panel.get_subplotspec().is_first_col()

@@ -32,7 +32,7 @@ def columns(comparison: Comparison) -> list[Column]:
     shown: list[tuple[bool, str, str, Callable[[Line], str]]] = [
         (True, "", "label", lambda line: line.label),
         (True, "", "seeds", lambda line: str(len(line.seeds))),
-        (True, "test", metric.titled, lambda line: _spread(metric, line.final, line.final_sd)),
+        (True, "test", metric.title_with_unit, lambda line: _spread(metric, line.final, line.final_sd)),
         (True, "test", "stability", lambda line: metric.text(line.stability)),
         (several, "test", "difference [95%]", lambda line: _gap(metric, line.difference)),
         (several, "test", "p (Holm)" if corrected else "p", lambda line: _p(line.difference, corrected)),

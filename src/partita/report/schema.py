@@ -77,7 +77,7 @@ def like(pattern: str, wanted: str) -> Shape:
     return check
 
 
-def maybe(shape: Shape) -> Shape:
+def optional(shape: Shape) -> Shape:
     """Accept None or what `shape` accepts."""
     return lambda value, where: None if value is None else shape(value, where)
 
@@ -120,21 +120,21 @@ def record(needed: Mapping[str, Shape], others: Mapping[str, Shape] | None = Non
 
 _LAYER = like(r"layer\.\d{1,4}", "a layer such as 'layer.0'")
 _NUMBERS = table(real)
-_BY_GROUP = maybe(table(maybe(_NUMBERS)))
+_BY_GROUP = optional(table(optional(_NUMBERS)))
 
 ROW = record(
     {"round": count},
     {
         **dict.fromkeys(("seconds", "lr", "train_loss"), real),
-        **dict.fromkeys(("bytes", "up", "down", "test"), maybe(_NUMBERS)),
+        **dict.fromkeys(("bytes", "up", "down", "test"), optional(_NUMBERS)),
         **dict.fromkeys(("drift", "personal"), _BY_GROUP),
-        "cohort": maybe(list_of(text)),
+        "cohort": optional(list_of(text)),
         "population": count,
-        **dict.fromkeys(("lost", "refused"), maybe(table(text))),
-        "bounded": maybe(_NUMBERS),
+        **dict.fromkeys(("lost", "refused"), optional(table(text))),
+        "bounded": optional(_NUMBERS),
         "skipped": flag,
-        "privacy": maybe(record({}, {"epsilon": real, "delta": real})),
-        "chosen": maybe(table(list_of(_LAYER))),
+        "privacy": optional(record({}, {"epsilon": real, "delta": real})),
+        "chosen": optional(table(list_of(_LAYER))),
         "scores": table(table(real, _LAYER)),
         "alarms": table(text),
     },
@@ -142,7 +142,7 @@ ROW = record(
 _PARAMETER = record(
     {},
     {
-        **dict.fromkeys(("name", "layer", "role"), maybe(text)),
+        **dict.fromkeys(("name", "layer", "role"), optional(text)),
         **dict.fromkeys(("parameters", "bytes"), count),
         **dict.fromkeys(("trains", "up", "down", "keep"), flag),
     },
@@ -153,7 +153,7 @@ PLAN = record(
     {
         "metric": METRIC,
         "stages": list_of(
-            record({"first": count, "last": count, "rows": list_of(_PARAMETER)}, {"client": maybe(text)})
+            record({"first": count, "last": count, "rows": list_of(_PARAMETER)}, {"client": optional(text)})
         ),
     },
 )
@@ -166,10 +166,10 @@ _CHECK = record({"what": text, "passed": flag}, dict.fromkeys(("found", "charged
 AUDIT = record(
     {},
     {
-        "attacks": maybe(table(_ATTACK)),
-        "bound": maybe(_BOUND),
-        "claim": maybe(record({}, {"planned": real})),
-        "mechanism": maybe(list_of(_CHECK)),
+        "attacks": optional(table(_ATTACK)),
+        "bound": optional(_BOUND),
+        "claim": optional(record({}, {"planned": real})),
+        "mechanism": optional(list_of(_CHECK)),
     },
 )
 PRIVACY = record(

@@ -69,10 +69,10 @@ def figures_section(records: Sequence[RunRecord], metric: str) -> str:
 
 def layers_section(records: Sequence[RunRecord]) -> str:
     """Return the section on which layers clients sent; "" if no method chose layers."""
-    chose = layer_selection.has_selection(records)
-    if not chose:
+    selections = layer_selection.has_selection(records)
+    if not selections:
         return ""
-    overlaps = [(label, *layer_selection.overlap_between_rounds(runs)) for label, runs in chose.items()]
+    overlaps = [(label, *layer_selection.overlap_between_rounds(runs)) for label, runs in selections.items()]
     parts = [
         html_figure(
             "layers",

@@ -101,9 +101,9 @@ def _epsilon(run: RunRecord) -> float | None:
     return number((run.rows[-1].get("privacy") or {}).get("epsilon"))
 
 
-def _bytes_per_client(run: RunRecord, way: str) -> float | None:
+def _bytes_per_client(run: RunRecord, direction: str) -> float | None:
     """Return the bytes per client and round."""
-    sizes, asked = sent(run, way), sum(clients(row) for row in run.rows)
+    sizes, asked = sent(run, direction), sum(clients(row) for row in run.rows)
     return None if sizes is None or not asked else sum(sizes) / asked
 
 
