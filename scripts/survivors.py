@@ -271,7 +271,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "a mean with equal weights, whatever they are",
     (
         "methods/fedtp.py",
-        "total = sum(pulled.weight.values()) or 1.0",
+        "total = sum(embedding_steps.weight.values()) or 1.0",
         "1.0 -> 2.0",
     ): "only where all weights are zero, and then zero is divided by it",
     (

@@ -57,7 +57,7 @@ def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None
     streams: dict[str, list[list[int]]] = {}
     for name, ids in zip(groups, encode.without_special_tokens(texts), strict=True):
         streams.setdefault(name, []).append(ids + encode.end)
-    rows, nexts, names = [], [], []
+    rows, next_tokens, names = [], [], []
     for name, pieces in streams.items():
         stream = list(chain.from_iterable(pieces))
         if len(stream) < 2:
@@ -67,8 +67,8 @@ def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None
             )
         for start in range(0, len(stream) - 1, encode.limit):
             # The target of the last token in a block is the first token of the next block: each token is a target once.
-            ahead = stream[start + 1 : start + 1 + encode.limit]
-            rows.append(stream[start : start + len(ahead)])
-            nexts.append(ahead)
+            targets = stream[start + 1 : start + 1 + encode.limit]
+            rows.append(stream[start : start + len(targets)])
+            next_tokens.append(targets)
             names.append(name)
-    return ragged(rows, encode.limit, tags=nexts), names
+    return ragged(rows, encode.limit, tags=next_tokens), names

@@ -110,9 +110,9 @@ def bf16_slowdown() -> float:
 
 
 def _seconds(square: torch.Tensor) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     square @ square
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def configure_backends(onednn: bool | Literal["auto"]) -> bool:

@@ -84,12 +84,12 @@ class MultiprocessEngine:
         if build:
             context.set_forkserver_preload([__name__])  # imports torch once, without touching a GPU
         for number in range(count):
-            ours, theirs = context.Pipe()
-            args = theirs, build or (lambda: engine), _device(engine, number), buffer
+            parent_end, worker_end = context.Pipe()
+            args = worker_end, build or (lambda: engine), _device(engine, number), buffer
             self.processes.append(context.Process(target=_serve, args=args, daemon=True))
             self.processes[-1].start()
-            theirs.close()  # so that a worker's death closes the pipe
-            self.workers.append(ours)
+            worker_end.close()  # so that a worker's death closes the pipe
+            self.workers.append(parent_end)
 
     def close(self) -> None:
         """Stop all workers and wait until they have exited."""

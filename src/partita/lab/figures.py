@@ -125,11 +125,11 @@ def _warmups(axes: Axes, losses: Tensor, auto: Tensor) -> None:
     chosen = lab.by_level(auto, lab.LEVELS)
     for place, level in enumerate(lab.LEVELS):
         _line(axes, range(lab.ROUNDS + 1), relative[:, place], COLORS[place], f"level {level:g}")
-        [froze] = torch.nonzero(chosen[place] < lab.ROUNDS, as_tuple=True)  # (seed,)
-        when = chosen[place][froze]
+        [frozen_seeds] = torch.nonzero(chosen[place] < lab.ROUNDS, as_tuple=True)  # (seed,)
+        when = chosen[place][frozen_seeds]
         axes.plot(
             when,
-            relative[when, place, froze],
+            relative[when, place, frozen_seeds],
             "o",
             color=COLORS[place],
             markersize=5,

@@ -38,8 +38,8 @@ class HypernetworkServer(ServerRule):
     seed: int
 
     def init(self, model: Model) -> Slots:
-        made, key = sorted(model.names("query", "key", "value")), Key(self.seed) / "fedtp"
-        numbers = self.hidden * (self.embedding + self.hidden + sum(model.initial[name].numel() for name in made))
+        generated, key = sorted(model.names("query", "key", "value")), Key(self.seed) / "fedtp"
+        numbers = self.hidden * (self.embedding + self.hidden + sum(model.initial[name].numel() for name in generated))
         require(4 * numbers, "the hypernetwork of fedtp", "lower method.hidden or method.embedding")
         sizes = {"in": (self.hidden, self.embedding), "out": (self.hidden, self.hidden)}
         trunk = {f"{part}.bias": torch.zeros(self.hidden) for part in sizes}
@@ -49,41 +49,43 @@ class HypernetworkServer(ServerRule):
         return {
             "trunk": trunk,
             # Zero, so that every client starts from the loaded model, pretrained or not.
-            "maps": {name: model.initial[name].new_zeros(model.initial[name].numel(), self.hidden) for name in made},
-            "shift": {name: torch.zeros_like(model.initial[name]) for name in made},
+            "maps": {
+                name: model.initial[name].new_zeros(model.initial[name].numel(), self.hidden) for name in generated
+            },
+            "shift": {name: torch.zeros_like(model.initial[name]) for name in generated},
         }
 
     def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
         params, _ = super().send(server, client, names)
         features = _features(server.state["trunk"], self._embedding(server, client))
         for name in server.state["maps"].keys() & names:
-            made = (server.state["maps"][name] @ features.to(params[name])).view_as(params[name])
-            params[name] = params[name] + (made + server.state["shift"][name])
+            generated = (server.state["maps"][name] @ features.to(params[name])).view_as(params[name])
+            params[name] = params[name] + (generated + server.state["shift"][name])
         return params, {}
 
     def reduce(self, server: Server, updates: Iterable[Update], population: int) -> Aggregate:
         maps, trunk = server.state["maps"], server.state["trunk"]
-        shared, pulled, moved = Mean(), Mean(), {"maps": Mean(), "shift": Mean(), "trunk": Mean()}
+        shared, embedding_steps, moved = Mean(), Mean(), {"maps": Mean(), "shift": Mean(), "trunk": Mean()}
         for update in updates:
             own = {name: value for name, value in update.delta.items() if name in maps}
             shared.add({name: value for name, value in update.delta.items() if name not in maps}, update.weight)
             leaves = {**trunk, "z": self._embedding(server, update.client)}
             leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
             features = _features(leaves, leaves["z"])
-            back = torch.zeros_like(features)
+            feature_grad = torch.zeros_like(features)
             for name, value in own.items():
-                back += (maps[name].T @ value.flatten()).to(features)
-            grads = torch.autograd.grad(features, list(leaves.values()), back)
-            pull = dict(zip(leaves, grads, strict=True))
-            pulled.add({update.client: pull.pop("z")}, update.weight)
+                feature_grad += (maps[name].T @ value.flatten()).to(features)
+            grads = torch.autograd.grad(features, list(leaves.values()), feature_grad)
+            steps = dict(zip(leaves, grads, strict=True))
+            embedding_steps.add({update.client: steps.pop("z")}, update.weight)
             outer = {name: torch.outer(value.flatten(), features.detach().to(value)) for name, value in own.items()}
             moved["maps"].add(outer, update.weight)
             moved["shift"].add(own, update.weight)
-            moved["trunk"].add(pull, update.weight)
-        total = sum(pulled.weight.values()) or 1.0
+            moved["trunk"].add(steps, update.weight)
+        total = sum(embedding_steps.weight.values()) or 1.0
         slots = {slot: mean.value for slot, mean in moved.items()}
-        slots["embedding"] = pulled.over(total)
-        return Aggregate(shared.value, slots, len(pulled.weight))
+        slots["embedding"] = embedding_steps.over(total)
+        return Aggregate(shared.value, slots, len(embedding_steps.weight))
 
     def apply(self, server: Server, aggregate: Aggregate) -> Server:
         known = {client: self._embedding(server, client) for client in aggregate.slots["embedding"]}

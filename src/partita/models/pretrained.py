@@ -25,7 +25,7 @@ from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module, without_logs
-from partita.models.architectures import forward_of, heads_among
+from partita.models.architectures import forward_of, head_names
 from partita.tasks import TaskInfo
 
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
@@ -208,7 +208,7 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
         except OSError as error:
             raise ModelError(f"'{path}' has no weights that can be loaded: {_first_line(error)}; {REMEDY}") from error
     own = dict(module.named_parameters())
-    head = heads_among(config.model_type, own) if has_head else frozenset[str]()
+    head = head_names(config.model_type, own) if has_head else frozenset[str]()
     mismatched = {name for name, *_ in report["mismatched_keys"]}
     missing = {*report["missing_keys"]} - mismatched
     _refuse(path, "lacks", missing - head)

@@ -111,7 +111,7 @@ def run_program(connection: socket.socket) -> NoReturn:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    threading.Thread(target=_die_with, args=(connection,), daemon=True).start()
+    threading.Thread(target=_exit_with_caller, args=(connection,), daemon=True).start()
     sys.argv = request["words"]
     name = Path(sys.argv[0]).name
     [program] = entry_points(group="console_scripts", name=name)
@@ -125,7 +125,7 @@ def run_program(connection: socket.socket) -> NoReturn:
     sys.exit(0)
 
 
-def _die_with(connection: socket.socket) -> None:
+def _exit_with_caller(connection: socket.socket) -> None:
     """Kill this process when the caller's end of the socket closes."""
     if not connection.recv(1):
         os.kill(os.getpid(), signal.SIGKILL)

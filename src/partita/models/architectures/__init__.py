@@ -18,7 +18,7 @@ __all__ = [
     "Forward",
     "architecture",
     "forward_of",
-    "heads_among",
+    "head_names",
     "tags_of",
 ]
 
@@ -70,7 +70,7 @@ def forward_of(model_type: str, head: Head) -> Forward:
     )
 
 
-def heads_among(model_type: str, names: Iterable[str]) -> Names:
+def head_names(model_type: str, names: Iterable[str]) -> Names:
     """Return the parameter names that belong to the head.
 
     Args:
