@@ -85,9 +85,9 @@ def compare(kind: str, device: torch.device, repeats: int) -> dict[str, object]:
     seconds: dict[str, list[float]] = {"forward": [], "profile": []}
     for _ in range(repeats + 1):
         for side, kept in seconds.items():
-            begun = now(device)
+            start = now(device)
             run(model, side, batch)
-            kept.append(now(device) - begun)
+            kept.append(now(device) - start)
     medians = {side: statistics.median(kept[1:]) for side, kept in seconds.items()}
     ratio = statistics.median(
         two / one for one, two in zip(seconds["forward"][1:], seconds["profile"][1:], strict=True)

@@ -67,11 +67,11 @@ def measure(depth: int, device: torch.device, repeats: int) -> dict[str, float]:
     results: dict[str, Tensors] = {}
     for _ in range(repeats):
         for side, kept in times.items():
-            begun, given, population = now(device), model, federation
+            start, given, population = now(device), model, federation
             if side == "with":
                 given, (train,) = cache_frozen(model, task.train)
                 population = replace(federation, task=replace(task, train=train))
-            seconds, results[side] = play(given, population, device, begun)
+            seconds, results[side] = play(given, population, device, start)
             kept.append(seconds)
     # Without the key biases: softmax cannot feel them, so AdamW moves them by rounding alone (docs/decisions/0004).
     felt = [name for name in model.initial if "k_proj.bias" not in name]
@@ -86,13 +86,13 @@ def measure(depth: int, device: torch.device, repeats: int) -> dict[str, float]:
     return row
 
 
-def play(model: Model, population: Population, device: torch.device, begun: float) -> tuple[list[float], Tensors]:
+def play(model: Model, population: Population, device: torch.device, start: float) -> tuple[list[float], Tensors]:
     """The seconds of each round, the first from when the side began, and the final tensors."""
     run = Run(methods.build("fedavg"), Training(1e-3, AdamW(), batch_size=BATCH), rounds=ROUNDS, key=Key(0))
     seconds: list[float] = []
     for each in rounds(run, model, SimulationEngine(run, model, population, device=device)):
-        seconds.append(now(device) - begun)
-        begun = now(device)
+        seconds.append(now(device) - start)
+        start = now(device)
         params = each.server.params
     return seconds, params
 

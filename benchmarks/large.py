@@ -70,17 +70,17 @@ def main() -> None:
 def measure(
     device: torch.device, dtype: torch.dtype, training: Training, population: Federation, block: int
 ) -> dict[str, Any]:
-    before, begun = peak(), time.perf_counter()
+    before, start = peak(), time.perf_counter()
     base = billion(device, dtype)
     held = sum(value.numel() for value in base.module.parameters()) + sum(v.numel() for v in base.initial.values())
     model = base.low_rank(RANK, 2.0 * RANK, ("query", "value"), Key(0) / "extend")
     run = Run(methods.build("fedavg"), training, rounds=1, key=Key(0))
     engine = SimulationEngine(run, model, population, block, device=device)
-    built, built_peak = time.perf_counter() - begun, peak()
-    begun = time.perf_counter()
+    built, built_peak = time.perf_counter() - start, peak()
+    start = time.perf_counter()
     [played] = rounds(run, model, engine)
     loss, up, down = played.loss, played.traffic.up, played.traffic.down  # the loss is a number: a GPU has finished
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - start
     row: dict[str, Any] = {
         "parameters": held,
         "of them frozen, as": str(dtype).removeprefix("torch."),

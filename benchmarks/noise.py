@@ -103,10 +103,10 @@ def measure(size: str, device: torch.device, repeats: int) -> list[dict[str, obj
     for repeat in range(repeats + 1):
         for side, (work, context) in sides.items():
             with context():
-                begun = now(device)
+                start = now(device)
                 work()
                 if repeat:  # the first warms up
-                    times[side].append(now(device) - begun)
+                    times[side].append(now(device) - start)
     seconds = {side: statistics.median(each) for side, each in times.items()}
     return [
         {"size": size, "side": side, "seconds": taken, "ratio": taken / seconds[side.replace("cipher", "torch")]}

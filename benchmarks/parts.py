@@ -50,10 +50,10 @@ def main() -> None:
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for repeat in range(chosen.repeats + 1):
         for side, (run, engine, number) in plays.items():
-            begun = now(device)
+            start = now(device)
             next(rounds(run, model, engine, initial_server(run, model), number))
             if repeat:  # the first warms up
-                times[side].append(now(device) - begun)
+                times[side].append(now(device) - start)
     seconds = {side: statistics.median(each) for side, each in times.items()}
     work = (
         f"ViT of {LAYERS} layers of width {WIDTH}, 65 tokens; a round of {CLIENTS} clients x {STEPS} AdamW steps x "

@@ -66,9 +66,9 @@ def measure(
     next(stream)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     played = next(stream)  # its loss is a number: a GPU has finished
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - start
     clients, steps = len(federation.clients), training.steps or 1
     row = {
         "method": name,

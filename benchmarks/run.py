@@ -205,12 +205,12 @@ def bare_round(
 
 def timed(play: Callable[[], Tensors], device: torch.device) -> tuple[float, Tensors]:
     """The seconds of a round. Short ones are played in a row, as they are in a run."""
-    begun, played, seconds = time.perf_counter(), 0, 0.0
+    started, played, seconds = time.perf_counter(), 0, 0.0
     while seconds < LEAST:
         result = play()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        played, seconds = played + 1, time.perf_counter() - begun
+        played, seconds = played + 1, time.perf_counter() - started
     return seconds / played, result
 
 

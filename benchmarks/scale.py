@@ -71,9 +71,9 @@ def measure(name: str, populations: list[int], cohort: int, count: int) -> dict[
         held = []
         for _ in range(count):
             for place, stream in enumerate(streams):
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 next(stream)
-                times[place].append(time.perf_counter() - begun)
+                times[place].append(time.perf_counter() - start)
             held.append(resident())
     few, many = (statistics.median(each[count // 10 :]) for each in times)
     early, late = held[count // 10], held[-1]

@@ -89,8 +89,8 @@ def settings(text: str) -> Config:
 
 def go_on(config: Config, folder: Path, seen: Callable[[], object] = lambda: None) -> None:
     """Begin the run, or resume it; `seen` is called after each round."""
-    begun = (folder / run_folder.CONFIG).exists()
-    for _ in resume(load(folder / run_folder.CONFIG), folder) if begun else start(config, folder):
+    started = (folder / run_folder.CONFIG).exists()
+    for _ in resume(load(folder / run_folder.CONFIG), folder) if started else start(config, folder):
         seen()
 
 
@@ -133,7 +133,7 @@ def result(folder: Path) -> tuple[object, list[object]]:
 
 def try_setting(config: Config, kills: int, seed: str, root: Path) -> Outcome:
     whole, killed = root / "whole", root / "killed"
-    begun, ends = time.perf_counter(), list[float]()
+    started, ends = time.perf_counter(), list[float]()
     go_on(config, whole, lambda: ends.append(time.perf_counter()))
     length = ends[-1] - ends[0]
     draws, done, early = random.Random(seed), 0, 0
@@ -147,7 +147,7 @@ def try_setting(config: Config, kills: int, seed: str, root: Path) -> Outcome:
         done += struck
         early += struck and not run_folder.saved_rounds(killed)
     go_on(config, killed)
-    return Outcome(done, early, result(killed) == result(whole), time.perf_counter() - begun)
+    return Outcome(done, early, result(killed) == result(whole), time.perf_counter() - started)
 
 
 def main() -> None:

@@ -177,7 +177,7 @@ def launch(name: str, folder: Path, home: Path) -> Side:
         raise SideError(f"{place} is not installed; run: python benchmarks/peers/install.py --home {home}")
     log = folder / f"{name}.log"
     command = [str(python), str(HERE / script), str(folder / "work.safetensors"), str(folder / f"{name}.safetensors")]
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with log.open("w") as errors:
         process = subprocess.Popen(
             [*command, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
@@ -186,7 +186,7 @@ def launch(name: str, folder: Path, home: Path) -> Side:
         )  # fmt: skip
     side = Side(process, log)
     side.about = side.hear("ready")
-    side.about["seconds until ready"] = round(time.perf_counter() - begun, 2)
+    side.about["seconds until ready"] = round(time.perf_counter() - started, 2)
     return side
 
 

@@ -65,9 +65,9 @@ def populate(cohort: int, count: int) -> list[dict[str, Any]]:
         times: list[list[float]] = [[] for _ in streams]
         for _ in range(count - 1):
             for stream, kept in zip(streams, times, strict=True):
-                begun = time.process_time()
+                start = time.process_time()
                 next(stream)
-                kept.append(time.process_time() - begun)
+                kept.append(time.process_time() - start)
     return [
         {"population": size, "processor seconds": statistics.median(kept), "megabytes": memory}
         for size, kept, memory in zip(POPULATIONS, times, held, strict=True)

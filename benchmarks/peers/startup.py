@@ -174,14 +174,14 @@ def play(name: str, folder: Path, home: Path) -> tuple[float, float]:
     }  # fmt: skip
     path = f"{flower.parent}{os.pathsep}{os.environ['PATH']}" if name.startswith("Flower") else os.environ["PATH"]
     log = folder / "log"
-    begun = time.perf_counter()
+    started = time.perf_counter()
     try:
         with log.open("w") as output:
             subprocess.run(
                 commands[name], cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True,
                 timeout=LONGEST, env={**os.environ, **QUIET, "PATH": path, "FLWR_HOME": str(folder / "flwr")},
             )  # fmt: skip
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"took longer than {LONGEST} s") from error
     except subprocess.CalledProcessError as error:

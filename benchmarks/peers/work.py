@@ -113,7 +113,7 @@ class Told:
     def __init__(self) -> None:
         self.out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what a library prints must not come between
-        self.begun = 0.0
+        self.start_time = 0.0
 
     def ready(self, **about: object) -> None:
         self._say({"ready": {"torch": torch.__version__, "threads": torch.get_num_threads(), **about}})
@@ -121,10 +121,10 @@ class Told:
     def wait(self) -> None:
         """For the word to play a round, whose time begins now."""
         sys.stdin.readline()
-        self.begun = time.perf_counter()
+        self.start_time = time.perf_counter()
 
     def round(self) -> None:
-        self._say({"seconds": time.perf_counter() - self.begun})
+        self._say({"seconds": time.perf_counter() - self.start_time})
 
     def done(self, tensors: dict[str, Tensor], path: str) -> None:
         save_file({name: value.detach().clone() for name, value in tensors.items()}, path)

@@ -106,7 +106,7 @@ class Settings:
 
 
 def align(settings: Settings, out: Path) -> dict[str, Any]:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     pair, tokenizer, statistics = towers(settings)
     pair.to(settings.device).eval().requires_grad_(False)
@@ -140,7 +140,7 @@ def align(settings: Settings, out: Path) -> dict[str, Any]:
         "scale": round(float(pair.logit_scale.exp()), 2),
         "kept_out": kept_out,
         "zero_shot": {name: zero_shot(out, task, settings) for name, task in tests.items()},
-        "seconds": round(time.perf_counter() - begun, 1),
+        "seconds": round(time.perf_counter() - start, 1),
         "names": names,
     }
     (out / "alignment.json").write_text(json.dumps(result, indent=1) + "\n")

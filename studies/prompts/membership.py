@@ -147,9 +147,9 @@ def main(given: Sequence[str] | None = None) -> Found:
             configs = {name: {**each, "training": {"batch_size": 4, "steps": 1}} for name, each in configs.items()}
         for seed in range(asked.seeds):
             for method in asked.methods:
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 found = attack(configs[method], seed, asked.rounds, asked.most, asked.device)
-                seconds = round(time.perf_counter() - begun, 1)
+                seconds = round(time.perf_counter() - start, 1)
                 rows += [{"method": method, **row, "seconds": seconds} for row in found]
                 print(json.dumps(rows[-len(found) :]), flush=True)
     result = {"rounds": asked.rounds, "most": asked.most, "summary": summary(rows), "runs": rows}
