@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def ours(device: torch.device, half: bool) -> dict[str, Side]:
-    """Clients side by side, precision, and whether steps are recorded and compiled."""
+    """Clients side by side, precision, and whether steps are captured and compiled."""
     gpu = device.type == "cuda"
     block, plain, compiled = (10, "graphs", "graphs, compiled") if gpu else (1, "block 1", "compiled")
     sides: dict[str, Side] = {"block 1": (1, "float32", None), "block 10": (10, "float32", None)}

@@ -10,7 +10,7 @@ LAWS = ("tests/laws/test_theorems.py", "tests/laws/test_reductions.py")
 MUTATED = ("core", "training", "storage", "compression", "methods", "privacy")
 # Files that no test on a CPU can hold, or that compute nothing that a run relies on.
 LEFT_OUT = {
-    "training/cuda_graphs.py": "it records and replays programs of a GPU; a CPU never runs most of it",
+    "training/cuda_graphs.py": "it captures and replays programs of a GPU; a CPU never runs most of it",
     "core/__init__.py": "nothing in it",
     "compression/__init__.py": "nothing in it but an error",
     "privacy/__init__.py": "nothing in it",

@@ -116,7 +116,7 @@ class Told:
         self.start_time = 0.0
 
     def ready(self, **about: object) -> None:
-        self._say({"ready": {"torch": torch.__version__, "threads": torch.get_num_threads(), **about}})
+        self._send({"ready": {"torch": torch.__version__, "threads": torch.get_num_threads(), **about}})
 
     def wait(self) -> None:
         """For the word to play a round, whose time begins now."""
@@ -124,12 +124,12 @@ class Told:
         self.start_time = time.perf_counter()
 
     def round(self) -> None:
-        self._say({"seconds": time.perf_counter() - self.start_time})
+        self._send({"seconds": time.perf_counter() - self.start_time})
 
     def done(self, tensors: dict[str, Tensor], path: str) -> None:
         save_file({name: value.detach().clone() for name, value in tensors.items()}, path)
-        self._say({"done": path})
+        self._send({"done": path})
         sys.stdin.readline()  # so that memory can be read while it is still held
 
-    def _say(self, what: dict[str, object]) -> None:
+    def _send(self, what: dict[str, object]) -> None:
         print(json.dumps(what), file=self.out, flush=True)

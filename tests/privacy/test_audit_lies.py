@@ -61,8 +61,8 @@ def failed_example_checks(seed: int = 7, side_by_side: int = 1, **privacy: Any) 
     run = toy_run(
         replace(fedavg(), privacy=DPSGDSettings(**{"clip": 0.5, "noise": 0.8, **privacy})), batch_size=8, seed=seed
     )
-    found = check_examples(run, toy_model(), Clients(a=40, b=24, c=6), initial_server(run, toy_model()), side_by_side)
-    return {each["what"] for each in judge(found) if not each["passed"]}
+    checks = check_examples(run, toy_model(), Clients(a=40, b=24, c=6), initial_server(run, toy_model()), side_by_side)
+    return {check["what"] for check in judge(checks) if not check["passed"]}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -74,9 +74,9 @@ def test_audit_passes_an_honest_run(seed: int) -> None:
 def test_audit_passes_honest_runs_of_other_methods(name: str) -> None:
     """Methods with a gradient correction, two phases, a changing plan, and nothing to train."""
     run, model = toy_run(replace(build(name), privacy=DPSGDSettings(0.5, 0.8)), batch_size=8), toy_model()
-    found = judge(check_examples(run, model, Clients(a=40, b=6), initial_server(run, model)))
-    assert [each["what"] for each in found if not each["passed"]] == []
-    assert len(found) == (1 if name == "zero-shot" else 12)
+    checks = judge(check_examples(run, model, Clients(a=40, b=6), initial_server(run, model)))
+    assert [check["what"] for check in checks if not check["passed"]] == []
+    assert len(checks) == (1 if name == "zero-shot" else 12)
 
 
 def test_audit_passes_shuffled_batches_charged_as_shuffled() -> None:
@@ -124,16 +124,18 @@ def _noise_source_with_key(
     path: Callable[[Run, client.ClientRound, int], Any],
 ) -> Callable[[Run, client.ClientRound, int], NoiseSource]:
     honest = local_training._noise_source
-    return lambda run, each, phase: replace(honest(run, each, phase), key=path(run, each, phase))
+    return lambda run, client_round, phase: replace(
+        honest(run, client_round, phase), key=path(run, client_round, phase)
+    )
 
 
 @pytest.mark.parametrize(
     ("between", "path", "side_by_side"),
     [
-        ("steps", lambda run, each, phase: ConstantKey(each.key / "noise" / phase), 1),
-        ("rounds", lambda run, each, phase: run.key / "client" / each.job.client / phase, 1),
-        ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase, 1),
-        ("clients", lambda run, each, phase: run.key / "round" / each.job.round / phase, 3),
+        ("steps", lambda run, client_round, phase: ConstantKey(client_round.key / "noise" / phase), 1),
+        ("rounds", lambda run, client_round, phase: run.key / "client" / client_round.job.client / phase, 1),
+        ("clients", lambda run, client_round, phase: run.key / "round" / client_round.job.round / phase, 1),
+        ("clients", lambda run, client_round, phase: run.key / "round" / client_round.job.round / phase, 3),
     ],
     ids=["steps", "rounds", "clients", "clients in a block"],
 )
@@ -163,17 +165,17 @@ def test_audit_detects_a_missing_clip(monkeypatch: Patch) -> None:
 def test_audit_detects_a_missing_clip_with_ghost_clipping(monkeypatch: Patch) -> None:
     from ghost_fixtures import TextClients, tiny_model
 
-    def found() -> set[str]:
+    def failed() -> set[str]:
         run = toy_run(replace(fedavg(), privacy=DPSGDSettings(0.5, 0.8, clipping="ghost")), count=1, batch_size=3)
         model = tiny_model("Bert")
         checks = judge(check_examples(run, model, TextClients(), initial_server(run, model)))
-        return {each["what"] for each in checks if not each["passed"]}
+        return {check["what"] for check in checks if not check["passed"]}
 
-    assert not found()
+    assert not failed()
     monkeypatch.setattr(
         private_gradients, "ghost_sum", lambda *rest: ghost_sum(*rest[:-1], DPSGDSettings(float("inf"), 0.0))
     )
-    assert found() == {"largest contribution of one example / clip"}
+    assert failed() == {"largest contribution of one example / clip"}
 
 
 def test_audit_detects_clipping_of_the_batch_instead_of_examples(monkeypatch: Patch) -> None:
@@ -188,15 +190,15 @@ def test_audit_detects_clipping_of_the_batch_instead_of_examples(monkeypatch: Pa
         return {name: value * (0.5 / norm) for name, value in total.items()}, losses
 
     monkeypatch.setattr(private_gradients, "clipped_sum", lie)
-    found = [failed_example_checks(seed) for seed in range(6)]
-    assert sum(each == {"largest contribution of one example / clip"} for each in found) >= 2
+    failed = [failed_example_checks(seed) for seed in range(6)]
+    assert sum(names == {"largest contribution of one example / clip"} for names in failed) >= 2
 
 
 def test_audit_detects_shuffled_batches_charged_as_poisson(monkeypatch: Patch) -> None:
     monkeypatch.setattr(client, "poisson_batches", client.shuffled_batches)
-    found = failed_example_checks()
-    assert "variance of batch sizes / binomial" in found
-    assert "examples in common between batches of two steps" in found
+    failed = failed_example_checks()
+    assert "variance of batch sizes / binomial" in failed
+    assert "examples in common between batches of two steps" in failed
 
 
 def test_audit_detects_a_sampling_rate_above_the_charged_one(monkeypatch: Patch) -> None:
@@ -224,9 +226,9 @@ def test_audit_detects_repeated_samples(monkeypatch: Patch, between: str, parts:
 def failed_client_checks(seed: int = 7, count: int = 6, cohorts: list[list[str]] | None = None) -> set[str]:
     run = toy_run(protect_clients(fedavg(), 0.1, 0.7, 2), count=count, seed=seed, cohort=2, steps=1)
     model, clients = toy_model(), Clients(a=8, b=8, c=8, d=8)
-    recorded = [list(each.cohort) for each in play(run, model, clients)] if cohorts is None else cohorts
-    found = check_clients(run, model, SimulationEngine(run, model, clients), initial_server(run, model), recorded)
-    return {each["what"] for each in judge(found) if not each["passed"]}
+    recorded = [list(result.cohort) for result in play(run, model, clients)] if cohorts is None else cohorts
+    checks = check_clients(run, model, SimulationEngine(run, model, clients), initial_server(run, model), recorded)
+    return {check["what"] for check in judge(checks) if not check["passed"]}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -271,9 +273,9 @@ def failed_selection_checks(
     rule = replace(rule, select=select or rule.select, release=release or rule.release)  # type: ignore[type-var]
     run = toy_run(replace(method, client_rules=(rule,), privacy=DPSGDSettings(1.0, 1.0)), seed=seed)
     model = ToyTransformer(width=4, layers=3)
-    found = check_choice(run, model, Clients(a=8), initial_server(run, model))
-    assert len(found) == 3
-    return {each["what"] for each in judge(found) if not each["passed"]}
+    checks = check_choice(run, model, Clients(a=8), initial_server(run, model))
+    assert len(checks) == 3
+    return {check["what"] for check in judge(checks) if not check["passed"]}
 
 
 COSINE_CHECK = "layer choice: cosine of noisy scores with the true ones"
@@ -319,7 +321,7 @@ def test_audit_command_fails_when_the_claim_does_not_hold(tmp_path: Path, monkey
     honest = CliRunner().invoke(app, ["audit", str(folder)])
     assert honest.exit_code == 0, honest.output
     assert "yes  noise multiplier" in honest.output
-    assert all(each["passed"] for each in json.loads((folder / "audit.json").read_text())["mechanism"])
+    assert all(check["passed"] for check in json.loads((folder / "audit.json").read_text())["mechanism"])
     for module in (private_gradients, of_clients):
         monkeypatch.setattr(module, "gaussian_noise", lambda like, key, std: gaussian(like, key, std / 2))
     lying = CliRunner().invoke(app, ["audit", str(folder)])

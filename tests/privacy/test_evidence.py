@@ -30,8 +30,10 @@ def test_check_fails_below_its_share_of_the_significance() -> None:
         "passed": True,
     }
     assert (second["passed"], second["interval"]) == (True, None)
-    assert [each["passed"] for each in evidence.judge(checks[1:])] == [True, False]
-    assert [each["passed"] for each in evidence.judge(checks)] == [True] * 3, "each of three checks has a third of 1e-6"
+    assert [check["passed"] for check in evidence.judge(checks[1:])] == [True, False]
+    assert [check["passed"] for check in evidence.judge(checks)] == [True] * 3, (
+        "each of three checks has a third of 1e-6"
+    )
 
 
 def two_sided_chance(squares: float, count: int) -> float:
@@ -42,20 +44,20 @@ def two_sided_chance(squares: float, count: int) -> float:
 def test_deviation_pools_all_parts_and_its_p_value_is_the_worst_part(
     parts: dict[str, tuple[float, int]],
 ) -> None:
-    found = evidence.check_deviation("noise", 2.5, parts)
+    check = evidence.check_deviation("noise", 2.5, parts)
     squares, numbers = sum(square for square, _ in parts.values()), sum(count for _, count in parts.values())
-    assert (found.what, found.charged, found.numbers) == ("noise", 2.5, numbers)
-    assert found.found == pytest.approx(2.5 * math.sqrt(squares / numbers))
-    assert found.interval == pytest.approx(
+    assert (check.what, check.charged, check.numbers) == ("noise", 2.5, numbers)
+    assert check.found == pytest.approx(2.5 * math.sqrt(squares / numbers))
+    assert check.interval == pytest.approx(
         [2.5 * math.sqrt(squares / chi2.ppf(0.995, numbers)), 2.5 * math.sqrt(squares / chi2.ppf(0.005, numbers))]
     )
-    assert found.interval is not None
-    assert found.interval[0] < found.found < found.interval[1]
+    assert check.interval is not None
+    assert check.interval[0] < check.found < check.interval[1]
     chances = [
         two_sided_chance(squares, numbers),
         *(two_sided_chance(*part) for part in parts.values() if part[0] != 99.5),
     ]
-    assert found.p == pytest.approx(min(1.0, 3 * min(chances)), rel=1e-9)
+    assert check.p == pytest.approx(min(1.0, 3 * min(chances)), rel=1e-9)
 
 
 def test_deviation_check_finds_one_wrong_part_in_a_plausible_whole() -> None:
@@ -75,8 +77,8 @@ def test_deviation_within_half_a_percent_is_tolerated(ratio: float, fine: bool) 
 
 def test_normality_check_is_a_kolmogorov_smirnov_test() -> None:
     numbers = np.random.default_rng(3).standard_normal(200) * 1.2
-    found, test = evidence.check_normality("shape", numbers), kstest(numbers, "norm")
-    assert found == Check("shape", 0.0, float(test.statistic), float(test.pvalue), 200)
+    check, test = evidence.check_normality("shape", numbers), kstest(numbers, "norm")
+    assert check == Check("shape", 0.0, float(test.statistic), float(test.pvalue), 200)
 
 
 def test_p_value_of_a_cosine_matches_student_t() -> None:
@@ -95,17 +97,17 @@ def test_p_value_of_a_cosine_matches_student_t() -> None:
 
 def test_count_check_tests_each_group_and_reports_the_total() -> None:
     groups = {0.3: (45, 100), 0.5: (24, 60)}
-    found = evidence.check_counts("sampled", groups)
+    check = evidence.check_counts("sampled", groups)
     chances = [
         2 * min(binom.cdf(count, trials, share), 1 - binom.cdf(count - 1, trials, share))
         for share, (count, trials) in groups.items()
     ]
     reach = 2.5758293035489004 * math.sqrt(0.3 * 0.7 * 100 + 0.5 * 0.5 * 60) / 160
-    assert (found.what, found.numbers) == ("sampled", 160)
-    assert found.charged == pytest.approx((30 + 30) / 160)
-    assert found.found == pytest.approx(69 / 160)
-    assert found.p == pytest.approx(2 * min(chances))
-    assert found.interval == pytest.approx([69 / 160 - reach, 69 / 160 + reach])
+    assert (check.what, check.numbers) == ("sampled", 160)
+    assert check.charged == pytest.approx((30 + 30) / 160)
+    assert check.found == pytest.approx(69 / 160)
+    assert check.p == pytest.approx(2 * min(chances))
+    assert check.interval == pytest.approx([69 / 160 - reach, 69 / 160 + reach])
     assert evidence.check_counts("sampled", {0.5: (30, 60)}).p == 1.0
     assert evidence.check_counts("sampled", {0.5: (30, 60), 0.4: (24, 60)}).p == 1.0
 
@@ -113,20 +115,20 @@ def test_count_check_tests_each_group_and_reports_the_total() -> None:
 def test_dispersion_check_compares_batch_sizes_with_a_binomial() -> None:
     counts, shares = np.array([40, 50, 60, 70]), np.array([0.2, 0.3, 0.4, 0.5])
     sizes = np.array([8, 20, 20, 33])
-    found = evidence.check_dispersion(sizes, counts, shares)
+    check = evidence.check_dispersion(sizes, counts, shares)
     draw = np.random.default_rng(0).random(4)
     scores = norm.ppf(binom.cdf(sizes - 1, counts, shares) + draw * binom.pmf(sizes, counts, shares))
     squares = sum(score**2 for score in scores)
     expected = [(8 - 8) ** 2 / 6.4, (20 - 15) ** 2 / 10.5, (20 - 24) ** 2 / 14.4, (33 - 35) ** 2 / 17.5]
-    assert (found.charged, found.numbers) == (1.0, 4)
-    assert found.found == pytest.approx(sum(expected) / 4)
-    assert found.p == pytest.approx(two_sided_chance(squares, 4))
+    assert (check.charged, check.numbers) == (1.0, 4)
+    assert check.found == pytest.approx(sum(expected) / 4)
+    assert check.p == pytest.approx(two_sided_chance(squares, 4))
 
 
 @pytest.mark.parametrize("size", [0, 2000])
 def test_impossible_batch_size_gives_a_tiny_positive_p_value(size: int) -> None:
-    found = evidence.check_dispersion(np.array([size]), np.array([2000]), np.array([0.5]))
-    assert 0 < found.p < 1e-12
+    check = evidence.check_dispersion(np.array([size]), np.array([2000]), np.array([0.5]))
+    assert 0 < check.p < 1e-12
 
 
 @pytest.mark.parametrize(("below", "above", "wanted"), [(0.1, 0.9, 0.2), (0.9, 0.05, 0.1), (0.6, 0.7, 1.0)])

@@ -44,10 +44,10 @@ def make_stream(client: str, number: int, step: int, seed: int, **sizes: int) ->
 def test_stream_keeps_a_prefix_of_each_tensor_and_all_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mechanism, "PREFIX", 3)
     noise = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double(), "b": torch.tensor([5.0]).double()}
-    found = mechanism.stream_of("x", 2, (1, 4), noise)
-    assert (found.client, found.round, found.step) == ("x", 2, (1, 4))
-    assert found.squares == {"a": (30.0, 4), "b": (25.0, 1)}
-    assert {name: value.tolist() for name, value in found.noise.items()} == {"a": [1.0, 2.0, 3.0], "b": [5.0]}
+    stream = mechanism.stream_of("x", 2, (1, 4), noise)
+    assert (stream.client, stream.round, stream.step) == ("x", 2, (1, 4))
+    assert stream.squares == {"a": (30.0, 4), "b": (25.0, 1)}
+    assert {name: value.tolist() for name, value in stream.noise.items()} == {"a": [1.0, 2.0, 3.0], "b": [5.0]}
 
 
 def test_noise_deviation_pools_all_streams() -> None:
@@ -68,9 +68,9 @@ def test_noise_correlation_is_checked_between_steps_rounds_and_clients() -> None
         make_stream("x", 1, 0, 3, a=8),
         make_stream("y", 1, 0, 4, a=8, b=5),
     ]
-    found = {each.what.rpartition(" ")[2]: each for each in mechanism._check_streams(streams)}
+    found = {check.what.rpartition(" ")[2]: check for check in mechanism._check_streams(streams)}
     pairs = {"steps": [(1, 0)], "rounds": [(2, 0), (2, 1)], "clients": [(3, 0), (3, 1), (3, 2)]}
-    assert {what: each.numbers for what, each in found.items()} == {what: len(two) for what, two in pairs.items()}
+    assert {what: check.numbers for what, check in found.items()} == {what: len(two) for what, two in pairs.items()}
     for what, places in pairs.items():
         cosines, chances = [], []
         for one, two in places:
@@ -93,35 +93,35 @@ def test_repeated_noise_in_one_small_tensor_is_found() -> None:
     [lie] = mechanism._check_streams([one, repeated])
     assert lie.p < 1e-12
     two_numbers = make_stream("x", 0, 0, 1, a=2), make_stream("x", 0, 1, 2, a=2)
-    assert [found.numbers for found in mechanism._check_streams(two_numbers)] == [1]
+    assert [check.numbers for check in mechanism._check_streams(two_numbers)] == [1]
     single = make_stream("x", 0, 0, 1, a=1), make_stream("x", 0, 1, 2, a=1)
     assert mechanism._check_streams(single) == [], "a single number has no correlation"
 
 
 def test_noise_correlation_is_checked_between_tensors_of_a_step() -> None:
     streams = [make_stream("x", 0, 0, 1, a=8, b=5, c=6), make_stream("x", 0, 1, 2, a=8, b=5)]
-    [found] = mechanism._check_tensors(streams)
+    [check] = mechanism._check_tensors(streams)
     cosines, chances = [], []
     for one, two in (("a", "b"), ("a", "c"), ("b", "c")):
         parts = []
-        for each in streams:
-            if one in each.noise and two in each.noise:
-                length = min(len(each.noise[one]), len(each.noise[two]))
-                parts.append((each.noise[one][:length], each.noise[two][:length]))
+        for stream in streams:
+            if one in stream.noise and two in stream.noise:
+                length = min(len(stream.noise[one]), len(stream.noise[two]))
+                parts.append((stream.noise[one][:length], stream.noise[two][:length]))
         whole = [np.concatenate(part) for part in zip(*parts, strict=True)]
         cosines.append(abs(cosine(*whole)))
         chances.append(chance(cosine(*whole), len(whole[0])))
-    assert found.found == pytest.approx(max(cosines))
-    assert found.p == pytest.approx(min(1.0, 3 * min(chances)))
-    assert (found.charged, found.numbers) == (0.0, 3)
+    assert check.found == pytest.approx(max(cosines))
+    assert check.p == pytest.approx(min(1.0, 3 * min(chances)))
+    assert (check.charged, check.numbers) == (0.0, 3)
     assert mechanism._check_tensors([make_stream("x", 0, 0, 1, a=8)]) == []
 
 
 def test_two_tensors_with_the_same_noise_are_found() -> None:
     one, two, three = (np.random.default_rng(seed).standard_normal(12) for seed in range(3))
-    [found] = mechanism._check_tensors([Stream("x", 0, (0, 0), {"a": one, "b": two, "c": np.append(one, three)}, {})])
-    assert found.found == pytest.approx(1.0)
-    assert found.p < 1e-6
+    [check] = mechanism._check_tensors([Stream("x", 0, (0, 0), {"a": one, "b": two, "c": np.append(one, three)}, {})])
+    assert check.found == pytest.approx(1.0)
+    assert check.p < 1e-6
     noise = {"a": one, "b": 0.8 * one + 0.6 * two}
     [some] = mechanism._check_tensors([Stream("x", 0, (0, 0), noise, {})])
     assert 0 < some.p < 0.1
@@ -131,7 +131,9 @@ def test_two_tensors_with_the_same_noise_are_found() -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_correlations_do_not_depend_on_the_size_of_the_noise(scale: float) -> None:
     streams = [make_stream("x", 0, 0, 1, a=8, b=5), make_stream("x", 0, 1, 2, a=8, b=5)]
-    scaled = [replace(each, noise={name: scale * value for name, value in each.noise.items()}) for each in streams]
+    scaled = [
+        replace(stream, noise={name: scale * value for name, value in stream.noise.items()}) for stream in streams
+    ]
     for check in (mechanism._check_streams, mechanism._check_tensors):
         [plain], [other] = check(streams), check(scaled)
         assert (other.found, other.p) == pytest.approx((plain.found, plain.p))
@@ -219,21 +221,21 @@ def test_full_batches_are_checked_only_for_their_rate() -> None:
     """A client smaller than a batch uses all its examples in every step."""
     run = toy_run(fedavg(), batch_size=4)
     found = mechanism._check_sampling(run, [make_visit(3, [0, 1, 2], [0, 1, 2])] * 2, 1)
-    assert [each.what for each in found] == ["sampling rate"]
+    assert [check.what for check in found] == ["sampling rate"]
     assert (found[0].charged, found[0].found, found[0].numbers) == (1.0, 1.0, 12)
     assert mechanism._check_sampling(run, [make_visit(3)], 1) == []
     alone = mechanism._check_sampling(run, [make_visit(8, [0], [1]), make_visit(8, [0], [1])], 1)
-    assert [each.what.rpartition(" ")[2] for each in alone] == ["rate", "binomial", "steps", "rounds"]
+    assert [check.what.rpartition(" ")[2] for check in alone] == ["rate", "binomial", "steps", "rounds"]
 
 
 def test_overlap_counts_examples_up_to_the_smaller_client() -> None:
-    [found] = mechanism._check_overlap("clients", [(({0, 4, 5}, 6, 0.5), ({0, 4, 5}, 5, 0.2))])
-    assert found == check_counts("examples in common between batches of two clients", {0.1: (2, 5)})
+    [check] = mechanism._check_overlap("clients", [(({0, 4, 5}, 6, 0.5), ({0, 4, 5}, 5, 0.2))])
+    assert check == check_counts("examples in common between batches of two clients", {0.1: (2, 5)})
     assert mechanism._check_overlap("clients", [(({0}, 1, 1.0), ({0}, 1, 1.0))]) == []
     certain, likely = ({0, 1}, 2, 1.0), ({0}, 2, 0.4)
     for pair in ((certain, likely), (likely, certain)):
-        [found] = mechanism._check_overlap("clients", [pair])
-        assert (found.charged, found.found, found.numbers) == (0.4, 0.5, 2)
+        [check] = mechanism._check_overlap("clients", [pair])
+        assert (check.charged, check.found, check.numbers) == (0.4, 0.5, 2)
 
 
 def test_expected_batch_size_is_at_most_the_number_of_examples() -> None:
@@ -294,17 +296,17 @@ def test_selection_cosines_are_compared_with_honest_draws() -> None:
     release = PrivacyRelease("layers", 3.0, 0.5)
     scores = np.random.default_rng(5).standard_normal((300, 4))
     scores /= np.linalg.norm(scores, axis=1, keepdims=True)
-    found = mechanism_choice._check_bias(scores, release)
+    check = mechanism_choice._check_bias(scores, release)
     draw = np.random.default_rng(0)
     sums = draw.standard_normal((20_000, 4)) * 3.0
     sums[:, 0] = sums[:, 0] + draw.binomial(12, 0.5, 20_000)
     honest = sums[:, 0] / np.sqrt((sums**2).sum(axis=1))
-    assert found.charged == pytest.approx(honest.mean())
-    assert found.found == pytest.approx(scores[:, 0].mean())
-    assert found.p == pytest.approx(ks_2samp(scores[:, 0], honest).pvalue, rel=1e-3)
-    assert found.numbers == 300
+    assert check.charged == pytest.approx(honest.mean())
+    assert check.found == pytest.approx(scores[:, 0].mean())
+    assert check.p == pytest.approx(ks_2samp(scores[:, 0], honest).pvalue, rel=1e-3)
+    assert check.numbers == 300
     honest_check = mechanism_choice._check_bias(np.column_stack([honest[:300], scores[:, 1:]]), release)
-    assert honest_check.p > 1e-3 > found.p
+    assert honest_check.p > 1e-3 > check.p
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -313,15 +315,15 @@ def test_selection_noise_correlation_is_checked_between_rounds_and_clients(round
     scores = np.random.default_rng(6).standard_normal((13, 4))
     scores[3, 1:] = 0.0
     found = mechanism_choice._check_repeats(scores, rounds)
-    assert [each.what.rpartition(" ")[2] for each in found] == (["clients"] if rounds == 1 else ["rounds", "clients"])
-    for each, rows in zip(found[::-1], (scores[::rounds], scores), strict=False):
+    assert [check.what.rpartition(" ")[2] for check in found] == (["clients"] if rounds == 1 else ["rounds", "clients"])
+    for check, rows in zip(found[::-1], (scores[::rounds], scores), strict=False):
         noise = [row[1:] / (np.linalg.norm(row[1:]) or 1.0) for row in rows]
         pairs = len(noise) // 2
         one = np.concatenate([noise[2 * place] for place in range(pairs)])
         two = np.concatenate([noise[2 * place + 1] for place in range(pairs)])
-        assert each.found == pytest.approx(cosine(one, two))
-        assert each.p == pytest.approx(chance(cosine(one, two), 3 * pairs))
-        assert (each.charged, each.numbers) == (0.0, 3 * pairs)
+        assert check.found == pytest.approx(cosine(one, two))
+        assert check.p == pytest.approx(chance(cosine(one, two), 3 * pairs))
+        assert (check.charged, check.numbers) == (0.0, 3 * pairs)
     assert mechanism_choice._check_repeats(scores[:3], 1) == [], "one pair is not enough"
 
 

@@ -245,10 +245,10 @@ def test_a_client_round_under_another_name_draws_other_batches_of_the_same_examp
     plain, again, other = (
         mechanism._begin_client_round(run, MODEL, clients, server, 2, "a", name) for name in ("", "a", "a 1")
     )
-    assert [each.job.client for each in (plain, again, other)] == ["a", "a", "a 1"]
-    assert {each.job.round for each in (plain, again, other)} == {2}
-    assert all(each.examples is clients["a"].train for each in (plain, again, other))
-    drawn = [[batch.tolist() for batch in each.schedules[0]] for each in (plain, again, other)]
+    assert [client_round.job.client for client_round in (plain, again, other)] == ["a", "a", "a 1"]
+    assert {client_round.job.round for client_round in (plain, again, other)} == {2}
+    assert all(client_round.examples is clients["a"].train for client_round in (plain, again, other))
+    drawn = [[batch.tolist() for batch in client_round.schedules[0]] for client_round in (plain, again, other)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 

@@ -404,6 +404,6 @@ WRONG_METHODS: dict[str, tuple[Method, str]] = {
 
 @pytest.mark.parametrize("kind", WRONG_METHODS)
 def test_broken_promise_is_named(kind: str) -> None:
-    method, promise = WRONG_METHODS[kind]
-    with pytest.raises(ConformanceError, match=promise):
+    method, message = WRONG_METHODS[kind]
+    with pytest.raises(ConformanceError, match=message):
         check_on_small_federation(method)
