@@ -94,7 +94,7 @@ def digests_of_methods() -> Iterator[tuple[str, str]]:
     for name in (*INDEX, *COMPOSITIONS):
         method = build(name, BRIEF.get(name.partition("+")[0], {}))
         model, population = (image_fixtures.small_vit(), image_fixtures.FOUR) if method.extend else (toy_model(), FOUR)
-        optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
+        optimizer = AdamW(weight_decay=0.1) if method.supports_optimizer("adamw") else SGD()
         run = toy_run(method, 4, optimizer, 0.02)
         model = method.extend(model, run.key / "model") if method.extend else model
         if method.pool:

@@ -152,10 +152,13 @@ class ForAny(ServerRule):
 
 
 def test_method_accepts_an_optimizer_only_if_all_its_rules_do() -> None:
-    assert Method("plain", client_rules=(ClientRule(),)).takes("anything")
+    assert Method("plain", client_rules=(ClientRule(),)).supports_optimizer("anything")
     both = Method("both", client_rules=(ClientRule(), ForSgd()), server_rule=ForAny())
-    assert [both.takes(name) for name in ("sgd", "adamw", "other")] == [True, False, False]
-    assert [Method("one", server_rule=ForAny()).takes(name) for name in ("adamw", "other")] == [True, False]
+    assert [both.supports_optimizer(name) for name in ("sgd", "adamw", "other")] == [True, False, False]
+    assert [Method("one", server_rule=ForAny()).supports_optimizer(name) for name in ("adamw", "other")] == [
+        True,
+        False,
+    ]
 
 
 def test_composition_concatenates_rules_and_takes_whichever_field_is_set() -> None:

@@ -133,8 +133,10 @@ def test_packed_updates_are_measured_in_batches_with_equal_results(lot: int, mon
     """One update at a time, a few at once, and all updates with equal names at once."""
     monkeypatch.setattr(drift, "_MAX_ELEMENTS", lot)
     looks: list[int] = []
-    point = Drift._point
-    monkeypatch.setattr(Drift, "_point", lambda self, *given: (looks.append(len(given[1])), point(self, *given)))
+    point = Drift._add_directions
+    monkeypatch.setattr(
+        Drift, "_add_directions", lambda self, *given: (looks.append(len(given[1])), point(self, *given))
+    )
     sent = [(1, "abcd", 2.0), (2, "abcd", 1.0), (3, "abcd", 0.5), (4, "b", 5.0), (5, "abcd", 0.0), (6, "abcd", 3.0)]
     updates = [update_of(*each) for each in sent]
     rows = [

@@ -93,7 +93,7 @@ def run_model_and_population(name: str) -> tuple[Run, Model, Population]:
     population: Any = image_fixtures.FOUR if method.extend else FOUR
     if method.extend:
         model = method.extend(model, toy_run(method).key)
-    optimizer = AdamW(weight_decay=0.1) if method.takes("adamw") else SGD()
+    optimizer = AdamW(weight_decay=0.1) if method.supports_optimizer("adamw") else SGD()
     return (
         toy_run(method, 3, optimizer, lr=0.02, cohort=0.5, min_updates=0, clients_have_initial_model=name == "fedpart"),
         model,

@@ -27,7 +27,7 @@ try_setting = kill_runs.try_setting
 
 def kill_config(method: str, state: str) -> Config:
     """The federation of scripts/kill_runs.py, with one layer and the usual learning rate."""
-    optimizer = "adamw" if build(method).takes("adamw") else "sgd"
+    optimizer = "adamw" if build(method).supports_optimizer("adamw") else "sgd"
     model = '{ name = "clip", shape = "tiny" }' if method in NEEDS_DUAL_ENCODER else "{ layers = 1 }"
     changes = f'''
 method.name = "{method}"

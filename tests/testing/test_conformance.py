@@ -101,7 +101,7 @@ def test_every_method_and_supported_composition_conforms(name: str) -> None:
 )
 def test_every_method_conforms_in_every_setting(name: str, options: dict[str, Any], optimizer: Any) -> None:
     method = build(name, options)
-    if optimizer is None or method.takes(optimizer.name):
+    if optimizer is None or method.supports_optimizer(optimizer.name):
         check_method(method, optimizer=optimizer)
     else:
         with pytest.raises(MethodError, match="is derived for sgd"):

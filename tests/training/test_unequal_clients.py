@@ -97,7 +97,7 @@ def check_blocks_train_as_alone(run: Run, blocks: Sequence[int] = (4,), **engine
 def test_methods_train_in_blocks_as_alone(name: str) -> None:
     options = {"head_epochs": 2} if name == "fedrep" else {"warmup": 1} if name == "fedfrozen" else {}
     method = build(name, options)
-    optimizer = SGD(momentum=0.9) if method.takes("sgd with momentum") else SGD()
+    optimizer = SGD(momentum=0.9) if method.supports_optimizer("sgd with momentum") else SGD()
     check_blocks_train_as_alone(make_run(method, 2, optimizer))
 
 

@@ -36,18 +36,18 @@ class Drift:
         self.tags = {name: sorted(tags) for name, tags in model.tags.items()}
         self.mean = Mean()
         self.square: dict[str, float] = {}  # by name, the weighted sum of |d_i|^2
-        self.pointed: dict[str, float] = {}  # by tag, the total weight of clients whose delta is not zero
+        self.nonzero_weight: dict[str, float] = {}  # by tag, the total weight of clients whose delta is not zero
         self.units: Tensors = {}  # by name (tag of the name, element), the weighted sum of d_i / |d_i|
-        self.waiting: list[tuple[PackedTensors, Weights]] = []  # deltas that are not yet added to `units`
+        self.queued: list[tuple[PackedTensors, Weights]] = []  # deltas that are not yet added to `units`
 
     def watch(self, updates: Iterable[Update]) -> Iterator[Update]:
         """Yield every update unchanged and record its drift."""
         for update in updates:
             if update.weight and update.delta:
-                self._see(update)
+                self._record(update)
             yield update
 
-    def _see(self, update: Update) -> None:
+    def _record(self, update: Update) -> None:
         delta, weight, facts = update.delta, update.weight, update.known_facts()
         self.mean.add(delta, weight)
         lengths: dict[str, float] = {}
@@ -58,27 +58,27 @@ class Drift:
                 lengths[tag] = lengths.get(tag, 0.0) + square
         for tag, length in lengths.items():
             if length:
-                self.pointed[tag] = self.pointed.get(tag, 0.0) + weight
+                self.nonzero_weight[tag] = self.nonzero_weight.get(tag, 0.0) + weight
         shares = {tag: weight / math.sqrt(length) if length else 0.0 for tag, length in lengths.items()}
         if not isinstance(delta, PackedTensors):
-            self._point({name: value.reshape(1, -1) for name, value in delta.items()}, [shares])
+            self._add_directions({name: value.reshape(1, -1) for name, value in delta.items()}, [shares])
             return
-        if self.waiting and self.waiting[0][0].layout is not delta.layout:
-            self._point(*self._waited())
-        self.waiting.append((delta, shares))
-        if len(self.waiting) * len(delta.buffer) > _MAX_ELEMENTS:
-            self._point(*self._waited())
+        if self.queued and self.queued[0][0].layout is not delta.layout:
+            self._add_directions(*self._drain_queue())
+        self.queued.append((delta, shares))
+        if len(self.queued) * len(delta.buffer) > _MAX_ELEMENTS:
+            self._add_directions(*self._drain_queue())
 
-    def _waited(self) -> tuple[Tensors, list[Weights]]:
+    def _drain_queue(self) -> tuple[Tensors, list[Weights]]:
         """Empty the queue: by name, the deltas (client, element), and the weights of each client."""
-        if not self.waiting:
+        if not self.queued:
             return {}, []
-        tables = self.waiting[0][0].layout.per_name(torch.stack([delta.buffer for delta, _ in self.waiting]))
-        shares = [shares for _, shares in self.waiting]
-        self.waiting = []
+        tables = self.queued[0][0].layout.per_name(torch.stack([delta.buffer for delta, _ in self.queued]))
+        shares = [shares for _, shares in self.queued]
+        self.queued = []
         return tables, shares
 
-    def _point(self, deltas: Tensors, shares: Sequence[Weights]) -> None:
+    def _add_directions(self, deltas: Tensors, shares: Sequence[Weights]) -> None:
         device = next(iter(deltas.values())).device
         table = torch.tensor([[weights[tag] for weights in shares] for name in deltas for tag in self.tags[name]])
         parts = torch.split(table.to(device, non_blocking=True), [len(self.tags[name]) for name in deltas])
@@ -91,7 +91,7 @@ class Drift:
         mean = self.mean.value
         squares, flat = tensors.squared_norms(mean), {name: value.flatten() for name, value in mean.items()}
         # Queued deltas are multiplied with the mean directly. Often all deltas are still queued.
-        deltas, shares = self._waited()
+        deltas, shares = self._drain_queue()
         dots = [torch.mv(tensors.upcast(value), flat[name]) for name, value in deltas.items()]
         dots += [torch.mv(value, flat[name]) for name, value in self.units.items()]
         values = iter(torch.cat(dots).tolist() if dots else [])
@@ -112,7 +112,7 @@ class Drift:
     def _measure(self, tag: str, names: Sequence[str], squares: Mapping[str, float], along: float) -> dict[str, float]:
         spread = sum(self.square[name] / self.mean.weight[name] for name in names)
         mean = sum(squares[name] for name in names)
-        length, pointed = math.sqrt(mean), self.pointed.get(tag)
+        length, pointed = math.sqrt(mean), self.nonzero_weight.get(tag)
         return {
             "dispersion": math.sqrt(max(0.0, spread - mean)) / length if length else 0.0,
             "cosine": along / pointed / length if pointed and length else 0.0,

@@ -465,20 +465,20 @@ class Method:
                     "selection; with privacy, add noise to it or select without reading examples"
                 )
 
-    def takes(self, optimizer: str) -> bool:
+    def supports_optimizer(self, optimizer: str) -> bool:
         """Whether all rules are valid for this local optimizer."""
-        return all(optimizer in valid for _, valid in self._picky())
+        return all(optimizer in valid for _, valid in self._restricted_rules())
 
     def check_optimizer(self, optimizer: str) -> None:
         """Raise MethodError if a rule is not valid for this local optimizer."""
-        for rule, valid in self._picky():
+        for rule, valid in self._restricted_rules():
             if optimizer not in valid:
                 raise MethodError(
                     f"{self.name}: {rule} is derived for {' or '.join(sorted(valid))}, not for {optimizer}; set "
                     f"training.optimizer = '{min(valid)}', without momentum"
                 )
 
-    def _picky(self) -> list[tuple[str, Names]]:
+    def _restricted_rules(self) -> list[tuple[str, Names]]:
         rules: tuple[ClientRule | ServerRule, ...] = (*self.client_rules, self.server_rule)
         return [(type(rule).__name__, rule.optimizers) for rule in rules if rule.optimizers is not None]
 

@@ -139,7 +139,7 @@ def rounds(
     server = server or initial_server(run, model)
     limits = UpdateLimits(run, model)
     for number in range(start, run.rounds):
-        result = _RoundRunner(limits, server, number).play(engine)
+        result = _RoundRunner(limits, server, number).run_round(engine)
         server = result.server
         yield result
 
@@ -200,7 +200,7 @@ class _RoundRunner:
         self.norms: dict[str, float] = {}
         self.bounded: set[str] = set()
 
-    def play(self, engine: Engine) -> RoundResult:
+    def run_round(self, engine: Engine) -> RoundResult:
         method, clients = self.run.method, engine.clients()
         key = self.run.key / "round" / self.number
         self.cohort = cohort = self.run.draw_cohort(self.number, clients)
@@ -282,12 +282,12 @@ class _RoundRunner:
 
     def _receive(self, replies: Iterable[Update | ClientFailure]) -> Iterator[Update]:
         for reply in replies:
-            if fault := self._stray(reply):
+            if fault := self._unexpected(reply):
                 self._drop(reply, fault)
                 continue
             plan = self.plans.pop(reply.client)
             if isinstance(reply, ClientFailure):
-                self._lose(reply)
+                self._record_failure(reply)
                 continue
             try:
                 update = readable(reply)
@@ -296,16 +296,16 @@ class _RoundRunner:
             except InvalidUpdate as refusal:
                 if not self.run.skip_failed_clients:
                     raise ClientError(reply.client, str(refusal)) from refusal
-                self._lose(ClientFailure(reply.client, str(refusal), refused=True))
+                self._record_failure(ClientFailure(reply.client, str(refusal), refused=True))
                 continue
-            self._note(checked, plan)
+            self._record_update(checked, plan)
             yield checked.update
         dropped = {lost.client: lost.reason for lost in self.refused}
         for client in self.plans:
             # A dropped reply may have been this client's, sent under another name or without one.
-            self._lose(ClientFailure(client, dropped.get(client, "gave no answer"), refused=bool(dropped)))
+            self._record_failure(ClientFailure(client, dropped.get(client, "gave no answer"), refused=bool(dropped)))
 
-    def _stray(self, reply: object) -> str | None:
+    def _unexpected(self, reply: object) -> str | None:
         """Return why this is not the expected reply of an asked client, or None if it is."""
         if not isinstance(reply, Update | ClientFailure) or not isinstance(reply.client, str):
             return f"sent a {type(reply).__name__} instead of an update with a client name"
@@ -328,12 +328,12 @@ class _RoundRunner:
             raise ClientError(client, fault)
         self.refused.append(ClientFailure(client[:MAX_REASON] if named else UNKNOWN_CLIENT, fault, refused=True))
 
-    def _lose(self, lost: ClientFailure) -> None:
+    def _record_failure(self, lost: ClientFailure) -> None:
         self.lost.append(replace(lost, reason=str(lost.reason)[:MAX_REASON]))
         if lost.empty:
             self.overwritten.append((lost.client, self.model.all_names()))
 
-    def _note(self, checked: CheckedUpdate, plan: Plan) -> None:
+    def _record_update(self, checked: CheckedUpdate, plan: Plan) -> None:
         update = checked.update
         self.received.append((update.client, plan.down))
         self.sent[update.client] = frozenset(update.delta)

@@ -74,7 +74,9 @@ def check_method(
     model, population = model or ToyTransformer(), population or ToyPopulation()
     model = method.extend(model, Key(5)) if method.extend else model
     own: Optimizer = AdamW(weight_decay=0.1)
-    training = Training(lr=0.02, optimizer=optimizer or (own if method.takes(own.name) else SGD()), batch_size=8)
+    training = Training(
+        lr=0.02, optimizer=optimizer or (own if method.supports_optimizer(own.name) else SGD()), batch_size=8
+    )
     clients = 1 if method.pool else 0.5
     run = Run(method, training, rounds=6, key=Key(7), cohort=clients)
     if method.pool:
@@ -319,7 +321,9 @@ def _check_blocks(run: Run, model: Model, population: Population, tolerance: flo
     """
     plain = SGD(momentum=0.9)
     own = run.training.optimizer
-    single = replace(run, training=replace(run.training, optimizer=plain if run.method.takes(plain.name) else own))
+    single = replace(
+        run, training=replace(run.training, optimizer=plain if run.method.supports_optimizer(plain.name) else own)
+    )
     worst = _compare_blocks(single, model, population, tolerance)
     _compare_blocks(run, Float64Model(model), Float64Population(population), tolerance)
     return worst
