@@ -39,6 +39,12 @@ def test_permutation_sorts_expanded_words(count: int) -> None:
     assert KEY.permutation(count).tolist() == sorted(range(count), key=lambda place: int(words[place]))
 
 
+def test_permutation_keeps_the_order_of_equal_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the order would depend on the sorting algorithm of the machine."""
+    monkeypatch.setattr(Key, "_expand", lambda self, size: bytes(size))
+    assert KEY.permutation(100).tolist() == list(range(100))
+
+
 def mersenne_state(generator: torch.Generator) -> list[int]:
     """The 624 words of torch's CPU generator, of 8 bytes each, after a header of 24 bytes."""
     return generator.get_state()[24 : 24 + 8 * WORDS].numpy().view(np.uint64).tolist()

@@ -88,7 +88,7 @@ class Option:
 def closest_match(word: str, known: Iterable[str]) -> str:
     """Return "did you mean ...?" with the closest known word, or the list of all if none is close."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, cutoff=0.5)
     return f"did you mean {format_value(close[0])}?" if close else f"it can be: {', '.join(map(format_name, known))}"
 
 

@@ -132,7 +132,7 @@ class PrivacyGuard:
             account.charge(ANY_CLIENT, [PrivacyRelease(TRAINING, transform.noise, share)])
             return
         for client, plan in plans.items():
-            account.charge(client, releases_of(run, plan, self.sizes.get(client, 0)))
+            account.charge(client, releases_of(run, plan, self.sizes[client]))
 
     def about(self) -> dict[str, Any]:
         """Return the privacy settings and the disclosure lists for the run's record."""
@@ -166,7 +166,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     """
     of_clients = privacy_config.unit == "client"
     cohort = run.cohort_size(len(sizes))
-    units = len(sizes) if of_clients else max(sizes.values(), default=0)
+    units = len(sizes) if of_clients else max(sizes.values())
     delta = _delta(privacy_config, units)
     by = (
         privacy_config.accountant

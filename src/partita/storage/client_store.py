@@ -83,9 +83,11 @@ class DiskStore:
 
     def _earlier(self, client: str, round: int) -> Path | None:
         if self.newest is not None:
-            number, digest = self.newest.get(client, (-1, ""))
+            if client not in self.newest:
+                return None
+            number, digest = self.newest[client]
             if number < round:
-                return self._folder(client) / checksummed_name(number, digest) if digest else None
+                return self._folder(client) / checksummed_name(number, digest)
         earlier = [path for path in list_checksummed(self._folder(client)) if number_in_name(path) < round]
         return earlier[-1] if earlier else None
 
