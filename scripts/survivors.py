@@ -39,11 +39,6 @@ EQUIVALENT: dict[Spot, str] = {
         "torch.zeros(...) without dtype=torch.bool",
     ): "any() gives a bool for any type",
     (
-        "storage/checkpoint.py",
-        'flat = {key: value.to(device or "cpu") for key, value in flat.items()}',
-        "device or 'cpu' -> device",
-    ): "what is read from a file lies on the CPU anyway",
-    (
         "core/rounds.py",
         "self.population = 0",
         "0 -> 1",
@@ -94,11 +89,6 @@ EQUIVALENT: dict[Spot, str] = {
         "if round < self.warmup:",
         "round < self.warmup -> round <= self.warmup",
     ): "where the rise ends every schedule has the factor 1",
-    (
-        "storage/client_store.py",
-        'self.folder, self.device = folder, device or torch.device("cpu")',
-        "device or torch.device('cpu') -> device",
-    ): "what is read from a file lies on the CPU anyway",
     (
         "storage/client_store.py",
         "self.commits = (0, 0)  # completed rounds at the last two checkpoints: both must stay usable",
@@ -326,16 +316,6 @@ EQUIVALENT: dict[Spot, str] = {
 
 # The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.
 UNCOVERED: dict[Spot, str] = {
-    (
-        "storage/client_store.py",
-        'self.folder, self.device = folder, device or torch.device("cpu")',
-        "device or torch.device('cpu') -> torch.device('cpu')",
-    ): "only a GPU has another device",
-    (
-        "storage/checkpoint.py",
-        'flat = {key: value.to(device or "cpu") for key, value in flat.items()}',
-        "device or 'cpu' -> 'cpu'",
-    ): "only a GPU has another device",
     (
         "core/update_checks.py",
         "warnings.warn(",

@@ -220,3 +220,10 @@ def test_capturable_step_equals_the_plain_step(kind: str) -> None:
 def test_clipped_gradients_are_finite_when_they_are_zero() -> None:
     zero = {"w": torch.zeros(3)}
     assert clip_gradients(zero, tensors.norm(zero), 1.0)["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_schedule_of_one_round_reaches_its_floor_after_it(warmup: int) -> None:
+    for kind in ("cosine", "linear"):
+        schedule = Schedule(kind, warmup=warmup, floor=0.25)  # type: ignore[arg-type]
+        assert [schedule.factor(warmup + number, warmup + 1) for number in (0, 1)] == [1.0, 0.25]

@@ -91,6 +91,18 @@ def test_checkpoint_stores_versions_in_32_bits_and_digests_in_bytes(
     }
 
 
+def test_tensors_are_loaded_onto_the_given_device(tmp_path: Path) -> None:
+    """The device "meta" stands for a GPU."""
+    path = checkpoint.save(tmp_path / "server", 5, make_server())
+    DiskStore(tmp_path).save("a", 0, make_state(1.0))
+    for device in (None, torch.device("cpu"), torch.device("meta")):
+        server = checkpoint.read(path, device).server
+        state = DiskStore(tmp_path, device).load("a", 1)
+        parts = (server.params, *server.state.values(), state.personal, *state.memory.values())
+        assert {value.device for part in parts for value in part.values()} == {device or torch.device("cpu")}
+        assert server.versions == make_server().versions
+
+
 def test_newest_returns_the_latest_checkpoint_or_the_initial_server(tmp_path: Path) -> None:
     first = make_server(1.0)
     none = checkpoint.newest(tmp_path, "my run", first)
