@@ -63,7 +63,7 @@ Share = Annotated[float, Range(low=0, high=1)]
 PartialShare = Annotated[float, Range(low=0, below=1)]
 PositiveShare = Annotated[float, Range(above=0, high=1)]
 Seed = Annotated[int, Range(low=0, high=10**18)]  # far below 2**63, so that seed + 1, seed + 2, ... are valid too
-Text = Annotated[str, Range(low=0)]  # may be empty; a plain `str` may not
+Text = Annotated[str, Range()]  # may be empty; a plain `str` may not
 
 _DEFAULT = {int: Range(low=-WORD, below=WORD), float: Range(), str: Range(low=1)}
 
