@@ -27,7 +27,7 @@ from partita.methods.moon import moon
 from partita.privacy import budget, spending
 from partita.privacy.accountant import epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
-from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
+from partita.privacy.guard import ANY_CLIENT, PrivacyConfig, PrivacyGuard, make_private
 from partita.privacy.spending import TRAINING, PrivacySpending, find_noise, releases_of, round_up
 
 STEPS = PrivacyRelease(TRAINING, noise=1.2, share=0.2, count=30)
@@ -205,6 +205,26 @@ def test_client_level_cost_of_stateful_clients_has_no_amplification_by_sampling(
     assert stateless.planned is not None
     assert sampled.planned is not None
     assert stateless.planned < 0.9 * sampled.planned
+
+
+def test_client_level_cost_of_a_round_has_no_amplification_when_one_client_keeps_state() -> None:
+    """The other rounds are charged with amplification, and one such round is enough for the warning."""
+    keeper, other = toy_run(fedavg(), cohort=2).draw_cohort(0, list(SIZES))
+
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        keep = model.names("head") if (round_info.round, round_info.client) == (0, keeper) else frozenset[str]()
+        rest = model.all_names() - keep
+        return Plan((Phase(model.all_names()),), up=rest, down=rest, keep=keep)
+
+    of_clients = PrivacyConfig("client", noise=20.0)
+    with pytest.warns(UserWarning, match="clients keep state between rounds") as seen:
+        guard = make_private(toy_run(Method("sometimes", plan), cohort=2), toy_model(), SIZES, of_clients)
+    assert [each.filename for each in seen] == [__file__], "it names the line that makes the run private"
+    for number in range(3):
+        guard.charge(number, [keeper, other], {})
+    whole, half = (PrivacyRelease(TRAINING, 20.0, each) for each in (1.0, 0.5))
+    assert guard.account.bills == {ANY_CLIENT: {whole: 1, half: 2}}
+    assert guard.planned == guard.spent()
 
 
 def test_default_delta_shrinks_with_the_number_of_examples() -> None:

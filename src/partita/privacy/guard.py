@@ -201,7 +201,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
         PrivacySpending(delta, by, of_clients),
     )
     ahead = trial.forecast(run.rounds if known else 0)
-    if of_clients and cohort < len(sizes) and any(release.share == 1 for release in ahead.bills.get(ANY_CLIENT, ())):
+    if of_clients and cohort < len(sizes) and any(release.share == 1 for release in ahead.bills[ANY_CLIENT]):
         warnings.warn(
             f"{run.method.name}: clients keep state between rounds, so epsilon is charged as if every client took part "
             "in every round; a method without such state needs less noise",
