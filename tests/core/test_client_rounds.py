@@ -21,8 +21,6 @@ from helpers import (
     toy_model,
     toy_run,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from partita.core import tensors
@@ -35,7 +33,7 @@ from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, share
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job, rounds
-from partita.core.settings import Run, RunError, Training
+from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
 from partita.core.update import Update
 from partita.engines.availability import Availability
@@ -432,47 +430,6 @@ def test_run_refuses_an_optimizer_that_a_rule_does_not_support() -> None:
 # ---- batch order
 
 
-@given(
-    count=st.integers(1, 40),
-    size=st.integers(1, 12),
-    epochs=st.integers(1, 3),
-    seed=st.integers(0, 99),
-    fraction=st.floats(0, 1),
-)
-@settings(max_examples=60)
-def test_each_epoch_is_a_permutation_and_a_straggler_gets_a_prefix(
-    count: int, size: int, epochs: int, seed: int, fraction: float
-) -> None:
-    training = Training(lr=1.0, batch_size=size, epochs=epochs)
-    key = Key(seed) / "deal"
-    batches = list(shuffled_batches(count, training, None, key))
-    per_epoch = -(-count // size)
-    assert len(batches) == epochs * per_epoch
-    for epoch in range(epochs):
-        own = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
-        assert all(len(batch) == size for batch in own[:-1])
-        assert sorted(torch.cat(own).tolist()) == list(range(count))
-    again = list(shuffled_batches(count, training, None, key, fraction))
-    assert len(again) == max(1, int(len(batches) * fraction))
-    assert all(torch.equal(one, two) for one, two in zip(batches, again, strict=False))
-
-
-def test_batch_order_follows_key_phase_epochs_and_steps() -> None:
-    training = Training(lr=1.0, batch_size=4, steps=7)
-
-    def flat(*path: Any, **more: Any) -> list[int]:
-        key = Key(0)
-        for step in path:
-            key = key / step
-        return shuffled_batches(10, more.pop("training", training), more.pop("epochs", None), key).order.tolist()
-
-    assert flat("a") == flat("a") != flat("b")
-    assert len(shuffled_batches(10, training, None, Key(0))) == 7
-    assert len(shuffled_batches(10, training, 2, Key(0))) == 6  # a phase's own epochs override the run's steps
-    assert flat("a")[:10] == flat("a", epochs=1)
-    assert flat("a")[:10] != flat("a")[10:20]
-
-
 def test_batches_differ_by_client_and_by_round() -> None:
     model, run = toy_model(), toy_run(fedavg(), 2)
     seen = {
@@ -664,23 +621,6 @@ def test_model_that_vmap_cannot_lift_is_refused_in_blocks_and_runs_alone() -> No
     ):
         play(run, model, PAIR, block=2)
     assert len(play(run, model, PAIR, block=1)) == 1
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("lr", 0.0),
-        ("lr", float("nan")),
-        ("batch_size", 0),
-        ("epochs", 0),
-        ("steps", 0),
-        ("clip", 0.0),
-        ("precision", "half"),
-    ],
-)
-def test_invalid_training_settings_are_refused(setting: str, value: Any) -> None:
-    with pytest.raises(RunError, match=rf"training\.{setting} is '?{value}"):
-        Training(**{"lr": 0.1, setting: value})
 
 
 def test_round_starts_from_sent_kept_and_initial_parameters() -> None:

@@ -392,6 +392,16 @@ def test_byte_counts_match_at_every_header_padding(length: int) -> None:
     assert sum(serialization.byte_counts(slots).values()) == len(serialization.pack(slots))
 
 
+@pytest.mark.parametrize("length", range(1, 9))
+@pytest.mark.parametrize("slots", [("s", "s"), ("t", "s")])
+def test_byte_counts_do_not_depend_on_the_order_of_names(length: int, slots: tuple[str, str]) -> None:
+    """Of tensors of 10 bytes and 1 byte, the offsets have two digits more if the larger one is first."""
+    message: dict[str, Tensors] = {}
+    for slot, first, size in zip(slots, "zy", (1, 10), strict=True):
+        message.setdefault(slot, {})[first * length] = torch.zeros(size, dtype=torch.int8)
+    assert sum(serialization.byte_counts(message).values()) == len(serialization.pack(message))
+
+
 def test_metadata_is_read_without_the_tensors() -> None:
     for size in (1, 300):
         about = {"round": "3", "client": "ü" * size}

@@ -160,3 +160,70 @@ def test_warmup_longer_than_the_run_keeps_rising() -> None:
     assert [Schedule("cosine", warmup=5).factor(number, 3) for number in range(3)] == pytest.approx(
         [1 / 6, 2 / 6, 3 / 6]
     )
+
+
+def test_warmup_as_long_as_the_run_reaches_the_full_rate_afterwards() -> None:
+    for kind in ("constant", "cosine", "linear", "step"):
+        schedule = Schedule(kind, warmup=3, floor=0.5)  # type: ignore[arg-type]
+        assert [schedule.factor(number, 3) for number in (2, 3)] == [0.75, 1.0]
+
+
+def test_schedule_defaults_drop_to_a_tenth_every_ten_rounds() -> None:
+    assert Schedule() == Schedule("constant", 0, 0.0, 10, 0.1)
+    assert [Schedule("step").factor(number, 30) for number in (9, 10, 20)] == pytest.approx([1.0, 0.1, 0.01])
+    assert Schedule("step", warmup=2, every=3).factor(4, 30) == 1.0
+    assert Schedule("step", warmup=2, every=3).factor(5, 30) == pytest.approx(0.1)
+
+
+def test_optimizer_defaults_are_those_of_torch() -> None:
+    param = torch.zeros(1, requires_grad=True)
+    theirs = torch.optim.AdamW([param]).defaults
+    ours = AdamW()
+    assert ((ours.beta1, ours.beta2), ours.eps, ours.weight_decay) == (
+        theirs["betas"],
+        theirs["eps"],
+        theirs["weight_decay"],
+    )
+    theirs = torch.optim.SGD([param]).defaults
+    assert SGD() == SGD(theirs["momentum"], theirs["weight_decay"], theirs["nesterov"])
+
+
+def test_optimizer_name_and_state_say_what_it_depends_on() -> None:
+    params = random_tensors("start")
+    assert (SGD().name, SGD(0.9).name, AdamW().name) == ("sgd", "sgd with momentum", "adamw")
+    assert (SGD().uses_step_count, SGD(0.9).uses_step_count, AdamW().uses_step_count) == (False, False, True)
+    assert [set(each.init(params)) for each in (SGD(), SGD(0.9), AdamW())] == [set(), {"momentum"}, {"first", "second"}]
+    with pytest.raises(ValueError, match=r"training\.nesterov needs training\.momentum above 0"):
+        SGD(nesterov=True)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_capturable_step_equals_the_plain_step(kind: str) -> None:
+    """The learning rate and the step counts are tensors, and a later name has its own step count."""
+    ours, both = CASES[kind], []
+    for by_tensors in (False, True):
+        params = random_tensors("start")
+        state = ours.init(params)
+        for step in range(1, 5):
+            grads, ages = random_tensors("grads", step), {**dict.fromkeys(params, step), "vector": step + 2}
+            if by_tensors:
+                counts = {name: torch.tensor(float(age)) for name, age in ages.items()}
+                ours.capturable_step(params, grads, state, torch.tensor(LR), counts)
+            else:
+                ours.step(params, grads, state, LR, ages)
+        both.append({"params": params, **state})
+    for slot, part in both[0].items():
+        for name, value in part.items():
+            assert torch.allclose(value, both[1][slot][name], rtol=1e-5, atol=1e-6), (slot, name)
+
+
+def test_clipped_gradients_are_finite_when_they_are_zero() -> None:
+    zero = {"w": torch.zeros(3)}
+    assert clip_gradients(zero, tensors.norm(zero), 1.0)["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_schedule_of_one_round_reaches_its_floor_after_it(warmup: int) -> None:
+    for kind in ("cosine", "linear"):
+        schedule = Schedule(kind, warmup=warmup, floor=0.25)  # type: ignore[arg-type]
+        assert [schedule.factor(warmup + number, warmup + 1) for number in (0, 1)] == [1.0, 0.25]

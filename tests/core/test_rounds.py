@@ -27,7 +27,7 @@ from partita.core.method import (
     UpdateTransform,
 )
 from partita.core.model import Model
-from partita.core.optim import AdamW, Schedule
+from partita.core.optim import AdamW
 from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, make_job, rounds
@@ -243,38 +243,6 @@ def test_cohort_is_reproducible_and_has_the_requested_size() -> None:
     for size in (0, 7, 1.5):
         with pytest.raises(RunError, match=rf"federation.cohort is {size}, but there are 6 clients"):
             next(rounds(replace(run, cohort=size), MODEL, engine))
-
-
-@pytest.mark.parametrize(
-    ("cohort", "population", "size"),
-    [(0.5, 6, 3), (1.0, 7, 7), (0.01, 10, 1), (0.2, 10, 2), (1, 5, 1), (5, 5, 5), (3, 100, 3), (0.34, 100, 34)],
-)
-def test_cohort_size_is_a_count_or_a_fraction_of_at_least_one_client(cohort: float, population: int, size: int) -> None:
-    assert toy_run(fedavg(), cohort=cohort).cohort_size(population) == size
-
-
-def test_cohorts_use_the_secret_key_only_when_hidden() -> None:
-    clients = [f"c{number}" for number in range(40)]
-    plain = toy_run(fedavg(), cohort=5)
-    public, secret = (
-        [(key / "round" / number / "cohort").sample(clients, 5) for number in range(3)] for key in (plain.key, Key(99))
-    )
-    assert public[0] != public[1], "each round draws a new cohort"
-    for key, hidden, wanted in (
-        (None, False, public),
-        (None, True, public),
-        (Key(99), False, public),
-        (Key(99), True, secret),
-    ):
-        run = replace(plain, secret=key, hidden_cohorts=hidden)
-        assert [run.draw_cohort(number, clients) for number in range(3)] == wanted
-
-
-def test_learning_rate_of_a_round_follows_the_schedule() -> None:
-    run = toy_run(fedavg(), 4, lr=0.3, schedule=Schedule("linear", warmup=1))
-    wanted = [0.3 * run.training.schedule.factor(number, 4) for number in range(4)]
-    assert [run.lr(number) for number in range(4)] == wanted
-    assert len(set(wanted)) > 2
 
 
 def test_unsupported_optimizer_is_refused_before_the_run() -> None:

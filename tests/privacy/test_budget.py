@@ -1,21 +1,16 @@
-"""Privacy accounting: epsilon against dp-accounting and closed forms, spending, noise search and forecasts."""
+"""Privacy accounting: spending, noise search and forecasts."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import dp_accounting as library
 import pytest
-from dp_accounting import pld, rdp
 from helpers import Clients, play, toy_model, toy_run
-from scipy.optimize import brentq
-from scipy.stats import norm
 
 from partita.compression.prune import prune
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
@@ -30,66 +25,13 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedper import fedper
 from partita.methods.moon import moon
 from partita.privacy import budget, spending
-from partita.privacy.accountant import INTERVAL, ORDERS, _event, epsilon
+from partita.privacy.accountant import epsilon
 from partita.privacy.budget import Client, forecast_client, forecast_run
-from partita.privacy.guard import PrivacyConfig, PrivacyGuard, make_private
+from partita.privacy.guard import ANY_CLIENT, PrivacyConfig, PrivacyGuard, make_private
 from partita.privacy.spending import TRAINING, PrivacySpending, find_noise, releases_of, round_up
 
 STEPS = PrivacyRelease(TRAINING, noise=1.2, share=0.2, count=30)
 CHOICE = PrivacyRelease("layers", noise=4.0, share=1.0, count=3)
-
-
-def epsilon_of_library(accountant: library.PrivacyAccountant) -> float:
-    """Epsilon of the same releases, written as events of dp-accounting."""
-    accountant.compose(library.PoissonSampledDpEvent(0.2, library.GaussianDpEvent(1.2)), 30)
-    accountant.compose(library.GaussianDpEvent(4.0), 3)
-    return float(accountant.get_epsilon(1e-5))
-
-
-def test_epsilon_matches_dp_accounting() -> None:
-    bill = Counter({STEPS: 1, CHOICE: 1})
-    assert epsilon(bill, 1e-5) == epsilon_of_library(pld.PLDAccountant(value_discretization_interval=INTERVAL))
-    assert epsilon(bill, 1e-5) == pytest.approx(epsilon_of_library(pld.PLDAccountant()), rel=1e-3)
-    assert epsilon(bill, 1e-5, "rdp") == pytest.approx(epsilon_of_library(rdp.RdpAccountant(ORDERS)), rel=1e-12)
-    assert epsilon(bill, 1e-5, "rdp") > epsilon(bill, 1e-5)
-
-
-def gaussian_epsilon(noise: float, delta: float) -> float:
-    """The exact curve of the Gaussian mechanism (Balle and Wang 2018)."""
-
-    def excess(eps: float) -> float:
-        near, far = 0.5 / noise - eps * noise, -0.5 / noise - eps * noise
-        return float(norm.cdf(near) - math.exp(eps) * norm.cdf(far) - delta)
-
-    return float(brentq(excess, 0, 100))
-
-
-@pytest.mark.parametrize(("noise", "times"), [(1.0, 1), (3.0, 20)])
-def test_epsilon_of_gaussian_releases_matches_the_closed_form(noise: float, times: int) -> None:
-    wanted = gaussian_epsilon(noise / math.sqrt(times), 1e-5)
-    assert epsilon({PrivacyRelease(TRAINING, noise, 1.0, times): 1}, 1e-5) == pytest.approx(wanted, rel=1e-3)
-    # Replacing a client moves a sum by twice the clip.
-    assert epsilon({PrivacyRelease(TRAINING, 2 * noise, 1.0): times}, 1e-5, of_clients=True) == pytest.approx(
-        wanted, rel=1e-3
-    )
-
-
-def test_releases_are_events_of_the_library() -> None:
-    gaussian = library.GaussianDpEvent
-    assert _event(PrivacyRelease("", 2.0, 1.0), of_clients=False) == gaussian(2.0)
-    assert _event(PrivacyRelease("", 2.0, 0.4), of_clients=False) == library.PoissonSampledDpEvent(0.4, gaussian(2.0))
-    assert _event(PrivacyRelease("", 2.0, 1.0), of_clients=True) == gaussian(1.0)
-    assert _event(PrivacyRelease("", 2.0, 2 / 5), of_clients=True) == library.SampledWithoutReplacementDpEvent(
-        5, 2, gaussian(1.0)
-    )
-    once = replace(STEPS, count=1)
-    assert epsilon({replace(STEPS, count=3): 2}, 1e-5, "rdp") == epsilon({once: 6}, 1e-5, "rdp")
-    assert epsilon({once: 6}, 1e-5, "rdp") > epsilon({once: 5}, 1e-5, "rdp")
-
-
-def test_epsilon_is_zero_without_releases_and_infinite_without_noise() -> None:
-    assert epsilon({}, 1e-5) == epsilon({}, 1e-5, "rdp") == 0
-    assert epsilon({PrivacyRelease(TRAINING, 0.0, 0.1): 1}, 1e-5) == math.inf
 
 
 def spending_of(**clients: tuple[float, int]) -> PrivacySpending:
@@ -265,6 +207,26 @@ def test_client_level_cost_of_stateful_clients_has_no_amplification_by_sampling(
     assert stateless.planned < 0.9 * sampled.planned
 
 
+def test_client_level_cost_of_a_round_has_no_amplification_when_one_client_keeps_state() -> None:
+    """The other rounds are charged with amplification, and one such round is enough for the warning."""
+    keeper, other = toy_run(fedavg(), cohort=2).draw_cohort(0, list(SIZES))
+
+    def plan(model: Model, round_info: RoundInfo) -> Plan:
+        keep = model.names("head") if (round_info.round, round_info.client) == (0, keeper) else frozenset[str]()
+        rest = model.all_names() - keep
+        return Plan((Phase(model.all_names()),), up=rest, down=rest, keep=keep)
+
+    of_clients = PrivacyConfig("client", noise=20.0)
+    with pytest.warns(UserWarning, match="clients keep state between rounds") as seen:
+        guard = make_private(toy_run(Method("sometimes", plan), cohort=2), toy_model(), SIZES, of_clients)
+    assert [each.filename for each in seen] == [__file__], "it names the line that makes the run private"
+    for number in range(3):
+        guard.charge(number, [keeper, other], {})
+    whole, half = (PrivacyRelease(TRAINING, 20.0, each) for each in (1.0, 0.5))
+    assert guard.account.bills == {ANY_CLIENT: {whole: 1, half: 2}}
+    assert guard.planned == guard.spent()
+
+
 def test_default_delta_shrinks_with_the_number_of_examples() -> None:
     assert make_guard(PrivacyConfig(noise=5.0)).privacy_config.delta == 1e-5
     many = make_private(toy_run(fedavg()), toy_model(), {"a": 10**6}, PrivacyConfig(noise=5.0))
@@ -279,12 +241,6 @@ def test_unknown_client_sizes_allow_only_a_given_noise() -> None:
     guard.charge(0, ["here", "there"], {})
     assert guard.planned is None
     assert guard.spent() is None
-
-
-def test_error_names_the_extra_when_dp_accounting_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(PrivacyError, match=r"pip install 'partita\[privacy\]'"):
-        epsilon({STEPS: 1}, 1e-5)
 
 
 @pytest.mark.slow

@@ -134,3 +134,9 @@ def test_impossible_batch_size_gives_a_tiny_positive_p_value(size: int) -> None:
 @pytest.mark.parametrize(("below", "above", "wanted"), [(0.1, 0.9, 0.2), (0.9, 0.05, 0.1), (0.6, 0.7, 1.0)])
 def test_two_sided_p_value_doubles_the_smaller_tail_up_to_one(below: float, above: float, wanted: float) -> None:
     assert evidence.chance_of_either(below, above) == pytest.approx(wanted)
+
+
+def test_deviation_at_the_tolerated_error_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "ROUNDING", 0.5)  # a ratio of 1.5 is exact in floating point
+    assert evidence._chance_of_squares(2.25 * 1000, 1000) < 1e-6
+    assert evidence._chance_of_squares(2.24 * 1000, 1000) == 1.0

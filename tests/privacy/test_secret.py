@@ -232,3 +232,15 @@ def test_resume_refuses_another_secret_file(tmp_path: Path) -> None:
     (tmp_path / "mine").write_bytes((tmp_path / "other").read_bytes())
     with pytest.raises(PrivacyError, match=r"started with another secret; set engine\.secret_file to that file"):
         list(resume(settings, tmp_path / "run"))
+
+
+def test_warning_about_a_readable_secret_file_names_the_line_that_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(bytes(secret.MIN_BYTES))
+    path.chmod(0o640)
+    with pytest.warns(UserWarning, match="can be read by other users") as seen:
+        secret.from_file(path)
+    assert [each.filename for each in seen] == [__file__]
+    path.chmod(0o604)
+    with pytest.warns(UserWarning, match="can be read by other users"):
+        secret.from_file(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from helpers import Clients, ServerMomentum, files_in, final_params, play, toy_model, toy_run
 from hypothesis import given, settings
@@ -73,6 +74,33 @@ def test_checkpoint_records_its_client_states(tmp_path: Path, owners: tuple[str,
     assert saved.states == states
     assert (saved.done, saved.run, saved.rows) == (5, "my run", "my rows")
     assert_same(saved.server, make_server())
+
+
+@pytest.mark.parametrize("states", [{}, {"a": (3, "0" * 32)}])
+def test_checkpoint_stores_versions_in_32_bits_and_digests_in_bytes(
+    tmp_path: Path, states: dict[str, tuple[int, str]]
+) -> None:
+    path = checkpoint.save(tmp_path, 5, make_server(), states=states)
+    stored = safetensors.torch.load(path.read_bytes())
+    kinds = {name: stored[name].dtype for name in stored if name.startswith(("ledger/", "clients/"))}
+    assert kinds == {
+        "ledger/versions": torch.int32,
+        "ledger/held": torch.int32,
+        "clients/round": torch.int32,
+        "clients/digest": torch.uint8,
+    }
+
+
+def test_tensors_are_loaded_onto_the_given_device(tmp_path: Path) -> None:
+    """The device "meta" stands for a GPU."""
+    path = checkpoint.save(tmp_path / "server", 5, make_server())
+    DiskStore(tmp_path).save("a", 0, make_state(1.0))
+    for device in (None, torch.device("cpu"), torch.device("meta")):
+        server = checkpoint.read(path, device).server
+        state = DiskStore(tmp_path, device).load("a", 1)
+        parts = (server.params, *server.state.values(), state.personal, *state.memory.values())
+        assert {value.device for part in parts for value in part.values()} == {device or torch.device("cpu")}
+        assert server.versions == make_server().versions
 
 
 def test_newest_returns_the_latest_checkpoint_or_the_initial_server(tmp_path: Path) -> None:

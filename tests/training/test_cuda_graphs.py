@@ -112,24 +112,6 @@ def test_results_are_not_overwritten_by_a_later_replay() -> None:
     assert before == [tensors.digest(part) for each in held for part in (each.params, each.delta)]
 
 
-@pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.9, 0.01), SGD(0.9, nesterov=True)])
-def test_capturable_step_equals_the_plain_step(optimizer: Optimizer) -> None:
-    draw = torch.Generator().manual_seed(0)
-    params, grads = ({"a": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw)} for _ in range(2))
-    both = []
-    for by_tensors in (False, True):
-        values = {name: value.clone() for name, value in params.items()}
-        state = optimizer.init(values)
-        for age in (1, 2, 3):
-            if by_tensors:
-                ages = {name: torch.tensor(float(age)) for name in values}
-                optimizer.capturable_step(values, grads, state, torch.tensor(0.1), ages)
-            else:
-                optimizer.step(values, grads, state, 0.1, dict.fromkeys(values, age))
-        both.append(values)
-    assert max_relative_difference(*both) < 1e-5
-
-
 def refuse_to_record(work: Callable[[], Tensor]) -> Replay:
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 

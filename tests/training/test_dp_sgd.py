@@ -11,7 +11,7 @@ from privacy_fixtures import micro_batch_sum
 from torch import Tensor, nn
 from torch.nn import functional
 
-from partita.core.batch_schedule import count_steps, poisson_batches
+from partita.core.batch_schedule import poisson_batches
 from partita.core.client import ClientState, adaptation_round, begin_round
 from partita.core.data import ClientData, Examples
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
@@ -177,19 +177,6 @@ def test_empty_batch_gives_a_step_of_noise_only() -> None:
     noise = noisy_zeros(model.initial, run.key / "round" / 0 / "client" / "a" / "noise" / 0 / 0, 0.8 * 0.5)
     wanted = {name: value - noise[name] for name, value in model.initial.items()}
     assert max_difference(final_params(play(run, model, clients)), wanted) < 1e-6
-
-
-def test_poisson_batches_sample_examples_independently() -> None:
-    training = Training(lr=1.0, batch_size=20, steps=2000)
-    batches = list(poisson_batches(50, training, None, Key(1)))
-    taken = torch.zeros(2000, 50)
-    for step, batch in enumerate(batches):
-        taken[step, batch] = 1.0
-    assert torch.allclose(taken.mean(0), torch.full((50,), 0.4), atol=0.05)
-    # Examples are independent: batch sizes vary like a binomial, while shuffled batches would not vary at all.
-    assert abs(float(taken.sum(1).var()) - 50 * 0.4 * 0.6) < 1.5
-    assert poisson_batches(50, replace(training, batch_size=64, steps=3), None, Key(1)).sizes == (50, 50, 50)
-    assert count_steps(50, replace(training, steps=None, epochs=3), None) == 9
 
 
 def test_collate_keeps_an_empty_batch_masked() -> None:

@@ -141,7 +141,7 @@ def _cipher_stream(key: bytes, blocks: int) -> bytes:
 def _kernel_stream(
     kernel: Callable[..., Tensor], keys: Sequence[bytes], blocks: Sequence[int], device: torch.device
 ) -> list[Tensor]:
-    index = torch.arange(NORMALS * max(blocks, default=0), device=device)
+    index = torch.arange(NORMALS * max(blocks), device=device)
     words = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(-1, 4).to(device)
     return [kernel(index[: NORMALS * count], *key.unbind()) for key, count in zip(words, blocks, strict=True)]
 

@@ -146,7 +146,7 @@ class Model:
         known = sorted(set().union(*self.tags.values()))
         for tag in wanted:
             if tag not in known:
-                near = difflib.get_close_matches(tag, known, n=1)
+                near = difflib.get_close_matches(tag, known)
                 hint = f" Did you mean '{near[0]}'?" if near else ""
                 raise TagError(f"no parameter of {self.name} is tagged '{tag}'; it has: {', '.join(known)}.{hint}")
         return frozenset(name for name, tags in self.tags.items() if not tags.isdisjoint(wanted))

@@ -63,7 +63,7 @@ Share = Annotated[float, Range(low=0, high=1)]
 PartialShare = Annotated[float, Range(low=0, below=1)]
 PositiveShare = Annotated[float, Range(above=0, high=1)]
 Seed = Annotated[int, Range(low=0, high=10**18)]  # far below 2**63, so that seed + 1, seed + 2, ... are valid too
-Text = Annotated[str, Range(low=0)]  # may be empty; a plain `str` may not
+Text = Annotated[str, Range()]  # may be empty; a plain `str` may not
 
 _DEFAULT = {int: Range(low=-WORD, below=WORD), float: Range(), str: Range(low=1)}
 
@@ -88,7 +88,7 @@ class Option:
 def closest_match(word: str, known: Iterable[str]) -> str:
     """Return "did you mean ...?" with the closest known word, or the list of all if none is close."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, cutoff=0.5)
     return f"did you mean {format_value(close[0])}?" if close else f"it can be: {', '.join(map(format_name, known))}"
 
 

@@ -47,7 +47,7 @@ class Key:
     def generator(self) -> torch.Generator:
         """Return a torch generator. It is always on the CPU, so that a GPU run draws the same numbers."""
         words = np.frombuffer(self._expand(4 * WORDS), np.uint32).astype(np.uint64)
-        state = _fresh_state()
+        state = torch.Generator().get_state()
         state[_STATE_AT : _STATE_AT + 8 * WORDS] = torch.from_numpy(words.view(np.uint8))
         return torch.Generator().set_state(state)
 
@@ -79,7 +79,3 @@ class Key:
 
     def _text(self) -> bytes:
         return repr((self.root, *self.path)).encode()
-
-
-def _fresh_state() -> Tensor:
-    return torch.Generator().manual_seed(0).get_state()

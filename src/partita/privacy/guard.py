@@ -132,7 +132,7 @@ class PrivacyGuard:
             account.charge(ANY_CLIENT, [PrivacyRelease(TRAINING, transform.noise, share)])
             return
         for client, plan in plans.items():
-            account.charge(client, releases_of(run, plan, self.sizes.get(client, 0)))
+            account.charge(client, releases_of(run, plan, self.sizes[client]))
 
     def about(self) -> dict[str, Any]:
         """Return the privacy settings and the disclosure lists for the run's record."""
@@ -166,7 +166,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
     """
     of_clients = privacy_config.unit == "client"
     cohort = run.cohort_size(len(sizes))
-    units = len(sizes) if of_clients else max(sizes.values(), default=0)
+    units = len(sizes) if of_clients else max(sizes.values())
     delta = _delta(privacy_config, units)
     by = (
         privacy_config.accountant
@@ -201,7 +201,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
         PrivacySpending(delta, by, of_clients),
     )
     ahead = trial.forecast(run.rounds if known else 0)
-    if of_clients and cohort < len(sizes) and any(release.share == 1 for release in ahead.bills.get(ANY_CLIENT, ())):
+    if of_clients and cohort < len(sizes) and any(release.share == 1 for release in ahead.bills[ANY_CLIENT]):
         warnings.warn(
             f"{run.method.name}: clients keep state between rounds, so epsilon is charged as if every client took part "
             "in every round; a method without such state needs less noise",

@@ -42,7 +42,7 @@ def save(folder: Path, key: Key) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part.unlink(missing_ok=True)  # of a process with this number that was killed
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # exclusive: it follows no symlink
         with os.fdopen(handle, "wb") as file:
             file.write(key.root.to_bytes(KEY_BYTES, "big"))
             file.flush()

@@ -148,11 +148,13 @@ def newest(folder: Path, run: str | None, first: Server, device: torch.device | 
 def _parse(data: bytes, device: torch.device | None) -> Checkpoint:
     about = json.loads(serialization.read_metadata(data)["partita"])
     flat = safetensors.torch.load(data)
-    digests = flat.pop("clients/digest").numpy().tobytes()
-    rounds = flat.pop("clients/round").tolist()
-    flat = {key: value.to(device or "cpu") for key, value in flat.items()}
-    params = {name: flat[f"params/{name}"] for name in about["params"]}
-    state = {slot: {name: flat[f"state/{slot}/{name}"] for name in names} for slot, names in about["state"].items()}
+    digests = flat["clients/digest"].numpy().tobytes()
+    rounds = flat["clients/round"].tolist()
+    params = {name: flat[f"params/{name}"].to(device) for name in about["params"]}
+    state = {
+        slot: {name: flat[f"state/{slot}/{name}"].to(device) for name in names}
+        for slot, names in about["state"].items()
+    }
     versions = dict(zip(about["names"], flat["ledger/versions"].tolist(), strict=True))
     rows = [tuple(row) for row in flat["ledger/held"].tolist()]
     shared = {row: row for row in rows}

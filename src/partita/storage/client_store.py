@@ -13,7 +13,7 @@ from typing import Protocol
 import safetensors
 import torch
 
-from partita.core import serialization, tensors
+from partita.core import serialization
 from partita.core.client import ClientState
 from partita.storage.atomic_files import (
     DamageError,
@@ -63,7 +63,7 @@ class DiskStore:
     """
 
     def __init__(self, folder: Path, device: torch.device | None = None, newest: States | None = None) -> None:
-        self.folder, self.device = folder, device or torch.device("cpu")
+        self.folder, self.device = folder, device
         self.commits = (0, 0)  # completed rounds at the last two checkpoints: both must stay usable
         self.newest = None if newest is None else dict(newest)
 
@@ -78,14 +78,16 @@ class DiskStore:
             raise self._missing(client, path) from error
         except safetensors.SafetensorError as error:
             raise DamageError(f"{path} is not a safetensors file; {remedy}") from error
-        slots = {slot: tensors.to(part, self.device) for slot, part in slots.items()}
-        return ClientState(slots.pop("personal", {}), slots)
+        moved = {slot: {name: value.to(self.device) for name, value in part.items()} for slot, part in slots.items()}
+        return ClientState(moved.pop("personal", {}), moved)
 
     def _earlier(self, client: str, round: int) -> Path | None:
         if self.newest is not None:
-            number, digest = self.newest.get(client, (-1, ""))
+            if client not in self.newest:
+                return None
+            number, digest = self.newest[client]
             if number < round:
-                return self._folder(client) / checksummed_name(number, digest) if digest else None
+                return self._folder(client) / checksummed_name(number, digest)
         earlier = [path for path in list_checksummed(self._folder(client)) if number_in_name(path) < round]
         return earlier[-1] if earlier else None
 

@@ -1,0 +1,135 @@
+"""The settings of a run: invalid values and contradictions, learning rates and cohorts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from helpers import toy_run
+
+from partita.core.dp_settings import DPSGDSettings
+from partita.core.method import MethodError
+from partita.core.optim import SGD, AdamW, Schedule
+from partita.core.rng import Key
+from partita.core.settings import Run, RunError, Training
+from partita.methods.fedavg import fedavg
+from partita.methods.scaffold import scaffold
+from partita.privacy.client_level import protect_clients
+
+
+def test_training_has_documented_defaults() -> None:
+    training = Training(lr=0.1)
+    assert training == Training(0.1, SGD(), Schedule(), 32, 1, None, None, "float32")
+    smallest = Training(lr=1e-9, batch_size=1, epochs=1, steps=1, clip=1e-9, precision="bfloat16")
+    assert (smallest.steps, smallest.clip) == (1, 1e-9)
+
+
+def test_run_has_documented_defaults() -> None:
+    required = {"method": fedavg(), "training": Training(lr=0.1), "rounds": 1, "key": Key(0)}
+    run = Run(**required)  # type: ignore[arg-type]
+    assert {each.name: getattr(run, each.name) for each in fields(run) if each.name not in required} == {
+        "cohort": 1.0,
+        "min_updates": 1,
+        "skip_failed_clients": False,
+        "clients_have_initial_model": False,
+        "drift": True,
+        "max_norm": None,
+        "max_examples": 10**7,
+        "examples": None,
+        "secret": None,
+        "hidden_cohorts": False,
+    }
+    assert isinstance(run.cohort, float), "an int would be a number of clients"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("batch_size", 0),
+        ("epochs", 0),
+        ("steps", 0),
+        ("clip", 0.0),
+        ("precision", "half"),
+    ],
+)
+def test_invalid_training_settings_are_refused(setting: str, value: Any) -> None:
+    with pytest.raises(RunError, match=rf"training\.{setting} is '?{value}"):
+        Training(**{"lr": 0.1, setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("rounds", 0, "rounds is 0; it must be at least 1"),
+        ("max_norm", 0.0, r"federation\.max_norm is 0\.0; it must be a number above 0, or left out"),
+        ("max_norm", math.inf, r"federation\.max_norm is inf"),
+        ("max_norm", math.nan, r"federation\.max_norm is nan"),
+        ("max_examples", 0, r"federation\.max_examples is 0; it must be at least 1"),
+    ],
+)
+def test_invalid_run_settings_are_refused(setting: str, value: float, said: str) -> None:
+    run = toy_run(fedavg(), 1, max_norm=1e-9, max_examples=1)
+    with pytest.raises(RunError, match=said):
+        replace(run, **{setting: value})
+
+
+def test_limits_on_updates_and_gradients_are_refused_when_privacy_sets_them() -> None:
+    run = toy_run(fedavg(), 1, clip=1.0, max_norm=1.0)
+    with pytest.raises(RunError, match=r"federation\.max_norm and client-level privacy are both set"):
+        replace(run, method=protect_clients(fedavg(), 1.0, 1.0, 2))
+    by_example = replace(fedavg(), privacy=DPSGDSettings(1.0, 2.0))
+    with pytest.raises(RunError, match=r"training\.clip and privacy are both set"):
+        replace(run, method=by_example)
+    plain = replace(run.training, clip=None)
+    assert replace(run, method=by_example, training=plain).max_norm == 1.0
+    assert replace(run, method=protect_clients(fedavg(), 1.0, 1.0, 2), max_norm=None).training.clip == 1.0
+
+
+def test_optimizer_is_refused_when_the_method_does_not_take_it() -> None:
+    with pytest.raises(MethodError, match="is derived for sgd, not for adamw"):
+        toy_run(scaffold(), optimizer=AdamW())
+
+
+@pytest.mark.parametrize(
+    ("cohort", "population", "size"),
+    [(0.5, 6, 3), (1.0, 7, 7), (0.01, 10, 1), (0.2, 10, 2), (1, 5, 1), (5, 5, 5), (3, 100, 3), (0.34, 100, 34)],
+)
+def test_cohort_size_is_a_count_or_a_fraction_of_at_least_one_client(cohort: float, population: int, size: int) -> None:
+    assert toy_run(fedavg(), cohort=cohort).cohort_size(population) == size
+
+
+@pytest.mark.parametrize(
+    ("cohort", "population"), [(0, 6), (7, 6), (-1, 6), (1.5, 6), (1.01, 1), (0.0, 6), (-0.5, 6), (1, 0), (1.0, 0)]
+)
+def test_cohort_is_refused_when_it_does_not_fit_the_population(cohort: float, population: int) -> None:
+    said = rf"federation\.cohort is {cohort}, but there are {population} clients; give a number from 1 to that"
+    with pytest.raises(RunError, match=said):
+        toy_run(fedavg(), cohort=cohort).cohort_size(population)
+
+
+def test_cohorts_use_the_secret_key_only_when_hidden() -> None:
+    clients = [f"c{number}" for number in range(40)]
+    plain = toy_run(fedavg(), cohort=5)
+    public, secret = (
+        [(key / "round" / number / "cohort").sample(clients, 5) for number in range(3)] for key in (plain.key, Key(99))
+    )
+    assert public[0] != public[1], "each round draws a new cohort"
+    for key, hidden, wanted in (
+        (None, False, public),
+        (None, True, public),
+        (Key(99), False, public),
+        (Key(99), True, secret),
+    ):
+        run = replace(plain, secret=key, hidden_cohorts=hidden)
+        assert [run.draw_cohort(number, clients) for number in range(3)] == wanted
+
+
+def test_learning_rate_of_a_round_follows_the_schedule() -> None:
+    run = toy_run(fedavg(), 4, lr=0.3, schedule=Schedule("linear", warmup=1))
+    wanted = [0.3 * run.training.schedule.factor(number, 4) for number in range(4)]
+    assert [run.lr(number) for number in range(4)] == wanted
+    assert len(set(wanted)) > 2
