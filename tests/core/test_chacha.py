@@ -148,7 +148,7 @@ def test_gpu_kernel_with_a_different_stream_is_refused(monkeypatch: pytest.Monke
         words[-1] ^= wrong
         return [words]
 
-    monkeypatch.setattr(torch.cuda.jiterator, "_create_jit_fn", lambda source: source)
+    monkeypatch.setattr(chacha, "create_jit_fn", lambda source: source)
     monkeypatch.setattr(chacha, "_kernel_stream", stream)
     if wrong:
         with pytest.raises(chacha.CipherError, match="the stream of this GPU differs"):
