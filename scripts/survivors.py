@@ -256,7 +256,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "the gradients of examples that are left out are zero as well",
     (
         "training/dp_sgd.py",
-        "whole = grad.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)",
+        "whole = grad.reshape(len(grad), -1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)",
         "0.0 -> 1.0",
     ): "the shares of examples that are left out are zero as well",
     (
