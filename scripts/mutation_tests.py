@@ -36,7 +36,7 @@ COST = ("tests/privacy/test_budget.py", "tests/privacy/test_client_level.py")
 # What a core or privacy file is held by: of these tests, those that run its lines.
 HELD_BY: dict[str, tuple[str, ...]] = {
     "training/phase_trainer.py": (
-        
+        "tests/training/test_phase_trainer.py",
         *LEARNING,
         "tests/core/test_packed.py",
         f"{GRAPHS}::test_rounds_with_graphs_equal_eager_rounds",
@@ -46,7 +46,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/client_axis.py": ("tests/training/test_client_axis.py",),
     "training/objective.py": ("tests/training/test_objective.py",),
     "training/gradients.py": ("tests/training/test_objective.py",),
-    "training/private_gradients.py": PRIVATE,
+    "training/private_gradients.py": ("tests/training/test_private_gradients.py", *PRIVATE),
     "core/averaging.py": ("tests/core/test_averaging.py",),
     "core/traffic.py": ("tests/core/test_traffic.py", "tests/core/test_rounds.py"),
     "core/update.py": ("tests/core/test_update_checks.py",),
@@ -97,7 +97,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/core/test_client_rounds.py",
         "tests/core/test_rounds.py",
     ),
-    "training/dp_sgd.py": PRIVATE,
+    "training/dp_sgd.py": ("tests/training/test_private_gradients.py", *PRIVATE),
     "core/update_checks.py": (
         "tests/core/test_update_checks.py",
         "tests/core/test_rounds.py",
@@ -117,7 +117,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/core/test_rounds.py",
         "tests/training/test_dp_sgd.py",
     ),
-    "training/batching.py": (*LEARNING[:2], "tests/training/test_dp_sgd.py"),
+    "training/batching.py": ("tests/training/test_unequal_clients.py", "tests/training/test_dp_sgd.py"),
     "storage/client_store.py": (*DETAILS, *ROUNDS[:2]),
     "storage/safe_text.py": ("tests/experiment/test_strangers.py", "tests/engines/test_flower_site_attacks.py"),
     "core/torch_private.py": ("tests/core/test_torch_private.py",),

@@ -99,11 +99,6 @@ EQUIVALENT: dict[Spot, str] = {
         "0 -> 1",
     ): "all words of the state are replaced, and nothing is drawn from the rest",
     (
-        "training/client_axis.py",
-        "if left is right or not isinstance(left, Mapping):",
-        "left is right or not isinstance(left, Mapping) -> not isinstance(left, Mapping)",
-    ): "a dict has the very same values as itself; asking that first only saves time",
-    (
         "training/ghost_clipping.py",
         "grads = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
         "allow_unused=True)",

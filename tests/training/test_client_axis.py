@@ -114,7 +114,7 @@ def test_client_vmap_error_names_the_model_and_the_remedy(axis: ClientAxis, chec
 
 
 def test_client_vmap_leaves_errors_of_a_single_client_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="^no such operation$"):
+    with pytest.raises(RuntimeError, match=r"^no such operation$"):
         ClientVmap(ONE, "a model")(fails, [0])(numbers(2))
 
 

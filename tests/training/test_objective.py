@@ -179,7 +179,9 @@ def test_plain_gradient_is_that_of_the_mean_loss(mask: Tensor | None) -> None:
     assert {name: value.tolist() for name, value in grads.items()} == {
         name: pytest.approx(value.tolist()) for name, value in expected.items()
     }
-    assert float(task.detach()) == pytest.approx(float(masked_mean(line_errors(MODEL.initial, batch).square() / 2, mask)))
+    assert float(task.detach()) == pytest.approx(
+        float(masked_mean(line_errors(MODEL.initial, batch).square() / 2, mask))
+    )
     assert not MODEL.initial["w"].requires_grad
 
 
@@ -206,3 +208,15 @@ def test_plain_gradient_leaves_out_parameters_that_the_loss_ignores() -> None:
         {**MODEL.initial, "spare": torch.ones(2)}, values, [None] * 8, 1
     )
     assert grads.keys() == {"w", "b"}
+
+
+def test_plain_gradients_use_a_given_lift() -> None:
+    """As a compiled program does."""
+
+    def doubled(function: Any, dims: Any) -> Any:
+        return lambda *given: tuple(2 * value for value in function(*given))
+
+    batch = line_batch()
+    values = [{}, {}, {}, {}, batch.inputs, batch.targets, None]
+    grads, _ = PlainGradients(make_objective(), ClientAxis(1), doubled)(MODEL.initial, values, [None] * 8, 1)
+    torch.testing.assert_close(grads["w"], 2 * line_gradient(MODEL.initial, batch)["w"])

@@ -45,7 +45,9 @@ def make_work(
     plan = Plan((Phase(names),), up=up & names, down=BOTH - keep, keep=keep)
     contexts = [
         Context(MODEL, plan, anchor, {"sent": {"w": torch.ones(2)}}, memory, lr)
-        for anchor, memory in zip(anchors or [MODEL.initial for _ in starts], memories or [{}] * len(starts), strict=True)
+        for anchor, memory in zip(
+            anchors or [MODEL.initial for _ in starts], memories or [{}] * len(starts), strict=True
+        )
     ]
     return PhaseWork(run, plan.phases[0], contexts, starts, moments or [{} for _ in starts])
 
@@ -248,6 +250,34 @@ def test_reloaded_trainer_equals_a_new_one(start: str, momentum: float | None) -
     assert contents(trainer) == contents(new)
 
 
+END = scaled(3.0)
+
+
+@pytest.mark.parametrize(
+    ("starts", "aged"),
+    [
+        ([END, END, scaled(4.0)], ()),
+        ([END, scaled(4.0), END], ()),
+        ([END, {**END, "b": torch.tensor(9.0)}, END], ()),
+        ([END, END, END], ()),
+        ([END, END, END], (0,)),
+        ([END, END, END], (2,)),
+        ([END, END, END], (0, 1, 2)),
+    ],
+)
+def test_reload_gives_each_client_its_own_start_and_moments(starts: list[Tensors], aged: tuple[int, ...]) -> None:
+    """All clients are alike, or one has other parameters, one other parameter, or optimizer state of its own."""
+    moments: list[Slots] = [
+        {"momentum": {"w": torch.full((2,), 7.0 + rank)}} if rank in aged else {} for rank in range(3)
+    ]
+    optimizer = SGD(momentum=0.5)
+    trainer = PhaseTrainer(make_work([scaled(1.0)] * 3, optimizer=optimizer), reused=True)
+    trainer.step(stacked(*[line_batch()] * 3))
+    work = make_work(starts, optimizer=optimizer, moments=moments)
+    trainer.reload(work)
+    assert contents(trainer) == contents(PhaseTrainer(work))
+
+
 def test_reload_takes_the_anchor_the_rate_and_the_ages_of_the_new_work() -> None:
     trainer = PhaseTrainer(make_work(optimizer=AdamW()), reused=True)
     anchor = scaled(5.0)
@@ -332,9 +362,7 @@ def test_deltas_are_not_packed_when_clients_differ_in_anchor_or_type(monkeypatch
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("packed", [False, True])
-def test_largest_is_not_finite_if_any_delta_is_not(
-    packed: bool, wrong: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_largest_is_not_finite_if_any_delta_is_not(packed: bool, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase_trainer, "PACKED_DEVICES", ("cpu",) if packed else ())
     broken = {**MODEL.initial, "b": torch.tensor(wrong)}
     assert not torch.isfinite(PhaseTrainer(make_work([MODEL.initial, broken])).deltas().largest)

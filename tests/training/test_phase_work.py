@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from helpers import toy_run
 from line_model import Line
@@ -43,9 +44,10 @@ def make_work(
     )
 
 
-def test_phase_work_describes_its_clients_names_and_objective() -> None:
-    work = make_work(clients=3)
-    assert work.axis.count == 3
+@pytest.mark.parametrize("clients", [1, 3])
+def test_phase_work_describes_its_clients_names_and_objective(clients: int) -> None:
+    work = make_work(clients)
+    assert work.axis.count == clients
     assert work.names == ["b", "w"]
     assert work.device == torch.device("cpu")
     assert (work.objective.model, work.objective.lr, work.objective.device_type) == (MODEL, 0.25, "cpu")
@@ -58,13 +60,14 @@ def test_initial_steps_are_the_stored_ages_and_zero_for_names_without_one() -> N
     assert make_work(moments=[aged]).initial_steps == {"b": 0, "w": 7}
 
 
-def test_fixed_holds_only_frozen_parameters_when_no_rule_reads_the_rest() -> None:
-    params, *others = make_work(clients=2, names=W).fixed
+@pytest.mark.parametrize("clients", [1, 2])
+def test_fixed_holds_only_frozen_parameters_when_no_rule_reads_the_rest(clients: int) -> None:
+    params, *others = make_work(clients, W).fixed
     assert params[1] is None
     assert params[0].keys() == {"b"}
     assert params[0]["b"] is MODEL.initial["b"]
     assert others == [UNUSED] * 3
-    [(nothing, _), *_] = make_work(clients=2).fixed
+    [(nothing, _), *_] = make_work(clients).fixed
     assert nothing == {}
 
 

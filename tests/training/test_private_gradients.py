@@ -100,7 +100,9 @@ def assert_close(found: Tensors, expected: Tensors) -> None:
 
 @pytest.mark.parametrize("mask", [None, MASK])
 @pytest.mark.parametrize("microbatch", [None, 3])
-def test_private_gradient_is_the_clipped_sum_over_the_expected_batch(mask: Tensor | None, microbatch: int | None) -> None:
+def test_private_gradient_is_the_clipped_sum_over_the_expected_batch(
+    mask: Tensor | None, microbatch: int | None
+) -> None:
     """Some of these gradients are above the clip and some are below it. One of the parameters is a scalar."""
     batch = line_batch(4, mask)
     settings = DPSGDSettings(CLIP, 0.0, clipping="direct", microbatch=microbatch)
