@@ -121,12 +121,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "storage/client_store.py": (*DETAILS, *ROUNDS[:2]),
     "storage/safe_text.py": ("tests/experiment/test_strangers.py", "tests/engines/test_flower_site_attacks.py"),
     "core/torch_private.py": ("tests/core/test_torch_private.py",),
-    "core/tensors.py": (
-        "tests/core/test_laws_of_small_parts.py",
-        "tests/core/test_rounds.py",
-        "tests/core/test_client_rounds.py",
-        "tests/core/test_packed.py",
-    ),
+    "core/tensors.py": ("tests/core/test_tensors.py", "tests/core/test_laws_of_small_parts.py"),
     "core/serialization.py": (
         "tests/core/test_packed.py",
         "tests/core/test_laws_of_small_parts.py",

@@ -59,11 +59,6 @@ EQUIVALENT: dict[Spot, str] = {
         "0 -> 1",
     ): "it is set before it is read",
     (
-        "core/rounds.py",
-        "self.down.append(self._weigh(job, bool(own or job.slots)))",
-        "own or job.slots -> job.slots",
-    ): "a tensor in the place of the server's own has its shape and type, and so weighs the same",
-    (
         "core/plan.py",
         "if not (plan.down <= known >= plan.keep):  # `train` and `up` are subsets of these two",
         ANY,
@@ -415,12 +410,6 @@ UNCOVERED: dict[Spot, str] = {
         "share = Fraction(release.share).limit_denominator(10**9)",
         ANY,
     ): "a share to more digits than any cohort has",
-    (
-        "training/phase_trainer.py",
-        "return torch.stack([torch.linalg.vector_norm(table, dim=1, dtype=torch.float64) for table in tables])"
-        ".square()",
-        "torch.linalg.vector_norm(...) without dtype=torch.float64",
-    ): "rounding: rows are small in tests, and their norms in float32 are as good",
     (
         "privacy/membership.py",
         "return float(brentq(excess, 0.0, high, xtol=1e-6))",
