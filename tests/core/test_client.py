@@ -26,7 +26,15 @@ from partita.core.client import (
 )
 from partita.core.data import Batch, Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, ForbiddenData, LayerSelection, Method, UpdateTransform
+from partita.core.method import (
+    ClientRule,
+    Context,
+    ForbiddenData,
+    LayerSelection,
+    Method,
+    PrivacyRelease,
+    UpdateTransform,
+)
 from partita.core.plan import Phase, Plan, RoundInfo
 from partita.core.rng import Key
 from partita.core.settings import Run
@@ -146,6 +154,7 @@ class Selecting(ClientRule):
     names: frozenset[str]
     number: float = 0.0
     uses_data: bool = False
+    release = PrivacyRelease("names", noise=1.0, share=1.0)
 
     def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
         self.given = plan, probe, ctx, key
@@ -167,7 +176,8 @@ def test_rules_narrow_the_plan_in_turn_with_keys_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("privacy", "uses_data", "hidden"), [(None, False, False), (None, True, False), (PRIVATE, False, True)]
+    ("privacy", "uses_data", "hidden"),
+    [(None, False, False), (None, True, False), (PRIVATE, False, True), (PRIVATE, True, False)],
 )
 def test_examples_are_hidden_from_rules_that_do_not_declare_their_use(
     privacy: DPSGDSettings | None, uses_data: bool, hidden: bool
