@@ -149,3 +149,13 @@ def test_overlapping_phases_with_step_counts_need_equal_numbers_of_steps() -> No
     for phases, same in (((Phase(BOTH),), True), ((Phase(W), Phase(BOTH)), False)):
         run = make_run(*phases, optimizer=AdamW())
         assert (group_key(run, begin(run, count=8)) == group_key(run, begin(run, count=4))) == same
+
+
+def test_facts_are_not_finite_when_the_last_phase_sends_nothing() -> None:
+    b = BOTH - W
+    plan = Plan((Phase(W), Phase(b)), up=W, down=W, keep=b)
+    run = toy_run(Method("m", lambda model, round_info: plan))
+    begun = begin(run)
+    begun.examples.batch.targets.fill_(float("inf"))  # type: ignore[attr-defined]
+    [result] = train_clients(run, [begun])
+    assert not result.facts.finite
