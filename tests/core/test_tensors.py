@@ -117,16 +117,17 @@ def row(a: float, b: float) -> Tensors:
     return {"a": torch.full((3,), a), "b": torch.full((2,), b)}
 
 
+@pytest.mark.parametrize("unit", [1.0, 0.125])
 @pytest.mark.parametrize("by_layout", [False, True])
-def test_mean_weighs_each_addition(by_layout: bool) -> None:
+def test_mean_weighs_each_addition(by_layout: bool, unit: float) -> None:
     rows = [row(1.0, 8.0), row(5.0, 0.0), row(2.0, 2.0)]
     mean = Mean()
     for part, weight in zip(packed(*rows) if by_layout else rows, (1.0, 3.0, 4.0), strict=True):
-        mean.add(part, weight)
+        mean.add(part, unit * weight)
     assert (mean.packed is not None) == by_layout
     assert values(mean.value) == {"a": [3.0] * 3, "b": [2.0] * 2}
-    assert mean.weight == {"a": 8.0, "b": 8.0}
-    assert values(mean.over(16.0)) == {"a": [1.5] * 3, "b": [1.0] * 2}
+    assert mean.weight == {"a": 8.0 * unit, "b": 8.0 * unit}
+    assert values(mean.over(16.0 * unit)) == {"a": [1.5] * 3, "b": [1.0] * 2}
 
 
 @pytest.mark.parametrize("by_layout", [False, True])
