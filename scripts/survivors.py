@@ -44,11 +44,6 @@ EQUIVALENT: dict[Spot, str] = {
         "0 -> 1",
     ): "it is set before it is read",
     (
-        "core/rounds.py",
-        "self.traffic.add_job(job, common=not own and not job.slots)",
-        "not own and (not job.slots) -> not job.slots",
-    ): "a tensor in the place of the server's own has its shape and type, and so as many bytes",
-    (
         "core/plan.py",
         "if not (plan.down <= known >= plan.keep):  # `train` and `up` are subsets of these two",
         ANY,
@@ -68,11 +63,6 @@ EQUIVALENT: dict[Spot, str] = {
         "separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in storages else whole",
         "whole.untyped_storage().data_ptr() in storages -> whole.untyped_storage().data_ptr() not in storages",
     ): "it copies every tensor, which only takes memory",
-    (
-        "training/client_axis.py",
-        "if left is right or not isinstance(left, Mapping):",
-        "left is right or not isinstance(left, Mapping) -> not isinstance(left, Mapping)",
-    ): "a dict has the very same values as itself; asking that first only saves time",
     (
         "training/ghost_clipping.py",
         "grads = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
@@ -211,7 +201,7 @@ EQUIVALENT: dict[Spot, str] = {
     ): "the gradients of examples that are left out are zero as well",
     (
         "training/dp_sgd.py",
-        "whole = grad.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)",
+        "whole = grad.reshape(len(grad), -1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)",
         "0.0 -> 1.0",
     ): "the shares of examples that are left out are zero as well",
     (
@@ -346,12 +336,6 @@ UNCOVERED: dict[Spot, str] = {
         "share = Fraction(release.share).limit_denominator(10**9)",
         ANY,
     ): "a share to more digits than any cohort has",
-    (
-        "training/phase_trainer.py",
-        "return torch.stack([torch.linalg.vector_norm(table, dim=1, dtype=torch.float64) for table in tables])"
-        ".square()",
-        "torch.linalg.vector_norm(...) without dtype=torch.float64",
-    ): "rounding: rows are small in tests, and their norms in float32 are as good",
     (
         "privacy/membership.py",
         "return float(brentq(excess, 0.0, high, xtol=1e-6))",

@@ -214,6 +214,28 @@ def test_server_slots_are_sent_for_trained_names_and_counted(but: str, times: in
         assert all(each.traffic.down[name] == (0 if name in KERNEL else times * BYTES[name]) for name in EVERY)
 
 
+@dataclass(frozen=True)
+class SendDifferentSizes(ServerRule):
+    """Sends some clients a head of another type, and some a slot of another size; all others get the server's."""
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        params, _ = super().send(server, client, names)
+        if kind := {"b": torch.float16, "d": torch.float64}.get(client):
+            params["head.weight"] = params["head.weight"].to(kind)
+        size = {"c": 3, "f": 5}.get(client)
+        return params, {"beside": {"head.weight": torch.zeros(size)}} if size else {}
+
+
+@pytest.mark.parametrize("order", ["abcdef", "fedcba"])
+def test_traffic_counts_what_each_client_is_sent(order: str) -> None:
+    engine = ScriptedEngine(lambda job: make_update(job, {}), names=tuple(order))
+    run = toy_run(Method("sizes", server_rule=SendDifferentSizes()), 1)
+    [played] = rounds(run, MODEL, engine)
+    messages = [serialization.byte_counts({"params": job.params, **job.slots}) for job in engine.jobs]
+    assert len(messages) == 6
+    assert played.traffic.down == serialization.total_bytes(messages)
+
+
 def share_all_but_head(model: Model, round_info: RoundInfo) -> Plan:
     plan = share_everything(model, round_info)
     return plan.narrow(model.all_names() - {"head.weight"})

@@ -103,5 +103,5 @@ def test_epsilon_is_the_rdp_bound_when_that_is_above_20(monkeypatch: pytest.Monk
     assert epsilon(loose, 1e-5) == epsilon(loose, 1e-5, "rdp") > 20
     exact, bound = epsilon(tight, 1e-5), epsilon(tight, 1e-5, "rdp")
     assert exact < bound < 20
-    monkeypatch.setattr(accountant, "LOOSE", bound)
+    monkeypatch.setattr(accountant, "MAX_EXACT_EPSILON", bound)
     assert epsilon(tight, 1e-5) == exact

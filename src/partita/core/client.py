@@ -188,8 +188,7 @@ def begin_round(
             plan = plan.narrow(choice.names)
             notes |= choice.notes
             metrics |= choice.metrics
-    if plan is not ctx.plan or notes:
-        ctx = replace(ctx, plan=plan, notes=notes)
+    ctx = replace(ctx, plan=plan, notes=notes)
     dp_settings = run.method.privacy
     poisson = dp_settings is not None and dp_settings.sampling == "poisson"
     schedules = _batch_schedules(

@@ -151,9 +151,9 @@ def stack_or_share(parts: Sequence[Any]) -> tuple[Any, Any]:
 
 def _same_objects(left: Any, right: Any) -> bool:
     """Whether both are the same object, or dicts with the same objects as values."""
-    if left is right or not isinstance(left, Mapping):
-        return left is right
-    return list(left) == list(right) and all(map(operator.is_, left.values(), right.values()))
+    if isinstance(left, Mapping):
+        return list(left) == list(right) and all(map(operator.is_, left.values(), right.values()))
+    return left is right
 
 
 def leading_clients(part: tuple[Any, Any], count: int) -> tuple[Any, Any]:

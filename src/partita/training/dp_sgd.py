@@ -57,7 +57,7 @@ def clipped_sum(
         out = ~torch.isfinite(norms) if mask is None else ~torch.isfinite(norms) | (mask[here] == 0)
         shares = (dp_settings.clip / norms).clamp(max=1.0).masked_fill(out, 0.0)
         for name, grad in grads.items():
-            whole = grad.flatten(1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)
+            whole = grad.reshape(len(grad), -1).masked_fill(out.unsqueeze(1), 0.0)  # (example, element)
             part = (shares.to(whole) @ whole).view(grad.shape[1:])
             total[name] = total[name] + part if name in total else part
         losses.append(task)
@@ -84,5 +84,5 @@ def per_example_gradients(
         return loss(trainable, {name: value.unsqueeze(0) for name, value in inputs.items()}, target.unsqueeze(0))
 
     grads, losses = torch.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0, 0))(trainable, inputs, targets)
-    squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
+    squares = [grad.reshape(len(grad), -1).square().sum(1) for grad in grads.values()]
     return grads, torch.stack(squares).sum(0).sqrt(), losses

@@ -179,7 +179,7 @@ class PhaseTrainer:
         delta = tensors.subtract(trainable, anchor)
         squares = None
         if self.axis.many and not self.run.drift:  # without drift the server needs only one norm per client
-            squares = _squared_norms([value.flatten(1) for value in delta.values()]).sum(0).unsqueeze(1)
+            squares = _squared_norms([value.reshape(len(value), -1) for value in delta.values()]).sum(0).unsqueeze(1)
         return PhaseDeltas(self.axis.split(delta), tensors.max_abs(delta), squares)
 
     def _packed_deltas(self, trainable: Tensors, anchor: Tensors) -> PhaseDeltas:
