@@ -278,7 +278,7 @@ class UpdateValidator:
             )
         for slot, part in update.slots.items():
             # A slot can be as large as a gradient, which is an update divided by the learning rate.
-            if (size := math.sqrt(tensors.exact_sum(_squares(part).values()))) > limit / min(1.0, self.run.training.lr):
+            if (size := math.sqrt(_squares(part)[0])) > limit / min(1.0, self.run.training.lr):
                 raise InvalidUpdate(f"sent the slot '{slot}' of norm {size:.3g}, which is implausible")
         update = update if update.facts is facts else replace(update, facts=facts)
         if self.limits.hides:
@@ -300,18 +300,19 @@ def _measure(update: Update) -> DeltaFacts:
     if facts is not None and facts.finite and facts.square is not None:
         return facts
     # Facts that are not finite may be due to another client of the same block, so this one is measured by itself.
-    squares = _squares(update.delta)
-    return DeltaFacts(update.delta, True, tensors.exact_sum(squares.values()), squares)
+    return DeltaFacts(update.delta, True, *_squares(update.delta))
 
 
-def _squares(part: Mapping[str, Tensor]) -> dict[str, float]:
+def _squares(part: Mapping[str, Tensor]) -> tuple[float, dict[str, float]]:
+    """Return the squared norm over all names, and by name."""
     squares = tensors.squared_norms(part)
-    if not math.isfinite(tensors.exact_sum(squares.values())):
+    total = tensors.exact_sum(squares.values())
+    if not math.isfinite(total):
         bad_name = next((name for name, square in squares.items() if not math.isfinite(square)), min(squares))
         raise InvalidUpdate(
             f"sent '{bad_name}' with values that are not finite; lower training.lr or set training.clip"
         )
-    return squares
+    return total, squares
 
 
 def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:

@@ -122,16 +122,14 @@ class PrivacyGuard:
         population: int,
     ) -> None:
         run = self.run
-        plans = {
-            client: plan_for(run.method.plan, self.model, RoundInfo(number, run.rounds, client, signal))
-            for client in cohort
-        }
+        # Lazily: the client-level bill needs plans only to see whether one of them keeps parameters.
+        plans = (plan_for(run.method.plan, self.model, RoundInfo(number, run.rounds, name, signal)) for name in cohort)
         if account.of_clients:
             transform: Any = run.method.transforms[0]
-            share = 1.0 if _keeps_state(run.method, plans.values()) else len(cohort) / population
+            share = 1.0 if _keeps_state(run.method, plans) else len(cohort) / population
             account.charge(ANY_CLIENT, [PrivacyRelease(TRAINING, transform.noise, share)])
             return
-        for client, plan in plans.items():
+        for client, plan in zip(cohort, plans, strict=True):
             account.charge(client, releases_of(run, plan, self.sizes[client]))
 
     def about(self) -> dict[str, Any]:
