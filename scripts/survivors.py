@@ -67,8 +67,38 @@ EQUIVALENT: dict[Spot, str] = {
         "training/ghost_clipping.py",
         "grads = torch.autograd.grad(losses.sum(), [leaves[name] for name in others], retain_graph=True, "
         "allow_unused=True)",
-        "torch.autograd.grad(...) without retain_graph=True",
-    ): "where a slope is found an error follows, and where none is found no part of the graph was walked",
+        ANY,
+    ): "where a gradient is found an error follows, and where none is found no part of the graph was walked",
+    (
+        "core/drift.py",
+        "shares = {tag: weight / math.sqrt(length) if length else 0.0 for tag, length in lengths.items()}",
+        "0.0 -> 1.0",
+    ): "the share multiplies a delta of zeros",
+    (
+        "core/drift.py",
+        "if len(self.queued) * len(delta.buffer) > _MAX_ELEMENTS:",
+        "len(self.queued) * len(delta.buffer) > _MAX_ELEMENTS -> len(self.queued) * len(delta.buffer) >= _MAX_ELEMENTS",
+    ): "how many deltas are summed at once, which only takes memory",
+    (
+        "core/drift.py",
+        '"cosine": along / pointed / length if pointed and length else 0.0,',
+        "pointed and length -> length",
+    ): "a mean that is not zero has an update that is not zero",
+    (
+        "training/ghost_clipping.py",
+        "super().__init__()",
+        "super().__init__() -> None",
+    ): "the base class of torch initializes nothing",
+    (
+        "training/ghost_clipping.py",
+        "tokens = inputs.shape[1]",
+        "1 -> 2",
+    ): "both formulas give the same norms; which one is used only saves time",
+    (
+        "training/ghost_clipping.py",
+        "if 2 * tokens**2 < inputs.shape[2] * grad.shape[2]:",
+        ANY,
+    ): "both formulas give the same norms; which one is used only saves time",
     (
         "core/batch_schedule.py",
         "share = min(1.0, training.batch_size / count)",

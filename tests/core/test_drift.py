@@ -96,6 +96,12 @@ def test_opposing_clients_have_known_dispersion_and_zero_cosine() -> None:
     assert result["x"] == {"dispersion": 0.0, "cosine": 0.0, "distance": 0.0}
 
 
+def test_updates_that_cancel_have_zero_dispersion_and_cosine() -> None:
+    there, back = torch.tensor([3.0, 4.0]), torch.tensor([-3.0, -4.0])
+    measures = drift_of([Update("a", {"d": there}, {}, 1.0, {}, None), Update("b", {"d": back}, {}, 1.0, {}, None)])
+    assert measures["z"] == {"dispersion": 0.0, "cosine": 0.0, "distance": 5.0}
+
+
 def test_drift_weighs_each_name_by_its_own_senders() -> None:
     """Each name has its own senders and so its own mean; a client's direction is over what it sent of the tag, and it
     points nowhere along what it did not send."""

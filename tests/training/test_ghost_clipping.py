@@ -162,6 +162,23 @@ def test_unsupported_parameter_uses_are_refused() -> None:
         )
 
 
+def test_inspected_parameters_and_unused_outputs_are_accepted() -> None:
+    """A model may look at a weight's size, and may compute an output that its loss ignores."""
+    trainable = {"w": torch.arange(9.0).reshape(3, 3) / 9, "unused": torch.ones(3, 3)}
+    given = torch.arange(12.0).reshape(4, 3)
+
+    def losses(trainable: Tensors) -> Tensor:
+        weight = trainable["w"]
+        functional.linear(given, trainable["unused"])
+        return functional.linear(given, weight).sum(1) * weight.size(0) * weight.dim() * len(weight) / weight.shape[0]
+
+    total, _, norms = ghost_sum(losses, trainable, None, 4, DPSGDSettings(1e6, 0.0))
+    expected = 6 * given.unsqueeze(1).expand(4, 3, 3)  # 3 * 2 * 3 / 3 times the input, in every row of the weight
+    assert torch.allclose(total["w"], expected.sum(0))
+    assert torch.allclose(norms, expected.flatten(1).norm(dim=1))
+    assert not total["unused"].any()
+
+
 def loss_mixing_examples(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
     """Looks like a per-example loss, but mixes neighboring examples."""
     out = functional.linear(inputs["x"], trainable["w"])
