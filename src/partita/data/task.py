@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import floor
@@ -248,6 +248,19 @@ class Federation:
             if isinstance(table, Table)
         }
         return replace(self, task=replace(self.task, **moved))  # type: ignore[arg-type]
+
+    def with_flipped_labels(self, clients: Iterable[str]) -> Federation:
+        """Return a federation in which these clients train with class C - 1 - y in place of class y of C.
+
+        Raises:
+            DataError: If the task does not have exactly one class per example.
+        """
+        labels = torch.from_numpy(self.task.labels())
+        targets = self.task.train.targets.clone()
+        for client in clients:
+            rows, _, _ = self.parts[self.clients.index(client)]
+            targets[rows] = (len(self.classes) - 1 - labels[rows]).to(targets)
+        return replace(self, task=replace(self.task, train=replace(self.task.train, targets=targets)))
 
     def pooled(self) -> Federation:
         """Return a federation with a single client whose parts are the concatenated parts of all clients."""

@@ -18,6 +18,7 @@ from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
+from partita.engines.attackers import add_attack, choose_attackers
 from partita.engines.autotune import bf16_slowdown, check_block, choose_block, choose_graphs, configure_backends
 from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
@@ -56,8 +57,8 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         RunError: If the parts do not fit each other, or this machine cannot run them.
     """
     key, device = Key(config.seed), _configure_torch(config.engine)
-    method = build_method(config.method)
-    raw_federation = build_data(config, method, key)
+    trained_method = build_method(config.method)
+    method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
     raw_model = build_model(config.model, method, raw_federation.task, key)
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)
@@ -158,6 +159,15 @@ def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine
         evaluator=experiment.evaluator,
         graphs=experiment.graphs,
     )
+
+
+def _with_attackers(config: Config, method: Method, federation: Federation, key: Key) -> tuple[Method, Federation]:
+    """Let the simulated attackers change the method's updates or their own labels."""
+    settings = config.federation
+    attackers = choose_attackers(federation.clients, 0 if method.pool else settings.attackers, key / "attackers")
+    if attackers and settings.attack == "label-flip":
+        return method, federation.with_flipped_labels(attackers)
+    return add_attack(method, settings.attack, attackers, settings.attack_strength), federation
 
 
 def _availability(federation: FederationConfig, method: Method) -> Availability:

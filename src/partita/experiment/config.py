@@ -36,6 +36,7 @@ from partita.core.options import (
     validate_options,
 )
 from partita.core.settings import Training
+from partita.engines.attackers import AttackKind
 from partita.privacy.guard import PrivacyConfig
 
 Processes = Annotated[int, Range(low=1, high=1024)]
@@ -100,6 +101,11 @@ class FederationConfig:
     availability_trace: Annotated[
         str | None, "CSV file with columns round, client, work; overrides the two rates where it has a row"
     ] = None
+    attackers: Annotated[
+        Whole | Share, "simulated attackers: a number of clients, or a fraction with a decimal point"
+    ] = 0
+    attack: Annotated[AttackKind, "what the simulated attackers do"] = "sign-flip"
+    attack_strength: Annotated[Positive, "factor of the attack; `label-flip` ignores it"] = 5.0
     min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = 1
     skip_failed_clients: Annotated[bool, "record a client's failure and continue, instead of stopping the run"] = False
     max_norm: Annotated[Positive | None, "updates with a larger norm are scaled down to this norm"] = None
