@@ -33,7 +33,7 @@ from flower_fixtures import task_identity as task_identity
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.app.error import Error
 from flwr.cli.config_utils import load_and_validate
-from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, final_params, toy_model, toy_run
+from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, final_params, server_in, toy_model, toy_run
 from typer.testing import CliRunner
 
 from partita import data
@@ -60,7 +60,6 @@ from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.scaffold import scaffold
 from partita.storage import checkpoint
-from partita.storage.atomic_files import list_checksummed
 from partita.storage.client_store import DiskStore
 
 FOUR = Clients(c0=3, c1=7, c2=9, c3=4)  # one to three batches each
@@ -528,7 +527,7 @@ def test_served_and_resumed_run_records_the_rows_of_a_local_run(method: str, opt
         pass
     here, there = (tmp_path / side for side in ("here", "there"))
     assert files_in(there) >= {"config.toml", "environment.json", "plan.json", "rows.jsonl", "result.json"}
-    ends = [checkpoint.load(list_checksummed(folder / "checkpoints")[-1])[1] for folder in (here, there)]
+    ends = [server_in(folder) for folder in (here, there)]
     assert tensors.equal(ends[0].params, ends[1].params)
     one, two = rows_of(here), rows_of(there)
     if method == "fedfrozen":  # after the restart, sites are also sent parameters that froze before it

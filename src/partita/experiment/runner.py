@@ -124,7 +124,9 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
     if identity is None:
         prepare(experiment, folder)
     first = initial_server(experiment.run, experiment.model)
-    saved = checkpoint.newest(folder / run_folder.CHECKPOINTS, identity, first, experiment.device)
+    saved = checkpoint.newest(
+        folder / run_folder.CHECKPOINTS, identity, first, experiment.device, experiment.initial_values
+    )
     run_folder.keep_rows(folder, saved.done, saved.rows if saved.done else None)
     if experiment.guard:
         with run_folder.expect_format(folder / run_folder.ROWS):
@@ -208,7 +210,13 @@ def run_rounds(
         if done % config.checkpoint.every == 0 or done == run.rounds:
             store.commit(done)
             checkpoint.save(
-                folder / run_folder.CHECKPOINTS, done, server, identity, rows=written.digest(), states=store.states()
+                folder / run_folder.CHECKPOINTS,
+                done,
+                server,
+                identity,
+                rows=written.digest(),
+                states=store.states(),
+                initial=experiment.initial_values,
             )
         yield row
         clock = time.perf_counter()

@@ -18,7 +18,7 @@ from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.plan import RoundInfo
 from partita.core.rng import Key
-from partita.core.rounds import ClientFailure, Engine, RoundResult, make_job, rounds
+from partita.core.rounds import ClientFailure, Engine, RoundResult, initial_server, make_job, rounds
 from partita.core.settings import Run, Training
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
@@ -27,6 +27,7 @@ from partita.engines.dry_run import DryRunEngine
 from partita.engines.simulation import SimulationEngine
 from partita.storage import checkpoint
 from partita.storage.client_store import DiskStore, MemoryStore
+from partita.storage.initial_values import InitialValues
 from partita.testing.toy import Float64Model, Float64Population, PooledPopulation, ToyPopulation, ToyTransformer
 
 
@@ -302,8 +303,10 @@ def _check_resume(run: Run, model: Model, make: Maker, baseline: RunTrace) -> No
                 result = next(stream)
             list(islice(rounds(run, model, make()), 2))  # overwrites any hidden state with that of another round
             store.commit(stop)
-            path = checkpoint.save(folder / "server", stop, result.server)
-            done, server = checkpoint.load(path)
+            path = checkpoint.save(
+                folder / "server", stop, result.server, initial=InitialValues(initial_server(run, model))
+            )
+            done, server = checkpoint.load(path, initial=InitialValues(initial_server(run, model)))
             again = _run_rounds(run, model, make(store=DiskStore(disk.folder), block=block), server=server, start=done)
             _require(_same(baseline, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
             late = [result.traffic for result in baseline.rounds[stop:]]
