@@ -133,7 +133,7 @@ def schedule(kind: str) -> dict[str, Any]:
     ids=["cosine", "linear", "fraction", "auto", "epsilon"],
 )
 def test_what_depends_on_the_number_of_rounds_is_refused(tables: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    folder = play(settings({"name": "fedavg"}, SHORT, **tables), tmp_path / "run")
+    folder = play(settings(rounds=SHORT, **{"method": {"name": "fedavg"}, **tables}), tmp_path / "run")
     before = contents(folder)
     with pytest.raises(
         ExtensionError, match=f"from 2 to 4 rounds: .*{reason}.*; start a new run: partita run --config"
