@@ -134,6 +134,12 @@ def same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(_bits(left), _bits(right))
 
 
+def all_zero(value: Tensor) -> bool:
+    """Whether all bits are zero: -0.0 is not zero."""
+    bits = _bits(value)
+    return not bits[:64].any() and not bits.any()  # most tensors differ from zero at their start
+
+
 def _bits(value: Tensor) -> Tensor:
     return value.detach().contiguous().flatten().view(torch.uint8)
 

@@ -28,7 +28,7 @@ from partita.engines.dry_run import DryRunEngine
 from partita.engines.simulation import SimulationEngine
 from partita.storage import checkpoint
 from partita.storage.client_store import DiskStore, MemoryStore
-from partita.storage.initial_values import InitialValues
+from partita.storage.initial_values import InitialValues, flatten
 from partita.testing.toy import Float64Model, Float64Population, PooledPopulation, ToyPopulation, ToyTransformer
 
 
@@ -204,6 +204,8 @@ class EngineProbe:
         self.run, self.model = run, model
         self.server: Server | None = None
         self.trained: set[str] = set()
+        self.before = {f"params/{name}": value for name, value in model.initial.items()}
+        self.held = tensors.clone_all(self.before)  # copies of the server's tensors before the round
 
     def over(self, engine: SimulationEngine) -> EngineProbe:
         """Wrap this engine."""
@@ -234,7 +236,13 @@ class EngineProbe:
         self.trained |= plan.train
 
     def after(self, result: RoundResult) -> None:
-        """Check that the round did not change or copy parameters that no client trained."""
+        """Check that the round changed no tensor in place, and did not change or copy parameters that none trained."""
+        _require(
+            tensors.equal(self.held, self.before),
+            f"it modifies the server's tensors in place in round {result.number}, so no client is sent the change",
+        )
+        self.before = flatten(result.server)
+        self.held = tensors.clone_all(self.before)
         before = self.model.initial if self.server is None else self.server.params
         untouched = result.server.params.keys() - self.run.method.server_rule.affected_names(
             self.model, frozenset(self.trained)
