@@ -24,7 +24,7 @@ import torch
 from example_fixtures import EXAMPLES, write_encoder, write_notes
 from flower_fixtures import flower_engine, make_grid
 from flwr.supercore.task_identity import TaskIdentity
-from helpers import SMALL_TASK, SMALL_VIT, Clients, toy_model, toy_run
+from helpers import SMALL_TASK, SMALL_VIT, Clients, server_in, toy_model, toy_run
 from method_options import BRIEF
 
 from partita.core import tensors
@@ -35,8 +35,6 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder, runner
 from partita.experiment.config import load
 from partita.methods import COMPOSITIONS, INDEX, build
-from partita.storage import checkpoint
-from partita.storage.atomic_files import list_checksummed
 from partita.testing.conformance import states_of
 
 FOUR = Clients(c0=3, c1=9, c2=12, c3=6)
@@ -142,7 +140,7 @@ def digests_of_folders() -> Iterator[tuple[str, str]]:
 
 def _digest_of_folder(config: Any, folder: Path) -> str:
     rows = [values(row) for row in runner.start(config, folder)]
-    _, server = checkpoint.load(list_checksummed(folder / run_folder.CHECKPOINTS)[-1])
+    server = server_in(folder)
     plan = values(json.loads((folder / run_folder.PLAN).read_text()))
     return digest(tensors.digest(server.params), json.dumps(rows), json.dumps(plan))
 

@@ -21,7 +21,7 @@ from partita.core.data import Population
 from partita.core.model import Model
 from partita.core.settings import Run
 from partita.engines.availability import Availability
-from partita.engines.flower import messages
+from partita.engines.flower import mailbox, messages, server
 from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine
 from partita.evaluation import ACCURACY
@@ -36,6 +36,28 @@ def task_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower gives every process an identity; here the server and all sites share one."""
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+class VirtualClock:
+    """Time for a server that passes only when it sleeps, so that no deadline depends on the load of the machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """The clock of the server and its mailbox."""
+    clock = VirtualClock()
+    for module in (server, mailbox):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 def through_bytes(message: Message) -> Message:

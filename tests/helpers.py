@@ -24,7 +24,12 @@ from partita.core.settings import Run, Training
 from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
 from partita.engines.simulation import SimulationEngine
-from partita.experiment.config import Config, parse
+from partita.experiment import run_folder
+from partita.experiment.builder import build
+from partita.experiment.config import Config, load, parse
+from partita.experiment.runner import restore_secret
+from partita.storage import checkpoint
+from partita.storage.atomic_files import list_checksummed
 from partita.testing.toy import ToyExamples, ToyTransformer
 
 # A config table: the smallest ViT for 4 x 4 images.
@@ -201,3 +206,11 @@ def no_vmap_fallback() -> Iterator[None]:
             yield
     finally:
         torch._C._debug_only_display_vmap_fallback_warnings(False)
+
+
+def server_in(folder: Path) -> Server:
+    """The server in the newest checkpoint of a run folder."""
+    config = load(folder / run_folder.CONFIG)
+    experiment = build(config, restore_secret(config, folder))
+    path = list_checksummed(folder / run_folder.CHECKPOINTS)[-1]
+    return checkpoint.read(path, initial=experiment.initial_values).server

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from helpers import SMALL_TASK, final_params, max_difference
+from helpers import SMALL_TASK, final_params, max_difference, server_in
 
 from partita import models
 from partita.core import tensors
@@ -35,8 +35,6 @@ from partita.engines.flower.prefork_server import CLIENT_MODULE, start_prefork_s
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder, runner
 from partita.experiment.config import load
-from partita.storage import checkpoint
-from partita.storage.atomic_files import list_checksummed
 from partita.storage.client_store import DiskStore
 
 LONG = 300.0  # seconds; nothing takes this long, even on a busy machine
@@ -158,7 +156,7 @@ def test_run_survives_a_site_killed_during_a_round(tmp_path: Path, monkeypatch: 
     played = list(
         rounds(built.run, built.model, SimulationEngine(built.run, built.model, built.federation, availability=away))
     )
-    _, there = checkpoint.load(list_checksummed(tmp_path / "run" / "checkpoints")[-1])
+    there = server_in(tmp_path / "run")
     # The cohort order, and so the order of the sum, depends on the number of available clients.
     assert max_difference(final_params(played), there.params) < 1e-6
     wait_until("all processes have ended", lambda: all(has_ended(group) for group in groups))
@@ -313,7 +311,7 @@ def test_flower_deployment_gives_the_tensors_of_a_simulation(
     config = load(tmp_path / "experiment.toml")
     for _ in runner.start(config, tmp_path / "here"):
         pass
-    ends = [checkpoint.load(list_checksummed(tmp_path / side / "checkpoints")[-1])[1] for side in ("here", "there")]
+    ends = [server_in(tmp_path / side) for side in ("here", "there")]
     assert tensors.equal(ends[0].params, ends[1].params)
     assert ends[0].versions == ends[1].versions
     for slot, part in ends[0].state.items():

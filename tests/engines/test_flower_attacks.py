@@ -18,6 +18,7 @@ from flower_fixtures import (
     FakeGrid,
     Reply,
     Tamper,
+    VirtualClock,
     blob,
     flower_engine,
     make_grid,
@@ -25,6 +26,7 @@ from flower_fixtures import (
     rewrite,
     tamper_with,
 )
+from flower_fixtures import clock as clock
 from flower_fixtures import task_identity as task_identity
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.app.error import Error
@@ -494,7 +496,7 @@ def test_node_with_a_bad_name_is_ignored(kind: str, tmp_path: Path, caplog: pyte
     assert all(each.getMessage().isprintable() for each in caplog.records)
 
 
-def test_node_cannot_pose_as_one_client_after_another(tmp_path: Path) -> None:
+def test_node_cannot_pose_as_one_client_after_another(tmp_path: Path, clock: VirtualClock) -> None:
     """It ignores its jobs, is asked for its name again, and gives a new name every time."""
     run, model = toy_run(fedavg(), 4, skip_failed_clients=True), toy_model()
     grid = make_grid(run, model, THREE, tmp_path)

@@ -10,13 +10,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from helpers import server_in
 
 from partita.core import tensors
 from partita.experiment import run_folder
 from partita.experiment.config import Config
 from partita.methods import INDEX, NEEDS_DUAL_ENCODER, build
-from partita.storage import checkpoint
-from partita.storage.atomic_files import list_checksummed
 
 KILLS = 20
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
@@ -55,10 +54,7 @@ def test_twenty_kills_do_not_change_the_result(method: str, state: str, tmp_path
     outcome = try_setting(kill_config(method, state), KILLS, f"{method} {state}", tmp_path)
     assert outcome.kills == KILLS
     assert outcome.same
-    ends = [
-        checkpoint.load(list_checksummed(tmp_path / name / run_folder.CHECKPOINTS)[-1])[1]
-        for name in ("whole", "killed")
-    ]
+    ends = [server_in(tmp_path / name) for name in ("whole", "killed")]
     assert tensors.equal(ends[0].params, ends[1].params)
     assert ends[0].versions == ends[1].versions
 

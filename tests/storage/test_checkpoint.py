@@ -312,6 +312,29 @@ def test_only_states_named_by_the_checkpoint_are_loaded(tmp_path: Path) -> None:
         found.rewind(3)
 
 
+def test_zeros_in_a_state_are_not_stored_and_come_back(tmp_path: Path) -> None:
+    """SCAFFOLD's memory is zero for all frozen parameters of a model with LoRA."""
+    control = {"b": torch.zeros(1000), "a": torch.ones(2), "c": torch.full((3,), -0.0), "late": torch.eye(100)[99]}
+    kinds = {"half": torch.zeros(2, 3, dtype=torch.bfloat16), "count": torch.tensor(0), "none": torch.empty(0)}
+    state = ClientState({}, {"control": control, "all.zero": kinds})
+    DiskStore(tmp_path).save("x", 0, state)
+    [path] = atomic_files.list_checksummed(tmp_path / "x")
+    assert path.stat().st_size < 1500
+    back = DiskStore(tmp_path).load("x", 1)
+    assert back.personal == {}
+    assert list(back.memory) == ["all.zero", "control"]
+    assert [list(part) for part in back.memory.values()] == [["count", "half", "none"], ["a", "b", "c", "late"]]
+    assert all(tensors.equal(back.memory[slot], part) for slot, part in state.memory.items())
+
+
+def test_state_of_another_format_is_refused(tmp_path: Path) -> None:
+    atomic_files.write_checksummed(tmp_path / "x", 0, safetensors.torch.save({"personal/w": torch.ones(1)}, {"a": "b"}))
+    with pytest.raises(
+        DamageError, match="is not a state of this version of partita; restore this state of client 'x'"
+    ):
+        DiskStore(tmp_path).load("x", 1)
+
+
 def test_known_clients_include_names_too_long_for_a_folder(tmp_path: Path) -> None:
     disk, names = DiskStore(tmp_path), ["long " * 60, "longer " * 60]
     for client, number in ((names[0], 0), (names[1], 0), (names[1], 1), ("short", 0)):

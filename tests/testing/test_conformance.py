@@ -244,6 +244,16 @@ class InPlace(ServerRule):
 
 
 @dataclass(frozen=True)
+class InPlaceState(ServerMomentum):
+    """Changes its state in place."""
+
+    def apply(self, server: Server, aggregate: Aggregate) -> Server:
+        for value in server.state["velocity"].values():
+            value.mul_(0.5)
+        return super().apply(server, aggregate)
+
+
+@dataclass(frozen=True)
 class LeaksPersonalName(UpdateTransform):
     """Adds a personal name to the update after the plan was applied."""
 
@@ -370,7 +380,14 @@ WRONG_METHODS: dict[str, tuple[Method, str]] = {
         Method("m", fedfrozen(2).plan, server_rule=MovesFrozen()),
         r"'layers\.0\.key\.bias' changed in round 2, but no client trained it",
     ),
-    "moves in place": (Method("m", server_rule=InPlace()), "."),
+    "moves in place": (
+        Method("m", server_rule=InPlace()),
+        "it modifies the server's tensors in place in round 0, so no client is sent the change",
+    ),
+    "moves its state in place": (
+        Method("m", server_rule=InPlaceState()),
+        "it modifies the server's tensors in place in round 1",
+    ),
     "leaks a personal name": (
         Method("m", plan_keeping_the_head, transforms=(LeaksPersonalName(),)),
         "'head.weight' is kept by the client, but is in its update",

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -53,8 +54,17 @@ def run(
 
 
 @app.command()
-def resume(folder: Annotated[Path, typer.Argument(help="Run folder.")], report: Report = False) -> None:
-    """Resume a stopped run from its newest checkpoint.
+def resume(
+    folder: Annotated[Path, typer.Argument(help="Run folder.")],
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, max=10**6, help="Extend the run to this many rounds in total, also if it is finished."),
+    ] = None,
+    report: Report = False,
+) -> None:
+    """Resume a stopped run from its newest checkpoint, or extend a run to more rounds.
+
+    The result is that of a run with all rounds from the start. An extension that cannot be exact is refused.
 
     This reads the data, the model and all other files named in the run's config.toml.
     """
@@ -64,14 +74,16 @@ def resume(folder: Annotated[Path, typer.Argument(help="Run folder.")], report: 
         raise run_folder.RunFolderError(
             f"{folder} holds no run (it has no {run_folder.CONFIG}); 'partita ls' lists the existing runs"
         )
+    run_folder.complete_extension(folder)
     run_folder.verify(folder)
-    if run_folder.finished(folder):
+    if run_folder.finished(folder) and rounds is None:
         print(f"{folder} is finished; nothing to resume")
     else:
         settings = _load(folder / run_folder.CONFIG)
         from partita.experiment.runner import resume as resume_run
 
-        follow(resume_run(settings, folder), settings, folder, run_folder.saved_rounds(folder))
+        total = replace(settings, rounds=rounds or settings.rounds)
+        follow(resume_run(settings, folder, rounds), total, folder, run_folder.saved_rounds(folder))
     _print_comparison([folder], folder / "report.html" if report else None)
 
 

@@ -26,7 +26,7 @@ class RoundInfo:
 
     Attributes:
         round: The round, from 0.
-        rounds: The number of rounds in the run.
+        rounds: The number of rounds in the run. A run whose earlier rounds depend on it cannot be extended.
         client: The client's name.
         signal: The result of `ServerRule.signal`. It travels with the job, so client and server see the same value.
     """

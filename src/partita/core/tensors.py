@@ -126,11 +126,18 @@ def to(tensors: Mapping[str, Tensor], device: torch.device) -> Tensors:
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     """Whether names, types, shapes and bits are equal: -0.0 differs from 0.0."""
-    return left.keys() == right.keys() and all(_same(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
+def same(left: Tensor, right: Tensor) -> bool:
+    """Whether type, shape and bits of two tensors are equal."""
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(_bits(left), _bits(right))
+
+
+def all_zero(value: Tensor) -> bool:
+    """Whether all bits are zero: -0.0 is not zero."""
+    bits = _bits(value)
+    return not bits[:64].any() and not bits.any()  # most tensors differ from zero at their start
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -69,7 +69,11 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Findings:
             f"{task.name} is a regression, and --shadows compares the probabilities of answers; leave out --shadows"
         )
     saved = checkpoint.newest(
-        folder / run_folder.CHECKPOINTS, identity, initial_server(experiment.run, experiment.model), experiment.device
+        folder / run_folder.CHECKPOINTS,
+        identity,
+        initial_server(experiment.run, experiment.model),
+        experiment.device,
+        experiment.initial_values,
     )
     if not saved.done:
         raise PrivacyError(f"{folder / run_folder.CHECKPOINTS} holds no checkpoint, so there is no model to attack")

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
+from partita.core.rounds import initial_server
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
 from partita.engines.attackers import add_attack, choose_attackers
@@ -27,6 +29,7 @@ from partita.experiment.config import Config, EngineConfig, FederationConfig, sh
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
 from partita.storage.client_store import ClientStore
+from partita.storage.initial_values import InitialValues
 from partita.training.cuda_graphs import GraphCache
 
 
@@ -44,6 +47,11 @@ class Experiment:
     evaluator: Evaluator
     guard: PrivacyGuard | None = None
     graphs: GraphCache | None = None
+
+    @cached_property
+    def initial_values(self) -> InitialValues:
+        """The values of the initial server, which checkpoints leave out as long as they do not change."""
+        return InitialValues(initial_server(self.run, self.model))
 
 
 def build(config: Config, secret: Key | None = None) -> Experiment:

@@ -31,6 +31,10 @@ from partita.storage.atomic_files import (
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
 CHECKSUMS, CHECKPOINTS, CLIENTS = "checksums.json", "checkpoints", "clients"
+PRIVACY = "privacy.json"  # the privacy guarantee and its noise multiplier
+EXTENSION = "extension.json"  # only while files are replaced to extend the run
+IDENTITY = "run"  # entry in the checksums of an extended run: its identity, which is that of the shorter run
+OUTDATED = (RESULT, "audit.json")  # files about the run as it was before an extension
 REMEDY = "restore it from a copy, or start a new run in another folder"
 
 
@@ -40,11 +44,16 @@ class RunFolderError(ValueError):
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    write(path, (json.dumps(value, indent=1) + "\n").encode())
+    write(path, to_json(value))
+
+
+def to_json(value: Any) -> bytes:
+    """Return the content of a JSON file."""
+    return (json.dumps(value, indent=1) + "\n").encode()
 
 
 def write_checksums(folder: Path, names: Iterable[str]) -> None:
-    """Write the digests of these files. They are written once, after the files, and identify the run."""
+    """Write the digests of these files. They are written after the files, and identify the run."""
     write_json(folder / CHECKSUMS, {name: atomic_files.digest(atomic_files.read(folder / name)) for name in names})
 
 
@@ -57,8 +66,13 @@ def verify(folder: Path) -> str | None:
 
     Raises:
         DamageError: If a file is missing or was changed.
+        RunFolderError: If an extension of the run was interrupted.
     """
     refuse_links(folder)
+    if (folder / EXTENSION).exists():
+        raise RunFolderError(
+            f"the extension of {folder} to more rounds was interrupted; complete it with 'partita resume {folder}'"
+        )
     path = folder / CHECKSUMS
     if not path.exists():
         if list_checksummed(folder / CHECKPOINTS):
@@ -67,6 +81,7 @@ def verify(folder: Path) -> str | None:
     listed = read_json(path)
     if not isinstance(listed, dict) or CONFIG not in listed:
         raise DamageError(f"{path} does not hold the checksums of a run; {REMEDY}")
+    identity = listed.pop(IDENTITY, None)
     for name, digest in listed.items():
         file = folder / name
         if ".." in file.parts or file.is_absolute() != folder.is_absolute() or folder not in file.parents:
@@ -77,7 +92,52 @@ def verify(folder: Path) -> str | None:
             raise DamageError(
                 f"{file} does not match its digest in {CHECKSUMS}, so one of the two was changed; {REMEDY}"
             )
-    return atomic_files.digest(json.dumps(listed, sort_keys=True).encode())
+    return str(identity or atomic_files.digest(json.dumps(listed, sort_keys=True).encode()))
+
+
+def replace_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace files that were written before the first round, to extend the run.
+
+    If this is interrupted, `complete_extension` completes it.
+
+    Args:
+        folder: The run folder, locked.
+        files: The new contents, by name.
+    """
+    listed = read_json(folder / CHECKSUMS)
+    listed |= {name: atomic_files.digest(data) for name, data in files.items()}
+    # The checkpoints of the shorter run stay valid, so the run keeps its identity.
+    listed[IDENTITY] = verify(folder)
+    texts = {name: data.decode() for name, data in {**files, CHECKSUMS: to_json(listed)}.items()}
+    write_json(folder / EXTENSION, {"files": texts, "digest": atomic_files.digest(to_json(texts))})
+    _apply(folder)
+
+
+def complete_extension(folder: Path) -> None:
+    """Complete an extension that was interrupted, if there is one.
+
+    Raises:
+        DamageError: If the file that describes it is damaged.
+    """
+    if (folder / EXTENSION).exists():
+        with lock(folder):
+            _apply(folder)
+
+
+def _apply(folder: Path) -> None:
+    """Replace the files as described in the folder's extension file, and delete that file last."""
+    path = folder / EXTENSION
+    with expect_format(path):
+        described = read_json(path)
+        texts = dict(described["files"])
+        whole = described["digest"] == atomic_files.digest(to_json(texts))
+    if not whole or not texts.keys() <= {CONFIG, PLAN, PRIVACY, CHECKSUMS}:
+        raise DamageError(f"{path} is damaged; {REMEDY}")
+    for name in OUTDATED:
+        (folder / name).unlink(missing_ok=True)
+    for name, text in texts.items():
+        write(folder / name, text.encode())
+    path.unlink()
 
 
 class RowLog:

@@ -17,7 +17,7 @@ from partita.core.rng import Key
 from partita.core.rounds import Engine, initial_server, rounds
 from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
-from partita.experiment import run_folder
+from partita.experiment import extension, run_folder
 from partita.experiment.builder import Experiment, build, build_engine, makes_secret
 from partita.experiment.config import Config
 from partita.experiment.round_log import Row, log_round, restore_summaries, stages
@@ -26,8 +26,6 @@ from partita.privacy.guard import PrivacyGuard
 from partita.storage import checkpoint
 from partita.storage.atomic_files import read_json
 from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
-
-PRIVACY = "privacy.json"  # file in the run folder with the privacy guarantee and its noise multiplier
 
 
 def start(config: Config, folder: Path) -> Iterator[Row]:
@@ -55,14 +53,32 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
             )
 
 
-def resume(config: Config, folder: Path) -> Iterator[Row]:
+def resume(config: Config, folder: Path, rounds: int | None = None) -> Iterator[Row]:
     """Resume a run from its newest checkpoint and yield one row per round.
 
-    The result is the same as without the interruption.
+    The result is the same as without the interruption, and as if the run had been started with `rounds` rounds.
+
+    Args:
+        config: The run's config, from its folder.
+        folder: The run folder.
+        rounds: The number of rounds to extend the run to; None to leave it as it is.
+
+    Raises:
+        ExtensionError: If the run cannot be extended exactly.
+        RunFolderError: If it already has more rounds.
     """
-    run_folder.verify(folder)
+    identity, planned = run_folder.verify(folder), config.rounds
+    config = replace(config, rounds=rounds or config.rounds)
+    if config.rounds < planned:
+        raise run_folder.RunFolderError(
+            f"{folder} is a run of {planned} rounds, of which {run_folder.saved_rounds(folder)} are done; it can be "
+            f"extended to more than {planned} but not cut to {config.rounds}, so start a new run instead"
+        )
     experiment = build(config, restore_secret(config, folder))
     with run_folder.lock(folder):
+        if config.rounds > planned and identity:
+            extension.check(experiment, planned, folder)
+            run_folder.replace_files(folder, _derived_files(experiment))
         saved = restore_all(experiment, folder)
         disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states)
         disk.rewind(saved.done)
@@ -81,17 +97,28 @@ def prepare(experiment: Experiment, folder: Path) -> None:
         assert experiment.run.secret is not None
         (folder / secret.FILE).unlink(missing_ok=True)  # left over from a run that was stopped before its first round
         secret.save(folder, experiment.run.secret)
-    run_folder.write(folder / run_folder.CONFIG, _resolved(experiment).to_toml().encode())
+    derived = _derived_files(experiment)
+    run_folder.write(folder / run_folder.CONFIG, derived.pop(run_folder.CONFIG))
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
+    for name, data in derived.items():
+        run_folder.write(folder / name, data)
+    written = [run_folder.CONFIG, run_folder.ENVIRONMENT, *derived]
+    run_folder.write_checksums(folder, [*written, *([str(secret.FILE)] if makes_secret(experiment.config) else [])])
+
+
+def _derived_files(experiment: Experiment) -> dict[str, bytes]:
+    """Return the files that follow from the experiment alone, by name: config, plan and privacy."""
     primary = experiment.evaluator.primary
     metric = {"name": primary.name, "higher_is_better": primary.higher_is_better}
-    run_folder.write_json(folder / run_folder.PLAN, {"metric": metric, "stages": stages(experiment)})
-    written = [run_folder.CONFIG, run_folder.ENVIRONMENT, run_folder.PLAN]
+    files = {
+        run_folder.CONFIG: _resolved(experiment).to_toml().encode(),
+        run_folder.PLAN: run_folder.to_json({"metric": metric, "stages": stages(experiment)}),
+    }
     if experiment.guard:
-        run_folder.write_json(folder / PRIVACY, {**experiment.guard.about(), "secret": _fingerprint(experiment)})
-        written += [PRIVACY, *([str(secret.FILE)] if makes_secret(experiment.config) else [])]
-    run_folder.write_checksums(folder, written)
+        about = {**experiment.guard.about(), "secret": _fingerprint(experiment)}
+        files[run_folder.PRIVACY] = run_folder.to_json(about)
+    return files
 
 
 def _fingerprint(experiment: Experiment) -> str | None:
@@ -124,7 +151,9 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
     if identity is None:
         prepare(experiment, folder)
     first = initial_server(experiment.run, experiment.model)
-    saved = checkpoint.newest(folder / run_folder.CHECKPOINTS, identity, first, experiment.device)
+    saved = checkpoint.newest(
+        folder / run_folder.CHECKPOINTS, identity, first, experiment.device, experiment.initial_values
+    )
     run_folder.keep_rows(folder, saved.done, saved.rows if saved.done else None)
     if experiment.guard:
         with run_folder.expect_format(folder / run_folder.ROWS):
@@ -134,7 +163,7 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
 
 def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path) -> None:
     """Charge the rounds that were already run. The secret and the noise must be the same as then."""
-    recorded = read_json(folder / PRIVACY)
+    recorded = read_json(folder / run_folder.PRIVACY)
     if recorded["secret"] != _fingerprint(experiment):
         raise PrivacyError(
             f"{folder} was started with another secret; set engine.secret_file to that file to resume the run"
@@ -208,7 +237,13 @@ def run_rounds(
         if done % config.checkpoint.every == 0 or done == run.rounds:
             store.commit(done)
             checkpoint.save(
-                folder / run_folder.CHECKPOINTS, done, server, identity, rows=written.digest(), states=store.states()
+                folder / run_folder.CHECKPOINTS,
+                done,
+                server,
+                identity,
+                rows=written.digest(),
+                states=store.states(),
+                initial=experiment.initial_values,
             )
         yield row
         clock = time.perf_counter()

@@ -1,15 +1,17 @@
 """Server checkpoints with checksums: a damaged checkpoint is an error, and a partial one never exists.
 
 A checkpoint also identifies what belongs to it: the run, the records of the completed rounds, and the newest state of
-each client.
+each client. Tensors that still have their initial values are not stored: the checkpoint has their names and digests.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -25,6 +27,7 @@ from partita.storage.atomic_files import (
     read_checksummed,
     write_checksummed,
 )
+from partita.storage.initial_values import InitialValueError, InitialValues, flatten
 
 CHECKPOINTS_KEPT = 2  # the older one is a fallback in case the newest is damaged
 REMEDY = "delete it to resume from the checkpoint before it"
@@ -51,7 +54,15 @@ class Checkpoint:
     states: States = field(default_factory=dict)
 
 
-def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "", states: States | None = None) -> Path:
+def save(
+    folder: Path,
+    done: int,
+    server: Server,
+    run: str = "",
+    rows: str = "",
+    states: States | None = None,
+    initial: InitialValues | None = None,
+) -> Path:
     """Write a checkpoint after `done` rounds, then delete all but the newest `CHECKPOINTS_KEPT`.
 
     Args:
@@ -61,16 +72,17 @@ def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "",
         run: The identity of the run.
         rows: The digest of the records of the completed rounds.
         states: The newest state of each client.
+        initial: The initial values, which are not stored again; None to store all tensors.
 
     Returns:
         The path of the file.
     """
+    changed, unchanged = initial.split(flatten(server)) if initial else (flatten(server), {})
     clients, owners = sorted(server.versions.held), sorted(states or ())
     newest = [states[client] for client in owners] if states else []
     digests = bytearray().join(bytes.fromhex(digest) for _, digest in newest)
     flat: Tensors = {
-        **{f"params/{name}": value for name, value in server.params.items()},
-        **{f"state/{slot}/{name}": value for slot, part in server.state.items() for name, value in part.items()},
+        **changed,
         "ledger/versions": torch.tensor(list(server.versions.current.values()), dtype=torch.int32),
         "ledger/held": torch.tensor([server.versions.held[client] for client in clients], dtype=torch.int32),
         "clients/round": torch.tensor([round for round, _ in newest], dtype=torch.int32),
@@ -84,6 +96,7 @@ def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "",
         "rows": rows,
         "params": list(server.params),  # safetensors keeps neither the order of names nor empty slots
         "state": {slot: list(part) for slot, part in server.state.items()},
+        "unchanged": unchanged,
         "names": list(server.versions.current),
         "clients": clients,
         "owners": None if owners == clients else owners,  # the clients in `states`; usually equal to "clients"
@@ -95,36 +108,65 @@ def save(folder: Path, done: int, server: Server, run: str = "", rows: str = "",
     return path
 
 
-def load(path: Path, device: torch.device | None = None) -> tuple[int, Server]:
+def load(path: Path, device: torch.device | None = None, initial: InitialValues | None = None) -> tuple[int, Server]:
     """Read a checkpoint and return `(completed rounds, server)`."""
-    saved = read(path, device)
+    saved = read(path, device, initial=initial)
     return saved.done, saved.server
 
 
-def read(path: Path, device: torch.device | None = None, like: Server | None = None) -> Checkpoint:
+def read(
+    path: Path,
+    device: torch.device | None = None,
+    like: Server | None = None,
+    initial: InitialValues | None = None,
+    run: str | None = None,
+) -> Checkpoint:
     """Read a checkpoint.
 
     Args:
         path: The file.
         device: The device for the server's tensors; None for the CPU.
         like: If given, the server must have the same names, shapes and types.
+        initial: The values of the tensors that the file leaves out; None if it stores all.
+        run: If given, the identity of the run that the checkpoint must have.
 
     Raises:
         DamageError: If the file is damaged or does not match.
+        InitialValueError: If the initial values are not those of the run.
     """
     data = read_checksummed(path, REMEDY)
-    try:
-        saved = _parse(data, device)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
-        raise DamageError(f"{path} is not a checkpoint of this version of partita; {REMEDY}") from error
-    if saved.done != number_in_name(path):
-        raise DamageError(f"{path} is a checkpoint of {saved.done} rounds under another name; {REMEDY}")
+    with _expect_format(path):
+        about = json.loads(serialization.read_metadata(data)["partita"])
+        done, owner, unchanged = int(about["done"]), about["run"], dict(about["unchanged"])
+    if done != number_in_name(path):
+        raise DamageError(f"{path} is a checkpoint of {done} rounds under another name; {REMEDY}")
+    if run is not None and owner != run:
+        raise DamageError(f"{path} belongs to another run than the files next to {path.parent}; {REMEDY}")
+    known = initial.take(unchanged, str(path)) if initial else {}
+    if missing := unchanged.keys() - known.keys():
+        raise InitialValueError(f"{path} does not store '{min(missing)}', which has its initial value; give `initial`")
+    with _expect_format(path):
+        saved = _parse(about, {**safetensors.torch.load(data), **known}, device)
     if like is not None and _layout(saved.server) != _layout(like):
         raise DamageError(f"{path} is a checkpoint of another model or method; {REMEDY}")
     return saved
 
 
-def newest(folder: Path, run: str | None, first: Server, device: torch.device | None = None) -> Checkpoint:
+@contextmanager
+def _expect_format(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+        raise DamageError(f"{path} is not a checkpoint of this version of partita; {REMEDY}") from error
+
+
+def newest(
+    folder: Path,
+    run: str | None,
+    first: Server,
+    device: torch.device | None = None,
+    initial: InitialValues | None = None,
+) -> Checkpoint:
     """Read the newest checkpoint in a folder.
 
     Args:
@@ -132,22 +174,17 @@ def newest(folder: Path, run: str | None, first: Server, device: torch.device | 
         run: The identity of the run that the checkpoint must have.
         first: The initial server, returned after 0 rounds if there is no checkpoint.
         device: The device for the server's tensors; None for the CPU.
+        initial: The values of the tensors that the file leaves out; None if it stores all.
 
     Raises:
         DamageError: If the checkpoint is damaged or belongs to another run, model or method.
+        InitialValueError: If the initial values are not those of the run.
     """
     paths = list_checksummed(folder)
-    if not paths:
-        return Checkpoint(0, first)
-    saved = read(paths[-1], device, first)
-    if saved.run != run:
-        raise DamageError(f"{paths[-1]} belongs to another run than the files next to {folder}; {REMEDY}")
-    return saved
+    return read(paths[-1], device, first, initial, run or "") if paths else Checkpoint(0, first)
 
 
-def _parse(data: bytes, device: torch.device | None) -> Checkpoint:
-    about = json.loads(serialization.read_metadata(data)["partita"])
-    flat = safetensors.torch.load(data)
+def _parse(about: dict[str, Any], flat: Tensors, device: torch.device | None) -> Checkpoint:
     digests = flat["clients/digest"].numpy().tobytes()
     rounds = flat["clients/round"].tolist()
     params = {name: flat[f"params/{name}"].to(device) for name in about["params"]}

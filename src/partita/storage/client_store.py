@@ -1,7 +1,8 @@
 """Storage of client state between rounds: on disk by round, or in memory with optional disk backing.
 
 A client enters round r with its newest state from an earlier round. So a run that resumes from a checkpoint finds the
-states that belong to it, even if later rounds had written newer ones.
+states that belong to it, even if later rounds had written newer ones. A file has only the shapes of tensors that are
+zero, as the memory of a rule is for all parameters that the client never trained.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 
 from partita.core import serialization
 from partita.core.client import ClientState
+from partita.core.serialization import DTYPES
+from partita.core.tensors import Slots, Tensors, all_zero
 from partita.storage.atomic_files import (
     DamageError,
     checksummed_name,
@@ -73,11 +76,13 @@ class DiskStore:
             return ClientState()
         remedy = f"restore this state of client '{client}' from a copy, or start a new run"
         try:
-            slots = serialization.unpack(read_checksummed(path, remedy))
+            slots = _unpack(read_checksummed(path, remedy))
         except FileNotFoundError as error:
             raise self._missing(client, path) from error
-        except safetensors.SafetensorError as error:
-            raise DamageError(f"{path} is not a safetensors file; {remedy}") from error
+        except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
+            if isinstance(error, DamageError):
+                raise
+            raise DamageError(f"{path} is not a state of this version of partita; {remedy}") from error
         moved = {slot: {name: value.to(self.device) for name, value in part.items()} for slot, part in slots.items()}
         return ClientState(moved.pop("personal", {}), moved)
 
@@ -96,7 +101,7 @@ class DiskStore:
         path = write_checksummed(
             folder,
             round,
-            serialization.pack({"personal": state.personal, **state.memory}, {"client": json.dumps(client)}),
+            _pack({"personal": state.personal, **state.memory}, client),
         )
         if self.newest is not None:
             self.newest[client] = round, digest_in_name(path)
@@ -153,6 +158,27 @@ class DiskStore:
 
     def _folder(self, client: str) -> Path:
         return self.folder / path_component(client)
+
+
+def _pack(slots: Slots, client: str) -> bytes:
+    stored: dict[str, Tensors] = {}
+    zeros: list[tuple[str, str, str, list[int]]] = []
+    for slot, part in slots.items():
+        for name, value in part.items():
+            if value.dtype in DTYPES and all_zero(value):
+                zeros.append((slot, name, DTYPES[value.dtype], list(value.shape)))
+            else:
+                stored.setdefault(slot, {})[name] = value
+    return serialization.pack(stored, {"client": json.dumps(client), "zeros": json.dumps(sorted(zeros))})
+
+
+def _unpack(data: bytes) -> dict[str, Tensors]:
+    slots = serialization.unpack(data)
+    types = {code: dtype for dtype, code in DTYPES.items()}
+    for slot, name, code, shape in json.loads(serialization.read_metadata(data)["zeros"]):
+        slots.setdefault(slot, {})[name] = torch.zeros(shape, dtype=types[code])
+    # In the order of `serialization.unpack`, on which sums depend.
+    return {slot: dict(sorted(slots[slot].items())) for slot in sorted(slots, key=lambda slot: f"{slot}/")}
 
 
 class MemoryStore:

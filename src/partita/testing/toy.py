@@ -1,4 +1,4 @@
-"""A toy federation for tests: two attention layers, eight clients, milliseconds per round."""
+"""A toy federation for tests: two attention layers, six clients, milliseconds per round."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ class ToyExamples:
 
 
 class ToyPopulation:
-    """Eight clients of different sizes, each with its own shift of the inputs."""
+    """Six clients of different sizes, each with its own shift of the inputs."""
 
-    clients = tuple(f"c{number}" for number in range(8))
+    clients = tuple(f"c{number}" for number in range(6))
 
     def __getitem__(self, client: str) -> ClientData:
         number = int(client[1:])
         draw = (Key(3) / client).generator()
-        x = torch.randn(9 + 5 * number, 4, 4, generator=draw) + 0.3 * number / 8
+        x = torch.randn(4 + 3 * number, 4, 4, generator=draw) + 0.05 * number
         y = (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0.5).long()
         part = ToyExamples(x, y)
         return ClientData(part, part, part)
