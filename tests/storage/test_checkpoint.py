@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import posix
 from pathlib import Path
@@ -15,7 +16,7 @@ from helpers import Clients, ServerMomentum, files_in, final_params, play, toy_m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core import tensors
+from partita.core import serialization, tensors
 from partita.core.client import ClientState
 from partita.core.method import Method, Server
 from partita.core.rounds import rounds
@@ -332,6 +333,18 @@ def test_state_of_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DamageError, match="is not a state of this version of partita; restore this state of client 'x'"
     ):
+        DiskStore(tmp_path).load("x", 1)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[10**9, 10**9], [-1], ["a"], "3", [10**30], None],
+    ids=["huge", "negative", "text", "no list", "2^99", "none"],
+)
+def test_promises_of_impossible_zeros_are_refused(tmp_path: Path, shape: object) -> None:
+    about = {"client": '"x"', "zeros": json.dumps([("personal", "w", "F32", shape)])}
+    atomic_files.write_checksummed(tmp_path / "x", 0, serialization.pack({}, about))
+    with pytest.raises(DamageError, match="is not a state of this version of partita"):
         DiskStore(tmp_path).load("x", 1)
 
 

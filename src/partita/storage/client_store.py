@@ -8,13 +8,14 @@ zero, as the memory of a rule is for all parameters that the client never traine
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Protocol
 
 import safetensors
 import torch
 
-from partita.core import serialization
+from partita.core import memory, serialization
 from partita.core.client import ClientState
 from partita.core.serialization import DTYPES
 from partita.core.tensors import Slots, Tensors, all_zero
@@ -79,9 +80,9 @@ class DiskStore:
             slots = _unpack(read_checksummed(path, remedy))
         except FileNotFoundError as error:
             raise self._missing(client, path) from error
-        except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
-            if isinstance(error, DamageError):
-                raise
+        except DamageError:
+            raise
+        except (ValueError, TypeError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
             raise DamageError(f"{path} is not a state of this version of partita; {remedy}") from error
         moved = {slot: {name: value.to(self.device) for name, value in part.items()} for slot, part in slots.items()}
         return ClientState(moved.pop("personal", {}), moved)
@@ -175,7 +176,10 @@ def _pack(slots: Slots, client: str) -> bytes:
 def _unpack(data: bytes) -> dict[str, Tensors]:
     slots = serialization.unpack(data)
     types = {code: dtype for dtype, code in DTYPES.items()}
-    for slot, name, code, shape in json.loads(serialization.read_metadata(data)["zeros"]):
+    zeros = json.loads(serialization.read_metadata(data)["zeros"])
+    total = sum(math.prod(shape) * types[code].itemsize for _, _, code, shape in zeros)
+    memory.require(total, "the state", "it promises more zeros than a client can have")
+    for slot, name, code, shape in zeros:
         slots.setdefault(slot, {})[name] = torch.zeros(shape, dtype=types[code])
     # In the order of `serialization.unpack`, on which sums depend.
     return {slot: dict(sorted(slots[slot].items())) for slot in sorted(slots, key=lambda slot: f"{slot}/")}
