@@ -24,6 +24,7 @@ from partita.experiment.builder import build, client_names, makes_secret
 from partita.experiment.config import SITES_OWN, Config, load, shared_digest
 from partita.experiment.gc_freeze import importing
 from partita.experiment.round_log import Row
+from partita.experiment.run_names import default_folder
 from partita.experiment.runner import prepare, restore, restore_secret, run_rounds
 from partita.privacy.secret import load_or_save
 from partita.storage.atomic_files import write
@@ -71,7 +72,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
             "clients": clients or len(population),
             "deadline": 600.0,
             "patience": math.inf,
-            "folder": str(Path("runs", f"{label_folder(settings.label)}-seed-{settings.seed}").resolve()),
+            "folder": str(default_folder(settings.label, settings.seed).resolve()),
             "sites": str(Path("runs", "sites").resolve()),
             "set": "",
         },
