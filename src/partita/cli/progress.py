@@ -201,6 +201,8 @@ def follow_all(statuses: Iterator[Status], planned: Sequence[Planned], verbosity
                 count += len(status.finished)
                 display.update(status.rounds)
                 for folder, settings in planned if verbosity is Verbosity.VERBOSE else ():
+                    if run_folder.count_rows(folder) < shown[folder]:  # the run was overwritten
+                        shown[folder] = 0
                     for row in islice(run_folder.read_rows(folder), shown[folder], None):
                         shown[folder] += 1
                         place = f"seed {settings.seed}, round {row['round'] + 1}/{settings.rounds}"

@@ -161,7 +161,8 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 def holds_run(folder: Path) -> bool:
     """Whether a folder holds a run or a part of one."""
-    return any(os.path.lexists(folder / name) for name in (CONFIG, ROWS, CHECKPOINTS, CLIENTS))
+    states = (folder / CHECKPOINTS, *(folder / CLIENTS).glob("*"))
+    return any(os.path.lexists(folder / name) for name in (CONFIG, ROWS)) or any(map(list_checksummed, states))
 
 
 def changed_at(folder: Path) -> int | None:
@@ -191,12 +192,14 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def refuse_run(folder: Path) -> None:
     """Raise RunFolderError if a folder already holds a run."""
-    if holds_run(folder):
-        more = "" if os.path.lexists(folder / RESULT) else "continue it with --resume, "
-        raise RunFolderError(
-            f"{folder} already holds {describe(folder)}; {more}replace it with --overwrite, or choose another folder "
-            "with --out"
-        )
+    if not holds_run(folder):
+        return
+    ways = ["choose another folder with --out"]
+    if _config(folder):
+        ways.insert(0, "replace it with --overwrite")
+        if not os.path.lexists(folder / RESULT):
+            ways.insert(0, "continue it with --resume")
+    raise RunFolderError(f"{folder} already holds {describe(folder)}; {', or '.join(ways)}")
 
 
 def refuse_others(folder: Path) -> None:
