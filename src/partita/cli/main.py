@@ -77,7 +77,7 @@ def run(
     """Run one experiment and record it in a run folder."""
     verbosity = _verbosity(quiet, verbose)
     if resume and overwrite:
-        raise typer.BadParameter("--resume continues a run and --overwrite deletes it; choose one")
+        raise ValueError("--resume continues a run and --overwrite deletes it; choose one")
     _check_report_needs(report)
     settings = _load(config, _with_rounds(changes, rounds))
     from partita.experiment import run_folder
@@ -350,7 +350,7 @@ def ls(folder: Annotated[Path, typer.Argument(help="Folder to search.")] = Path(
 
 def _verbosity(quiet: bool, verbose: bool) -> Verbosity:
     if quiet and verbose:
-        raise typer.BadParameter("--quiet and --verbose exclude each other; choose one")
+        raise ValueError("--quiet and --verbose exclude each other; choose one")
     return Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL
 
 
