@@ -25,7 +25,6 @@ app = typer.Typer(
     help="Federated fine-tuning of Transformers: say which parts train, which travel, and which stay.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(flower.app, name="flower")
 
