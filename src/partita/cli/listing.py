@@ -58,7 +58,7 @@ def _describe(folder: Path) -> dict[str, Any]:
             return row
         record = load_run(folder)
     except (ValueError, OSError) as error:
-        return {**row, "error": str(error)}
+        return {**row, "rounds": None, "error": str(error)}
     values = [value for _, value in tested(record, record.metric.name)]
     return {
         **row,
