@@ -6,7 +6,6 @@ The keys come from the annotations that the code checks, the commands from the s
 from __future__ import annotations
 
 import inspect
-import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from partita import data, methods, models
 from partita.cli.main import app
 from partita.core.options import MISSING, Option, describe, import_from_registry
 from partita.experiment.config import schema
-from partita.methods.cards import card
+from partita.methods.cards import meanings
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -56,8 +55,8 @@ def config_page() -> str:
         if name:
             parts.append(f"### `{name}`\n")
             parts.append(_about(table, name) + "\n")
-        meanings = _of_card(name) if table == "method" else {}
-        parts.append(_rows(options, meanings) if options else "No options.\n")
+        explained = meanings(name) if table == "method" else {}
+        parts.append(_rows(options, explained) if options else "No options.\n")
     return "\n".join(parts)
 
 
@@ -68,15 +67,10 @@ def _about(table: str, name: str) -> str:
     return (inspect.getdoc(owner) or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def _of_card(name: str) -> dict[str, str]:
-    section = card(name).partition("## Parameters\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `(\w+)` \| `.+?` \| (.+) \|$", section, re.MULTILINE))
-
-
-def _rows(options: dict[str, Option], meanings: dict[str, str]) -> str:
+def _rows(options: dict[str, Option], explained: dict[str, str]) -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for option in options.values():
-        meaning = option.meaning or meanings.get(option.name, "")
+        meaning = option.meaning or explained.get(option.name, "")
         if not meaning:
             raise SystemExit(
                 f"'{option.name}' has no meaning; write one into its annotation, or into the method's card"

@@ -60,6 +60,11 @@ def test_help_imports_no_slow_library(words: str) -> None:
     assert slow_imports(COMMAND.format(words=words.split())) == set()
 
 
+@pytest.mark.parametrize("words", ["--version", "methods fedprox"])
+def test_version_and_cards_import_no_slow_library(words: str) -> None:
+    assert slow_imports(COMMAND.format(words=words.split())) == set()
+
+
 def test_ls_imports_no_slow_library() -> None:
     assert slow_imports(COMMAND.format(words=["ls", "nowhere"]), status=1) == set()
 

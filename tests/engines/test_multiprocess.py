@@ -303,3 +303,15 @@ def test_worker_builds_the_engine_of_the_experiment() -> None:
     assert [engine.block for engine in engines] == [2, 2]
     one, other = (list(rounds(experiment.run, experiment.model, engine))[-1].server.params for engine in engines)
     assert tensors.equal(one, other)
+
+
+def test_workers_leave_ctrl_c_to_their_parent() -> None:
+    workers = MultiprocessEngine(make_engine("fedavg"), 1)
+    try:
+        [process] = workers.processes
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
+        assert blocked & (1 << (signal.SIGINT - 1))
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the parent itself sees it"
+    finally:
+        workers.close()

@@ -142,13 +142,13 @@ def test_path_component_is_plain_unique_and_reversible(one: str, other: str) -> 
     assert label_folder(one) not in (".", "..")
 
 
-@pytest.mark.parametrize("label", ["../../x", "/etc/x", "..", "a/b", "<b>", "x" * 10_000])
+@pytest.mark.parametrize("label", ["../../x", "/etc/x", "..", "a/b", ".a", "~", "<b>", "x" * 10_000])
 def test_run_folder_of_any_label_stays_below_runs(
     label: str, tmp_path: Path, run_partita: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     seen: list[Path] = []
-    monkeypatch.setattr("partita.experiment.runner.start", lambda config, folder: seen.append(folder) or iter(()))
+    monkeypatch.setattr("partita.experiment.runner.start", lambda config, folder, *_: seen.append(folder) or iter(()))
     (tmp_path / "e.toml").write_text(f"label = {json.dumps(label)}\n[method]\nname = 'fedavg'\n")
     run_partita("run", "-c", tmp_path / "e.toml")
     [folder] = seen

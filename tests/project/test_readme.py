@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import typer
 from partita.cli.main import app
 from partita.experiment.config import load
 from partita.experiment.preview import preview
+from partita.experiment.run_names import default_folder
 
 README = Path(__file__).parent.parent.parent / "README.md"
 
@@ -42,6 +44,15 @@ def test_readme_commands_are_valid() -> None:
         context = known.commands[name].make_context(name, words)  # type: ignore[attr-defined]
         for path in (context.params.get("config"),):
             assert path is None or (README.parent / path).exists()
+
+
+def test_readme_commands_name_the_folder_of_the_run_before_them() -> None:
+    lines = [shlex.split(line) for block in code_blocks("sh") for line in block.splitlines()]
+    run = next(words for words in lines if words[:2] == ["partita", "run"])
+    changes = [word for before, word in pairwise(run) if before == "--set"]
+    settings = load(README.parent / run[run.index("--config") + 1], changes)
+    folder = str(default_folder(settings.label, settings.seed))
+    assert [words[2] for words in lines if words[1:2] in (["resume"], ["audit"])] == [folder, folder]
 
 
 def test_readme_links_existing_files() -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,8 +15,9 @@ import typer
 from rich.console import Console
 
 from partita.cli import flower
-from partita.cli.progress import follow, progress
-from partita.storage.safe_text import label_folder, printable
+from partita.cli.progress import Verbosity, follow, follow_all
+from partita.cli.stopping import Stopped, stop_on_signals
+from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
     from partita.experiment.config import Config
@@ -24,7 +26,6 @@ app = typer.Typer(
     help="Federated fine-tuning of Transformers: say which parts train, which travel, and which stay.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(flower.app, name="flower")
 
@@ -35,21 +36,67 @@ Changes = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 Report = Annotated[bool, typer.Option("--report", help="Also write the HTML report.")]
+Rounds = Annotated[int | None, typer.Option(help="Number of rounds; short for --set rounds=N.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and the final table.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print every round, with bytes and drift, and how it is computed.")
+]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"partita {version('partita')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
 def run(
     config: ConfigFile,
     changes: Changes = None,
+    rounds: Rounds = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/LABEL-seed-N.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="If the folder holds this very run, continue it instead of failing.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in the folder first.")] = False,
     report: Report = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run one experiment and record it in a run folder."""
-    settings = _load(config, changes)
-    from partita.experiment.runner import start
+    verbosity = _verbosity(quiet, verbose)
+    if resume and overwrite:
+        raise ValueError("--resume continues a run and --overwrite deletes it; choose one")
+    _check_report_needs(report)
+    settings = _load(config, _with_rounds(changes, rounds))
+    from partita.experiment import run_folder
+    from partita.experiment.run_names import default_folder
+    from partita.experiment.runner import start, start_or_resume
 
-    folder = out or Path("runs") / f"{label_folder(settings.label)}-seed-{settings.seed}"
-    follow(start(settings, folder), settings, folder, 0)
+    folder = out or default_folder(settings.label, settings.seed)
+    if resume and run_folder.finished(folder):
+        print(f"{folder} is finished; nothing to resume")
+    done = run_folder.saved_rounds(folder) if resume and (folder / run_folder.CONFIG).exists() else None
+    follow(
+        lambda on_reply: (
+            start_or_resume(settings, folder, on_reply) if resume else start(settings, folder, overwrite, on_reply)
+        ),
+        settings,
+        folder,
+        done,
+        verbosity,
+    )
     _print_comparison([folder], folder / "report.html" if report else None)
 
 
@@ -61,6 +108,8 @@ def resume(
         typer.Option(min=1, max=10**6, help="Extend the run to this many rounds in total, also if it is finished."),
     ] = None,
     report: Report = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Resume a stopped run from its newest checkpoint, or extend a run to more rounds.
 
@@ -68,6 +117,8 @@ def resume(
 
     This reads the data, the model and all other files named in the run's config.toml.
     """
+    verbosity = _verbosity(quiet, verbose)
+    _check_report_needs(report)
     from partita.experiment import run_folder
 
     if not (folder / run_folder.CONFIG).exists():
@@ -83,7 +134,8 @@ def resume(
         from partita.experiment.runner import resume as resume_run
 
         total = replace(settings, rounds=rounds or settings.rounds)
-        follow(resume_run(settings, folder, rounds), total, folder, run_folder.saved_rounds(folder))
+        done = run_folder.saved_rounds(folder)
+        follow(lambda on_reply: resume_run(settings, folder, rounds, on_reply), total, folder, done, verbosity)
     _print_comparison([folder], folder / "report.html" if report else None)
 
 
@@ -117,7 +169,11 @@ def compare(
     ],
     seeds: Annotated[int, typer.Option(help="Number of seeds, counting up from the config's seed.")] = 5,
     changes: Changes = None,
-    out: Annotated[Path, typer.Option(help="Folder for all runs. Existing runs are kept.")] = Path("runs/compare"),
+    rounds: Rounds = None,
+    out: Annotated[Path, typer.Option(help="Folder for all runs. Existing runs are kept and resumed.")] = Path(
+        "runs/compare"
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing runs instead.")] = False,
     jobs: Annotated[int | None, typer.Option(help="Runs in parallel. Default: one per CPU.")] = None,
     target: Annotated[
         float | None, typer.Option(help="Target for 'rounds to target': a fraction such as 0.9, or a perplexity.")
@@ -125,16 +181,16 @@ def compare(
     report: Report = False,
     as_json: Json = False,
     markdown: Markdown = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run several methods with several seeds and compare them in one table."""
+    verbosity = _verbosity(quiet, verbose)
+    _check_report_needs(report, paired=seeds > 1)
     from partita.experiment.compare import compare_all, expand
 
-    folders = expand(config, changes or (), methods, seeds, out)
-    total = sum(settings.rounds for _, settings in folders)
-    with progress() as bar:
-        task = bar.add_task(f"{len(folders)} runs", total=total)
-        for done in compare_all(folders, jobs or os.cpu_count() or 1):
-            bar.update(task, completed=done)
+    folders = expand(config, _with_rounds(changes, rounds), methods, seeds, out, overwrite)
+    follow_all(compare_all(folders, jobs or os.cpu_count() or 1, overwrite), folders, verbosity)
     _print_comparison(
         [folder for folder, _ in folders], out / "report.html" if report else None, target, as_json, markdown
     )
@@ -200,8 +256,9 @@ def audit(
 
     This reads the data, the model and all other files named in the run's config.toml.
     """
-    from partita.experiment.audit import AUDIT, failures
     from partita.experiment.audit import audit as attack
+    from partita.experiment.audit import failures
+    from partita.experiment.run_folder import AUDIT
 
     findings = attack(folder, canaries, shadows)
     failed = failures(findings)
@@ -242,6 +299,7 @@ def report_command(
     markdown: Markdown = False,
 ) -> None:
     """Write a self-contained HTML report on recorded runs and print their comparison table."""
+    _check_report_needs(True)
     page = out or folders[0] / "report.html"
     _print_comparison(folders, page, target, as_json, markdown, against, "fedavg", metric)
 
@@ -254,10 +312,10 @@ def methods_command(
     from rich.table import Table
 
     from partita.methods import COMPOSITIONS
-    from partita.methods.cards import card, listing
+    from partita.methods.cards import card, describe, listing
 
     if name:
-        print(card(name))
+        print(json.dumps(describe(name), indent=1) if as_json else card(name))
         return
     rows = listing()
     if as_json:
@@ -287,39 +345,33 @@ def lab(
 
 @app.command()
 def ls(folder: Annotated[Path, typer.Argument(help="Folder to search.")] = Path("runs"), as_json: Json = False) -> None:
-    """List all runs under a folder."""
-    from rich.table import Table
-    from rich.text import Text
+    """List all runs under a folder: how far they are, their last result and when they last changed."""
+    from partita.cli.listing import list_runs, table
 
-    from partita.report import find, load_run
-    from partita.report.load import tested
-
-    rows: list[dict[str, Any]] = []
-    for path in find(folder):
-        record = load_run(path)
-        values = [value for _, value in tested(record, record.metric.name)]
-        rows.append(
-            {
-                "folder": str(path),
-                "label": record.label,
-                "seed": record.seed,
-                "rounds": f"{len(record.rows)}/{record.config.get('rounds', '?')}",
-                "finished": record.finished,
-                "metric": record.metric.name,
-                "value": values[-1] if values else None,
-                "shown": record.metric.show(values[-1] if values else None),
-            }
-        )
+    rows = list_runs(folder)
     if as_json:
         print(json.dumps(rows, indent=1))
-        return
-    table = Table("folder", "label", "seed", "rounds", "test", "", box=None, header_style="bold")
-    for row in rows:
-        result = f"{row['metric']} {row['shown']}"
-        state = "finished" if row["finished"] else f"unfinished: partita resume {row['folder']}"
-        cells = row["folder"], row["label"], row["seed"], row["rounds"], result, state
-        table.add_row(*(Text(printable(cell)) for cell in cells))  # Text: brackets in a label are not markup
-    Console().print(table)
+    else:
+        # When the output is not a terminal, rich would wrap it at 80 characters.
+        Console(width=None if sys.stdout.isatty() else 10_000).print(table(rows))
+
+
+def _verbosity(quiet: bool, verbose: bool) -> Verbosity:
+    if quiet and verbose:
+        raise ValueError("--quiet and --verbose exclude each other; choose one")
+    return Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL
+
+
+def _with_rounds(changes: list[str] | None, rounds: int | None) -> list[str]:
+    return [*(changes or ()), *([] if rounds is None else [f"rounds={rounds}"])]
+
+
+def _check_report_needs(report: bool, paired: bool = False) -> None:
+    """Check before any work that the libraries of the report are installed; `paired` tests need only scipy."""
+    needs = [*(["matplotlib"] if report else []), *(["scipy"] if report or paired else [])]
+    if missing := [name for name in needs if find_spec(name) is None]:
+        what = "a report" if report else "a comparison over several seeds"
+        raise ValueError(f"{what} needs {' and '.join(missing)}; install it with: pip install 'partita[report]'")
 
 
 def _load(config: Path, changes: list[str] | None = None) -> Config:
@@ -350,7 +402,7 @@ def _print_comparison(
     from partita import report
     from partita.core.options import OptionError, closest_match
 
-    records = [report.load_run(run) for folder in folders for run in report.find(folder)]
+    records = report.load_runs(folders)
     labels = {record.label for record in records}
     if against is not None and against not in labels:
         raise OptionError(f"--against is '{against}', but no run has that label; {closest_match(against, labels)}")
@@ -387,10 +439,11 @@ def main() -> None:
     """Run the CLI. Errors that the user can fix print one line; PARTITA_DEBUG=1 shows the traceback."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     try:
-        app()
-    except KeyboardInterrupt as stop:
+        with stop_on_signals():
+            app()
+    except Stopped as stop:
         _print_err("stopped", *_notes(stop))
-        sys.exit(130)
+        sys.exit(stop.exit_code)
     except Exception as error:
         if os.environ.get("PARTITA_DEBUG") or not _is_user_error(error):
             raise

@@ -1,73 +1,259 @@
-"""Progress display for a running experiment."""
+"""Progress of running experiments on standard error: bars on a terminal, lines in a log."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from partita.experiment.compare import Planned, Status
     from partita.experiment.config import Config
+    from partita.experiment.reply_counter import OnReply
+    from partita.report.metric import Metric
+
+Row = dict[str, Any]
+HEARTBEAT = 60.0  # seconds after which a log gets a line, even if no round was tested
+LABEL_SHOWN = 60  # characters of a label that a line of progress shows
 
 
-def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done: int) -> None:
-    """Consume a run's rows and show progress.
+class Verbosity(Enum):
+    """How much a command prints while it runs. Warnings and errors are always printed."""
+
+    QUIET = 0
+    NORMAL = 1
+    VERBOSE = 2
+
+
+class Display:
+    """A progress bar if standard error is a terminal; otherwise lines of a log.
+
+    Args:
+        verbosity: How much to print.
+        description: What runs.
+        total: The number of rounds.
+        done: Rounds that are already finished.
+    """
+
+    def __init__(self, verbosity: Verbosity, description: str, total: int, done: int = 0) -> None:
+        console = Console(stderr=True)
+        self.verbosity, self.total, self.first = verbosity, total, done
+        self.has_bar = console.is_terminal and verbosity is not Verbosity.QUIET
+        self.bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rounds{task.fields[clients]}"),
+            TextColumn("{task.fields[rate]}", style="progress.data.speed"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not self.has_bar,
+        )
+        self.task = self.bar.add_task(shorten(description), total=total, completed=done, clients="", rate="")
+        self.started: float | None = None
+        self.last_line = time.monotonic()
+
+    def __enter__(self) -> Display:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, done: float, description: str | None = None, clients: str = "") -> None:
+        """Move the bar to `done` rounds."""
+        rate = f"{pace:.2g} s/round" if (pace := self.seconds_per_round(done)) else ""
+        self.bar.update(
+            self.task, completed=done, description=description and shorten(description), clients=clients, rate=rate
+        )
+
+    def begin(self, ago: float = 0.0) -> None:
+        """Start the clock for the time per round, if it is not running yet: the first round began `ago` seconds ago."""
+        self.started = self.started or time.monotonic() - ago
+
+    def seconds_per_round(self, done: float) -> float | None:
+        """Return the mean time of the rounds since the start of the clock; None if there is none yet."""
+        if self.started is None or done <= self.first:
+            return None
+        return (time.monotonic() - self.started) / (done - self.first)
+
+    def pace(self, done: float) -> str:
+        """Return the time per round and the time left as the end of a line."""
+        each = self.seconds_per_round(done)
+        if each is None:
+            return ""
+        left = f", {duration(each * (self.total - done))} left" if done < self.total else ""
+        return f", {each:.2g} s per round{left}"
+
+    def line(self, text: str) -> None:
+        """Print a line, also above a bar."""
+        self._print(text, None)
+        self.last_line = time.monotonic()
+
+    def warn(self, text: str) -> None:
+        """Print a line that even `--quiet` shows."""
+        self._print(text, "yellow")
+
+    def is_due(self) -> bool:
+        """Whether a log has had no line for long."""
+        return not self.has_bar and time.monotonic() - self.last_line >= HEARTBEAT
+
+    def _print(self, text: str, style: str | None) -> None:
+        if self.has_bar:
+            self.bar.console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(printable(text), file=sys.stderr, flush=True)
+
+
+def follow(
+    begin: Callable[[OnReply | None], Iterator[Row]],
+    settings: Config,
+    folder: Path,
+    resumed: int | None,
+    verbosity: Verbosity,
+) -> None:
+    """Consume a run's rows and show its progress.
 
     If the run stops with an exception, a note on it says how many rounds are saved and how to resume.
 
     Args:
-        rows: The run's rows, one per round.
+        begin: Starts the run and returns its rows. It gets a function that is called for every reply of a client.
         settings: The run's config.
         folder: The run folder.
-        done: Rounds that are already finished.
+        resumed: Rounds of the run that are already saved; None if it starts now.
+        verbosity: How much to print.
     """
-    from partita.experiment.run_folder import saved_rounds
+    from partita.experiment.run_folder import RunFolderError, changed_at, saved_rounds
     from partita.experiment.runner import describe_compute
     from partita.report import read_metric
 
-    metric, known = None, set[str]()
-    with progress() as bar:
-        label = printable(settings.label)
-        task = bar.add_task(label, total=settings.rounds, completed=done)
+    metric, known, done, before = None, set[str](), resumed or 0, changed_at(folder)
+    with Display(verbosity, settings.label, settings.rounds, done) as display:
+
+        def on_reply(replies: int, cohort: int) -> None:
+            display.update(done + replies / cohort, clients=f", {replies}/{cohort} clients")
+
         try:
-            for row in rows:
+            for row in begin(on_reply if display.has_bar else None):
+                display.begin(row["seconds"])
                 if metric is None:
                     metric = read_metric(folder)
-                    for line in _privacy_notes(settings, folder):
-                        bar.console.print(line, style="yellow", markup=False, soft_wrap=True)
-                    if bar.console.is_terminal:  # not in log files: the run folder records it already
-                        bar.console.print(describe_compute(settings, folder), style="dim", markup=False, soft_wrap=True)
-                tested = f" · {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
-                spent = (row.get("privacy") or {}).get("epsilon")
-                cost = "" if spent is None else f" · ε {spent:.3g}"
-                bar.update(task, completed=row["round"] + 1, description=label + tested + cost)
+                    for text in _privacy_notes(settings, folder):
+                        display.warn(text)
+                    if verbosity is Verbosity.VERBOSE:
+                        display.line(describe_compute(settings, folder))
+                done = row["round"] + 1
+                place = f"round {done}/{settings.rounds}"
+                display.update(done, settings.label + _score(row, metric) + _epsilon(row))
+                if verbosity is Verbosity.VERBOSE or (
+                    verbosity is Verbosity.NORMAL and not display.has_bar and (row["test"] or display.is_due())
+                ):
+                    more = _details(row) if verbosity is Verbosity.VERBOSE else ""
+                    text = f"{shorten(settings.label)}: {place}{_score(row, metric)}{_epsilon(row)}"
+                    display.line(text + more + display.pace(done))
                 for client, reason in row["lost"].items():
-                    lost = printable(f"round {row['round']}: lost {client}: {reason}")
-                    bar.console.print(lost, style="yellow", markup=False)
+                    display.warn(f"{place}: lost {client}: {reason}")
                 raised = row.get("alarms", {})
                 for kind in sorted(raised.keys() - known):  # print an alarm once while it persists
-                    bar.console.print(f"round {row['round']}: {kind}: {raised[kind]}", style="yellow", markup=False)
+                    display.warn(f"{place}: {kind}: {raised[kind]}")
                 known = set(raised)
         except BaseException as error:
-            if kept := saved_rounds(folder):
-                error.add_note(f"{kept} rounds are saved in {folder}; continue with: partita resume {folder}")
+            begun = resumed is not None or changed_at(folder) != before  # otherwise the folder may hold another run
+            kept = saved_rounds(folder)
+            if begun and not isinstance(error, RunFolderError) and (kept or not isinstance(error, Exception)):
+                how = f"partita resume {shlex.quote(str(folder))}"
+                error.add_note(f"{kept} of {settings.rounds} rounds are saved in {folder}; continue with: {how}")
             raise
+
+
+def follow_all(statuses: Iterator[Status], planned: Sequence[Planned], verbosity: Verbosity) -> None:
+    """Consume the statuses of a comparison and show its progress.
+
+    If the comparison stops with an exception, a note on it says how to continue.
+
+    Args:
+        statuses: The statuses.
+        planned: All runs of the comparison.
+        verbosity: How much to print.
+    """
+    from partita.experiment import run_folder
+    from partita.report import read_metric
+
+    total, count = sum(settings.rounds for _, settings in planned), 0
+    shown = {folder: run_folder.count_rows(folder) for folder, _ in planned}
+    with Display(verbosity, f"{len(planned)} runs", total) as display:
+        try:
+            for status in statuses:
+                if not count and display.started is None:
+                    display.first = status.rounds
+                    display.begin()
+                count += len(status.finished)
+                display.update(status.rounds)
+                for folder, settings in planned if verbosity is Verbosity.VERBOSE else ():
+                    if run_folder.count_rows(folder) < shown[folder]:  # the run was overwritten
+                        shown[folder] = 0
+                    for row in islice(run_folder.read_rows(folder), shown[folder], None):
+                        shown[folder] += 1
+                        place = f"seed {settings.seed}, round {row['round'] + 1}/{settings.rounds}"
+                        told = f"{_score(row, read_metric(folder))}{_epsilon(row)}{_details(row)}"
+                        display.line(f"{shorten(settings.label)}: {place}{told}")
+                for folder, settings in status.finished if verbosity is not Verbosity.QUIET else ():
+                    last = {"test": (run_folder.finished(folder) or {}).get("test")}
+                    told = f"finished{_score(last, read_metric(folder))} ({count} of {len(planned)} runs)"
+                    display.line(f"{shorten(settings.label)}: seed {settings.seed}, {told}")
+                if verbosity is not Verbosity.QUIET and display.is_due():
+                    so_far = f"{status.rounds} of {total} rounds, {count} of {len(planned)} runs finished"
+                    display.line(so_far + display.pace(status.rounds))
+        except BaseException as error:
+            ended = sum(run_folder.finished(folder) is not None for folder, _ in planned)
+            error.add_note(f"{ended} of {len(planned)} runs are finished; start the same command again to continue")
+            raise
+
+
+def _score(row: Row, metric: Metric) -> str:
+    return f", {metric.name} {metric.show(row['test'].get(metric.name))}" if row["test"] else ""
+
+
+def _epsilon(row: Row) -> str:
+    spent = (row.get("privacy") or {}).get("epsilon")
+    return "" if spent is None else f", ε {spent:.3g}"
+
+
+def _details(row: Row) -> str:
+    """Return the training loss, the bytes and the smallest and largest drift of a round, as far as they are known."""
+    parts = [] if row.get("train_loss") is None else [f"training loss {row['train_loss']:.3g}"]
+    parts += [f"{count / 1e6:.3g} MB {way}" for way, count in (row.get("bytes") or {}).items()]
+    drift = {tag: measures["dispersion"] for tag, measures in (row.get("drift") or {}).items()}
+    if drift:
+        low, high = min(drift, key=drift.__getitem__), max(drift, key=drift.__getitem__)
+        parts.append(f"drift {drift[low]:.2g} ({low}) to {drift[high]:.2g} ({high})")
+    return "".join(f", {part}" for part in parts)
+
+
+def shorten(label: str) -> str:
+    """Return a label for a line of progress."""
+    text = printable(label)
+    return text if len(text) <= LABEL_SHOWN else f"{text[: LABEL_SHOWN - 1]}…"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in one or two units, such as "1 h 20 min"."""
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _privacy_notes(settings: Config, folder: Path) -> Iterator[str]:
@@ -78,26 +264,3 @@ def _privacy_notes(settings: Config, folder: Path) -> Iterator[str]:
         yield "privacy.repeatable is set: anyone can recompute the noise from the seed, so epsilon is a simulation"
     elif (folder / FILE).exists():
         yield f"the noise depends on this run's secret, {folder / FILE}: keep it private; resuming the run needs it"
-
-
-def progress() -> Progress:
-    """Create the progress bar. It is disabled when stderr is not a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        RateColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
-class RateColumn(ProgressColumn):
-    """Rounds per second."""
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:.2f}/s" if task.speed else "–/s", style="progress.data.speed")

@@ -6,8 +6,10 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -48,10 +50,27 @@ def tensor_views(buffer: Tensor, like: Tensors) -> Tensors:
 
 
 def end_with_parent() -> None:
-    """Exit this process when its parent ends for any reason, since nothing else reads its results."""
+    """Exit this process when its parent ends for any reason, since nothing else reads its results.
+
+    SIGTERM ends it too. A fork would otherwise handle the signal like its parent.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+@contextmanager
+def ctrl_c_is_for_parent() -> Iterator[None]:
+    """Processes that are started in this context do not receive SIGINT, which a terminal sends to children too.
+
+    The parent receives it at the end of the context at the latest, and ends them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _exit_after(parent: BaseProcess) -> None:

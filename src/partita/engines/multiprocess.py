@@ -25,7 +25,7 @@ from partita.core.rounds import ClientFailure
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
 from partita.core.update import Update
-from partita.engines.ipc import end_with_parent, receive, send, shared_buffer, tensor_views
+from partita.engines.ipc import ctrl_c_is_for_parent, end_with_parent, receive, send, shared_buffer, tensor_views
 from partita.engines.simulation import SimulationEngine, chunks
 from partita.storage.client_store import MemoryStore
 
@@ -87,7 +87,8 @@ class MultiprocessEngine:
             parent_end, worker_end = context.Pipe()
             args = worker_end, build or (lambda: engine), _device(engine, number), buffer
             self.processes.append(context.Process(target=_serve, args=args, daemon=True))
-            self.processes[-1].start()
+            with ctrl_c_is_for_parent():
+                self.processes[-1].start()
             worker_end.close()  # so that a worker's death closes the pipe
             self.workers.append(parent_end)
 

@@ -36,7 +36,6 @@ from partita.privacy.membership import Array, best_guesses, confidence_of, likel
 from partita.storage import checkpoint
 from partita.storage.client_store import DiskStore, MemoryStore
 
-AUDIT = "audit.json"
 CLIENTS, EXAMPLES = 50, 500  # limits for the attacks on the finished run: clients, and examples per data set of each
 DELTA = 1e-5  # delta of the bound on epsilon, if the run makes no privacy claim
 
@@ -83,7 +82,7 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Findings:
     findings["attacks"] |= _on_result(experiment, folder, saved)
     if canaries:
         findings |= _on_training(experiment, canaries, shadows, findings["attacks"])
-    run_folder.write_json(folder / AUDIT, findings)
+    run_folder.write_json(folder / run_folder.AUDIT, findings)
     return findings
 
 

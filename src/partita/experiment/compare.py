@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from partita.core.options import format_value
-from partita.engines.ipc import end_with_parent
+from partita.engines.ipc import ctrl_c_is_for_parent, end_with_parent
 from partita.experiment import run_folder
-from partita.experiment.config import Config, ConfigError, load
+from partita.experiment.config import Config, ConfigError, load, settings_by_key
+from partita.experiment.run_names import method_label, overrides_of, split_methods
+from partita.experiment.runner import check_same_run, start, start_or_resume
 from partita.storage.safe_text import label_folder
 
 Planned = tuple[Path, Config]
 MAX_SEEDS = 10_000
 
 
-def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: Path) -> list[Planned]:
+@dataclass(frozen=True)
+class Status:
+    """How far a comparison has come.
+
+    Attributes:
+        rounds: Rounds that all runs together have recorded.
+        finished: The runs that finished since the last status.
+    """
+
+    rounds: int
+    finished: tuple[Planned, ...] = ()
+
+
+def expand(
+    config: Path, changes: Iterable[str], methods: str, seeds: int, out: Path, overwrite: bool = False
+) -> list[Planned]:
     """Expand a comparison into its runs. All are checked before the first one starts.
 
     Args:
@@ -31,50 +47,58 @@ def expand(config: Path, changes: Iterable[str], methods: str, seeds: int, out: 
         methods: Comma-separated methods with options, such as "fedavg,fedprox(mu=0.1)".
         seeds: Number of seeds, counting up from the config's seed.
         out: Parent folder of all runs.
+        overwrite: Whether existing runs will be replaced.
 
     Returns:
         (run folder, config) of each run.
 
     Raises:
         ConfigError: If an argument cannot be read, or two runs would share a folder.
-        RunFolderError: If a folder already holds another experiment.
+        RunFolderError: If a folder already holds another run; with `overwrite`, if one is not a run folder.
     """
     if not 1 <= seeds <= MAX_SEEDS:
         raise ConfigError(f"--seeds is {seeds}; it must be from 1 to {MAX_SEEDS:,}")
     planned: list[Planned] = []
-    for spec in _specs(methods):
-        settings = load(config, [*changes, "method={}", *_overrides(spec)])
+    for spec in split_methods(methods):
+        settings = _settings(config, changes, spec)
         for seed in range(settings.seed, settings.seed + seeds):
-            folder = out / label_folder(spec) / f"seed-{seed}"
-            planned.append((folder, replace(settings, seed=seed, label=spec)))
+            folder = out / label_folder(settings.label) / f"seed-{seed}"
+            planned.append((folder, replace(settings, seed=seed)))
     if shared := [folder for folder, times in Counter(folder for folder, _ in planned).items() if times > 1]:
         raise ConfigError(f"two of --methods '{methods}' would share the folder {shared[0]}; remove one of them")
     for folder, settings in planned:
-        _check_same(folder, settings)
+        if overwrite:
+            run_folder.refuse_others(folder)
+        elif (folder / run_folder.CONFIG).exists():
+            check_same_run(settings, folder)
     return planned
 
 
-def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
+def compare_all(planned: list[Planned], jobs: int, overwrite: bool = False) -> Iterator[Status]:
     """Run all planned runs, resuming those already started.
 
     Args:
         planned: The runs.
         jobs: Maximum number of runs in parallel.
+        overwrite: Replace existing runs instead of resuming them.
 
     Yields:
-        The total number of finished rounds, every half second or when a run ends.
+        The status, every half second.
 
     Raises:
         OSError: If the process of a run died. Any other error of a run is raised again with its label and seed.
     """
-    unfinished = [(folder, settings) for folder, settings in planned if not run_folder.finished(folder)]
+    unfinished = [(folder, settings) for folder, settings in planned if overwrite or not run_folder.finished(folder)]
     if not unfinished:
         return
     jobs = min(jobs, len(unfinished))
     threads = max(1, (os.cpu_count() or 1) // jobs)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent)
+    others = multiprocessing.active_children()
+    stamps = {folder: run_folder.changed_at(folder) for folder, _ in planned} if overwrite else {}
     try:
-        futures = {pool.submit(_run_one, folder, settings, threads): settings for folder, settings in unfinished}
+        with ctrl_c_is_for_parent():
+            futures = {pool.submit(_run_one, *run, threads, overwrite): run for run in unfinished}
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
@@ -86,44 +110,36 @@ def compare_all(planned: list[Planned], jobs: int) -> Iterator[int]:
                         "the process of a run died (out of memory?); start the comparison again to continue"
                     ) from error
                 except Exception as error:
-                    settings = futures[future]
+                    _, settings = futures[future]
                     error.args = (f"{settings.label}, seed {settings.seed}: {error}", *error.args[1:])
                     raise
-            yield sum(run_folder.count_rows(folder) for folder, _ in planned)
+            # The rows of runs that are still to be replaced do not count.
+            counted = [
+                folder for folder, _ in planned if not overwrite or run_folder.changed_at(folder) != stamps[folder]
+            ]
+            yield Status(sum(map(run_folder.count_rows, counted)), tuple(futures[future] for future in done))
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.terminate()  # do not wait for the run's end; the rounds it has saved are kept
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _run_one(folder: Path, settings: Config, threads: int) -> None:
-    from partita.experiment.runner import resume, start
-
+def _run_one(folder: Path, settings: Config, threads: int, overwrite: bool) -> None:
     settings = replace(settings, engine=replace(settings.engine, threads=settings.engine.threads or threads))
-    started = (folder / run_folder.CONFIG).exists()
-    for _ in resume(load(folder / run_folder.CONFIG), folder) if started else start(settings, folder):
+    for _ in start(settings, folder, overwrite=True) if overwrite else start_or_resume(settings, folder):
         pass
 
 
-def _check_same(folder: Path, settings: Config) -> None:
-    """Check that an existing run has the same config. Only the engine settings may differ."""
-    path = folder / run_folder.CONFIG
-    if path.exists():
-        run_folder.verify(folder)
-        recorded = load(path)
-        if replace(recorded, engine=settings.engine) != replace(settings, engine=settings.engine):
-            raise run_folder.RunFolderError(f"{folder} holds another experiment; delete it or choose another --out")
-
-
-def _specs(methods: str) -> list[str]:
-    """Split 'fedavg, fedprox(mu=0.1, x=2)' at the commas outside parentheses."""
-    specs = [spec.strip() for spec in re.findall(r"[^,()]+(?:\([^)]*\))?", methods)]
-    if not specs or "".join(specs).count("(") != methods.count("("):
-        raise ConfigError(f"cannot read --methods {format_value(methods)}; write it as in 'fedavg,fedprox(mu=0.1)'")
-    return specs
-
-
-def _overrides(spec: str) -> list[str]:
-    """Turn a spec into overrides. An option without a dot is the method's, as in 'lora(rank=4, training.lr=0.1)'."""
-    name, _, options = spec.partition("(")
-    given = [option.strip() for option in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", options.rstrip(")"))]
-    overrides = [option if "." in option.partition("=")[0] else f"method.{option}" for option in given if option]
-    return [f"method.name={name.strip()}", *overrides]
+def _settings(config: Path, changes: Iterable[str], spec: str) -> Config:
+    """Load the config of one method. Its label shows all that the method's options change."""
+    own, other = overrides_of(spec)
+    settings, old = load(config, [*changes, "method={}", *own, *other]), dict[str, str]()
+    with suppress(ValueError):  # the other options may be needed to make the config valid; then the label shows all
+        old = settings_by_key(load(config, [*changes, "method={}", *own])) if other else {}
+    new = settings_by_key(settings)
+    keys = dict.fromkeys(".".join(option.partition("=")[0].strip().split(".")[:2]) for option in other)
+    changed = {key: new[key] for key in keys if key in new and old.get(key) != new[key]}
+    return replace(settings, label=method_label(settings.method, changed))

@@ -37,6 +37,7 @@ from partita.core.options import (
 )
 from partita.core.settings import Training
 from partita.engines.attackers import AttackKind
+from partita.experiment.run_names import method_label, method_options, option_text
 from partita.privacy.guard import PrivacyConfig
 
 Processes = Annotated[int, Range(low=1, high=1024)]
@@ -168,7 +169,9 @@ class Config:
     model: Table = field(default_factory=lambda: {"name": "vit"})
     seed: Annotated[Seed, "random seed for all draws"] = 0
     rounds: Annotated[int, Range(low=1, high=10**6), "number of rounds"] = 20
-    label: Annotated[Text, "name of the run in tables; defaults to the method's name"] = ""
+    label: Annotated[
+        Text, "name of the run in tables; by default, the method with the options that are not defaults"
+    ] = ""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     federation: FederationConfig = field(default_factory=FederationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -220,6 +223,36 @@ def schema() -> dict[str, dict[str, Option]]:
             shared = common if table == "split" else {}
             tables[f"{table} {name}"] = {**options_of(import_from_registry(index, name, table), given), **shared}
     return tables
+
+
+def settings_by_key(config: Config) -> dict[str, str]:
+    """Return every setting as a text by its dotted key. Values that mean the same have the same text."""
+    texts: dict[str, str] = {}
+    for key, value in _drop_none(dataclasses.asdict(config)).items():
+        if isinstance(value, Mapping):
+            known = _options_in(key, value)
+            hints = {name: known[name].hint if name in known else Any for name in value}
+            texts |= {f"{key}.{name}": option_text(item, hints[name]) for name, item in value.items()}
+        else:
+            texts[key] = option_text(value)
+    return texts
+
+
+def _options_in(key: str, table: Table) -> Mapping[str, Option]:
+    if key in _TABLES:
+        return options_of(_TABLES[key])
+    if key == "method":
+        return method_options(table["name"])
+    _, index, given = _NAMED[key]
+    common = options_of(data.split, _OF_EVERY_SPLIT) if key == "split" else {}
+    return {**options_of(import_from_registry(index, table["name"], key), given), **common}
+
+
+def differences(one: Config, other: Config) -> list[str]:
+    """Say which settings differ and how, one text each. Starts of the same run may differ in the engine's settings."""
+    left, right = settings_by_key(one), settings_by_key(other)
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key) and not key.startswith("engine.")]
+    return [f"{key} is {left.get(key, 'not set')} there and {right.get(key, 'not set')} here" for key in keys]
 
 
 def load(path: Path, changes: Iterable[str] = ()) -> Config:
@@ -304,7 +337,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
         model=_filled(config.model, "model"),
     )
     config.training.build()
-    return dataclasses.replace(config, label=config.label or config.method["name"])
+    return dataclasses.replace(config, label=config.label or method_label(config.method))
 
 
 def _filled_method(table: Table) -> Table:

@@ -21,9 +21,10 @@ from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
 from partita.experiment.builder import build, client_names, makes_secret
-from partita.experiment.config import SITES_OWN, Config, load, shared_digest
+from partita.experiment.config import SITES_OWN, Config, differences, load, shared_digest
 from partita.experiment.gc_freeze import importing
 from partita.experiment.round_log import Row
+from partita.experiment.run_names import default_folder
 from partita.experiment.runner import prepare, restore, restore_secret, run_rounds
 from partita.privacy.secret import load_or_save
 from partita.storage.atomic_files import write
@@ -71,7 +72,7 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
             "clients": clients or len(population),
             "deadline": 600.0,
             "patience": math.inf,
-            "folder": str(Path("runs", f"{label_folder(settings.label)}-seed-{settings.seed}").resolve()),
+            "folder": str(default_folder(settings.label, settings.seed).resolve()),
             "sites": str(Path("runs", "sites").resolve()),
             "set": "",
         },
@@ -236,9 +237,9 @@ def _required(settings: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def _check_same(config: Config, recorded: Config, folder: Path) -> None:
-    if replace(recorded, engine=config.engine) != config:
+    if differing := differences(recorded, config):
         raise run_folder.RunFolderError(
-            f"{folder} holds a run of another config; choose another folder in the run config"
+            f"{folder} holds a run of another config: {differing[0]}; choose another folder in the run config"
         )
 
 

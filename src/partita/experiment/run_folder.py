@@ -6,9 +6,12 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shutil
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from partita.privacy import secret
 from partita.storage import atomic_files
 from partita.storage.atomic_files import (
     DamageError,
@@ -31,10 +35,10 @@ from partita.storage.atomic_files import (
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
 CHECKSUMS, CHECKPOINTS, CLIENTS = "checksums.json", "checkpoints", "clients"
-PRIVACY = "privacy.json"  # the privacy guarantee and its noise multiplier
+PRIVACY, AUDIT, REPORT, LOCK = "privacy.json", "audit.json", "report.html", ".lock"
 EXTENSION = "extension.json"  # only while files are replaced to extend the run
 IDENTITY = "run"  # entry in the checksums of an extended run: its identity, which is that of the shorter run
-OUTDATED = (RESULT, "audit.json")  # files about the run as it was before an extension
+OUTDATED = (RESULT, AUDIT)  # files about the run as it was before an extension
 REMEDY = "restore it from a copy, or start a new run in another folder"
 
 
@@ -214,6 +218,87 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return read_json(path) if os.path.lexists(path) else None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run or a part of one."""
+    states = (folder / CHECKPOINTS, *(folder / CLIENTS).glob("*"))
+    return any(os.path.lexists(folder / name) for name in (CONFIG, ROWS)) or any(map(list_checksummed, states))
+
+
+def changed_at(folder: Path) -> int | None:
+    """Return when a run's config was written, in nanoseconds; None if there is none. It differs for another run."""
+    try:
+        return (folder / CONFIG).stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def describe(folder: Path) -> str:
+    """Say how far the run in a folder has come, such as "an unfinished run with 3 of 20 rounds saved"."""
+    if os.path.lexists(folder / RESULT):
+        return "a finished run"
+    if (planned := _config(folder).get("rounds")) is None:
+        return "a part of a run"
+    return f"an unfinished run with {saved_rounds(folder)} of {planned} rounds saved"
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the recorded config as it is. It is empty if there is none or it is damaged."""
+    try:
+        return tomllib.loads(atomic_files.read(folder / CONFIG).decode())
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def refuse_run(folder: Path) -> None:
+    """Raise RunFolderError if a folder already holds a run."""
+    if not holds_run(folder):
+        return
+    ways = ["choose another folder with --out"]
+    if _config(folder):
+        ways.insert(0, "replace it with --overwrite")
+        if not os.path.lexists(folder / RESULT):
+            ways.insert(0, "continue it with --resume")
+    raise RunFolderError(f"{folder} already holds {describe(folder)}; {', or '.join(ways)}")
+
+
+def refuse_others(folder: Path) -> None:
+    """Raise RunFolderError if a folder has content that is not a run's, so that nothing of it may be overwritten.
+
+    A run leaves a lock. Its config has all keys, and `remove_run` deletes it last.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    complete = {"label", "seed", "rounds", "method", "engine"} <= _config(folder).keys()
+    if not os.path.lexists(folder / LOCK) or (holds_run(folder) and not complete):
+        raise RunFolderError(
+            f"{folder} is not a run folder; --overwrite replaces only runs, so choose another folder with --out"
+        )
+
+
+def remove_run(folder: Path) -> None:
+    """Delete the files of a run, and nothing else. The folder must be locked.
+
+    A crash leaves a folder that can be resumed or overwritten: the result goes first and the config last.
+    """
+    refuse_others(folder)
+    if not holds_run(folder):
+        return
+    (folder / RESULT).unlink(missing_ok=True)
+    for states in (folder / CHECKPOINTS, *(folder / CLIENTS).glob("*"), folder / CLIENTS):
+        for path in list_checksummed(states):
+            path.unlink()
+        _remove_if_empty(states)
+    for name in (EXTENSION, ROWS, AUDIT, REPORT, PRIVACY, str(secret.FILE), PLAN, ENVIRONMENT, CHECKSUMS, CONFIG):
+        (folder / name).unlink(missing_ok=True)
+    _remove_if_empty(folder / secret.FILE.parent)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if all(re.fullmatch(r"\..+\.\d+\.part", name) for name in os.listdir(folder)):  # of writers that were killed
+            shutil.rmtree(folder)
+
+
 def environment(device: torch.device, **chosen: object) -> dict[str, str]:
     """Return what the results may depend on besides the config.
 
@@ -247,7 +332,7 @@ def lock(folder: Path) -> Iterator[None]:
         DiskError: If the folder cannot be written.
     """
     # On a file system without flock, the fallback would be a lock file that a killed process leaves behind.
-    file_lock = FileLock(folder / ".lock", blocking=False, fallback_to_soft=False)
+    file_lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)

@@ -19,7 +19,8 @@ from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import extension, run_folder
 from partita.experiment.builder import Experiment, build, build_engine, makes_secret
-from partita.experiment.config import Config
+from partita.experiment.config import Config, differences, load
+from partita.experiment.reply_counter import OnReply, ReplyCounter
 from partita.experiment.round_log import Row, log_round, restore_summaries, stages
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
@@ -28,32 +29,35 @@ from partita.storage.atomic_files import read_json
 from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
 
 
-def start(config: Config, folder: Path) -> Iterator[Row]:
+def start(config: Config, folder: Path, overwrite: bool = False, on_reply: OnReply | None = None) -> Iterator[Row]:
     """Start a run in a new folder and yield one row per round.
 
+    Args:
+        config: The experiment.
+        folder: The run folder.
+        overwrite: Delete the run that the folder holds. This happens when the new run is ready to start.
+        on_reply: Called for every client that replies.
+
     Raises:
-        RunFolderError: If the folder already holds a run.
+        RunFolderError: If the folder already holds a run; with `overwrite`, if it is not a run folder.
     """
-    if any(
-        (folder / name).exists()
-        for name in (run_folder.CONFIG, run_folder.ROWS, run_folder.CHECKPOINTS, run_folder.CLIENTS)
-    ):
-        raise run_folder.RunFolderError(
-            f"{folder} already holds a run; resume it with 'partita resume {folder}', or choose another folder"
-        )
+    if overwrite:
+        run_folder.refuse_others(folder)
+    else:
+        run_folder.refuse_run(folder)
     experiment = build(config)
     with run_folder.lock(folder):
+        if overwrite:
+            run_folder.remove_run(folder)
         prepare(experiment, folder)
-        with _engine_and_store(experiment, DiskStore(folder / run_folder.CLIENTS, experiment.device, {})) as (
-            engine,
-            store,
-        ):
+        disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, {})
+        with _engine_and_store(experiment, disk, on_reply) as (engine, store):
             yield from run_rounds(
                 experiment, folder, engine, store, initial_server(experiment.run, experiment.model), 0
             )
 
 
-def resume(config: Config, folder: Path, rounds: int | None = None) -> Iterator[Row]:
+def resume(config: Config, folder: Path, rounds: int | None = None, on_reply: OnReply | None = None) -> Iterator[Row]:
     """Resume a run from its newest checkpoint and yield one row per round.
 
     The result is the same as without the interruption, and as if the run had been started with `rounds` rounds.
@@ -62,6 +66,7 @@ def resume(config: Config, folder: Path, rounds: int | None = None) -> Iterator[
         config: The run's config, from its folder.
         folder: The run folder.
         rounds: The number of rounds to extend the run to; None to leave it as it is.
+        on_reply: Called for every client that replies.
 
     Raises:
         ExtensionError: If the run cannot be extended exactly.
@@ -82,8 +87,44 @@ def resume(config: Config, folder: Path, rounds: int | None = None) -> Iterator[
         saved = restore_all(experiment, folder)
         disk = DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states)
         disk.rewind(saved.done)
-        with _engine_and_store(experiment, disk) as (engine, store):
+        with _engine_and_store(experiment, disk, on_reply) as (engine, store):
             yield from run_rounds(experiment, folder, engine, store, saved.server, saved.done)
+
+
+def start_or_resume(config: Config, folder: Path, on_reply: OnReply | None = None) -> Iterator[Row]:
+    """Start a run, or resume it if the folder holds this very run. Yield one row per round; none if it is finished.
+
+    If the config has more rounds than the recorded run, the run is extended.
+
+    Raises:
+        RunFolderError: If the folder holds another run. The engine's settings may differ; the recorded ones are used.
+        ExtensionError: If the run cannot be extended exactly.
+    """
+    if not (folder / run_folder.CONFIG).exists():
+        return start(config, folder, on_reply=on_reply)
+    run_folder.complete_extension(folder)
+    planned = load(folder / run_folder.CONFIG).rounds
+    recorded = check_same_run(replace(config, rounds=planned), folder)
+    if run_folder.finished(folder) and config.rounds == planned:
+        return iter(())
+    return resume(recorded, folder, config.rounds, on_reply)
+
+
+def check_same_run(config: Config, folder: Path) -> Config:
+    """Check that a run folder holds the run of this config, apart from the engine, and return the recorded config.
+
+    Raises:
+        RunFolderError: If it holds another run.
+    """
+    run_folder.verify(folder)
+    recorded = load(folder / run_folder.CONFIG)
+    if differing := differences(recorded, config):
+        more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
+        raise run_folder.RunFolderError(
+            f"{folder} holds another run: {', '.join(differing[:3])}{more}; replace it with --overwrite, or choose "
+            "another folder with --out"
+        )
+    return recorded
 
 
 def restore_secret(config: Config, folder: Path) -> Key | None:
@@ -180,18 +221,25 @@ def _restore_spending(experiment: Experiment, guard: PrivacyGuard, folder: Path)
 
 
 @contextmanager
-def _engine_and_store(experiment: Experiment, disk: DiskStore) -> Iterator[tuple[Engine, ClientStore]]:
+def _engine_and_store(
+    experiment: Experiment, disk: DiskStore, on_reply: OnReply | None
+) -> Iterator[tuple[Engine, ClientStore]]:
+    """Build the engine, with its workers if there are several, and the store of the clients' state."""
     config = experiment.config.engine
     store: ClientStore = disk if config.client_state == "disk" else MemoryStore(disk)
     engine = build_engine(experiment, store)
+
+    def counted(engine: Engine) -> Engine:
+        return ReplyCounter(engine, experiment.run, on_reply) if on_reply else engine
+
     if config.workers == 1:
-        yield engine, store
+        yield counted(engine), store
         return
     rebuild = None
     if experiment.device.type == "cuda":
         rebuild = partial(rebuild_engine, _resolved(experiment), experiment.run.secret)
     with closing(MultiprocessEngine(engine, config.workers, rebuild)) as workers:
-        yield workers, store
+        yield counted(workers), store
 
 
 def rebuild_engine(config: Config, secret: Key | None) -> SimulationEngine:

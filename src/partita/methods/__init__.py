@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from partita.core.method import Method, compose
 from partita.core.options import OptionError, format_name, import_from_registry, validate_options
+
+if TYPE_CHECKING:
+    from partita.core.method import Method
 
 INDEX = {
     "fedavg": "partita.methods.fedavg:fedavg",
@@ -113,6 +115,8 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
                 f"{format_name(f'method.{key}')} {problem} in '{name}'; compose them in Python with partita.compose"
             )
     shares = [{key: options[key] for key in signature(part).parameters if key in options} for part in parts.values()]
+    from partita.core.method import compose  # imports torch, which the index and the cards do not need
+
     return compose(*(_make(part, share) for part, share in zip(parts.values(), shares, strict=True)))
 
 

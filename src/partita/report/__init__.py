@@ -1,7 +1,7 @@
 """Tables, figures and an HTML page from recorded runs. Matplotlib and scipy are imported lazily."""
 
 from partita.report.comparison import Comparison
-from partita.report.load import ReportError, RunRecord, find, load_run, read_metric
+from partita.report.load import ReportError, RunRecord, find, load_run, load_runs, read_metric
 from partita.report.page import page
 from partita.report.plots import picture
 from partita.report.render import to_json, to_markdown, to_text
@@ -14,6 +14,7 @@ __all__ = [
     "compare",
     "find",
     "load_run",
+    "load_runs",
     "page",
     "picture",
     "read_metric",

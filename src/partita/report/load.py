@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from partita.storage import atomic_files
 
 Row = Mapping[str, Any]
 MAX_NUMBER = 1e100  # sums of squares up to this size stay finite
+COMPUTING = ("engine.", "checkpoint.")  # settings that say how a run is computed
 MAX_DEPTH = 20  # maximum nesting of tables in a config
 
 
@@ -62,7 +65,7 @@ def load_run(folder: Path | str) -> RunRecord:
     for needed in ("config.toml", "rows.jsonl"):
         if not os.path.lexists(folder / needed):
             raise ReportError(f"'{folder}' is not a run folder: it has no {needed}; give the folder of one run")
-    config = _config(folder / "config.toml")
+    config = read_config(folder / "config.toml")
     plan = _json(folder / "plan.json", schema.PLAN)
     return RunRecord(
         label=str(config["label"]),
@@ -77,6 +80,78 @@ def load_run(folder: Path | str) -> RunRecord:
         privacy=_json(folder / "privacy.json", schema.PRIVACY),
         audit=_json(folder / "audit.json", schema.AUDIT),
     )
+
+
+def load_runs(folders: Iterable[Path | str]) -> list[RunRecord]:
+    """Load all runs at or below some folders, with labels that tell runs with different settings apart.
+
+    A run that is found twice counts once. If two folders hold the same run and one of them is finished, the finished
+    one is used, and a warning names the other.
+
+    Raises:
+        ReportError: If there is no run at or below a folder, or a run cannot be loaded.
+    """
+    paths = {path.resolve(): path for folder in folders for path in find(folder)}
+    return tell_apart([load_run(path) for path in paths.values()])
+
+
+def tell_apart(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Give runs with the same label and seed but different settings different labels: 'fedavg, training.lr=0.1'.
+
+    All runs of such a label get the settings that differ among them. Of equal runs, the finished one is kept.
+    """
+    by_name: dict[str, list[RunRecord]] = {}
+    for record in records:
+        by_name.setdefault(record.label, []).append(record)
+    labels: dict[Path, str] = {}
+    for label, runs in by_name.items():
+        if len({run.seed for run in runs}) == len(runs):
+            continue
+        kept = _without_unfinished_copies(runs)
+        keys = _distinguishing(kept) if len({run.seed for run in kept}) < len(kept) else []
+        for run in kept:
+            texts = [f"{key}={value}" for key, value in settings(run).items() if key in keys]
+            labels[run.folder] = ", ".join([label, *texts])
+        dropped = {run.folder for run in runs} - {run.folder for run in kept}
+        records = [record for record in records if record.folder not in dropped]
+    return [replace(record, label=labels.get(record.folder, record.label)) for record in records]
+
+
+def _without_unfinished_copies(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Leave out each unfinished run of which a finished one exists, and say so."""
+    finished = {(run.seed, *_identity(run)): run.folder for run in runs if run.finished}
+    kept = []
+    for run in runs:
+        copy = finished.get((run.seed, *_identity(run)))
+        if run.finished or copy is None:
+            kept.append(run)
+        else:
+            warnings.warn(
+                f"left out '{run.folder}', which is unfinished: '{copy}' is the same run, finished", stacklevel=2
+            )
+    return kept
+
+
+def _identity(run: RunRecord) -> tuple[tuple[str, str], ...]:
+    """Return the settings that make a run what it is, without those that only say how it is computed."""
+    return tuple((key, value) for key, value in settings(run).items() if not key.startswith(COMPUTING))
+
+
+def _distinguishing(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the settings that differ among runs: as few as tell the runs of each seed apart."""
+    known = [settings(run) for run in runs]
+    keys = dict.fromkeys(chain(*known))
+    differing = [key for key in keys if any(values.get(key) != known[0].get(key) for values in known)]
+    own = [key for key in differing if not key.startswith(COMPUTING)]
+    # Another dataset has other options too, but its name says enough.
+    named = tuple(key.removesuffix("name") for key in own if key.endswith(".name"))
+    short = [key for key in own if key.endswith(".name") or not key.startswith(named)]
+
+    def separates(keys: Sequence[str]) -> bool:
+        seen = {(run.seed, *(values.get(key) for key in keys)) for run, values in zip(runs, known, strict=True)}
+        return len(seen) == len(runs)
+
+    return next((keys for keys in (short, own, differing) if separates(keys)), differing)
 
 
 def read_metric(folder: Path | str) -> Metric:
@@ -99,7 +174,8 @@ def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
     return next(iter(known), ACCURACY)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the recorded config of a run; ReportError if it is not in the expected form."""
     try:
         config = tomllib.loads(atomic_files.read(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -168,7 +244,7 @@ def by_label(records: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
         if record.seed in repeats:
             raise ReportError(
                 f"two runs are called '{record.label}' with seed {record.seed}: '{repeats[record.seed].folder}' and "
-                f"'{record.folder}'; give one of them another label, or leave it out"
+                f"'{record.folder}'; leave one of them out, delete it, or give it another label"
             )
         repeats[record.seed] = record
     if not groups:
