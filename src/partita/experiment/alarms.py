@@ -1,4 +1,7 @@
-"""Alarms from what the server sees of each round: uninformative layer choices, outlying updates, skipped rounds."""
+"""Alarms from what the server sees of each round.
+
+They tell of uninformative layer choices, outlying updates, skipped rounds, and a model that predicts a single class.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Literal
 from partita.core.model import Model, layer_number, layer_tag
 from partita.core.rounds import RoundResult
 from partita.core.tensors import Names
+from partita.evaluation import Evaluation
 
 SHORT_WINDOW = 3  # consecutive rounds before an alarm on scores or on the number of senders per layer
 LONG_WINDOW = 8  # consecutive rounds before an alarm on layers that no client chose
@@ -33,7 +37,14 @@ class RoundSummary:
 class Alarm:
     """A sign of trouble in a round, with a suggested remedy in `text`."""
 
-    kind: Literal["attention collapse", "layer starvation", "aggregation mismatch", "outlying update", "skipped round"]
+    kind: Literal[
+        "attention collapse",
+        "layer starvation",
+        "aggregation mismatch",
+        "outlying update",
+        "skipped round",
+        "one predicted class",
+    ]
     round: int
     text: str
 
@@ -78,6 +89,25 @@ def _skipped(result: RoundResult) -> Alarm | None:
     if result.skipped is None:
         return None
     return Alarm("skipped round", result.number, f"{result.skipped}; the server state did not change")
+
+
+def check_test(round: int, tested: Evaluation, classes: Sequence[str]) -> list[Alarm]:
+    """Return the alarm of a model that predicts the same class for the whole central test set.
+
+    Args:
+        round: Number of the round.
+        tested: The evaluation on the central test set.
+        classes: Names of the classes.
+    """
+    if tested.constant is None:
+        return []
+    shown = " and ".join(f"'{classes[place]}'" for place in tested.constant[:NAMED])
+    shown += f" and {len(tested.constant) - NAMED} more" if len(tested.constant) > NAMED else ""
+    text = (
+        f"the model predicts {shown or 'no label'} for the whole test set, so its scores only tell how frequent that "
+        "is; train for more rounds or steps, change training.lr, or check the clients' labels"
+    )
+    return [Alarm("one predicted class", round, text)]
 
 
 def check_window(window: Sequence[RoundSummary], layers: Sequence[str]) -> list[Alarm]:

@@ -30,7 +30,7 @@ from partita.storage.atomic_files import (
 )
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
-CHECKSUMS, CHECKPOINTS, CLIENTS = "checksums.json", "checkpoints", "clients"
+SPLIT, CHECKSUMS, CHECKPOINTS, CLIENTS = "split.json", "checksums.json", "checkpoints", "clients"
 REMEDY = "restore it from a copy, or start a new run in another folder"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build, build_engine, makes_secret
 from partita.experiment.config import Config
 from partita.experiment.round_log import Row, log_round, restore_summaries, stages
+from partita.experiment.split_record import describe_split
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
 from partita.storage import checkpoint
@@ -76,7 +78,7 @@ def restore_secret(config: Config, folder: Path) -> Key | None:
 
 
 def prepare(experiment: Experiment, folder: Path) -> None:
-    """Write the files that are known before the first round: config, environment, plan, privacy and checksums."""
+    """Write what is known before the first round: config, environment, plan, split, privacy and checksums."""
     if makes_secret(experiment.config):
         assert experiment.run.secret is not None
         (folder / secret.FILE).unlink(missing_ok=True)  # left over from a run that was stopped before its first round
@@ -88,6 +90,11 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     metric = {"name": primary.name, "higher_is_better": primary.higher_is_better}
     run_folder.write_json(folder / run_folder.PLAN, {"metric": metric, "stages": stages(experiment)})
     written = [run_folder.CONFIG, run_folder.ENVIRONMENT, run_folder.PLAN]
+    # Under privacy, exact counts of what clients hold are withheld.
+    held = None if experiment.guard else describe_split(experiment.federation)
+    if held:
+        run_folder.write(folder / run_folder.SPLIT, (json.dumps(held) + "\n").encode())
+        written.append(run_folder.SPLIT)
     if experiment.guard:
         run_folder.write_json(folder / PRIVACY, {**experiment.guard.about(), "secret": _fingerprint(experiment)})
         written += [PRIVACY, *([str(secret.FILE)] if makes_secret(experiment.config) else [])]
