@@ -34,6 +34,9 @@ Changes = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 Report = Annotated[bool, typer.Option("--report", help="Also write the HTML report.")]
+MetricName = Annotated[
+    str | None, typer.Option("--metric", help="Recorded metric to compare. Default: the task's own.")
+]
 
 
 @app.command()
@@ -42,14 +45,16 @@ def run(
     changes: Changes = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/LABEL-seed-N.")] = None,
     report: Report = False,
+    metric: MetricName = None,
 ) -> None:
     """Run one experiment and record it in a run folder."""
     settings = _load(config, changes)
+    _check_metric(metric)
     from partita.experiment.runner import start
 
     folder = out or Path("runs") / f"{label_folder(settings.label)}-seed-{settings.seed}"
     follow(start(settings, folder), settings, folder, 0)
-    _print_comparison([folder], folder / "report.html" if report else None)
+    _print_comparison([folder], folder / "report.html" if report else None, metric=metric)
 
 
 @app.command()
@@ -113,10 +118,12 @@ def compare(
     report: Report = False,
     as_json: Json = False,
     markdown: Markdown = False,
+    metric: MetricName = None,
 ) -> None:
     """Run several methods with several seeds and compare them in one table."""
     from partita.experiment.compare import compare_all, expand
 
+    _check_metric(metric)
     folders = expand(config, changes or (), methods, seeds, out)
     total = sum(settings.rounds for _, settings in folders)
     with progress() as bar:
@@ -124,7 +131,12 @@ def compare(
         for done in compare_all(folders, jobs or os.cpu_count() or 1):
             bar.update(task, completed=done)
     _print_comparison(
-        [folder for folder, _ in folders], out / "report.html" if report else None, target, as_json, markdown
+        [folder for folder, _ in folders],
+        out / "report.html" if report else None,
+        target,
+        as_json,
+        markdown,
+        metric=metric,
     )
 
 
@@ -225,7 +237,7 @@ def report_command(
     against: Annotated[
         str | None, typer.Option(help="Label of the baseline for differences. Default: fedavg, else the first label.")
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="Recorded metric to compare. Default: the task's own.")] = None,
+    metric: MetricName = None,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
@@ -318,6 +330,15 @@ def _load(config: Path, changes: list[str] | None = None) -> Config:
         from partita.experiment.config import load
 
         return load(config, changes or ())
+
+
+def _check_metric(metric: str | None) -> None:
+    """Refuse a metric that no task has, before anything runs."""
+    from partita.core.options import OptionError, closest_match
+    from partita.evaluation.metrics import METRIC_NAMES
+
+    if metric is not None and metric not in METRIC_NAMES:
+        raise OptionError(f"--metric is '{metric}', which no task has; {closest_match(metric, METRIC_NAMES)}")
 
 
 def _print_comparison(

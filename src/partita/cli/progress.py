@@ -63,7 +63,8 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
                 raised = row.get("alarms", {})
                 for kind in sorted(raised.keys() - known):  # print an alarm once while it persists
                     bar.console.print(f"round {row['round']}: {kind}: {raised[kind]}", style="yellow", markup=False)
-                known = set(raised)
+                # An alarm on the test persists over the rounds without one.
+                known = set(raised) | (set() if row["test"] else known & {"one predicted class"})
         except BaseException as error:
             if kept := saved_rounds(folder):
                 error.add_note(f"{kept} rounds are saved in {folder}; continue with: partita resume {folder}")

@@ -242,6 +242,15 @@ class Regression:
         return None
 
 
+METRIC_NAMES = tuple(
+    dict.fromkeys(
+        metric.name
+        for evaluator in (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
+        for metric in evaluator.metrics
+    )
+)
+
+
 class _MeanPerToken:
     """Turns per-example mean losses into the mean over all tokens."""
 

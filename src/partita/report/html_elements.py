@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from partita.report.plot_style import Style, svg
+from partita.report.plot_style import PointTitles, Style, svg
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
@@ -57,7 +57,12 @@ def line_sample(style: Style) -> str:
     return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true">{line}</svg>'
 
 
-def html_figure(name: str, figure: Figure | None, head: str, caption: str) -> str:
+def collapsible(summary: str, content: str) -> str:
+    """Return content that a click on its summary shows."""
+    return f"<details><summary>{escape(summary)}</summary>\n{content}</details>\n"
+
+
+def html_figure(name: str, figure: Figure | None, head: str, caption: str, titles: PointTitles | None = None) -> str:
     """Return a figure with its caption; nothing if there is no figure.
 
     Args:
@@ -65,10 +70,11 @@ def html_figure(name: str, figure: Figure | None, head: str, caption: str) -> st
         figure: The figure, or None.
         head: The bold start of the caption, also the text for screen readers.
         caption: The rest of the caption.
+        titles: Texts that a browser shows for points; see `plot_style.svg`.
     """
     if figure is None:
         return ""
-    drawing = svg(figure, name).replace("<svg", f'<svg role="img" aria-label="{escape(head)}"', 1)
+    drawing = svg(figure, name, titles).replace("<svg", f'<svg role="img" aria-label="{escape(head)}"', 1)
     return (
         f'<figure id="{name}">\n<div class="wide">{drawing}</div>\n'
         f"<figcaption><b>{escape(head)}</b> {escape(caption)}</figcaption>\n</figure>\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations, groupby, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from partita.report.comments import ONE_CLASS
 from partita.report.load import Row, RunRecord, by_label
 from partita.report.metric import MISSING
 from partita.report.plot_style import new_figure, shorten, style_axes, whole_rounds
@@ -37,6 +39,27 @@ def shares(runs: Sequence[RunRecord]) -> dict[int, dict[int, float]]:
     return {layer: {done: fmean(choices) for done, choices in by.items() if choices} for layer, by in sent.items()}
 
 
+def chooses_layers(runs: Sequence[RunRecord]) -> bool:
+    """Return whether clients chose layers, so that they sent less than the plan allows."""
+    return any(row.get("chosen") is not None for run in runs for row in run.rows)
+
+
+def shares_sent(runs: Sequence[RunRecord], first: int, last: int) -> dict[str, float]:
+    """Return how often layers and parameters were sent from round `first` to `last`, over all seeds.
+
+    Returns:
+        The fraction of clients and rounds for each layer, and the fraction of rounds for each parameter by name: of a
+        parameter outside the layers it is only known whether any client sent it.
+    """
+    rows = [row for run in runs for row in run.rows if first <= row["round"] <= last]
+    choices = [set(chosen) for row in rows for chosen in (row.get("chosen") or {}).values()]
+    by_layer = Counter(layer for chosen in choices for layer in chosen)
+    by_name = Counter(name for row in rows for name in row.get("up") or ())
+    return {name: times / len(rows) for name, times in by_name.items()} | {
+        layer: times / len(choices) for layer, times in by_layer.items()
+    }
+
+
 def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:
     """Return the mean Jaccard overlap of a client's choice with its previous one, and of two clients in a round."""
     over_rounds, over_clients = [], []
@@ -50,10 +73,11 @@ def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:
 
 
 def alarms_raised(records: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield one line for each alarm and each run of consecutive rounds in which it lasted."""
+    """Yield one line for each alarm and each series of rounds in which it lasted. Some are only checked by tests."""
     for record in records:
         for kind in sorted({kind for row in record.rows for kind in row.get("alarms", {})}):
-            for raised, group in groupby(record.rows, lambda row, kind=kind: kind in row.get("alarms", {})):  # type: ignore[misc]
+            checked = [row for row in record.rows if kind != ONE_CLASS or row.get("test")]
+            for raised, group in groupby(checked, lambda row, kind=kind: kind in row.get("alarms", {})):  # type: ignore[misc]
                 rows = list(group)
                 if raised:
                     rounds_shown = " to ".join(map(str, sorted({rows[0]["round"] + 1, rows[-1]["round"] + 1})))
