@@ -114,8 +114,13 @@ def caveats(
 def _one_class(label: str, runs: list[RunRecord]) -> list[str]:
     """Warn of models that predict one class in the last tested round."""
     last = [next((row for row in reversed(run.rows) if row.get("test")), {}) for run in runs]
-    texts = [text for row in last if (text := row.get("alarms", {}).get(ONE_CLASS))]
-    return [f"{label}: predicts one class in {len(texts)} of {len(runs)} runs: {texts[0]}."] if texts else []
+    count = sum(ONE_CLASS in row.get("alarms", {}) for row in last)
+    if not count:
+        return []
+    return [
+        f"{label}: predicts one class in {count} of {len(runs)} runs: there, scores only tell how frequent that class "
+        "is in the test set; the alarm says which class, and what to try."
+    ]
 
 
 def _paired_caveats(first: list[RunRecord], runs: list[RunRecord], difference: Difference) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,11 @@ def escape(text: str) -> str:
     return html.escape(printable(text))
 
 
+def breakable(text: str) -> str:
+    """Escape text and allow line breaks inside long words, after punctuation marks."""
+    return re.sub(r"(?<=\w[,(./+_])(?=[^\s\d])", "<wbr>", escape(text))
+
+
 def preformatted(text: str) -> str:
     """Return text with its line breaks."""
     return "<pre>" + "\n".join(map(escape, text.split("\n"))) + "</pre>"
@@ -25,8 +31,8 @@ def preformatted(text: str) -> str:
 
 def html_table(headings: Sequence[str], body: Iterable[Sequence[str]], kind: str = "text") -> str:
     """Return a table with the given headings and body. `kind` is its CSS class."""
-    top = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>\n" for cells in body)
+    top = "".join(f"<th>{breakable(heading)}</th>" for heading in headings)
+    rows = "".join(f"<tr>{''.join(f'<td>{breakable(str(cell))}</td>' for cell in cells)}</tr>\n" for cells in body)
     return (
         f'<div class="wide"><table class="{kind}"><thead><tr>{top}</tr></thead>\n'
         f"<tbody>\n{rows}</tbody></table></div>\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 from partita.report import sections
 from partita.report.comparison import Comparison
 from partita.report.html_elements import (
+    breakable,
     escape,
     html_list,
     html_table,
@@ -139,7 +140,7 @@ def _comparison_table(shown: Sequence[Column], label_styles: Mapping[str, Style]
             f"<td{edge}>{value_with_spread(column.cells[row])}</td>" for edge, column in zip(edges, rest, strict=True)
         )
         body.append(
-            f'<tr><th scope="row" class="name">{line_sample(label_styles[label])}{escape(label)}</th>{cells}</tr>\n'
+            f'<tr><th scope="row" class="name">{line_sample(label_styles[label])}{breakable(label)}</th>{cells}</tr>\n'
         )
     return (
         f'<div class="wide"><table>\n<thead><tr class="group">{groups}</tr>'
@@ -155,9 +156,9 @@ def _settings(records: Sequence[RunRecord]) -> str:
     differing = [key for key in keys if len({values.get(key) for values in flat.values()}) > 1]
     parts = ["<section>\n<h2>Settings</h2>\n"]
     if differing:
-        body = [(label, *(values.get(key, "–") for key in differing)) for label, values in flat.items()]
+        body = [(key, *(values.get(key, "–") for values in flat.values())) for key in differing]
         parts.append("<p>Settings that differ between the labels, for the first seed of each.</p>\n")
-        parts.append(html_table(("label", *differing), body))
+        parts.append(html_table(("setting", *flat), body))
     for label, runs in groups.items():
         seeds = ", ".join(str(run.seed) for run in runs)
         many = "seeds" if len(runs) > 1 else "seed"

@@ -128,7 +128,7 @@ def split_section(records: Sequence[RunRecord]) -> str:
     )
     tables = "".join(
         collapsible(
-            f"Clients' examples: {', '.join(split.labels)}, seed {split.seed}",
+            f"Clients' examples: {split.title(len(shown) == 1)}",
             html_table(
                 ("client", "train", "validation", "test", *(["labels in train"] if split.classes else [])),
                 split_figure.split_rows(split),
@@ -162,7 +162,7 @@ def layers_section(records: Sequence[RunRecord]) -> str:
 
 def alarms_section(records: Sequence[RunRecord]) -> str:
     """Return the section with the alarms; "" if there were none."""
-    lines = list(layer_selection.alarms_raised(records))
+    lines = layer_selection.alarms_raised(records)
     return f"<section>\n<h2>Alarms</h2>\n{html_list(lines)}</section>\n" if lines else ""
 
 
@@ -270,7 +270,7 @@ def _sent_layers(plan: plan_stages.PlanStages) -> str:
         key=_by_number,
     )
     share = plan.shares_sent(whole)
-    told = [f"{layer.removeprefix('layer.')} {share({'layer': layer}):.0%}" for layer in layers[:LAYERS_LISTED]]
+    told = [f"{layer.removeprefix('layer.')} ({share({'layer': layer}):.0%})" for layer in layers[:LAYERS_LISTED]]
     more = f" and {len(layers) - LAYERS_LISTED} more layers" if len(layers) > LAYERS_LISTED else ""
     return f"Clients sent each layer in this share of their rounds: {', '.join(told)}{more}." if told else ""
 

@@ -31,6 +31,10 @@ class Split:
     classes: Sequence[str]
     clients: Sequence[Mapping[str, Any]]  # at most MAX_CLIENTS
 
+    def title(self, only: bool) -> str:
+        """Name the runs with this split. If it is the only one, its labels need no names."""
+        return f"seed {self.seed}" if only else f"{', '.join(self.labels)}, seed {self.seed}"
+
 
 def splits(records: Sequence[RunRecord]) -> list[Split]:
     """Return the splits of each label's first seed that recorded one. Labels with equal splits are grouped."""
@@ -47,7 +51,8 @@ def splits(records: Sequence[RunRecord]) -> list[Split]:
 
 def split_grid(records: Sequence[RunRecord]) -> Figure | None:
     """Draw a panel per split: bars of training examples by client, above a heat map of the classes they belong to."""
-    shown = splits(records)[:PANELS]
+    every = splits(records)
+    shown = every[:PANELS]
     if not shown:
         return None
     heights = [_grid_height(split) for split in shown]
@@ -62,7 +67,7 @@ def split_grid(records: Sequence[RunRecord]) -> Figure | None:
             _draw_labels(grid, split)
         else:
             bars = part.subplots(1, 1)
-        _draw_sizes(bars, split)
+        _draw_sizes(bars, split, split.title(len(every) == 1))
         bars.tick_params(labelbottom=not split.classes)
         bottom = grid if split.classes else bars
         count = len(split.clients)
@@ -82,12 +87,12 @@ def _grid_height(split: Split) -> float:
     return min(4.5, 0.4 + 0.17 * classes) if classes else 0.0
 
 
-def _draw_sizes(axes: Axes, split: Split) -> None:
+def _draw_sizes(axes: Axes, split: Split, title: str) -> None:
     sizes = [client["train"] for client in split.clients]
     axes.bar(range(len(sizes)), sizes, width=0.8, color=COLORS[0])
     style_axes(axes, "", "training\nexamples")
     axes.set_xlim(-0.6, len(sizes) - 0.4)
-    axes.set_title(shorten(", ".join(split.labels), 90) + f"  (seed {split.seed})", loc="left", fontsize=9, color=INK)
+    axes.set_title(shorten(title, 100), loc="left", fontsize=9, color=INK)
 
 
 def _draw_labels(axes: Axes, split: Split) -> None:
