@@ -96,6 +96,8 @@ def _draw_sizes(axes: Axes, split: Split, title: str) -> None:
 
 
 def _draw_labels(axes: Axes, split: Split) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     classes = split.classes[:MAX_CLASSES]
     counts = [[client["labels"][place] for client in split.clients] for place in range(len(classes))]  # (class, client)
     image = axes.imshow(counts, aspect="auto", cmap="Blues", interpolation="none", vmin=0)
@@ -108,7 +110,7 @@ def _draw_labels(axes: Axes, split: Split) -> None:
     )
     if not named:
         axes.set_ylabel(f"{len(classes)} classes", fontsize=9, color=INK)
-    bar = axes.figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)
+    bar = axes.figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, ticks=MaxNLocator(nbins=5, integer=True))
     bar.ax.tick_params(labelsize=7.5, colors=INK)
 
 
