@@ -21,6 +21,7 @@ LONG_WINDOW = 8  # consecutive rounds before an alarm on layers that no client c
 MIN_SPREAD = 0.05  # layer scores are uninformative if their range is below this fraction of the largest
 MIN_SHARE = 3  # with fewer clients, a layer with one sender or an update with a large norm is not suspicious
 OUTLIER_RATIO = 10.0  # an update is an outlier above this multiple of the median norm; honest clients stay below it
+FIRST_TEST = 5  # rounds before an alarm on predictions: a model with a new head often predicts one class at first
 NAMED = 5  # maximum number of clients named in an alarm
 
 
@@ -91,15 +92,16 @@ def _skipped(result: RoundResult) -> Alarm | None:
     return Alarm("skipped round", result.number, f"{result.skipped}; the server state did not change")
 
 
-def check_test(round: int, tested: Evaluation, classes: Sequence[str]) -> list[Alarm]:
+def check_test(round: int, rounds: int, tested: Evaluation, classes: Sequence[str]) -> list[Alarm]:
     """Return the alarm of a model that predicts the same class for the whole central test set.
 
     Args:
         round: Number of the round.
+        rounds: Number of rounds of the run.
         tested: The evaluation on the central test set.
         classes: Names of the classes.
     """
-    if tested.constant is None:
+    if tested.constant is None or round + 1 < min(FIRST_TEST, rounds):
         return []
     shown = " and ".join(f"'{classes[place]}'" for place in tested.constant[:NAMED])
     shown += f" and {len(tested.constant) - NAMED} more" if len(tested.constant) > NAMED else ""
