@@ -164,21 +164,19 @@ def test_one_predicted_class_raises_an_alarm_after_the_first_rounds() -> None:
     assert "'a' and 'b'" in check_test(7, 8, Evaluation({}, (0, 1)), classes)[0].text
 
 
-@pytest.mark.parametrize(("unit", "lr", "expected"), [(None, 1e-6, True), ("client", 1e-6, True), (None, 0.3, False)])
-def test_model_that_hardly_trains_raises_the_alarm_in_its_rows(
-    unit: str | None, lr: float, expected: bool, tmp_path: Path
-) -> None:
-    """An untrained model gives every image the class that its head prefers. A trained one does not."""
+@pytest.mark.parametrize("unit", [None, "client"])
+def test_model_that_hardly_trains_raises_the_alarm_in_its_rows(unit: str | None, tmp_path: Path) -> None:
+    """An untrained model gives every image the class that its head prefers."""
     config: dict[str, Any] = {
         "rounds": 3,
         "data": {"name": "synthetic", "examples": 60, "size": 4, "test_examples": 30, "classes": 2, "noise": 0.1},
         "split": {"name": "iid", "clients": 2},
         "model": {"name": "vit", "layers": 1, "width": 8, "heads": 2, "patch": 2},
-        "training": {"lr": lr, "steps": 20, "optimizer": "sgd", "batch_size": 8},
+        "training": {"lr": 1e-6, "steps": 1, "optimizer": "sgd", "batch_size": 8},
         "method": {"name": "fedavg"},
         "evaluate": {"every": 2, "personal_every": 0},
     }
     private = {} if unit is None else {"privacy": {"unit": unit, "noise": 1.0, "accountant": "rdp"}}
     rows = list(start(parse({**config, **private}), tmp_path / "run"))
     raised = ["one predicted class" in row.get("alarms", {}) for row in rows]
-    assert raised == [False, False, expected], rows[-1]["test"]
+    assert raised == [False, False, True], rows[-1]["test"]
