@@ -182,7 +182,7 @@ class Skeleton(HTMLParser):
 
 ALLOWED = """
 html head meta title style body main header h1 h2 h3 p dl div dt dd section table thead tbody tr th td small svg line ul
-li b figure figcaption details summary span pre defs g path text tspan use rect image clippath a
+li b figure figcaption details summary span pre defs g path text tspan use rect image clippath a wbr
 """
 
 
