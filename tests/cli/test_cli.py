@@ -58,7 +58,8 @@ def test_run_command_writes_records_and_a_report(run_partita: Shell, config: Pat
     code, out, err = run_partita("run", "-c", config, "--out", tmp_path / "run", "--report")
     assert code == 0
     assert "fedfrozen" in out
-    assert err == "", "no progress output without a terminal"
+    other = [line for line in err.splitlines() if "one predicted class" not in line]  # so small a model may raise it
+    assert other == [], "no progress output without a terminal"
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         "config.toml", "environment.json", "rows.jsonl", "plan.json", "result.json", "report.html", "checkpoints",
     }  # fmt: skip

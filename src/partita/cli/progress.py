@@ -62,7 +62,8 @@ def follow(rows: Iterator[dict[str, Any]], settings: Config, folder: Path, done:
                     bar.console.print(lost, style="yellow", markup=False)
                 raised = row.get("alarms", {})
                 for kind in sorted(raised.keys() - known):  # print an alarm once while it persists
-                    bar.console.print(f"round {row['round']}: {kind}: {raised[kind]}", style="yellow", markup=False)
+                    alarm = f"round {row['round']}: {kind}: {raised[kind]}"
+                    bar.console.print(alarm, style="yellow", markup=False, soft_wrap=True)
                 # An alarm on the test persists over the rounds without one.
                 known = set(raised) | (set() if row["test"] else known & {"one predicted class"})
         except BaseException as error:
