@@ -58,7 +58,8 @@ def test_run_command_writes_records_and_a_report(run_partita: Shell, config: Pat
     code, out, err = run_partita("run", "-c", config, "--out", tmp_path / "run", "--report")
     assert code == 0
     assert "fedfrozen(warmup=2)" in out
-    assert [line.partition(",")[0] for line in err.splitlines()] == [
+    other = [line for line in err.splitlines() if "one predicted class" not in line]  # so small a model may raise it
+    assert [line.partition(",")[0] for line in other] == [
         f"fedfrozen(warmup=2): round {number}/4" for number in range(1, 5)
     ]
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {

@@ -166,10 +166,14 @@ def test_run_resumes_or_overwrites_on_request(run_partita: Shell, config: Path, 
     code, out, err = run_partita(*words, "--resume")
     assert (code, err) == (0, "")
     assert "is finished; nothing to resume" in out
-    code, _, err = run_partita(*words, "--resume", "--rounds", 4)
+    code, _, err = run_partita(*words, "--resume", "--set", "training.lr=0.5")
     assert code == 1
-    assert "holds another run: rounds is 3 there and 4 here" in err
+    assert "holds another run: training.lr is " in err
     assert len(err.splitlines()) == 1
+    assert run_partita(*words, "--resume", "--rounds", 4)[0] == 0
+    assert run_folder.count_rows(tmp_path / "run") == 4
+    code, _, err = run_partita(*words, "--resume")
+    assert (code, "not cut to 3" in err) == (1, True)
     assert run_partita(*words, "--overwrite", "--rounds", 2)[0] == 0
     assert run_folder.count_rows(tmp_path / "run") == 2
     assert (tmp_path / "run" / "environment.json").read_bytes() != first

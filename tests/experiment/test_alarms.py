@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ from torch import Tensor
 from partita.core.data import Batch
 from partita.core.model import layer_tags
 from partita.core.tensors import Tensors
-from partita.experiment.alarms import LONG_WINDOW, SHORT_WINDOW, Alarm, RoundSummary, check_window, summarize
+from partita.evaluation import Evaluation
+from partita.experiment.alarms import (
+    LONG_WINDOW,
+    SHORT_WINDOW,
+    Alarm,
+    RoundSummary,
+    check_test,
+    check_window,
+    summarize,
+)
+from partita.experiment.config import parse
+from partita.experiment.runner import start
 from partita.methods.fedavg import fedavg
 from partita.methods.safl import safl
 from partita.testing.toy import ToyTransformer
@@ -139,3 +151,32 @@ def test_summary_keeps_noisy_scores_as_sent() -> None:
         assert torch.tensor(list(scores.values())).norm() == pytest.approx(1)
         best = max(scores, key=lambda layer: scores[layer])
         assert found.sent[client] == {best}
+
+
+def test_one_predicted_class_raises_an_alarm_after_the_first_rounds() -> None:
+    stuck, classes = Evaluation({}, (1,)), ("a", "b")
+    assert [bool(check_test(round, 8, stuck, classes)) for round in range(8)] == [False] * 4 + [True] * 4
+    assert [bool(check_test(round, 2, stuck, classes)) for round in range(2)] == [False, True], "the last round counts"
+    assert check_test(7, 8, Evaluation({}), classes) == []
+    [alarm] = check_test(7, 8, stuck, classes)
+    assert "predicts 'b' for the whole test set" in alarm.text
+    assert "predicts no label for" in check_test(7, 8, Evaluation({}, ()), classes)[0].text
+    assert "'a' and 'b'" in check_test(7, 8, Evaluation({}, (0, 1)), classes)[0].text
+
+
+@pytest.mark.parametrize("unit", [None, "client"])
+def test_model_that_hardly_trains_raises_the_alarm_in_its_rows(unit: str | None, tmp_path: Path) -> None:
+    """An untrained model gives every image the class that its head prefers."""
+    config: dict[str, Any] = {
+        "rounds": 3,
+        "data": {"name": "synthetic", "examples": 60, "size": 4, "test_examples": 30, "classes": 2, "noise": 0.1},
+        "split": {"name": "iid", "clients": 2},
+        "model": {"name": "vit", "layers": 1, "width": 8, "heads": 2, "patch": 2},
+        "training": {"lr": 1e-6, "steps": 1, "optimizer": "sgd", "batch_size": 8},
+        "method": {"name": "fedavg"},
+        "evaluate": {"every": 2, "personal_every": 0},
+    }
+    private = {} if unit is None else {"privacy": {"unit": unit, "noise": 1.0, "accountant": "rdp"}}
+    rows = list(start(parse({**config, **private}), tmp_path / "run"))
+    raised = ["one predicted class" in row.get("alarms", {}) for row in rows]
+    assert raised == [False, False, True], rows[-1]["test"]

@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,6 +190,31 @@ def test_file_of_another_run_is_named_or_does_not_change_the_result(
         assert_same(folder, runs["whole"])
     else:
         assert path.name in err or put.name in err, err
+
+
+def test_damaged_split_is_named_on_resume(tmp_path: Path) -> None:
+    """Private runs record no split, so this is a run without privacy."""
+    half = half_done_run(replace(settings("fedavg"), privacy=None), tmp_path / "half")
+    for kind, damage in DAMAGE.items():
+        folder = Path(shutil.copytree(half, tmp_path / kind))
+        path = folder / run_folder.SPLIT
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(DamageError, match=re.escape(str(path))):
+            next(resume(load(folder / run_folder.CONFIG), folder))
+    (half / run_folder.SPLIT).unlink()
+    with pytest.raises(DamageError, match=r"split\.json is missing"):
+        next(resume(load(half / run_folder.CONFIG), half))
+
+
+def test_run_of_an_earlier_version_without_a_split_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(settings("fedavg"), privacy=None)
+    finish_run(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("partita.experiment.runner.describe_split", lambda federation: None)
+        old = half_done_run(config, tmp_path / "old")
+    finish_run(config, old)
+    assert not (old / run_folder.SPLIT).exists()
+    assert_same(old, tmp_path / "whole")
 
 
 def test_missing_client_state_is_refused_on_resume(runs: dict[str, Path], tmp_path: Path) -> None:

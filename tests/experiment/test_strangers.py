@@ -182,7 +182,7 @@ class Skeleton(HTMLParser):
 
 ALLOWED = """
 html head meta title style body main header h1 h2 h3 p dl div dt dd section table thead tbody tr th td small svg line ul
-li b figure figcaption details summary span pre defs g path text tspan use rect image clippath a
+li b figure figcaption details summary span pre defs g path text tspan use rect image clippath a wbr
 """
 
 
@@ -202,6 +202,13 @@ def write_run_with_name(root: Path, name: str, place: int) -> Path:
     for stage in plan["stages"]:
         stage |= {"client": name, "rows": [{**stage["rows"][0], "layer": name, "role": name}, *stage["rows"][1:3]]}
     (folder / "plan.json").write_text(json.dumps(plan))
+    held = {
+        "population": 2,
+        "classes": [name, "b"],
+        "clients": [{"name": name, "train": 3, "validation": 0, "test": 1}],
+    }
+    held["clients"][0]["labels"] = [1, 2]  # type: ignore[index]
+    (folder / "split.json").write_text(json.dumps(held))
     (folder / "environment.json").write_text(json.dumps({name: name, "python": "3"}))
     privacy = {"unit": name, "sampling": name, "accountant": name, "noise": 1.0, "clip": 1.0}
     (folder / "privacy.json").write_text(json.dumps(privacy))
@@ -281,7 +288,9 @@ def test_ls_and_errors_print_control_characters_as_text(tmp_path: Path, run_part
 # ---- untrusted run folders
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "config.toml", "plan.json", "environment.json", "audit.json"])
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "config.toml", "plan.json", "split.json", "environment.json", "audit.json"]
+)
 def test_report_refuses_symlinked_run_files(name: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path, "a", 0, rounds=2)
     (folder / name).unlink(missing_ok=True)
@@ -342,6 +351,21 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a number for a table": ("rows.jsonl", lambda path: path.write_text('{"round": 0, "test": 7}\n')),
     "no layers": ("rows.jsonl", lambda path: path.write_text('{"round": 0, "chosen": {"a": ["layer.x"]}}\n')),
     "a strange metric": ("plan.json", lambda path: path.write_text('{"metric": {"name": "$\\\\frac{"}}')),
+    "deep split": ("split.json", lambda path: path.write_text('{"clients":' * 100_000)),
+    "a split that is none": ("split.json", lambda path: path.write_text('{"population": 3, "clients": [{"name": 1}]}')),
+    "labels of no class": (
+        "split.json",
+        lambda path: path.write_text(
+            '{"population": 1, "classes": ["a"], "clients": '
+            '[{"name": "c0", "train": 1, "validation": 0, "test": 0, "labels": [1, 2]}]}'
+        ),
+    ),
+    "a negative size": (
+        "split.json",
+        lambda path: path.write_text(
+            '{"population": 1, "clients": [{"name": "c0", "train": -1, "validation": 0, "test": 0}]}'
+        ),
+    ),
     "a plan that is none": ("plan.json", lambda path: path.write_text('{"stages": [{"first": 0}]}')),
 }
 

@@ -199,6 +199,22 @@ def test_withhold_empties_only_withheld_keys() -> None:
     assert row == before, "the given row is not modified"
 
 
+def test_alarm_on_the_central_test_is_kept_under_client_level_privacy() -> None:
+    alarms = {"one predicted class": "the model predicts '1'", "outlying update": "the update norm of c1"}
+    assert withhold({"alarms": alarms}, "client") == {"alarms": {"one predicted class": "the model predicts '1'"}}
+    assert withhold({"alarms": alarms}, "example") == {"alarms": alarms}
+
+
+@pytest.mark.parametrize("unit", ["example", "client"])
+def test_private_run_records_no_split(unit: str, tmp_path: Path) -> None:
+    run_one_round(tmp_path / "plain", {"name": "fedavg"})
+    run_one_round(tmp_path / "private", {"name": "fedavg"}, **PRIVACY[unit])
+    assert (tmp_path / "plain" / "split.json").exists()
+    assert not (tmp_path / "private" / "split.json").exists()
+    page = report.page([report.load_run(tmp_path / "private")], tmp_path / "page.html").read_text()
+    assert "a private run does not record its clients&#x27; numbers of examples and labels" in page
+
+
 def test_privacy_record_lists_uncovered_and_withheld_quantities() -> None:
     for unit in ("example", "client"):
         found = disclosed(unit)

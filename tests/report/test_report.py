@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
 import math
 import os
@@ -24,6 +25,8 @@ from scipy import stats
 
 from partita import report
 from partita.report import ReportError, RunRecord, compare, find, load_run, page, picture
+from partita.report.html_elements import breakable
+from partita.report.layer_selection import alarms_raised
 from partita.report.metric import ACCURACY, Metric
 from partita.report.plan_stages import STATUSES, changes, plan_grid, plans, status
 from partita.report.plot_style import styles, svg
@@ -35,7 +38,7 @@ from partita.report.plots import (
     metric_by_round,
     personal_by_client,
 )
-from partita.report.render import columns
+from partita.report.render import columns, score_columns
 from partita.report.tables import holm, worst_tenth
 
 LABELS = ("fedavg", "fedprox", "fedfrozen")
@@ -491,8 +494,9 @@ def test_every_output_format_has_every_number(records: list[RunRecord]) -> None:
     assert plain["lines"][1]["difference"]["p"] == comparison.lines[1].difference.p  # type: ignore[union-attr]
     text, markdown = report.to_text(comparison), report.to_markdown(comparison)
     table = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(LABELS)
-    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    assert len(table) == 2 * (2 + len(LABELS)), "the comparison and all scores"
+    for part in (table[: len(table) // 2], table[len(table) // 2 :]):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in part}) == 1
     for column in columns(comparison):
         for cell in column.cells:
             assert cell in text
@@ -621,7 +625,7 @@ def test_figures_name_the_extra_when_matplotlib_is_missing(
 class Reader(HTMLParser):
     """Collects ids, links and text, and fails on mismatched tags."""
 
-    VOID = frozenset({"meta", "br", "use", "path", "line", "rect", "image", "circle"})
+    VOID = frozenset({"meta", "br", "use", "path", "line", "rect", "image", "circle", "wbr"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -697,6 +701,119 @@ def test_page_escapes_labels_and_reasons(tmp_path: Path) -> None:
     assert label in reader.text
     assert reason in reader.text
     assert "<c> (seed 0, round 1)" in reader.text
+
+
+def test_clients_are_named_in_figures_and_tables(tmp_path: Path) -> None:
+    name = '<script>alert(1)</script> & "b"'
+
+    def edit(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "drift": {}, "personal": {"accuracy": {name: 0.25, "c10": 0.75, "c9": 0.5}}}
+
+    local = as_local_only(load_run(write_run(tmp_path, "alone", 0, rounds=2, edit=edit)))
+    record = load_run(write_run(tmp_path, "a", 0, rounds=2, edit=edit))
+    text = page([local, record], tmp_path / "page.html").read_text()
+    assert parse_page(text).tags.count("script") == 0
+    shown = [html.unescape(title) for title in re.findall(r"<title>([^<]*)</title></use>", text)]
+    strip = [f"{name}, seed 0: 25.0%", "c9, seed 0: 50.0%", "c10, seed 0: 75.0%"]
+    assert shown[:6] == strip * 2, "sorted by value, a strip per label"
+    assert sorted(shown[6:]) == sorted(f"{client}, seed 0: +0.0" for client in (name, "c9", "c10"))
+    table = text[text.index("of each client on its own test set") :]
+    assert re.findall(r"<td>([^<]*)</td>", table)[:9] == [
+        html.escape(name), "25.0", "25.0", "c9", "50.0", "50.0", "c10", "75.0", "75.0",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "collapsed"), [(12, False), (13, True)])
+def test_long_tables_of_clients_are_collapsed(count: int, collapsed: bool, tmp_path: Path) -> None:
+    own = {f"c{number}": number / count for number in range(count)}
+    run = write_run(tmp_path, "a", 0, rounds=2, edit=lambda row: {**row, "personal": {"accuracy": own}})
+    text = page([load_run(run)], tmp_path / "page.html").read_text()
+    assert ("<summary>Accuracy, % of each client" in text) == collapsed
+
+
+def test_all_recorded_scores_are_shown_in_every_format(tmp_path: Path) -> None:
+    runs = []
+    for label, lift in (("a", 0.0), ("b", 0.1)):
+        for seed in range(2):
+            scores = {"accuracy": 0.5 + lift, "macro_f1": 0.2 + lift + 0.1 * seed, "loss": 2.0 - seed}
+            edit = lambda row, scores=scores: {**row, "test": scores, "personal": None}  # noqa: E731
+            runs.append(load_run(write_run(tmp_path, label, seed, rounds=2, edit=edit)))
+    comparison = compare(runs)
+    expected = [("50.0 ± 0.0", "25.0 ± 7.1", "1.50 ± 0.71"), ("60.0 ± 0.0", "35.0 ± 7.1", "1.50 ± 0.71")]
+    shown = score_columns(comparison)
+    assert [column.heading for column in shown] == ["accuracy, %", "macro_f1, %", "loss"]
+    assert list(zip(*(column.cells for column in shown), strict=True)) == expected
+    assert any("lower is better for loss" in comment for comment in comparison.comments)
+    reader = parse_page(page(runs, tmp_path / "page.html").read_text())
+    for text in (report.to_text(comparison), report.to_markdown(comparison), reader.text):
+        assert all(cell in text for line in expected for cell in line)
+    [first, _] = json.loads(report.to_json(comparison))["lines"]
+    assert first["scores"]["macro_f1"] == pytest.approx({"mean": 0.25, "sd": 0.1 / math.sqrt(2)})
+    for metric in ("accuracy", "macro_f1", "loss"):
+        other = compare(runs, metric=metric)
+        assert other.higher_is_better == (metric != "loss")
+        text = page(runs, tmp_path / "page.html", metric=metric).read_text()
+        assert f"{metric.capitalize()} by round." in text
+        figure = metric_by_round(runs, metric)
+        assert figure is not None
+        assert figure.axes[0].get_ylabel().startswith(f"test {metric}")
+
+
+def test_one_metric_needs_no_table_of_all_scores(tmp_path: Path) -> None:
+    comparison = compare([make_record(tmp_path, "a", 0, [0.1, 0.5])])
+    assert score_columns(comparison) == []
+    assert "All scores" not in report.to_text(comparison)
+
+
+def test_one_class_models_are_named_below_the_comparison(tmp_path: Path) -> None:
+    def edit(last: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        def tested(row: dict[str, Any]) -> dict[str, Any]:
+            raised = {"alarms": {"one predicted class": "the model predicts 'x'"}} if last or row["round"] < 2 else {}
+            return {**row, **raised} if row["round"] % 2 else {**row, "test": None}
+
+        return tested
+
+    runs = [
+        load_run(write_run(tmp_path, "a", seed, rounds=6, edit=edit(last)))
+        for seed, last in enumerate((True, False, True))
+    ]
+    comments = compare(runs).comments
+    assert [text for text in comments if "predicts one class in 2 of 3 runs: " in text and text.startswith("a: ")]
+    assert alarms_raised(runs) == [
+        "a, one predicted class, seed 0 in rounds 2 to 6; seed 1 in round 2; seed 2 in rounds 2 to 6: "
+        "the model predicts 'x'."
+    ]
+    assert not [text for text in compare(runs[1:2]).comments if "one class" in text], "it learned later"
+
+
+def test_labels_whose_clients_choose_layers_have_their_own_panel(tmp_path: Path) -> None:
+    def choose(row: dict[str, Any]) -> dict[str, Any]:
+        sent = {name: size for name, size in row["up"].items() if name != "embed.weight"}
+        first = ["layer.0"] if row["round"] == 0 else ["layer.1"]
+        return {**row, "up": sent, "chosen": {"c0": first, "c1": ["layer.1"]}, "scores": {}}
+
+    runs = [load_run(write_run(tmp_path, "fedavg", 0, rounds=2))]
+    runs += [load_run(write_run(tmp_path, "safl", seed, rounds=2, edit=choose)) for seed in range(2)]
+    assert [(each.labels, bool(each.choosing)) for each in plans(runs)] == [(["fedavg"], False), (["safl"], True)]
+    figure = plan_grid(runs)
+    assert figure is not None
+    panel = figure.axes[1]
+    assert panel.get_title(loc="left") == "safl\nrounds 1 to 2, as clients chose"
+    sent = matplotlib.colors.to_rgba(STATUSES["trains and goes up"])
+    widths: dict[int, set[float]] = {}
+    for patch in panel.patches:
+        if patch.get_facecolor() == sent:
+            widths.setdefault(round(patch.get_y() + 0.43), set()).add(round(patch.get_width() / 0.9, 3))
+    assert widths == {0: {1.0}, 1: {0.25}, 2: {0.75}}, "the head always, the embedding and two layers never"
+    reader = parse_page(page(runs, tmp_path / "page.html").read_text())
+    assert "share of their rounds: 0 (25%), 1 (75%), 2 (0%), 3 (0%)" in reader.text
+    assert "at most " in reader.text
+
+
+def test_long_labels_may_break_at_punctuation_only() -> None:
+    assert breakable("fedfrozen(warmup=3)") == "fedfrozen(<wbr>warmup=3)"
+    assert breakable("method.max_warmup") == "method.<wbr>max_<wbr>warmup"
+    assert breakable("5 018.5 <b>") == "5 018.5 &lt;b&gt;"
 
 
 def test_page_of_one_run_with_one_round_is_made(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def _describe(folder: Path) -> dict[str, Any]:
         "error": None,
     }
     try:
-        config = read_config(folder / CONFIG)
+        config, _ = read_config(folder / CONFIG)
         row |= {"label": config["label"], "seed": config["seed"], "rounds": f"0/{config.get('rounds', '?')}"}
         if not (folder / "rows.jsonl").exists():  # the run is in its first round, or was stopped in it
             return row

@@ -41,6 +41,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings,
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print every round, with bytes and drift, and how it is computed.")
 ]
+MetricName = Annotated[
+    str | None, typer.Option("--metric", help="Recorded metric to compare. Default: the task's own.")
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -71,6 +74,7 @@ def run(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in the folder first.")] = False,
     report: Report = False,
+    metric: MetricName = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -80,12 +84,13 @@ def run(
         raise ValueError("--resume continues a run and --overwrite deletes it; choose one")
     _check_report_needs(report)
     settings = _load(config, _with_rounds(changes, rounds))
+    _check_metric(metric)
     from partita.experiment import run_folder
     from partita.experiment.run_names import default_folder
     from partita.experiment.runner import start, start_or_resume
 
     folder = out or default_folder(settings.label, settings.seed)
-    if resume and run_folder.finished(folder):
+    if resume and (result := run_folder.finished(folder)) and result.get("rounds") == settings.rounds:
         print(f"{folder} is finished; nothing to resume")
     done = run_folder.saved_rounds(folder) if resume and (folder / run_folder.CONFIG).exists() else None
     follow(
@@ -97,7 +102,7 @@ def run(
         done,
         verbosity,
     )
-    _print_comparison([folder], folder / "report.html" if report else None)
+    _print_comparison([folder], folder / "report.html" if report else None, metric=metric)
 
 
 @app.command()
@@ -181,6 +186,7 @@ def compare(
     report: Report = False,
     as_json: Json = False,
     markdown: Markdown = False,
+    metric: MetricName = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -189,10 +195,16 @@ def compare(
     _check_report_needs(report, paired=seeds > 1)
     from partita.experiment.compare import compare_all, expand
 
+    _check_metric(metric)
     folders = expand(config, _with_rounds(changes, rounds), methods, seeds, out, overwrite)
     follow_all(compare_all(folders, jobs or os.cpu_count() or 1, overwrite), folders, verbosity)
     _print_comparison(
-        [folder for folder, _ in folders], out / "report.html" if report else None, target, as_json, markdown
+        [folder for folder, _ in folders],
+        out / "report.html" if report else None,
+        target,
+        as_json,
+        markdown,
+        metric=metric,
     )
 
 
@@ -294,7 +306,7 @@ def report_command(
     against: Annotated[
         str | None, typer.Option(help="Label of the baseline for differences. Default: fedavg, else the first label.")
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="Recorded metric to compare. Default: the task's own.")] = None,
+    metric: MetricName = None,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
@@ -382,6 +394,15 @@ def _load(config: Path, changes: list[str] | None = None) -> Config:
         from partita.experiment.config import load
 
         return load(config, changes or ())
+
+
+def _check_metric(metric: str | None) -> None:
+    """Refuse a metric that no task has, before anything runs."""
+    from partita.core.options import OptionError, closest_match
+    from partita.evaluation.metrics import METRIC_NAMES
+
+    if metric is not None and metric not in METRIC_NAMES:
+        raise OptionError(f"--metric is '{metric}', which no task has; {closest_match(metric, METRIC_NAMES)}")
 
 
 def _print_comparison(

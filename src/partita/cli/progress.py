@@ -167,7 +167,8 @@ def follow(
                 raised = row.get("alarms", {})
                 for kind in sorted(raised.keys() - known):  # print an alarm once while it persists
                     display.warn(f"{place}: {kind}: {raised[kind]}")
-                known = set(raised)
+                # An alarm on the test persists over the rounds without one.
+                known = set(raised) | (set() if row["test"] else known & {"one predicted class"})
         except BaseException as error:
             begun = resumed is not None or changed_at(folder) != before  # otherwise the folder may hold another run
             kept = saved_rounds(folder)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Examples
@@ -12,9 +14,23 @@ from partita.core.model import Model
 from partita.core.tensors import Tensors
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
 
-__all__ = ["ACCURACY", "EvaluationError", "Evaluator", "Metric", "score"]
+__all__ = ["ACCURACY", "Evaluation", "EvaluationError", "Evaluator", "Metric", "evaluate", "score"]
 
 ACCURACY = Accuracy()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The scores of a model, and whether it predicts the same for all examples.
+
+    Attributes:
+        scores: The scores by name.
+        constant: The classes that the model predicts everywhere, by number; empty if it predicts none of several
+            labels. None if its predictions differ, as they should if the targets do, or if nothing is classified.
+    """
+
+    scores: dict[str, float]
+    constant: tuple[int, ...] | None = None
 
 
 def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY) -> dict[str, float]:
@@ -26,7 +42,51 @@ def score(model: Model, params: Tensors, examples: Examples, evaluator: Evaluato
         examples: The examples to evaluate on.
         evaluator: Computes the scores; `task.kind.evaluator(task.classes)` is the one of a task.
     """
-    return evaluator(_predictions(model, params, examples, evaluator.batch)) if len(examples) else {}
+    return evaluate(model, params, examples, evaluator).scores
+
+
+def evaluate(model: Model, params: Tensors, examples: Examples, evaluator: Evaluator = ACCURACY) -> Evaluation:
+    """Return the scores of a model, and whether it predicts the same for all examples, from one forward pass.
+
+    Args:
+        model: The model.
+        params: All its parameters, on the device to evaluate on.
+        examples: The examples to evaluate on.
+        evaluator: Computes the scores.
+    """
+    if not len(examples):
+        return Evaluation({})
+    seen = _Decisions(evaluator)
+    scores = evaluator(map(seen.add, _predictions(model, params, examples, evaluator.batch)))
+    return Evaluation(scores, seen.constant())
+
+
+class _Decisions:
+    """Watches the batches of one evaluation for predictions that never differ, although the targets do."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self.predicted: Tensor | None = None  # the first decision
+        self.target: Tensor | None = None  # the first target
+        self.differ = self.targets_differ = False
+
+    def add(self, batch: Predictions) -> Predictions:
+        """Look at a batch and return it. Almost always the first batch settles the question."""
+        decisions = None if self.differ else self.evaluator.decisions(batch)
+        if decisions is not None and len(decisions[0]):
+            predicted, targets = decisions
+            if self.predicted is None or self.target is None:
+                self.predicted, self.target = predicted[0], targets[0]
+            self.differ = bool((predicted != self.predicted).any())
+            self.targets_differ = self.targets_differ or bool((targets != self.target).any())
+        return batch
+
+    def constant(self) -> tuple[int, ...] | None:
+        """Return the classes of the only decision; None if there are several, or if one is enough for the targets."""
+        if self.predicted is None or self.differ or not self.targets_differ:
+            return None
+        first = self.predicted.flatten().tolist()
+        return tuple(first) if not self.predicted.ndim else tuple(place for place, on in enumerate(first) if on)
 
 
 @torch.inference_mode()

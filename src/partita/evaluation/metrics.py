@@ -78,6 +78,13 @@ class Evaluator(Protocol):
 
     def __call__(self, batches: Iterator[Predictions]) -> dict[str, float]: ...
 
+    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+        """Return what is predicted and what is true, each (decision, ...); None if nothing is classified.
+
+        A decision is the class of an example or of a token, or the set of labels of an example.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Accuracy:
@@ -95,6 +102,9 @@ class Accuracy:
             loss += float(batch.losses.sum())
             count += len(batch.targets)
         return {"accuracy": right / count, "loss": loss / count}
+
+    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+        return batch.logits.argmax(-1), batch.targets
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,9 @@ class SingleLabel:
             "loss": loss,
         }
 
+    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+        return batch.logits.argmax(-1), batch.targets
+
 
 @dataclass(frozen=True)
 class MultiLabel:
@@ -135,6 +148,9 @@ class MultiLabel:
         logits, targets, loss = _gathered(batches)
         truth = targets.long().numpy()  # (example, class)
         return {**_f1(truth, (logits > 0).long().numpy()), **_auroc(truth, logits.double().numpy()), "loss": loss}
+
+    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+        return (batch.logits > 0).long(), batch.targets.long()  # (example, class)
 
 
 @dataclass(frozen=True)
@@ -180,6 +196,10 @@ class Entities:
         scores = {"accuracy": right / mean.count, "loss": mean.value} if mean.count else {}
         return {**_entity_scores(truths, guesses), **scores}
 
+    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+        valid = batch.targets != IGNORE_INDEX
+        return batch.logits.argmax(-1)[valid], batch.targets[valid]  # (token,)
+
 
 @dataclass(frozen=True)
 class NextToken:
@@ -194,6 +214,9 @@ class NextToken:
         for batch in batches:
             mean.add(batch)
         return {"loss": mean.value, "perplexity": math.exp(mean.value) if mean.value < 700 else math.inf}
+
+    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -214,6 +237,18 @@ class Regression:
             **_r2(errors, targets),
             "loss": loss,
         }
+
+    def decisions(self, batch: Predictions) -> tuple[Tensor, Tensor] | None:
+        return None
+
+
+METRIC_NAMES = tuple(
+    dict.fromkeys(
+        metric.name
+        for evaluator in (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
+        for metric in evaluator.metrics
+    )
+)
 
 
 class _MeanPerToken:

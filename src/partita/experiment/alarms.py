@@ -1,4 +1,7 @@
-"""Alarms from what the server sees of each round: uninformative layer choices, outlying updates, skipped rounds."""
+"""Alarms from what the server sees of each round.
+
+They tell of uninformative layer choices, outlying updates, skipped rounds, and a model that predicts a single class.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from typing import Literal
 from partita.core.model import Model, layer_number, layer_tag
 from partita.core.rounds import RoundResult
 from partita.core.tensors import Names
+from partita.evaluation import Evaluation
 
 SHORT_WINDOW = 3  # consecutive rounds before an alarm on scores or on the number of senders per layer
 LONG_WINDOW = 8  # consecutive rounds before an alarm on layers that no client chose
 MIN_SPREAD = 0.05  # layer scores are uninformative if their range is below this fraction of the largest
 MIN_SHARE = 3  # with fewer clients, a layer with one sender or an update with a large norm is not suspicious
 OUTLIER_RATIO = 10.0  # an update is an outlier above this multiple of the median norm; honest clients stay below it
+FIRST_TEST = 5  # rounds before an alarm on predictions: a model with a new head often predicts one class at first
 NAMED = 5  # maximum number of clients named in an alarm
 
 
@@ -33,7 +38,14 @@ class RoundSummary:
 class Alarm:
     """A sign of trouble in a round, with a suggested remedy in `text`."""
 
-    kind: Literal["attention collapse", "layer starvation", "aggregation mismatch", "outlying update", "skipped round"]
+    kind: Literal[
+        "attention collapse",
+        "layer starvation",
+        "aggregation mismatch",
+        "outlying update",
+        "skipped round",
+        "one predicted class",
+    ]
     round: int
     text: str
 
@@ -78,6 +90,26 @@ def _skipped(result: RoundResult) -> Alarm | None:
     if result.skipped is None:
         return None
     return Alarm("skipped round", result.number, f"{result.skipped}; the server state did not change")
+
+
+def check_test(round: int, rounds: int, tested: Evaluation, classes: Sequence[str]) -> list[Alarm]:
+    """Return the alarm of a model that predicts the same class for the whole central test set.
+
+    Args:
+        round: Number of the round.
+        rounds: Number of rounds of the run.
+        tested: The evaluation on the central test set.
+        classes: Names of the classes.
+    """
+    if tested.constant is None or round + 1 < min(FIRST_TEST, rounds):
+        return []
+    shown = " and ".join(f"'{classes[place]}'" for place in tested.constant[:NAMED])
+    shown += f" and {len(tested.constant) - NAMED} more" if len(tested.constant) > NAMED else ""
+    text = (
+        f"the model predicts {shown or 'no label'} for the whole test set, so its scores only tell how frequent that "
+        "is; train for more rounds or steps, change training.lr, or check the clients' labels"
+    )
+    return [Alarm("one predicted class", round, text)]
 
 
 def check_window(window: Sequence[RoundSummary], layers: Sequence[str]) -> list[Alarm]:

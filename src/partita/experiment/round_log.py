@@ -14,9 +14,9 @@ from partita.core.model import Model, layer_tag, layer_tags, role_tag
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import Engine, RoundResult, make_job
 from partita.core.settings import Run
-from partita.evaluation import score
+from partita.evaluation import evaluate
 from partita.experiment import run_folder
-from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_window, summarize
+from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_test, check_window, summarize
 from partita.experiment.builder import Experiment
 from partita.privacy.disclosure import withhold
 
@@ -44,18 +44,28 @@ def log_round(
     Returns:
         The row, without the values that the privacy guarantee forbids to disclose.
     """
+    tested, events = evaluate_round(experiment, engine, result), _rejections(result)
+    choices = _choices(experiment, result, summaries)
     row = {
         **_outcome(experiment, result, seconds),
-        **evaluate_round(experiment, engine, result),
+        **tested,
         **_spending(experiment, result, signal),
-        **_rejections(result),
-        **_choices(experiment, result, summaries),
+        **events,
+        **choices,
     }
+    raised = [part["alarms"] for part in (tested, events, choices) if "alarms" in part]
+    if raised:
+        row["alarms"] = {kind: text for alarms in raised for kind, text in alarms.items()}
     return withhold(row, experiment.guard.privacy_config.unit) if experiment.guard else row
 
 
 def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult) -> Row:
-    """Evaluate the model on the central test set and the clients' models on their own test sets, if due."""
+    """Evaluate the model on the central test set and the clients' models on their own test sets, if due.
+
+    Returns:
+        "test" and "personal", and "alarms" if the tested model raises one. There is none for clients' own models: a
+        client with few classes may well predict only one.
+    """
     due, run, last = experiment.config.evaluate, experiment.run, result.number + 1 == experiment.run.rounds
     federation, model = experiment.federation, experiment.model
     present = engine.clients()
@@ -65,6 +75,7 @@ def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult) 
         return (make_job(run, model, result.server, result.number, client)[0] for client in clients)
 
     test: dict[str, float] | None = None
+    alarms: Row = {}
     if last or (result.number + 1) % due.every == 0:
         if _personal(run, *make_job(run, model, result.server, result.number, clients[0]), result.server):
             # There is no single model: average the scores of the clients' own models on the central test set.
@@ -74,14 +85,16 @@ def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult) 
             )
             test = _mean(scored) if scored else None
         else:
-            test = score(model, result.server.params, federation.test, experiment.evaluator)
+            tested = evaluate(model, result.server.params, federation.test, experiment.evaluator)
+            test, raised = tested.scores, check_test(result.number, run.rounds, tested, federation.task.classes)
+            alarms = {"alarms": {alarm.kind: alarm.text for alarm in raised}} if raised else {}
     personal: dict[str, dict[str, float]] | None = None
     if due.personal_every and _may_report(experiment) and (last or (result.number + 1) % due.personal_every == 0):
         personal = {}
         for client, scores in engine.evaluate(jobs()):
             for metric, value in scores.items():
                 personal.setdefault(metric, {})[client] = value
-    return {"test": test, "personal": personal}
+    return {"test": test, "personal": personal, **alarms}
 
 
 def _may_report(experiment: Experiment) -> bool:
@@ -154,10 +167,7 @@ def _choices(experiment: Experiment, result: RoundResult, summaries: deque[Round
     return {
         "chosen": {client: sorted(layers) for client, layers in summary.sent.items()},
         "scores": {client: dict(scores) for client, scores in summary.scores.items()},
-        "alarms": {
-            alarm.kind: alarm.text
-            for alarm in (*check_window(list(summaries), layer_tags(experiment.model)), *check_round(result))
-        },
+        "alarms": {alarm.kind: alarm.text for alarm in check_window(list(summaries), layer_tags(experiment.model))},
     }
 
 

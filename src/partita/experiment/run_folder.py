@@ -34,7 +34,7 @@ from partita.storage.atomic_files import (
 )
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
-CHECKSUMS, CHECKPOINTS, CLIENTS = "checksums.json", "checkpoints", "clients"
+SPLIT, CHECKSUMS, CHECKPOINTS, CLIENTS = "split.json", "checksums.json", "checkpoints", "clients"
 PRIVACY, AUDIT, REPORT, LOCK = "privacy.json", "audit.json", "report.html", ".lock"
 EXTENSION = "extension.json"  # only while files are replaced to extend the run
 IDENTITY = "run"  # entry in the checksums of an extended run: its identity, which is that of the shorter run
@@ -288,7 +288,19 @@ def remove_run(folder: Path) -> None:
         for path in list_checksummed(states):
             path.unlink()
         _remove_if_empty(states)
-    for name in (EXTENSION, ROWS, AUDIT, REPORT, PRIVACY, str(secret.FILE), PLAN, ENVIRONMENT, CHECKSUMS, CONFIG):
+    for name in (
+        EXTENSION,
+        ROWS,
+        AUDIT,
+        REPORT,
+        PRIVACY,
+        str(secret.FILE),
+        SPLIT,
+        PLAN,
+        ENVIRONMENT,
+        CHECKSUMS,
+        CONFIG,
+    ):
         (folder / name).unlink(missing_ok=True)
     _remove_if_empty(folder / secret.FILE.parent)
 

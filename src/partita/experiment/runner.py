@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from partita.experiment.builder import Experiment, build, build_engine, makes_se
 from partita.experiment.config import Config, differences, load
 from partita.experiment.reply_counter import OnReply, ReplyCounter
 from partita.experiment.round_log import Row, log_round, restore_summaries, stages
+from partita.experiment.split_record import describe_split
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
 from partita.storage import checkpoint
@@ -133,7 +135,7 @@ def restore_secret(config: Config, folder: Path) -> Key | None:
 
 
 def prepare(experiment: Experiment, folder: Path) -> None:
-    """Write the files that are known before the first round: config, environment, plan, privacy and checksums."""
+    """Write what is known before the first round: config, environment, plan, split, privacy and checksums."""
     if makes_secret(experiment.config):
         assert experiment.run.secret is not None
         (folder / secret.FILE).unlink(missing_ok=True)  # left over from a run that was stopped before its first round
@@ -145,6 +147,10 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     for name, data in derived.items():
         run_folder.write(folder / name, data)
     written = [run_folder.CONFIG, run_folder.ENVIRONMENT, *derived]
+    # Under privacy, exact counts of what clients hold are withheld.
+    if not experiment.guard and (held := describe_split(experiment.federation)):
+        run_folder.write(folder / run_folder.SPLIT, (json.dumps(held) + "\n").encode())
+        written.append(run_folder.SPLIT)
     run_folder.write_checksums(folder, [*written, *([str(secret.FILE)] if makes_secret(experiment.config) else [])])
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from partita.report.comparison import Difference, Line, worse_share
 from partita.report.load import RunRecord, personal, settings
-from partita.report.metric import Metric
+from partita.report.metric import Metric, metric_named
+
+ONE_CLASS = "one predicted class"  # the alarm on such a model
 
 
 def explain_columns(
@@ -52,6 +54,10 @@ def explain_columns(
         )
     if any(line.epsilon is not None for line in lines):
         comments.append("ε: privacy cost of training after the last round, largest over seeds.")
+    if any(len(line.scores) > 1 for line in lines):
+        lower = [name for name in lines[0].scores if metric_named(name, metric).higher_is_better is False]
+        worse = f"; lower is better for {', '.join(lower)}" if lower else ""
+        comments.append(f"all scores: of the last tested round, mean ± sample standard deviation over seeds{worse}.")
     comments.append("client-round: one client sampled in one round, whether or not it answered.")
     comments.append("MB: sent in both directions in a whole run, mean over seeds; 1 MB = 10⁶ bytes.")
     if target is not None:
@@ -97,11 +103,24 @@ def caveats(
             comments.append(f"{label}: {own.count(None)} of {len(own)} personal values are missing and left out.")
         if any(run.privacy.get("repeatable") for run in runs):
             comments.append(f"{label}: anyone can recompute its noise from the seed, so its epsilon is only simulated.")
+        comments += _one_class(label, runs)
         if len(runs) == 1:
             comments.append(f"{label}: one seed, so no spread over seeds.")
         if label != first:
             comments += _paired_caveats(groups[first], runs, differences[label])
     return comments
+
+
+def _one_class(label: str, runs: list[RunRecord]) -> list[str]:
+    """Warn of models that predict one class in the last tested round."""
+    last = [next((row for row in reversed(run.rows) if row.get("test")), {}) for run in runs]
+    count = sum(ONE_CLASS in row.get("alarms", {}) for row in last)
+    if not count:
+        return []
+    return [
+        f"{label}: predicts one class in {count} of {len(runs)} runs: there, scores only tell how frequent that class "
+        "is in the test set; the alarm says which class, and what to try."
+    ]
 
 
 def _paired_caveats(first: list[RunRecord], runs: list[RunRecord], difference: Difference) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from partita.report.metric import Metric
 
@@ -37,6 +38,14 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Score:
+    """Final value of one metric over seeds. None means unknown."""
+
+    mean: float | None
+    sd: float | None  # sample standard deviation
+
+
+@dataclass(frozen=True)
 class Line:
     """Results of one label. Values are as recorded, `_sd` is the sample standard deviation, None means unknown."""
 
@@ -56,6 +65,7 @@ class Line:
     reach: Reach | None
     seconds: float | None  # per round
     epsilon: float | None = None  # after the last round, largest over seeds
+    scores: Mapping[str, Score] = field(default_factory=dict)  # final value of every recorded metric, by name
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from partita.report.plot_style import Style, svg
+from partita.report.plot_style import PointTitles, Style, svg
 from partita.storage.safe_text import printable
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ def escape(text: str) -> str:
     return html.escape(printable(text))
 
 
+def breakable(text: str) -> str:
+    """Escape text and allow line breaks inside long words, after punctuation marks."""
+    return re.sub(r"(?<=\w[,(./+_])(?=[^\s\d])", "<wbr>", escape(text))
+
+
 def preformatted(text: str) -> str:
     """Return text with its line breaks."""
     return "<pre>" + "\n".join(map(escape, text.split("\n"))) + "</pre>"
@@ -25,8 +31,8 @@ def preformatted(text: str) -> str:
 
 def html_table(headings: Sequence[str], body: Iterable[Sequence[str]], kind: str = "text") -> str:
     """Return a table with the given headings and body. `kind` is its CSS class."""
-    top = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>\n" for cells in body)
+    top = "".join(f"<th>{breakable(heading)}</th>" for heading in headings)
+    rows = "".join(f"<tr>{''.join(f'<td>{breakable(str(cell))}</td>' for cell in cells)}</tr>\n" for cells in body)
     return (
         f'<div class="wide"><table class="{kind}"><thead><tr>{top}</tr></thead>\n'
         f"<tbody>\n{rows}</tbody></table></div>\n"
@@ -57,7 +63,12 @@ def line_sample(style: Style) -> str:
     return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true">{line}</svg>'
 
 
-def html_figure(name: str, figure: Figure | None, head: str, caption: str) -> str:
+def collapsible(summary: str, content: str) -> str:
+    """Return content that a click on its summary shows."""
+    return f"<details><summary>{escape(summary)}</summary>\n{content}</details>\n"
+
+
+def html_figure(name: str, figure: Figure | None, head: str, caption: str, titles: PointTitles | None = None) -> str:
     """Return a figure with its caption; nothing if there is no figure.
 
     Args:
@@ -65,10 +76,11 @@ def html_figure(name: str, figure: Figure | None, head: str, caption: str) -> st
         figure: The figure, or None.
         head: The bold start of the caption, also the text for screen readers.
         caption: The rest of the caption.
+        titles: Texts that a browser shows for points; see `plot_style.svg`.
     """
     if figure is None:
         return ""
-    drawing = svg(figure, name).replace("<svg", f'<svg role="img" aria-label="{escape(head)}"', 1)
+    drawing = svg(figure, name, titles).replace("<svg", f'<svg role="img" aria-label="{escape(head)}"', 1)
     return (
         f'<figure id="{name}">\n<div class="wide">{drawing}</div>\n'
         f"<figcaption><b>{escape(head)}</b> {escape(caption)}</figcaption>\n</figure>\n"

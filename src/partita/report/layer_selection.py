@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations, groupby, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from partita.report.comments import ONE_CLASS
 from partita.report.load import Row, RunRecord, by_label
 from partita.report.metric import MISSING
-from partita.report.plot_style import new_figure, shorten, style_axes, whole_rounds
+from partita.report.plot_style import INK, new_figure, shorten, style_axes, whole_rounds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +39,27 @@ def shares(runs: Sequence[RunRecord]) -> dict[int, dict[int, float]]:
     return {layer: {done: fmean(choices) for done, choices in by.items() if choices} for layer, by in sent.items()}
 
 
+def chooses_layers(runs: Sequence[RunRecord]) -> bool:
+    """Return whether clients chose layers, so that they sent less than the plan allows."""
+    return any(row.get("chosen") is not None for run in runs for row in run.rows)
+
+
+def shares_sent(runs: Sequence[RunRecord], first: int, last: int) -> dict[str, float]:
+    """Return how often layers and parameters were sent from round `first` to `last`, over all seeds.
+
+    Returns:
+        The fraction of clients and rounds for each layer, and the fraction of rounds for each parameter by name: of a
+        parameter outside the layers it is only known whether any client sent it.
+    """
+    rows = [row for run in runs for row in run.rows if first <= row["round"] <= last]
+    choices = [set(chosen) for row in rows for chosen in (row.get("chosen") or {}).values()]
+    by_layer = Counter(layer for chosen in choices for layer in chosen)
+    by_name = Counter(name for row in rows for name in row.get("up") or ())
+    return {name: times / len(rows) for name, times in by_name.items()} | {
+        layer: times / len(choices) for layer, times in by_layer.items()
+    }
+
+
 def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:
     """Return the mean Jaccard overlap of a client's choice with its previous one, and of two clients in a round."""
     over_rounds, over_clients = [], []
@@ -49,16 +72,29 @@ def overlap_between_rounds(runs: Sequence[RunRecord]) -> tuple[str, str]:
     return _percent(over_rounds), _percent(over_clients)
 
 
-def alarms_raised(records: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield one line for each alarm and each run of consecutive rounds in which it lasted."""
-    for record in records:
-        for kind in sorted({kind for row in record.rows for kind in row.get("alarms", {})}):
-            for raised, group in groupby(record.rows, lambda row, kind=kind: kind in row.get("alarms", {})):  # type: ignore[misc]
-                rows = list(group)
-                if raised:
-                    rounds_shown = " to ".join(map(str, sorted({rows[0]["round"] + 1, rows[-1]["round"] + 1})))
-                    where = f"{record.label}, seed {record.seed}, {kind} in round {rounds_shown}"
-                    yield f"{where}: {rows[-1]['alarms'][kind]}."
+def alarms_raised(records: Sequence[RunRecord]) -> list[str]:
+    """Return one line for each alarm of a label, with the seeds and rounds in which it lasted."""
+    places: dict[tuple[str, str, str], list[str]] = {}  # (label, kind, text) -> seeds with rounds
+    for label, runs in by_label(records).items():
+        for run in runs:
+            for kind in sorted({kind for row in run.rows for kind in row.get("alarms", {})}):
+                by_text: dict[str, list[str]] = {}
+                for rows in _series(run, kind):
+                    by_text.setdefault(rows[-1]["alarms"][kind], []).append(_rounds(rows))
+                for text, rounds in by_text.items():
+                    places.setdefault((label, kind, text), []).append(f"seed {run.seed} in {', '.join(rounds)}")
+    return [f"{label}, {kind}, {'; '.join(where)}: {text}." for (label, kind, text), where in places.items()]
+
+
+def _series(run: RunRecord, kind: str) -> list[list[Row]]:
+    """Return the series of rows in which an alarm lasted. The one on predictions is checked in tested rounds only."""
+    checked = [row for row in run.rows if kind != ONE_CLASS or row.get("test")]
+    return [list(rows) for raised, rows in groupby(checked, lambda row: kind in row.get("alarms", {})) if raised]
+
+
+def _rounds(rows: Sequence[Row]) -> str:
+    first, last = rows[0]["round"] + 1, rows[-1]["round"] + 1
+    return f"round {first}" if first == last else f"rounds {first} to {last}"
 
 
 def layers_by_round(records: Sequence[RunRecord]) -> Figure | None:
@@ -73,13 +109,15 @@ def layers_by_round(records: Sequence[RunRecord]) -> Figure | None:
         layers, rounds = list(by), sorted({done for by_round in by.values() for done in by_round})
         grid = [[by[layer].get(done, float("nan")) for done in rounds] for layer in layers]
         edges = (rounds[0] - 0.5, rounds[-1] + 0.5, layers[0] - 0.5, layers[-1] + 0.5)
-        image = panel.imshow(grid, aspect="auto", origin="lower", extent=edges, vmin=0, vmax=1, cmap="Blues")
+        image = panel.imshow(
+            grid, aspect="auto", origin="lower", extent=edges, vmin=0, vmax=1, cmap="Blues", interpolation="none"
+        )
         style_axes(panel, "rounds completed" if label == list(by_layer)[-1] else "", "layer")
         panel.grid(False)
-        panel.set_title(shorten(label, 60), loc="left", fontsize=9, fontweight="bold")
+        panel.set_title(shorten(label, 60), loc="left", fontsize=9, fontweight="bold", color=INK)
         whole_rounds(panel)
         panel.set_yticks([layers[0], layers[-1]])
-        figure.colorbar(image, ax=panel, ticks=[0, 1], format="{x:.0%}")
+        figure.colorbar(image, ax=panel, ticks=[0, 1], format="{x:.0%}").ax.tick_params(colors=INK, labelsize=8.5)
     return figure
 
 

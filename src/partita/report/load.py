@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.report import schema
-from partita.report.metric import ACCURACY, LOWER, Metric
+from partita.report.metric import ACCURACY, Metric, metric_named
 from partita.storage import atomic_files
 
 Row = Mapping[str, Any]
@@ -41,6 +41,8 @@ class RunRecord:
     metric: Metric = ACCURACY
     privacy: Mapping[str, Any] = field(default_factory=dict)  # the guarantee; empty if there is none
     audit: Mapping[str, Any] = field(default_factory=dict)  # results of attacks; empty if there were none
+    split: Mapping[str, Any] = field(default_factory=dict)  # what clients hold; empty if it was not recorded
+    config_text: str = ""  # the config as it was written
 
 
 def find(folder: Path | str) -> list[Path]:
@@ -65,7 +67,7 @@ def load_run(folder: Path | str) -> RunRecord:
     for needed in ("config.toml", "rows.jsonl"):
         if not os.path.lexists(folder / needed):
             raise ReportError(f"'{folder}' is not a run folder: it has no {needed}; give the folder of one run")
-    config = read_config(folder / "config.toml")
+    config, config_text = read_config(folder / "config.toml")
     plan = _json(folder / "plan.json", schema.PLAN)
     return RunRecord(
         label=str(config["label"]),
@@ -79,6 +81,8 @@ def load_run(folder: Path | str) -> RunRecord:
         metric=Metric(**plan.get("metric", {})),
         privacy=_json(folder / "privacy.json", schema.PRIVACY),
         audit=_json(folder / "audit.json", schema.AUDIT),
+        split=_json(folder / "split.json", schema.split),
+        config_text=config_text,
     )
 
 
@@ -167,17 +171,18 @@ def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
     """
     known = {record.metric: record.label for record in records}
     if name is not None:
-        return next((metric for metric in known if metric.name == name), Metric(name, name not in LOWER))
+        return next((metric for metric in known if metric.name == name), metric_named(name))
     if len(known) > 1:
         used = ", ".join(f"'{label}' by {metric.name}" for metric, label in known.items())
         raise ReportError(f"these runs use different metrics: {used}; report them separately, or name one metric")
     return next(iter(known), ACCURACY)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the recorded config of a run; ReportError if it is not in the expected form."""
+def read_config(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the recorded config of a run and its text; ReportError if it is not in the expected form."""
     try:
-        config = tomllib.loads(atomic_files.read(path).decode())
+        text = atomic_files.read(path).decode()
+        config = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReportError(f"'{path}' is not valid TOML ({error}); restore it as it was written") from error
     for key in ("label", "seed"):
@@ -191,7 +196,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if depth > MAX_DEPTH:
             raise ReportError(f"'{path}' nests tables more than {MAX_DEPTH} deep; restore it as it was written")
         tables += [(depth + 1, value) for value in table.values() if isinstance(value, dict)]
-    return config
+    return config, text
 
 
 def _fit(value: Any, form: schema.Shape, path: Path, where: str = "it") -> Any:

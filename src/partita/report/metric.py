@@ -49,6 +49,11 @@ class Metric:
 ACCURACY = Metric()
 
 
+def metric_named(name: str, chosen: Metric = ACCURACY) -> Metric:
+    """Return the metric of that name, `chosen` if it is that one. Only the direction of `chosen` was recorded."""
+    return chosen if name == chosen.name else Metric(name, name not in LOWER)
+
+
 def short(value: float | None, sign: str = "") -> str:
     """Format a value with about three significant digits and no exponent. `sign` "+" marks positive values."""
     if value is None:

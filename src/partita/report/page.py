@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import tempfile
@@ -11,11 +10,11 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 from partita.report import sections
 from partita.report.comparison import Comparison
 from partita.report.html_elements import (
+    breakable,
     escape,
     html_list,
     html_table,
@@ -27,6 +26,7 @@ from partita.report.load import RunRecord, by_label, clients, metric_of, setting
 from partita.report.plot_style import Style, styles
 from partita.report.render import Column, by_question
 from partita.report.tables import compare
+from partita.storage.safe_text import label_folder
 
 
 def page(
@@ -49,6 +49,7 @@ def page(
     parts = (
         _header(records, title),
         _comparison(records, compare(records, target, metric)),
+        sections.split_section(records),
         sections.figures_section(records, metric_of(records, metric).name),
         sections.layers_section(records),
         sections.alarms_section(records),
@@ -56,7 +57,7 @@ def page(
         sections.lost_clients_section(records),
         sections.plan_section(records),
         _settings(records),
-        _reproduce(records, out.parent),
+        _reproduce(records),
     )
     css = (files("partita.report") / "page.css").read_text(encoding="utf-8")
     text = (
@@ -139,7 +140,7 @@ def _comparison_table(shown: Sequence[Column], label_styles: Mapping[str, Style]
             f"<td{edge}>{value_with_spread(column.cells[row])}</td>" for edge, column in zip(edges, rest, strict=True)
         )
         body.append(
-            f'<tr><th scope="row" class="name">{line_sample(label_styles[label])}{escape(label)}</th>{cells}</tr>\n'
+            f'<tr><th scope="row" class="name">{line_sample(label_styles[label])}{breakable(label)}</th>{cells}</tr>\n'
         )
     return (
         f'<div class="wide"><table>\n<thead><tr class="group">{groups}</tr>'
@@ -155,49 +156,68 @@ def _settings(records: Sequence[RunRecord]) -> str:
     differing = [key for key in keys if len({values.get(key) for values in flat.values()}) > 1]
     parts = ["<section>\n<h2>Settings</h2>\n"]
     if differing:
-        body = [(label, *(values.get(key, "–") for key in differing)) for label, values in flat.items()]
+        body = [(key, *(values.get(key, "–") for values in flat.values())) for key in differing]
         parts.append("<p>Settings that differ between the labels, for the first seed of each.</p>\n")
-        parts.append(html_table(("label", *differing), body))
+        parts.append(html_table(("setting", *flat), body))
     for label, runs in groups.items():
         seeds = ", ".join(str(run.seed) for run in runs)
         many = "seeds" if len(runs) > 1 else "seed"
         parts.append(
             f"<details><summary>{escape(label)} <span>{many} {escape(seeds)}</span></summary>\n"
-            f"{preformatted(_toml(runs[0].config))}</details>\n"
+            f"{preformatted(runs[0].config_text)}</details>\n"
         )
     return "".join([*parts, "</section>\n"])
 
 
-def _toml(table: Mapping[str, Any], path: str = "") -> str:
-    """Format the config as TOML, with tables after plain values."""
-    plain = [
-        f"{key} = {json.dumps(value, ensure_ascii=False, default=str)}"
-        for key, value in table.items()
-        if not isinstance(value, Mapping)
-    ]
-    inner = [
-        f"\n[{path}{key}]\n{_toml(value, f'{path}{key}.')}"
-        for key, value in table.items()
-        if isinstance(value, Mapping)
-    ]
-    return "\n".join([*plain, *inner])
-
-
-def _reproduce(records: Sequence[RunRecord], page_folder: Path) -> str:
+def _reproduce(records: Sequence[RunRecord]) -> str:
     keys = dict.fromkeys(key for record in records for key in record.environment)
     body = [
         (key, "; ".join(dict.fromkeys(record.environment[key] for record in records if key in record.environment)))
         for key in keys
     ]
-    commands = "\n".join(_command(record, page_folder) for record in records)
     table = html_table(("what", "value"), body) if body else "<p>No environment was recorded.</p>\n"
     return (
-        f"<section>\n<h2>Reproduce</h2>\n<p>Repeat each run with its settings, from the folder of this page:</p>\n"
-        f"{preformatted(commands)}\n<h3>Environment</h3>\n{table}</section>\n"
+        "<section>\n<h2>Reproduce</h2>\n<p>These commands write the configs and repeat all runs, in any folder. Paths "
+        f"in a config are relative to that folder.</p>\n{preformatted(commands(records))}\n"
+        f"{html_list(_not_repeated(records))}<h3>Environment</h3>\n{table}</section>\n"
     )
 
 
-def _command(record: RunRecord, page_folder: Path) -> str:
-    """Return the command that repeats a run in a new folder, because a run never overwrites another."""
-    config = Path(os.path.relpath(record.folder, page_folder), "config.toml").as_posix()
-    return f"partita run --config {shlex.quote(config)} --out {shlex.quote(f'again/{record.folder.name}')}"
+def commands(records: Sequence[RunRecord]) -> str:
+    """Return shell commands that write the configs and repeat the runs, each in a new folder.
+
+    Runs of a label that differ only in the seed share a config file.
+    """
+    lines, folders = ["mkdir -p again"], set[str]()
+    for label, runs in by_label(records).items():
+        folder = label_folder(label)
+        while folder in folders:  # different labels can have the same folder
+            folder += "_"
+        folders.add(folder)
+        written: list[RunRecord] = []
+        for run in runs:
+            path = f"again/{folder}{f'-{run.seed}' if written else ''}.toml"
+            if not written or settings(run) != settings(written[0]):
+                lines += _write_file(path, run.config_text)
+                written.append(run)
+            else:
+                path = f"again/{folder}.toml"
+            out = f"again/{folder}/seed-{run.seed}"
+            lines.append(f"partita run --config {shlex.quote(path)} --set seed={run.seed} --out {shlex.quote(out)}")
+    return "\n".join(lines)
+
+
+def _write_file(path: str, text: str) -> list[str]:
+    """Return the shell's lines that write a file. No line of the text may end it, because the text is untrusted."""
+    end = "END"
+    while end in text:
+        end += "_"
+    return [f"cat > {shlex.quote(path)} <<'{end}'", *text.rstrip("\n").split("\n"), end]
+
+
+def _not_repeated(records: Sequence[RunRecord]) -> list[str]:
+    return [
+        f"{label}: a repeated run draws new noise from a secret of its own, so its results differ."
+        for label, runs in by_label(records).items()
+        if runs[0].privacy and not runs[0].privacy.get("repeatable")
+    ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from partita.report.layer_selection import chooses_layers, shares_sent
 from partita.report.load import Row, RunRecord, by_label
 from partita.report.plot_style import INK, ROLES, UNUSED_COLOR, new_figure, shorten
 
@@ -22,6 +23,7 @@ STATUSES = {  # what happens to a parameter in a stage
     "stays with the client": "#e69f00",
     "untouched": UNUSED_COLOR,
 }
+SENT = next(iter(STATUSES))
 STAGES_SHOWN = 4
 CHANGES_MARKED = 6
 
@@ -32,15 +34,28 @@ class PlanStages:
 
     labels: list[str]  # the labels that share the plan
     stages: Sequence[Mapping[str, Any]]
+    choosing: Sequence[RunRecord] = ()  # the label's runs, if its clients chose layers out of the plan
+
+    def shares_sent(self, stage: Mapping[str, Any]) -> Callable[[Row], float]:
+        """Return a function that says how often a parameter that may go up was sent in a stage."""
+        if not self.choosing:
+            return lambda row: 1.0
+        shares = shares_sent(self.choosing, stage["first"], stage["last"])
+        return lambda row: shares.get(row.get("layer") or row.get("name") or "", 0.0)
 
 
 def plans(records: Sequence[RunRecord]) -> list[PlanStages]:
-    """Return the plans of each label's first seed. Labels with equal plans are grouped."""
+    """Return the plans of each label's first seed.
+
+    Labels with equal plans are grouped, except those whose clients choose layers: what they send is their own.
+    """
     grouped: dict[str, PlanStages] = {}
     for label, runs in by_label(records).items():
         if runs[0].plan:
-            key = json.dumps([{**stage, "client": None} for stage in runs[0].plan], sort_keys=True)
-            grouped.setdefault(key, PlanStages([], runs[0].plan)).labels.append(label)
+            choosing = runs if chooses_layers(runs) else ()
+            alone = label if choosing else None
+            key = json.dumps([alone, *({**stage, "client": None} for stage in runs[0].plan)], sort_keys=True)
+            grouped.setdefault(key, PlanStages([], runs[0].plan, choosing)).labels.append(label)
     return list(grouped.values())
 
 
@@ -69,7 +84,10 @@ def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
 
     parameters = [row for _, stage in shown for row in stage["rows"]]
     layers = sorted({row.get("layer") for row in parameters}, key=_layer_order)
-    known, statuses = {_role(row) for row in parameters}, {status(row) for row in parameters}
+    known = {_role(row) for row in parameters}
+    statuses = {status(row) for row in parameters}
+    if any(plan.choosing for plan, _ in shown):
+        statuses |= {status({**row, "up": False}) for row in parameters if status(row) == SENT}
     roles = [*(role for role in ROLES if role in known), *sorted(known - set(ROLES))]
     across = 3  # fixed, so that cells keep their shape if there are fewer panels
     down = math.ceil(len(shown) / across)
@@ -79,10 +97,11 @@ def plan_grid(records: Sequence[RunRecord]) -> Figure | None:
     for panel in panels.flat[len(shown) :]:
         panel.set_visible(False)
     for place, ((plan, stage), panel) in enumerate(zip(shown, panels.flat, strict=False)):
+        share = plan.shares_sent(stage)
         for row, layer in enumerate(layers):
             for column, role in enumerate(roles):
                 cell = [item for item in stage["rows"] if item.get("layer") == layer and _role(item) == role]
-                _draw_cell(panel, column, row, cell)
+                _draw_cell(panel, column, row, [(item, share(item)) for item in cell])
         panel.set_xlim(-0.5, len(roles) - 0.5)
         panel.set_ylim(len(layers) - 0.5, -0.5)
         panel.set_xticks(range(len(roles)), [shorten(role, 20) for role in roles], rotation=90, fontsize=8)
@@ -101,10 +120,16 @@ def _role(row: Row) -> str:
     return row.get("role") or "other"
 
 
-def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[Row]) -> None:
+def _draw_cell(panel: Axes, column: int, row: int, cell: Sequence[tuple[Row, float]]) -> None:
+    """Draw one cell from its parameters, each with how often it was sent if it may go up."""
     from matplotlib.patches import Rectangle
 
-    counts = {name: sum(item.get("parameters", 1) for item in cell if status(item) == name) for name in STATUSES}
+    counts = dict.fromkeys(STATUSES, 0.0)
+    for item, share in cell:
+        amount, planned = item.get("parameters", 1), status(item)
+        sent = share if planned == SENT else 1.0
+        counts[planned] += sent * amount
+        counts[status({**item, "up": False})] += (1 - sent) * amount
     total, left = sum(counts.values()), column - 0.45
     for name, count in counts.items():
         if count:
@@ -123,7 +148,8 @@ def _stage_title(plan: PlanStages, stage: Mapping[str, Any]) -> str:
     labels = ", ".join(plan.labels[:2]) + (f" and {len(plan.labels) - 2} more" if len(plan.labels) > 2 else "")
     cut = len(plan.stages) > STAGES_SHOWN and stage is plan.stages[STAGES_SHOWN - 1]
     more = f" (and {len(plan.stages) - STAGES_SHOWN} more stages)" if cut else ""
-    return f"{shorten(labels, 34)}\n{rounds_of(stage)}{more}"
+    choice = ", as clients chose" if plan.choosing else ""
+    return f"{shorten(labels, 34)}\n{rounds_of(stage)}{choice}{more}"
 
 
 def rounds_of(stage: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +18,7 @@ from partita.report.plot_style import (
     INK,
     MUTED,
     ROLES,
+    PointTitles,
     Style,
     legend,
     legend_height,
@@ -32,6 +33,9 @@ from partita.report.tables import gains, local_baseline, mean, standard_deviatio
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+ClientValues = Mapping[int, Mapping[str, float]]  # seed -> client -> value
 
 
 @dataclass(frozen=True)
@@ -242,9 +246,46 @@ def _drift(runs: Sequence[RunRecord], role: str, measure: str) -> list[tuple[int
 
 def personal_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
     """Draw each client's result on its own test set, a strip per label."""
-    groups, metric = by_label(records), metric_of(records, name)
-    values = {label: [present(personal(run, metric.name).values()) for run in runs] for label, runs in groups.items()}
-    return _draw_clients(records, values, metric, f"a client's personal {metric.title_with_unit}")
+    metric = metric_of(records, name)
+    return _draw_clients(
+        records, personal_values(records, metric), metric, f"a client's personal {metric.title_with_unit}"
+    )
+
+
+def personal_values(records: Sequence[RunRecord], metric: Metric) -> dict[str, ClientValues]:
+    """Return the known values of the last personal evaluation, by label, seed and client."""
+    return {
+        label: {
+            run.seed: {client: value for client, value in personal(run, metric.name).items() if value is not None}
+            for run in runs
+        }
+        for label, runs in by_label(records).items()
+    }
+
+
+def personal_titles(records: Sequence[RunRecord], name: str | None = None) -> PointTitles:
+    """Return the texts of the dots of `personal_by_client`."""
+    metric = metric_of(records, name)
+    return _titles(personal_values(records, metric), metric.show)
+
+
+def gain_titles(records: Sequence[RunRecord], name: str | None = None) -> PointTitles:
+    """Return the texts of the dots of `gain_by_client`."""
+    metric = metric_of(records, name)
+    return _titles(gains(by_label(records), metric), lambda value: metric.text(value, "+"))
+
+
+def _titles(values: Mapping[str, ClientValues], show: Callable[[float], str]) -> PointTitles:
+    drawn = [seeds for seeds in values.values() if any(seeds.values())]
+    return {
+        f"clients-{row}": [f"{client}, seed {seed}: {show(value)}" for value, client, seed in _ranked(seeds)]
+        for row, seeds in enumerate(drawn)
+    }
+
+
+def _ranked(seeds: ClientValues) -> list[tuple[float, str, int]]:
+    """Return (value, client, seed) of all dots of a strip, sorted by value."""
+    return sorted((value, client, seed) for seed, clients in seeds.items() for client, value in clients.items())
 
 
 def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Figure | None:
@@ -262,25 +303,27 @@ def gain_by_client(records: Sequence[RunRecord], name: str | None = None) -> Fig
 
 def _draw_clients(
     records: Sequence[RunRecord],
-    values: Mapping[str, Sequence[Sequence[float]]],
+    values: Mapping[str, ClientValues],
     metric: Metric,
     across: str,
     scale: float | None = None,
 ) -> Figure | None:
     """Draw a strip per label. Clients are sorted by value within it, so a strip is a cumulative distribution."""
-    values = {label: seeds for label, seeds in values.items() if any(seeds)}
+    values = {label: seeds for label, seeds in values.items() if any(seeds.values())}
     if not values:
         return None
     label_styles, scale = styles(by_label(records)), metric.scale if scale is None else scale
     figure = new_figure(9.2, 0.8 + 0.58 * len(values))
     axes = figure.add_subplot()
     for row, (label, seeds) in enumerate(values.items()):
-        dots = sorted(scale * value for seed in seeds for value in seed)
+        dots = [scale * value for value, _, _ in _ranked(seeds)]
         heights = [row + 0.3 - 0.6 * rank / max(1, len(dots) - 1) for rank in range(len(dots))]
         axes.plot(
-            dots, heights, "o", color=label_styles[label].color, markersize=3.6, alpha=0.55, markeredgewidth=0, zorder=2
-        )
-        center, worst = mean([mean(seed) for seed in seeds]), mean([worst_tenth(seed, metric) for seed in seeds])
+            dots, heights, "o", color=label_styles[label].color, markersize=3.6, alpha=0.55, markeredgewidth=0,
+            zorder=2, gid=f"clients-{row}",
+        )  # fmt: skip
+        by_seed = [list(clients.values()) for clients in seeds.values()]
+        center, worst = mean([mean(seed) for seed in by_seed]), mean([worst_tenth(seed, metric) for seed in by_seed])
         if center is not None and worst is not None:
             axes.plot([scale * center] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=3)
             axes.plot([scale * worst], [row], "D", color="none", markeredgecolor=INK, markersize=5.5, zorder=3)

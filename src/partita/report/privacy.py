@@ -9,6 +9,7 @@ from partita.report.load import RunRecord, by_label, number
 from partita.report.metric import MISSING, short
 from partita.report.plot_style import (
     GRID,
+    INK,
     MUTED,
     legend,
     legend_height,
@@ -140,7 +141,7 @@ def attack_curves(records: Sequence[RunRecord]) -> Figure | None:
         first = panel.get_subplotspec().is_first_col()
         style_axes(panel, "false alarms", "members found" if first else "")
         panel.grid(axis="x", color=GRID, linewidth=0.8)
-        panel.set_title(shorten(name, 28), loc="left", fontsize=9, fontweight="bold")
+        panel.set_title(shorten(name, 28), loc="left", fontsize=9, fontweight="bold", color=INK)
     legend(figure, labels)
     return figure
 

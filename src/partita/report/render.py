@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from partita.report.comparison import Comparison, Difference, Line, Reach
-from partita.report.metric import MISSING, Metric, short
+from partita.report.comparison import Comparison, Difference, Line, Reach, Score
+from partita.report.metric import MISSING, Metric, metric_named, short
 from partita.storage.safe_text import printable
 
-PERSONAL_GROUP, COSTS = "personal", ("per client-round", "per run")
+PERSONAL_GROUP, SCORES, COSTS = "personal", "all scores", ("per client-round", "per run")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def columns(comparison: Comparison) -> list[Column]:
     shown: list[tuple[bool, str, str, Callable[[Line], str]]] = [
         (True, "", "label", lambda line: line.label),
         (True, "", "seeds", lambda line: str(len(line.seeds))),
-        (True, "test", metric.title_with_unit, lambda line: _spread(metric, line.final, line.final_sd)),
+        (True, "test", metric.title_with_unit, lambda line: with_spread(metric, line.final, line.final_sd)),
         (True, "test", "stability", lambda line: metric.text(line.stability)),
         (several, "test", "difference [95%]", lambda line: _gap(metric, line.difference)),
         (several, "test", "p (Holm)" if corrected else "p", lambda line: _p(line.difference, corrected)),
@@ -68,18 +68,36 @@ def columns(comparison: Comparison) -> list[Column]:
     ]
 
 
+def score_columns(comparison: Comparison) -> list[Column]:
+    """Return a column for each recorded metric; none if there is only one, which the other columns show."""
+    chosen = Metric(comparison.metric, comparison.higher_is_better)
+    metrics = [metric_named(name, chosen) for name in comparison.lines[0].scores]
+    if len(metrics) < 2:
+        return []
+    return [
+        Column(SCORES, metric.title_with_unit, tuple(_score(metric, line.scores) for line in comparison.lines))
+        for metric in metrics
+    ]
+
+
 def by_question(comparison: Comparison) -> dict[str, list[Column]]:
     """Return the columns as tables by title, which fit without scrolling. Each starts with the column of labels."""
     name, *rest = columns(comparison)
     tables = {
         "Results": [column for column in rest if column.group not in (PERSONAL_GROUP, *COSTS)],
+        "All scores": score_columns(comparison),
         "Results by client": [column for column in rest if column.group == PERSONAL_GROUP],
         "Cost": [column for column in rest if column.group in COSTS],
     }
     return {title: [name, *chosen] for title, chosen in tables.items() if chosen}
 
 
-def _spread(metric: Metric, value: float | None, sd: float | None) -> str:
+def _score(metric: Metric, scores: Mapping[str, Score]) -> str:
+    return with_spread(metric, scores[metric.name].mean, scores[metric.name].sd)
+
+
+def with_spread(metric: Metric, value: float | None, sd: float | None) -> str:
+    """Format a mean with its standard deviation, if that is known."""
     return metric.text(value) if sd is None else f"{metric.text(value)} ± {metric.text(sd)}"
 
 
@@ -120,13 +138,18 @@ def to_json(comparison: Comparison) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Render the comparison as one Markdown table with comments."""
-    shown = columns(comparison)
+    """Render the comparison as one Markdown table, one of all recorded scores, and comments."""
+    name, *rest = columns(comparison)
+    tables = [[name, *chosen] for chosen in (rest, score_columns(comparison)) if chosen]
+    comments = "".join(f"- {_plain(comment)}\n" for comment in comparison.comments)
+    return "\n".join([*map(_markdown_table, tables), comments])
+
+
+def _markdown_table(shown: Sequence[Column]) -> str:
     groups = [f"{column.group}: {column.heading}" if column.group else column.heading for column in shown]
     rule = [":--" if place == 0 else "--:" for place in range(len(shown))]
     body = zip(*(column.cells for column in shown), strict=True)
-    lines = [f"| {' | '.join(_plain(cell) for cell in line)} |" for line in (groups, rule, *body)]
-    return "\n".join([*lines, "", *(f"- {_plain(comment)}" for comment in comparison.comments)]) + "\n"
+    return "".join(f"| {' | '.join(_plain(cell) for cell in line)} |\n" for line in (groups, rule, *body))
 
 
 def _plain(text: str) -> str:

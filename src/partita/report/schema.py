@@ -157,6 +157,19 @@ PLAN = record(
         ),
     },
 )
+_CLIENT = record({"name": text, "train": count, "validation": count, "test": count}, {"labels": list_of(count)})
+_SPLIT = record({"population": count, "clients": list_of(_CLIENT)}, {"classes": list_of(text)})
+
+
+def split(value: Any, where: str) -> Any:
+    """Accept what clients hold. With classes, each client has one count for each of them."""
+    held = _SPLIT(value, where)
+    for place, client in enumerate(held["clients"]):
+        if len(client.get("labels", ())) != len(held.get("classes", ())):
+            raise ShapeError(f"{where}.clients[{place}].labels does not have one count for each of the classes")
+    return held
+
+
 _ATTACK = record(
     {"false": list_of(known), "true": list_of(known)},
     dict.fromkeys(("auc", "true_at_1%", "members", "outsiders"), real),

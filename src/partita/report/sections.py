@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from partita.report import layer_selection, plan_stages, plots, privacy
-from partita.report.html_elements import html_figure, html_list, html_table
-from partita.report.load import RunRecord, by_label
-from partita.report.render import size
+from partita.report import layer_selection, plan_stages, plots, privacy, split_figure
+from partita.report.html_elements import collapsible, escape, html_figure, html_list, html_table
+from partita.report.load import RunRecord, by_label, metric_of
+from partita.report.plot_style import PointTitles
+from partita.report.render import size, with_spread
+from partita.report.tables import mean, standard_deviation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+CLIENTS_OPEN = 12  # a table of more clients is collapsed
+CLIENTS_LISTED = 500
+LAYERS_LISTED = 32
 
 
 def figures_section(records: Sequence[RunRecord], metric: str) -> str:
@@ -27,6 +35,10 @@ def figures_section(records: Sequence[RunRecord], metric: str) -> str:
         if marked
         else ""
     )
+    titles: dict[str, Callable[[], PointTitles]] = {
+        "personal": lambda: plots.personal_titles(records, metric),
+        "gain": lambda: plots.gain_titles(records, metric),
+    }
     figures: list[tuple[str, Callable[[], Figure | None], str, str]] = [
         (
             "rounds",
@@ -52,8 +64,8 @@ def figures_section(records: Sequence[RunRecord], metric: str) -> str:
             lambda: plots.personal_by_client(records, metric),
             "Individual clients.",
             f"Each dot is the {metric} of one client and seed on the client's own test set, sorted from the bottom of "
-            "its strip. The line is the mean over clients, the diamond the mean of the worst tenth, both averaged over "
-            "seeds.",
+            "its strip; point at a dot to see which. The line is the mean over clients, the diamond the mean of the "
+            "worst tenth, both averaged over seeds.",
         ),
         (
             "gain",
@@ -63,8 +75,71 @@ def figures_section(records: Sequence[RunRecord], metric: str) -> str:
             "set. Clients to the right of the line gain; clients to the left would do better alone.",
         ),
     ]
-    drawn = "".join(html_figure(name, make(), head, caption) for name, make, head, caption in figures)
-    return f"<section>\n<h2>Figures</h2>\n{drawn}</section>\n" if drawn else ""
+    drawn = "".join(
+        html_figure(name, make(), head, caption, titles[name]() if name in titles else None)
+        for name, make, head, caption in figures
+    )
+    return f"<section>\n<h2>Figures</h2>\n{drawn}{_clients_table(records, metric)}</section>\n" if drawn else ""
+
+
+def _clients_table(records: Sequence[RunRecord], name: str) -> str:
+    """Return the table of each client's own scores; "" if there are none. A long one is collapsed."""
+    metric = metric_of(records, name)
+    values = {label: seeds for label, seeds in plots.personal_values(records, metric).items() if any(seeds.values())}
+    clients = sorted({client for seeds in values.values() for own in seeds.values() for client in own}, key=_by_number)
+    if not clients:
+        return ""
+    body = []
+    for client in clients[:CLIENTS_LISTED]:
+        cells = []
+        for seeds in values.values():
+            known = [own[client] for own in seeds.values() if client in own]
+            cells.append(with_spread(metric, mean(known), standard_deviation(known)))
+        body.append((client, *cells))
+    left = len(clients) - len(body)
+    note = f"<p>{left} more clients are not listed.</p>\n" if left else ""
+    heading = f"{metric.title_with_unit.capitalize()} of each client on its own test set"
+    table = html_table(("client", *values), body, kind="numbers") + note
+    spread = "Mean ± sample standard deviation over seeds. A random split gives a client other data for each seed."
+    if len(clients) > CLIENTS_OPEN:
+        return collapsible(f"{heading} ({len(clients)} clients)", f"<p>{spread}</p>\n{table}")
+    return f"<h3>{escape(heading)}</h3>\n<p>{spread}</p>\n{table}"
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Sort c2 before c10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,15})", name)]
+
+
+def split_section(records: Sequence[RunRecord]) -> str:
+    """Return the section on what clients hold; "" if no run recorded it and none withheld it."""
+    shown, private = (
+        split_figure.splits(records),
+        [label for label, runs in by_label(records).items() if runs[0].privacy],
+    )
+    if not shown and not private:
+        return ""
+    figure = html_figure(
+        "split",
+        split_figure.split_grid(records),
+        "What clients hold.",
+        "Training examples of each client and, for classification, how many of them have which label, for the first "
+        "seed. Labels with the same split share a panel.",
+    )
+    tables = "".join(
+        collapsible(
+            f"Clients' examples: {split.title(len(shown) == 1)}",
+            html_table(
+                ("client", "train", "validation", "test", *(["labels in train"] if split.classes else [])),
+                split_figure.split_rows(split),
+            ),
+        )
+        for split in shown[: split_figure.PANELS]
+    )
+    withheld = [
+        f"{label}: a private run does not record its clients' numbers of examples and labels." for label in private
+    ]
+    return f"<section>\n<h2>Data</h2>\n{figure}{tables}{html_list(withheld)}</section>\n"
 
 
 def layers_section(records: Sequence[RunRecord]) -> str:
@@ -87,7 +162,7 @@ def layers_section(records: Sequence[RunRecord]) -> str:
 
 def alarms_section(records: Sequence[RunRecord]) -> str:
     """Return the section with the alarms; "" if there were none."""
-    lines = list(layer_selection.alarms_raised(records))
+    lines = layer_selection.alarms_raised(records)
     return f"<section>\n<h2>Alarms</h2>\n{html_list(lines)}</section>\n" if lines else ""
 
 
@@ -156,13 +231,17 @@ def plan_section(records: Sequence[RunRecord]) -> str:
         plan_stages.plan_grid(records),
         "The plan.",
         "What happens to each role in each layer, by stage. A cell of two colors is divided by numbers of parameters, "
-        "and an empty cell has no parameters. Labels with equal plans share a panel.",
+        "and an empty cell has no parameters. Labels with equal plans share a panel. Where clients choose layers out "
+        "of the plan, the dark part of a cell is how often it was sent, over clients and rounds.",
     )
     body = [
         (
             ", ".join(plan.labels),
             plan_stages.rounds_of(stage),
-            *(_amount(stage, what) for what in ("trains", "up", "down", "keep")),
+            *(
+                _amount(stage, what, plan.choosing and what in ("trains", "up"))
+                for what in ("trains", "up", "down", "keep")
+            ),
         )
         for plan in plans
         for stage in plan.stages
@@ -173,6 +252,9 @@ def plan_section(records: Sequence[RunRecord]) -> str:
         f"A stage is a series of rounds with the same plan, here for client {', '.join(asked) or 'of the first seed'}. "
         'Numbers are parameters. "Comes down" is what a client needs; it is sent only what it lacks.'
     ]
+    for plan in plans:
+        if plan.choosing:
+            comments.append(f"{plan.labels[0]}: clients choose layers out of this plan. {_sent_layers(plan)}")
     for label, runs in by_label(records).items():
         shown = runs[0].plan
         if shown and any(_first_rounds(run.plan) != _first_rounds(shown) for run in runs):
@@ -180,13 +262,27 @@ def plan_section(records: Sequence[RunRecord]) -> str:
     return f"<section>\n<h2>Plan</h2>\n{figure}{table}{html_list(comments)}</section>\n"
 
 
+def _sent_layers(plan: plan_stages.PlanStages) -> str:
+    """Say how often each layer was sent over the whole run."""
+    whole = {"first": plan.stages[0]["first"], "last": plan.stages[-1]["last"]}
+    layers = sorted(
+        {row["layer"] for stage in plan.stages for row in stage["rows"] if row.get("layer") and row.get("up")},
+        key=_by_number,
+    )
+    share = plan.shares_sent(whole)
+    told = [f"{layer.removeprefix('layer.')} ({share({'layer': layer}):.0%})" for layer in layers[:LAYERS_LISTED]]
+    more = f" and {len(layers) - LAYERS_LISTED} more layers" if len(layers) > LAYERS_LISTED else ""
+    return f"Clients sent each layer in this share of their rounds: {', '.join(told)}{more}." if told else ""
+
+
 def _first_rounds(stages: Sequence[Mapping[str, Any]]) -> list[int]:
     return [stage["first"] for stage in stages]
 
 
-def _amount(stage: Mapping[str, Any], what: str) -> str:
+def _amount(stage: Mapping[str, Any], what: str, at_most: object) -> str:
     chosen = [row for row in stage["rows"] if row.get(what)]
     if not chosen:
         return "–"
     count = sum(row.get("parameters", 0) for row in chosen)
-    return f"{count:,} ({size(sum(row.get('bytes', 0) for row in chosen))})".replace(",", " ")
+    shown = f"{count:,} ({size(sum(row.get('bytes', 0) for row in chosen))})".replace(",", " ")
+    return f"at most {shown}" if at_most else shown

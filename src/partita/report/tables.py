@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from partita.report.comments import caveats, explain_columns
-from partita.report.comparison import Comparison, Difference, Gain, Line, Reach, worse_share
+from partita.report.comparison import Comparison, Difference, Gain, Line, Reach, Score, worse_share
 from partita.report.load import (
     ReportError,
     RunRecord,
@@ -23,6 +23,7 @@ from partita.report.load import (
 )
 from partita.report.metric import Metric
 
+GainsBySeed = Mapping[int, Mapping[str, float]]  # seed -> client -> gain
 LOCAL_BASELINES = ("local-only", "coop")  # methods in which clients train and share nothing
 
 
@@ -56,9 +57,9 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
         differences = _corrected(differences)
-    gained = gains(groups, chosen)
+    gained, recorded = gains(groups, chosen), recorded_metrics(records)
     lines = tuple(
-        _line(runs, finals[label], differences.get(label), gained.get(label, []), target, chosen)
+        _line(runs, finals[label], differences.get(label), gained.get(label, {}), target, chosen, recorded)
         for label, runs in groups.items()
     )
     comments = [
@@ -72,9 +73,10 @@ def _line(
     runs: list[RunRecord],
     finals: dict[int, float | None],
     difference: Difference | None,
-    gained: Sequence[Sequence[float]],
+    gained: GainsBySeed,
     target: float | None,
     metric: Metric,
+    recorded: Sequence[str],
 ) -> Line:
     own = [present(personal(run, metric.name).values()) for run in runs]
     return Line(
@@ -94,7 +96,17 @@ def _line(
         reach=None if target is None else _reach(runs, target, metric),
         seconds=mean([mean([number(row.get("seconds")) for row in run.rows]) for run in runs]),
         epsilon=max((cost for run in runs if (cost := _epsilon(run)) is not None), default=None),
+        scores={name: _score([_final(run, name) for run in runs]) for name in recorded},
     )
+
+
+def _score(values: Sequence[float | None]) -> Score:
+    return Score(mean(values), standard_deviation(values))
+
+
+def recorded_metrics(records: Sequence[RunRecord]) -> list[str]:
+    """Return the names of all metrics of the central test, in the order in which they were recorded."""
+    return list(dict.fromkeys(name for record in records for row in record.rows for name in row.get("test") or ()))
 
 
 def _epsilon(run: RunRecord) -> float | None:
@@ -137,8 +149,8 @@ def _method(run: RunRecord) -> str | None:
     return (run.config.get("method") or {}).get("name")
 
 
-def gains(groups: Mapping[str, list[RunRecord]], metric: Metric) -> dict[str, list[list[float]]]:
-    """Return each client's gain over local training, by label and common seed; empty if no run trains locally.
+def gains(groups: Mapping[str, list[RunRecord]], metric: Metric) -> dict[str, GainsBySeed]:
+    """Return each client's gain over local training by label, common seed and client; empty if no run trains locally.
 
     Args:
         groups: The runs by label.
@@ -149,23 +161,24 @@ def gains(groups: Mapping[str, list[RunRecord]], metric: Metric) -> dict[str, li
         return {}
     sign = 1 if metric.higher_is_better else -1
     before = {run.seed: personal(run, metric.name) for run in groups[base]}
-    by_seed: dict[str, list[list[float]]] = {}
-    for label, runs in groups.items():
-        if label == base:
-            continue
-        pairs = [(personal(run, metric.name), before[run.seed]) for run in runs if run.seed in before]
-        by_seed[label] = [
-            present(_gain_over(value, past.get(client), sign) for client, value in own.items()) for own, past in pairs
-        ]
-    return {label: seeds for label, seeds in by_seed.items() if any(seeds)}
+    by_label_and_seed = {
+        label: {
+            run.seed: {
+                client: sign * (value - past)
+                for client, value in personal(run, metric.name).items()
+                if value is not None and (past := before[run.seed].get(client)) is not None
+            }
+            for run in runs
+            if run.seed in before
+        }
+        for label, runs in groups.items()
+        if label != base
+    }
+    return {label: seeds for label, seeds in by_label_and_seed.items() if any(seeds.values())}
 
 
-def _gain_over(value: float | None, past: float | None, sign: int) -> float | None:
-    return None if value is None or past is None else sign * (value - past)
-
-
-def _gain(seeds: Sequence[Sequence[float]]) -> Gain | None:
-    every = [value for seed in seeds for value in seed]
+def _gain(seeds: GainsBySeed) -> Gain | None:
+    every = [value for clients_of_seed in seeds.values() for value in clients_of_seed.values()]
     return Gain(statistics.fmean(every), sum(value > 0 for value in every) / len(every)) if every else None
 
 

@@ -1,0 +1,45 @@
+"""The record of a split: how many examples of which labels clients hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from partita.core.data import TableExamples
+from partita.data import Federation
+
+MAX_CLIENTS = 200  # clients that are recorded, so that ten thousand cost no more
+MAX_CLASSES = 100  # with more classes, only sizes are recorded
+
+
+def describe_split(federation: Federation) -> dict[str, Any] | None:
+    """Return the sizes and label counts of the first clients; None if the data is not on this machine.
+
+    Returns:
+        "population": number of all clients. "classes": their names; absent if examples have no classes, or each token
+        has its own, or there are more than `MAX_CLASSES`. "clients": for each of the first `MAX_CLIENTS` its "name",
+        the sizes "train", "validation" and "test", and with classes the counts "labels" in its training examples.
+    """
+    task = federation.task
+    counted = task.kind.outputs == "classes" and task.kind.head != "tokens" and len(task.classes) <= MAX_CLASSES
+    clients = []
+    for name in federation.clients[:MAX_CLIENTS]:
+        data = federation[name]
+        sizes = {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)}
+        assert isinstance(data.train, TableExamples)
+        labels = {"labels": _label_counts(federation, data.train)} if counted else {}
+        clients.append({"name": name, **sizes, **labels})
+    if not any(client["train"] for client in clients):
+        return None
+    classes = {"classes": list(task.classes)} if counted else {}
+    return {"population": len(federation.clients), **classes, "clients": clients}
+
+
+def _label_counts(federation: Federation, examples: TableExamples) -> list[int]:
+    """Count each label. Reads the targets only, because reading inputs may be slow."""
+    task = federation.task
+    table = getattr(task.train, "examples", task.train)  # engine.cache_frozen wraps the task's own examples
+    targets = table.targets[examples.indices]  # (example,) or (example, class)
+    counts = torch.bincount(targets, minlength=len(task.classes)) if task.kind.one_class else targets.sum(0)
+    return [int(count) for count in counts.tolist()]
