@@ -61,9 +61,31 @@ def test_training_config_builds_its_optimizer() -> None:
     assert parse({"method": {"name": "fedavg"}, "training": plain}).training.build().optimizer == SGD(momentum=0.9)
 
 
+def test_python_and_config_have_the_same_defaults() -> None:
+    """The optimizer has no common default: a config trains with AdamW, and Python code names one."""
+    config = parse({"method": {"name": "fedavg"}, "split": {"name": "iid", "clients": 3}})
+    assert config.training.build() == Training(lr=config.training.lr, optimizer=AdamW())
+    in_python = {"method": methods.build("fedavg"), "training": config.training.build(), "rounds": 1, "key": Key(0)}
+    run = Run(**in_python)
+    for name in ("cohort", "min_updates", "skip_failed_clients", "clients_have_initial_model", "max_norm", "max_examples"):
+        assert getattr(config.federation, name) == getattr(run, name)
+    assert config.evaluate.drift == run.drift
+    for table, function in (("model", vit), ("split", split)):
+        for name, value in inspect.signature(function).parameters.items():
+            if name in getattr(config, table) and value.default is not inspect.Parameter.empty:
+                assert getattr(config, table)[name] == value.default or (table, name) == ("split", "clients")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ("split={name='iid', clients=3, tset=0.1}", "'split.tset'; did you mean 'test'? It can be: test, clients, validation"),
+        ("method={name='fedfrozen+fedprox', my=1}", "'method.my'; it can be: mu, "),
+        ("data.limit=3", "unknown key 'data.limit'; there are no options here"),
+        ("engine.cach_frozen=true", "did you mean 'cache_frozen'? It can be: cache_frozen, "),
+        ("training.learningrate=1", "; 'partita options training' explains them"),
+        ("model.wdth=3", "; 'partita options model.vit' explains them"),
+        ("trainin.lr=1", "; 'partita options' explains them"),
         ("method.mu=1", "unknown key 'method.mu'; there are no options here"),
         ("method.name=fedavgg", "unknown method 'fedavgg'; did you mean 'fedavg'?"),
         ("method.name=3", "'method.name' is missing"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from partita.cli import flower
+from partita.cli import configs, flower
 from partita.cli.progress import follow, progress
 from partita.storage.safe_text import label_folder, printable
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(flower.app, name="flower")
+configs.register(app)
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")]
 Changes = Annotated[
