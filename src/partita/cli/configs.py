@@ -105,7 +105,7 @@ def init(
 
 def data(
     path: Annotated[str, typer.Argument(help="A file, a folder, or a Hugging Face Hub id.")],
-    config: Annotated[str | None, typer.Option("--config", help="Configuration of a Hub dataset.")] = None,
+    config: Annotated[str | None, typer.Option("--hub-config", help="Configuration of a Hub dataset.")] = None,
     text: TextColumn = None,
     label: LabelColumn = None,
     site: SiteColumn = None,

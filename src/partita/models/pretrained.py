@@ -18,7 +18,6 @@ from transformers import (
     CLIPVisionConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    ViTImageProcessor,
 )
 
 from partita.core import memory
@@ -109,6 +108,8 @@ def processor_of(task: TaskInfo) -> Any:
         return task.tokenizer
     mean, std = (list(values) * (3 // len(values)) for values in task.normalization)
     with without_logs():
+        from transformers import ViTImageProcessor  # here, because it logs that it works without torchvision too
+
         # resample = 3 is bicubic, with which tasks resize images.
         return ViTImageProcessor(
             size={"height": task.size, "width": task.size}, image_mean=mean, image_std=std, resample=3
