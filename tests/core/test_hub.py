@@ -41,8 +41,13 @@ def test_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_lookup_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     forever = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        forever.wait()
+        raise OSError("too late")
+
     monkeypatch.setattr(hub, "WAIT", 0.01)
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: open(f"/none/{forever.wait()}"))
+    monkeypatch.setattr(socket, "create_connection", hang)
     assert offline_reason() == "huggingface.co cannot be reached"
     forever.set()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
-import warnings
 import sys
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -262,7 +262,12 @@ def test_rows_without_a_value_are_counted_in_a_warning() -> None:
 @pytest.mark.parametrize(
     ("kind", "clients", "options", "message"),
     [
-        ("iid", 3, {"tset": 0.1}, "unknown key 'split.tset'; did you mean 'test'. It can be: test, clients, validation;"),
+        (
+            "iid",
+            3,
+            {"tset": 0.1},
+            "unknown key 'split.tset'; did you mean 'test'. It can be: test, clients, validation;",
+        ),
         ("dirichlt", 3, {}, "unknown split 'dirichlt'; did you mean 'dirichlet'"),
         ("dirichlet", 3, {"alpa": 1.0}, "'split.alpa'; did you mean 'alpha'"),
         ("dirichlet", 3, {}, "'split.alpha' is missing"),

@@ -434,15 +434,17 @@ def labeled(labels: str) -> list[dict[str, Any]]:
 def test_one_class_is_refused_or_told(tmp_path: Path, bert: Path) -> None:
     options = {"tokenizer": str(bert), "max_length": 16}
     write_table(tmp_path / "one.jsonl", labeled("a" * 10))
-    with pytest.raises(DataError, match=r"all rows of '.*one\.jsonl' have the label 'a' in 'label', so any model would"):
+    with pytest.raises(
+        DataError, match=r"all rows of '.*one\.jsonl' have the label 'a' in 'label', so any model would"
+    ):
         load("text", Key(0), path=tmp_path / "one.jsonl", **options)
     (tmp_path / "named").mkdir()
     label = datasets.ClassLabel(names=["a", "b"])
     datasets.Dataset.from_list(labeled("a" * 10)).cast_column("label", label).save_to_disk(tmp_path / "named")
-    with pytest.warns(UserWarning, match="all train rows of .* have the label 'a' in 'label', so a model learns"):
+    with pytest.warns(UserWarning, match=r"all train rows of .* have the label 'a' in 'label', so a model learns"):
         assert load("text", Key(0), path=tmp_path / "named", **options).classes == ("a", "b")
     write_table(tmp_path / "o.jsonl", [{"tokens": ["fever"], "tags": ["O"]}] * 5)
-    with pytest.raises(DataError, match="no word of .* has an entity tag in 'tags'; tag some"):
+    with pytest.raises(DataError, match=r"no word of .* has an entity tag in 'tags'; tag some"):
         load("tokens", Key(0), path=tmp_path / "o.jsonl", **options)
 
 

@@ -70,7 +70,14 @@ def test_python_and_config_have_the_same_defaults() -> None:
     config = parse({"method": {"name": "fedavg"}, "split": {"name": "iid", "clients": 3}})
     assert config.training.build() == Training(lr=config.training.lr, optimizer=AdamW())
     run = Run(build("fedavg"), config.training.build(), rounds=1, key=Key(0))
-    for name in ("cohort", "min_updates", "skip_failed_clients", "clients_have_initial_model", "max_norm", "max_examples"):
+    for name in (
+        "cohort",
+        "min_updates",
+        "skip_failed_clients",
+        "clients_have_initial_model",
+        "max_norm",
+        "max_examples",
+    ):
         assert getattr(config.federation, name) == getattr(run, name)
     assert config.evaluate.drift == run.drift
     options = inspect.signature(vit).parameters.items()
@@ -80,7 +87,10 @@ def test_python_and_config_have_the_same_defaults() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("split={name='iid', clients=3, tset=0.1}", "'split.tset'; did you mean 'test'? It can be: test, clients, validation"),
+        (
+            "split={name='iid', clients=3, tset=0.1}",
+            "'split.tset'; did you mean 'test'? It can be: test, clients, validation",
+        ),
         ("method={name='fedfrozen+fedprox', my=1}", "'method.my'; it can be: mu, "),
         ("data.limit=3", "unknown key 'data.limit'; there are no options here"),
         ("engine.cach_frozen=true", "did you mean 'cache_frozen'? It can be: cache_frozen, "),

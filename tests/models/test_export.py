@@ -93,5 +93,7 @@ def test_model_whose_class_names_need_a_tokenizer_is_refused_without_one(tmp_pat
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "clip" / name).write_bytes((source / name).read_bytes())
     task = data.load("digits", Key(0))
-    with pytest.raises(ModelError, match="has no tokenizer, but class names need one.*; copy the files of the original"):
+    with pytest.raises(
+        ModelError, match=r"has no tokenizer, but class names need one.*; copy the files of the original"
+    ):
         models.build("clip", task, Key(0), path=str(tmp_path / "clip"))

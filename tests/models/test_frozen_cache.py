@@ -268,7 +268,9 @@ def test_trainable_parameters_below_the_cache_are_refused_with_a_remedy() -> Non
     assert "'transformer.wte.weight', 'transformer.wpe.weight' of" in tied
 
 
-@pytest.mark.parametrize("case", ["bert-text", "roberta-text", "electra-text", "distilbert-text", "vit-image", "gpt2-lm"])
+@pytest.mark.parametrize(
+    "case", ["bert-text", "roberta-text", "electra-text", "distilbert-text", "vit-image", "gpt2-lm"]
+)
 def test_embedding_freezes_all_before_the_first_layer_and_roles_stay(case: str) -> None:
     """What the error tells users to freeze is enough."""
     free, frozen = make_model(case), make_model(case, ("embedding", "layer.0"))

@@ -56,7 +56,7 @@ def init(
     """Write a config that runs: from your data, or an example. Asks for what is missing if on a terminal."""
     from partita.core.options import OptionError
     from partita.experiment.config import load
-    from partita.experiment.starter import BUILT_IN, config_for, to_commented_toml, write_example, write_new
+    from partita.experiment.starter import BUILT_IN, CLIENTS, config_for, to_commented_toml, write_example, write_new
 
     if example is not None:
         given = {"data": data, "text": text, "label": label, "site": site, "model": model, "method": method}
@@ -87,7 +87,10 @@ def init(
         longest = _longest(model, findings) if Path(model).is_dir() else None
     sites = len(findings.sites) if findings and findings.site else 0
     if clients is None and sites < 2:
-        clients = int(_answer(None, "Number of clients", "--clients", "4"))
+        answer = _answer(None, "Number of clients", "--clients", str(CLIENTS))
+        if not answer.isdecimal() or not int(answer):
+            raise OptionError(f"the number of clients is '{answer}'; it must be a whole number from 1")
+        clients = int(answer)
     method = _answer(method, "Method ('partita methods' lists them)", "--method", "fedavg")
     raw = config_for(findings, model, clients, method, data, longest)
     introduction = (
@@ -228,7 +231,11 @@ def _shortened(findings: Findings) -> Findings:
         return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
     def few(counts: Mapping[str, int]) -> dict[str, int]:
-        return {short(name): count for name, count in counts.items()}
+        shown: dict[str, int] = {}
+        for name, count in counts.items():
+            same = short(name)
+            shown[f"{same} ({len(shown) + 1})" if same in shown else same] = count
+        return shown
 
     columns = tuple(replace(each, common=tuple(map(short, each.common))) for each in findings.columns)
     return replace(findings, columns=columns, classes=few(findings.classes), sites=few(findings.sites))

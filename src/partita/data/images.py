@@ -72,7 +72,9 @@ def images(
     source, targets = limit_rows(source, limit, key, labels)
     train, held_out = read_images(source, image, targets, size, channels, normalize)
     columns = source.train.columns(label)
-    return Task(source.name, train, held_out, classes, columns, channels, size=side_of(train), normalization=(mean, std))
+    return Task(
+        source.name, train, held_out, classes, columns, channels, size=side_of(train), normalization=(mean, std)
+    )
 
 
 def normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> Normalize:

@@ -328,4 +328,3 @@ def _alike(counts: Mapping[str, int], what: str, column: str) -> list[str]:
 
 def _short(text: str) -> str:
     return text if len(text) <= 30 else f"{text[:30]}…"
-

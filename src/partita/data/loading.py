@@ -39,7 +39,8 @@ TestPart = Annotated[
     "name of the test part, or share of the rows to hold out if there is no test part",
 ]
 Limit = Annotated[
-    Count | None, "for tries: use at most this many train rows and as many test rows, drawn before the split by the seed"
+    Count | None,
+    "for tries: use at most this many train rows and as many test rows, drawn before the split by the seed",
 ]
 
 

@@ -100,7 +100,9 @@ class FederationConfig:
     availability_trace: Annotated[
         str | None, "CSV file with columns round, client, work; overrides the two rates where it has a row"
     ] = None
-    min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = Run.min_updates
+    min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = (
+        Run.min_updates
+    )
     skip_failed_clients: Annotated[bool, "record a client's failure and continue, instead of stopping the run"] = False
     max_norm: Annotated[Positive | None, "updates with a larger norm are scaled down to this norm"] = None
     max_examples: Annotated[Count, "largest number of training examples that a client of unknown size may report"] = (

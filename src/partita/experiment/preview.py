@@ -120,11 +120,7 @@ def plan_section(name: str) -> str:
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
     tables = "\n".join(shown.to_text() for shown in ([first] if same else [first, last]))
     setting = f"Ten rounds of {kind} on 8 x 8 images, with ten clients in every round:"
-    note = (
-        f"\n\n{DRAWN}, because it is computed without data."
-        if name in DATA_DEPENDENT
-        else ""
-    )
+    note = f"\n\n{DRAWN}, because it is computed without data." if name in DATA_DEPENDENT else ""
     return f"{setting}\n\n```text\n{tables}```{note}"
 
 

@@ -98,7 +98,9 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
     for key in options:
         accepting = [part for part, function in parts.items() if key in _options(function)]
         if not accepting:
-            raise unknown_key(f"method.{key}", {each for part in parts.values() for each in _options(part)}, f"method.{name}")
+            raise unknown_key(
+                f"method.{key}", {each for part in parts.values() for each in _options(part)}, f"method.{name}"
+            )
         if len(accepting) > 1:
             raise OptionError(
                 f"{format_name(f'method.{key}')} is accepted by both {' and '.join(accepting)} in '{name}'; compose "
