@@ -168,10 +168,10 @@ def options(
         named: dict[str, list[str]] = {}
         for heading in headings()[1:]:
             name, _, which = heading.partition(" ")
-            named.setdefault(name, []).append(which)
+            named.setdefault(name, []).extend([which] if which else [])
         print("tables; show one with: partita options TABLE, or TABLE.NAME")
-        for name, which in named.items():
-            print(f"  [{name}]" + (f": {', '.join(which)}" if which != [""] else ""))
+        for name, names in named.items():
+            print(f"  [{name}]" + (f": {', '.join(names)}" if names else ""))
 
 
 def _plain(text: str) -> str:

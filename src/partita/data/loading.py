@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ REMEDY = (
     "train/CLASS/, a folder written by save_to_disk, or a Hub id, 'owner/name'"
 )
 
-Targets = Tensor | list[Any]  # targets of the rows of a part
+Targets = TypeVar("Targets", Tensor, list[Any])  # targets of the rows of a part
 Opener = Callable[[], Any]  # returns a datasets.Dataset
 # Options that all readers of files share.
 DataPath = Annotated[str | Path, "file, folder, or Hugging Face Hub id"]
@@ -186,15 +186,19 @@ def limit_rows(
         rows = _draw(len(part.rows), limit, key / "limit" / name, values)
         parts[name] = part.select(rows)
         if values is not None:
-            kept.append(values[rows] if isinstance(values, Tensor) else [values[row] for row in rows])
-    return replace(source, **parts), kept
+            kept.append(_pick(values, rows))
+    return replace(source, train=parts["train"], test=parts["test"]), kept
 
 
-def _draw(count: int, limit: int, key: Key, targets: Targets | None) -> NDArray[np.int64]:
+def _pick(values: Any, rows: NDArray[np.int64]) -> Any:
+    return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
+
+
+def _draw(count: int, limit: int, key: Key, targets: Any) -> NDArray[np.int64]:
     """Draw row indices. A row's rank within its class, as a fraction, says when it is drawn."""
     order = key.permutation(count)  # (row,)
     one_class = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
-    classes = targets[order] if one_class else torch.zeros(count)  # type: ignore[index]
+    classes = targets[order] if one_class else torch.zeros(count)
     ranks = torch.empty(count)
     for value in classes.unique():
         of_class = (classes == value).nonzero().flatten()

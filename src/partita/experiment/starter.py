@@ -107,7 +107,9 @@ def to_commented_toml(raw: Mapping[str, Any], introduction: str = "") -> str:
         OptionError: If the config is not valid.
     """
     parse(raw)
-    tables = {"": {key: value for key, value in raw.items() if not isinstance(value, Mapping)}}
+    tables: dict[str, Mapping[str, Any]] = {
+        "": {key: value for key, value in raw.items() if not isinstance(value, Mapping)}
+    }
     tables |= {key: value for key, value in raw.items() if isinstance(value, Mapping)}
     blocks = [introduction] if introduction else []
     for table, values in tables.items():
