@@ -47,6 +47,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/objective.py": ("tests/training/test_objective.py",),
     "training/gradients.py": ("tests/training/test_objective.py",),
     "training/private_gradients.py": ("tests/training/test_private_gradients.py", *PRIVATE),
+    "core/hub.py": ("tests/core/test_hub.py",),
     "core/averaging.py": ("tests/core/test_averaging.py",),
     "core/traffic.py": ("tests/core/test_traffic.py", "tests/core/test_rounds.py"),
     "core/update.py": ("tests/core/test_update_checks.py",),

@@ -6,19 +6,16 @@ The keys come from the annotations that the code checks, the commands from the s
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import click
 import typer
 
-from partita import data, methods, models
 from partita.cli.main import app
-from partita.core.options import MISSING, Option, describe, import_from_registry
-from partita.experiment.config import schema
-from partita.methods.cards import meanings
+from partita.experiment.config import headings
+from partita.experiment.reference import Key, about, keys_under
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -41,67 +38,31 @@ HEADINGS = {
     "split": "`[split]`: `name` says which",
     "model": "`[model]`: `name` says which",
 }
-INDEXES = {"method": methods.INDEX, "data": data.INDEX, "split": data.SPLITS, "model": models.INDEX}
 
 
 def config_page() -> str:
     """Every table and key of a config."""
     parts, last = [INTRODUCTION], None
-    for heading, options in schema().items():
+    for heading in headings():
         table, _, name = heading.partition(" ")
         if table != last:
             parts.append(f"## {HEADINGS.get(table, f'`[{table}]`')}\n")
             last = table
         if name:
             parts.append(f"### `{name}`\n")
-            parts.append(_about(table, name) + "\n")
-        explained = meanings(name) if table == "method" else {}
-        parts.append(_rows(options, explained) if options else "No options.\n")
+            parts.append(about(heading) + "\n")
+        keys = keys_under(heading)
+        parts.append(_rows(keys) if keys else "No options.\n")
     return "\n".join(parts)
 
 
-def _about(table: str, name: str) -> str:
-    """A method is described by the first line of its file, others by that of their function."""
-    function = import_from_registry(INDEXES[table], name, table)
-    owner = inspect.getmodule(function) if table == "method" else function
-    return (inspect.getdoc(owner) or "").partition("\n\n")[0].replace("\n", " ")
-
-
-def _rows(options: dict[str, Option], explained: dict[str, str]) -> str:
+def _rows(keys: list[Key]) -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for option in options.values():
-        meaning = option.meaning or explained.get(option.name, "")
-        if not meaning:
-            raise SystemExit(
-                f"'{option.name}' has no meaning; write one into its annotation, or into the method's card"
-            )
-        lines.append(f"| `{option.name}` | {_value(option.hint)} | {_default(option.default)} | {meaning} |")
+    for key in keys:
+        if not key.meaning:
+            raise SystemExit(f"'{key.name}' has no meaning; write one into its annotation, or into the method's card")
+        lines.append(f"| `{key.name}` | {key.value} | {key.default} | {key.meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def _value(hint: Any) -> str:
-    """As an error would describe it, without what TOML cannot say."""
-    parts = get_args(hint)
-    kind = parts[0] if hasattr(hint, "__metadata__") else hint
-    if get_origin(kind) in (Union, types.UnionType):
-        kinds = [each for each in get_args(kind) if each not in (types.NoneType, Path)]
-        return " or ".join(_value(each) for each in kinds)
-    if get_origin(kind) is Literal:
-        return " or ".join(f"`{_toml(each)}`" for each in get_args(kind))
-    said = describe(hint)
-    return said.replace("a text of one line that is not empty", "a text").replace(
-        "a text of one line", "a text or `''`"
-    )
-
-
-def _default(value: Any) -> str:
-    return "must be given" if value is MISSING else "–" if value is None else f"`{_toml(value)}`"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else repr(value)
 
 
 def cli_page() -> str:

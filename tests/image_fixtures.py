@@ -35,6 +35,8 @@ class Images:
     size: int = 2
     kind: TaskKind = IMAGE
     vocabulary_size: int = 0
+    tokenizer: Any = None
+    normalization: Any = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -188,7 +188,11 @@ def test_methods_are_built_by_name_and_options() -> None:
         ("fedprox", {"mu": "big"}, "method.mu is 'big'; it must be a number"),
         ("fedavg", {"mu": 1.0}, "unknown key 'method.mu'; there are no options"),
         ("fedfrozen", {"freeze": "values"}, "method.freeze is 'values'; it must be 'kernel' or 'value' or 'mlp' or "),
-        ("fedfrozen+fedprox", {"beta": 1}, "method.beta is accepted by none of the parts in 'fedfrozen[+]fedprox'"),
+        (
+            "fedfrozen+fedprox",
+            {"beta": 1},
+            "unknown key 'method.beta'; it can be: seed, .*, mu; 'partita options method.fedfrozen[+]fedprox' explains",
+        ),
         ("fedavg+nothing", {}, "unknown method 'nothing'"),
     ],
 )

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -209,9 +210,10 @@ def test_pathological_pairs_classes_uniformly() -> None:
 @quick
 def test_by_column_gives_each_value_its_own_clients(values: list[str], per_value: int, seed: int) -> None:
     column = np.array(values)[np.arange(7 * len(values)) % len(values)]
-    federation = split(
-        make_task(np.zeros(len(column)), site=column), "by_column", key=Key(seed), column="site", per_value=per_value
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of missing values and of values with the same name
+        task = make_task(np.zeros(len(column)), site=column)
+        federation = split(task, "by_column", key=Key(seed), column="site", per_value=per_value)
     partition = partition_of(federation)
     owned = [set(column[rows]) for rows in np.split(partition.rows, partition.offsets[1:-1])]
     assert all(len(values) == 1 for values in owned)
@@ -234,11 +236,10 @@ def test_groups_are_kept_whole_and_distributed_evenly(values: list[int], clients
 def test_by_column_names_clients_after_the_values() -> None:
     column = ["art painting", "photo", "photo", "art/painting"]
     task = make_task([0, 0, 0, 0], domain=column)
-    assert list(split(task, "by_column", key=Key(0), column="domain").clients) == [
-        "art_painting",
-        "art_painting_2",
-        "photo",
-    ]
+    told = "the values 'art painting' and 'art/painting' of column 'domain' become the clients 'art_painting' and 'art_"
+    with pytest.warns(UserWarning, match=told):
+        federation = split(task, "by_column", key=Key(0), column="domain")
+    assert list(federation.clients) == ["art_painting", "art_painting_2", "photo"]
     task = make_task([0, 0, 0, 0], writer=[7, 7, 3, 3])
     assert list(split(task, "by_column", key=Key(0), column="writer", per_value=2).clients) == [
         "3-0",
@@ -248,9 +249,25 @@ def test_by_column_names_clients_after_the_values() -> None:
     ]
 
 
+def test_rows_without_a_value_are_counted_in_a_warning() -> None:
+    task = make_task([0] * 6, site=["north", "", "north", "", "", "south"])
+    told = "3 of 6 train rows of toy have no value in column 'site'; they become the client 'unnamed'; fill them in"
+    with pytest.warns(UserWarning, match=told):
+        federation = split(task, "by_column", key=Key(0), column="site")
+    assert list(federation.clients) == ["unnamed", "north", "south"]
+    with pytest.warns(UserWarning, match="3 of 6 train rows .*; they stay together as one group"):
+        split(task, "groups", 2, key=Key(0), column="site")
+
+
 @pytest.mark.parametrize(
     ("kind", "clients", "options", "message"),
     [
+        (
+            "iid",
+            3,
+            {"tset": 0.1},
+            "unknown key 'split.tset'; did you mean 'test'. It can be: test, clients, validation;",
+        ),
         ("dirichlt", 3, {}, "unknown split 'dirichlt'; did you mean 'dirichlet'"),
         ("dirichlet", 3, {"alpa": 1.0}, "'split.alpa'; did you mean 'alpha'"),
         ("dirichlet", 3, {}, "'split.alpha' is missing"),

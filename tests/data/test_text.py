@@ -222,7 +222,12 @@ def test_token_ids_match_the_tokenizer(tmp_path: Path, bert: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bert)
-    task = load("text", Key(0), path=as_csv(tmp_path), tokenizer=str(bert), max_length=7)
+    longer = sum(len(tokenizer(row["text"])["input_ids"]) > 7 for row in (*notes(12), *notes(12, 1)))
+    told = f"{longer} of 24 texts of .* are longer than 7 tokens, .* raise data.max_length .up to 20 with this model"
+    assert 0 < longer < 24
+    with pytest.warns(UserWarning, match=told) as seen:
+        task = load("text", Key(0), path=as_csv(tmp_path), tokenizer=str(bert), max_length=7)
+    assert len(seen) == 1
     for place, row in enumerate(notes(12)):
         alone = tokenizer(row["text"], truncation=True, max_length=7)["input_ids"]
         batch = task.train.take(torch.tensor([place]))
@@ -299,6 +304,7 @@ def test_path_that_is_no_folder_is_loaded_from_the_hub(monkeypatch: pytest.Monke
     asked: list[tuple[str, str | None]] = []
 
     def fake(name: str, config: str | None) -> Any:
+        assert datasets.config.HF_HUB_OFFLINE, "the Hub is not asked if it cannot be reached"
         asked.append((name, config))
         return datasets.DatasetDict({"train": datasets.Dataset.from_list(notes(12))})
 
@@ -315,7 +321,7 @@ def test_path_that_is_no_folder_is_loaded_from_the_hub(monkeypatch: pytest.Monke
         return raising
 
     monkeypatch.setattr(datasets, "load_dataset", fail(ConnectionError("no route")))
-    with pytest.raises(DataError, match="no folder 'clinic/notes', and the Hub cannot be reached; give a local folder"):
+    with pytest.raises(DataError, match="no folder 'clinic/notes' here, and HF_HUB_OFFLINE is set; give a local"):
         load("text", Key(0), **options)
     monkeypatch.setattr(datasets, "load_dataset", fail(FileNotFoundError("Dataset 'clinic/notes' doesn't exist\nmore")))
     with pytest.raises(DataError, match="the Hub failed with: Dataset 'clinic/notes' doesn't exist; give a file"):
@@ -401,7 +407,7 @@ def test_unreadable_data_files_are_refused(file: str, content: bytes, message: s
 
 
 def test_errors_number_rows_as_in_the_file(tmp_path: Path, bert: Path) -> None:
-    rows = [{"text": "fever", "label": "a"}] * 40
+    rows = [{"text": "fever", "label": label} for label in "ab" * 20]
     rows[33] = {"text": "", "label": "a"}
     write_table(tmp_path / "all.jsonl", rows)
     for seed in range(8):  # it is cut off with the test part for some of them
@@ -414,11 +420,72 @@ def test_unusable_tokenizers_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
     as_csv(tmp_path / "notes")
     BertConfig(hidden_size=8, num_attention_heads=2).save_pretrained(tmp_path / "bare")
-    with pytest.raises(DataError, match=r"the tokenizer '.*bare' has an empty vocabulary; give a folder with"):
+    with pytest.raises(DataError, match=r"'.*bare' has no tokenizer; copy the files of the original model's"):
         load("text", Key(0), path=tmp_path / "notes", tokenizer=str(tmp_path / "bare"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"cannot load the tokenizer '.*empty'"):
         load("text", Key(0), path=tmp_path / "notes", tokenizer=str(tmp_path / "empty"))
+
+
+def labeled(labels: str) -> list[dict[str, Any]]:
+    return [{"text": "fever", "label": label, "row": place} for place, label in enumerate(labels)]
+
+
+def test_one_class_is_refused_or_told(tmp_path: Path, bert: Path) -> None:
+    options = {"tokenizer": str(bert), "max_length": 16}
+    write_table(tmp_path / "one.jsonl", labeled("a" * 10))
+    with pytest.raises(
+        DataError, match=r"all rows of '.*one\.jsonl' have the label 'a' in 'label', so any model would"
+    ):
+        load("text", Key(0), path=tmp_path / "one.jsonl", **options)
+    (tmp_path / "named").mkdir()
+    label = datasets.ClassLabel(names=["a", "b"])
+    datasets.Dataset.from_list(labeled("a" * 10)).cast_column("label", label).save_to_disk(tmp_path / "named")
+    with pytest.warns(UserWarning, match=r"all train rows of .* have the label 'a' in 'label', so a model learns"):
+        assert load("text", Key(0), path=tmp_path / "named", **options).classes == ("a", "b")
+    write_table(tmp_path / "o.jsonl", [{"tokens": ["fever"], "tags": ["O"]}] * 5)
+    with pytest.raises(DataError, match=r"no word of .* has an entity tag in 'tags'; tag some"):
+        load("tokens", Key(0), path=tmp_path / "o.jsonl", **options)
+
+
+def test_limit_draws_rows_by_key_and_keeps_the_share_of_each_class(tmp_path: Path, bert: Path) -> None:
+    write_table(tmp_path / "all.jsonl", labeled("aaab" * 50))
+    options = {"path": tmp_path / "all.jsonl", "tokenizer": str(bert), "max_length": 16}
+    whole, some, other = (load("text", Key(seed), **options, **limit) for seed, limit in (
+        (0, {}), (0, {"limit": 40}), (1, {"limit": 40}),
+    ))  # fmt: skip
+    assert (len(whole.train), len(whole.test)) == (160, 40)
+    assert (len(some.train), len(some.test)) == (40, 40)
+    share = whole.train.targets.float().mean()
+    assert abs(some.train.targets.sum() - 40 * share) <= 1
+    assert some.classes == ("a", "b")
+    again = load("text", Key(0), **options, limit=40)
+    drawn, redrawn, others, rows = (task.columns["row"].tolist() for task in (some, again, other, whole))
+    assert drawn == redrawn
+    assert drawn != others
+    assert set(drawn) <= set(rows)
+    assert load("text", Key(0), **options, limit=1).classes == ("a", "b"), "the classes are those of all rows"
+    assert len(load("text", Key(0), **options, limit=10**6).train) == 160
+
+
+@pytest.mark.parametrize("kind", ["tokens", "lm", "text_regression"])
+def test_limit_keeps_rows_and_targets_together(kind: str, tmp_path: Path, bert: Path) -> None:
+    rows = [
+        {"text": "fever " * (place + 1), "tokens": ["fever"] * (place + 1), "target": float(place)}
+        | {"tags": ["B-Sign"] * (place + 1)}
+        for place in range(18)
+    ]
+    write_table(tmp_path / "all.jsonl", rows)
+    length = {"block_size" if kind == "lm" else "max_length": 20}
+    task = load(kind, Key(0), path=tmp_path / "all.jsonl", tokenizer=str(bert), limit=5, **length)
+    batch = task.train.take(torch.arange(len(task.train)))
+    words = batch.inputs["attention_mask"].sum(1)
+    if kind == "lm":
+        assert len(task.train) < 5, "blocks of 20 tokens from five texts of 1 to 18"
+        return
+    assert (len(task.train), len(task.test)) == (5, 3)
+    found = (batch.targets >= 0).sum(1) if kind == "tokens" else batch.targets[:, 0] + 1
+    assert torch.equal(found.long(), words - 2)
 
 
 # Words and tags

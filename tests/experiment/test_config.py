@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from partita.core.optim import SGD, AdamW
+from partita.core.rng import Key
+from partita.core.settings import Run, Training
 from partita.experiment.config import apply_override, load, parse
-from partita.methods import COMPOSITIONS, INDEX
+from partita.methods import COMPOSITIONS, INDEX, build
+from partita.models.vit import vit
 
 EXAMPLES = sorted([*Path("examples").glob("*.toml"), *Path("studies").rglob("*.toml")])
 
@@ -61,9 +65,37 @@ def test_training_config_builds_its_optimizer() -> None:
     assert parse({"method": {"name": "fedavg"}, "training": plain}).training.build().optimizer == SGD(momentum=0.9)
 
 
+def test_python_and_config_have_the_same_defaults() -> None:
+    """The optimizer has no common default: a config trains with AdamW, and Python code names one."""
+    config = parse({"method": {"name": "fedavg"}, "split": {"name": "iid", "clients": 3}})
+    assert config.training.build() == Training(lr=config.training.lr, optimizer=AdamW())
+    run = Run(build("fedavg"), config.training.build(), rounds=1, key=Key(0))
+    for name in (
+        "cohort",
+        "min_updates",
+        "skip_failed_clients",
+        "clients_have_initial_model",
+        "max_norm",
+        "max_examples",
+    ):
+        assert getattr(config.federation, name) == getattr(run, name)
+    assert config.evaluate.drift == run.drift
+    options = inspect.signature(vit).parameters.items()
+    assert config.model == {"name": "vit"} | {key: each.default for key, each in options if key not in ("task", "key")}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            "split={name='iid', clients=3, tset=0.1}",
+            "'split.tset'; did you mean 'test'? It can be: test, clients, validation",
+        ),
+        ("method={name='fedfrozen+fedprox', my=1}", "'method.my'; did you mean 'mu'? It can be: mu, "),
+        ("engine.cach_frozen=true", "did you mean 'cache_frozen'? It can be: cache_frozen, "),
+        ("training.learningrate=1", "; 'partita options training' explains them"),
+        ("model.wdth=3", "; 'partita options model.vit' explains them"),
+        ("trainin.lr=1", "; 'partita options' explains them"),
         ("method.mu=1", "unknown key 'method.mu'; there are no options here"),
         ("method.name=fedavgg", "unknown method 'fedavgg'; did you mean 'fedavg'?"),
         ("method.name=3", "'method.name' is missing"),

@@ -1,55 +1,81 @@
-"""The shipped examples run, with tiny data and models in place of the ones they name."""
+"""The shipped examples run as they are, after `partita init --example` in an empty folder."""
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
 from pathlib import Path
 
-import dual_encoder_fixtures
 import pytest
-from example_fixtures import EXAMPLES, write_encoder, write_notes
-from PIL import Image
+from example_fixtures import EXAMPLES
 
-from partita.experiment import runner
-from partita.experiment.config import load
+from partita.experiment import runner, starter
+from partita.experiment.config import ConfigError, load
+from partita.experiment.preview import preview
 
-
-def write_images(folder: Path) -> Path:
-    for place, name in enumerate(("cat", "dog")):
-        (folder / "train" / name).mkdir(parents=True)
-        for number in range(30):
-            Image.new("L", (9, 9), 40 * place + number).save(folder / "train" / name / f"{number}.png")
-    return folder
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.toml"))
 
 
-def test_clinical_example_runs(tmp_path: Path) -> None:
-    paths = [f"data.path={write_notes(tmp_path / 'notes')}", f"model.path={write_encoder(tmp_path / 'model')}"]
-    config = load(EXAMPLES / "clinical.toml", [*paths, "rounds=1", "method.k=2"])
-    [row] = runner.start(config, tmp_path / "run")
-    assert row["personal"]["f1"].keys() == {"north", "south"}
-    assert all(len(layers) == 2 for layers in row["chosen"].values())
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_clinical_example_runs_with_the_privacy_of_its_comment(tmp_path: Path) -> None:
-    """With a budget that forty sentences can meet."""
-    paths = [f"data.path={write_notes(tmp_path / 'notes')}", f"model.path={write_encoder(tmp_path / 'model')}"]
-    said = (EXAMPLES / "clinical.toml").read_text()
+def test_clinical_example_runs_as_it_is(empty_folder: Path) -> None:
+    written = starter.write_example("clinical", Path("clinical.toml"))
+    assert [str(path) for path in written] == ["clinical.toml", "notes", "tiny-encoder"]
+    shown = preview(load(Path("clinical.toml")), 0, None)
+    assert "This table draws the layers at random; in a run, the client chooses as many" in shown.to_text()
+    rows = list(runner.start(load(Path("clinical.toml"), ["rounds=10"]), Path("run")))
+    assert rows[4]["personal"]["f1"].keys() == {"east", "north", "south", "west"}
+    assert all(len(layers) == 2 for layers in rows[-1]["chosen"].values())
+    assert shown.bytes_up == pytest.approx(rows[0]["bytes"]["up"] / 4, rel=0.01), "layers differ only in their names"
+    assert rows[9]["test"]["f1"] > 0.5, "the entities of the synthetic notes can be learned"
+
+
+def test_clinical_example_runs_with_the_privacy_of_its_comment(empty_folder: Path) -> None:
+    starter.write_example("clinical", Path("clinical.toml"))
+    said = Path("clinical.toml").read_text()
     for setting in ("epsilon = 8.0", "noise = 8.0, probe = 0.5, every = 15"):
         assert setting in said
     noised = ["method.noise=8.0", "method.probe=0.5", "method.every=15", "privacy.epsilon=8.0"]
-    [row] = runner.start(
-        load(EXAMPLES / "clinical.toml", [*paths, *noised, "rounds=1", "method.k=2"]), tmp_path / "run"
-    )
+    assert preview(load(Path("clinical.toml"), noised), 0, None).drawn
+    [row] = runner.start(load(Path("clinical.toml"), [*noised, "rounds=1"]), Path("run"))
     assert 0 < row["privacy"]["epsilon"] <= 8.0
 
 
-def test_prompts_example_runs_and_sends_only_global_prompts(tmp_path: Path) -> None:
-    paths = [f"data.path={write_images(tmp_path / 'pictures')}", f"model.path={dual_encoder_fixtures.folder('clip')}"]
-    tiny = ["data.size=8", "data.channels=1", "data.mean=[0.5]", "data.std=[0.5]", "model.dtype=float32"]
-    small = ["split.clients=2", "method.text_tokens=2", "method.vision_tokens=2", "rounds=1"]
-    [row] = runner.start(load(EXAMPLES / "prompts.toml", [*paths, *tiny, *small]), tmp_path / "run")
+def test_prompts_example_runs_and_sends_only_global_prompts(empty_folder: Path) -> None:
+    starter.write_example("prompts", Path("prompts.toml"))
+    [row] = runner.start(load(Path("prompts.toml"), ["rounds=1"]), Path("run"))
     assert set(row["up"]) - {""} == {name for name in row["up"] if "global" in name}
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_example_is_a_valid_config(path: Path) -> None:
-    assert load(path, []).rounds > 0
+def test_synthetic_notes_depend_only_on_the_seed(empty_folder: Path) -> None:
+    starter.write_example("clinical", Path("a.toml"))
+    first = Path("notes/train.jsonl").read_bytes()
+    weights = Path("tiny-encoder/model.safetensors").read_bytes()
+    for name in ("notes", "tiny-encoder"):
+        Path(name).rename(f"{name}-old")
+    starter.write_example("clinical", Path("b.toml"))
+    assert Path("notes/train.jsonl").read_bytes() == first
+    assert Path("tiny-encoder/model.safetensors").read_bytes() == weights
+    rows = [json.loads(line) for line in first.splitlines()]
+    assert len({row["hospital"] for row in rows}) == 4
+    assert all(len(row["tokens"]) == len(row["tags"]) for row in rows)
+
+
+@pytest.mark.parametrize("existing", ["clinical.toml", "notes", "tiny-encoder"])
+def test_example_overwrites_nothing(existing: str, empty_folder: Path) -> None:
+    Path(existing).mkdir()
+    with pytest.raises(ConfigError, match=f"{existing} exists already; move it away"):
+        starter.write_example("clinical", Path("clinical.toml"))
+    assert [path.name for path in empty_folder.iterdir()] == [existing]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_is_shipped_and_a_valid_config(name: str) -> None:
+    assert load(EXAMPLES / f"{name}.toml", []).rounds > 0
+    shipped = files("partita").joinpath("examples", f"{name}.toml").read_text(encoding="utf-8")
+    assert shipped == (EXAMPLES / f"{name}.toml").read_text(encoding="utf-8")
+    assert set(NAMES) == set(starter.EXAMPLES)

@@ -31,20 +31,13 @@ from partita.tasks import LM
 from partita.testing.toy import ToyTransformer
 
 LOWEST = ("embedding", "layer.0")
-# Text encoders have a norm with another role between the embeddings and the first layer.
-NORMS = {"bert": "bert", "roberta": "roberta", "electra": "electra", "distilbert": "distilbert"}
 RUNS = ["vit-image", "bert-text", "gpt2-lm", "llama-tokens"]
 ALL_CASES = [*RUNS, "deit-image", "dinov2_with_registers-image", "electra-text", "distilbert-text", "qwen2-lm"]
 SIZES, ROWS = {"a": 5, "b": 3, "c": 4}, 12
 
 
-def frozen_tags(case: str) -> tuple[str, ...]:
-    body = NORMS.get(case.partition("-")[0])
-    return (*LOWEST, *(f"{body}.embeddings.LayerNorm.{leaf}" for leaf in ("weight", "bias") if body))
-
-
 def frozen_model(case: str, **options: Any) -> FunctionalModel:
-    return make_model(case, frozen_tags(case), **options)
+    return make_model(case, LOWEST, **options)
 
 
 def make_table(case: str, lengths: tuple[int, ...] = (9, 3, 1, 4)) -> Any:
@@ -267,14 +260,25 @@ def refusal_of(model: Any, table: Examples | None = None) -> str:
 def test_trainable_parameters_below_the_cache_are_refused_with_a_remedy() -> None:
     free = refusal_of(make_model("vit-image"))
     assert "'vit.embeddings.cls_token'" in free
-    assert "can train before the first layer; add these to model.frozen" in free
-    norm = refusal_of(make_model("bert-text", LOWEST))
-    assert "'bert.embeddings.LayerNorm.weight', 'bert.embeddings.LayerNorm.bias' of" in norm
+    assert "can train before the first layer; add 'embedding' and 'layer.0' to model.frozen" in free
     gap = refusal_of(make_model("llama-text", ("embedding", "layer.1")))
     assert "'model.layers.0.self_attn.q_proj.weight'" in gap
-    assert "and 6 more of llama-text can train in layer 0;" in gap
+    assert "and 6 more of llama-text can train in layer 0; add 'layer.0' to model.frozen" in gap
     tied = refusal_of(make_model("gpt2-lm", ("layer.0",)))
     assert "'transformer.wte.weight', 'transformer.wpe.weight' of" in tied
+
+
+@pytest.mark.parametrize(
+    "case", ["bert-text", "roberta-text", "electra-text", "distilbert-text", "vit-image", "gpt2-lm"]
+)
+def test_embedding_freezes_all_before_the_first_layer_and_roles_stay(case: str) -> None:
+    """What the error tells users to freeze is enough."""
+    free, frozen = make_model(case), make_model(case, ("embedding", "layer.0"))
+    assert frozen_depth(frozen) == 1
+    norms = {name for name in free.initial if "embeddings.LayerNorm" in name}
+    assert norms.isdisjoint(frozen.initial)
+    assert norms <= free.names("norm")
+    assert bool(norms) == (case not in ("vit-image", "gpt2-lm"))
 
 
 def test_models_that_cannot_be_cached_are_refused() -> None:

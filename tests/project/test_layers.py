@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "src" / "partita"
 
 # Each line may import itself and the lines above it.
 CORE = [
-    ["core.torch_private"],
+    ["core.torch_private", "core.hub"],
     ["core.packed", "core.chacha"],
     ["core.tensors", "core.rng", "core.options", "core.memory"],
     ["core.data", "core.noise", "core.dp_settings", "core.update"],

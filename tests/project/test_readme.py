@@ -27,7 +27,10 @@ def test_readme_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 12, "a dozen lines"
     exec(compile(example, "README.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [f"round {number}" for number in range(4)]
+    assert [line.partition(":")[0] for line in lines] == [f"round {number}" for number in range(6)]
+    last = re.search(r"accuracy ([\d.]+)%", lines[-1])
+    assert last is not None
+    assert float(last[1]) > 50, "ten classes: clearly above chance"
 
 
 def test_readme_plan_table_is_what_the_command_prints() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from partita.cli import flower
+from partita.cli import configs, flower
 from partita.cli.progress import Verbosity, follow, follow_all
 from partita.cli.stopping import Stopped, stop_on_signals
 from partita.storage.safe_text import printable
@@ -28,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(flower.app, name="flower")
+configs.register(app)
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")]
 Changes = Annotated[

@@ -92,6 +92,24 @@ def closest_match(word: str, known: Iterable[str]) -> str:
     return f"did you mean {format_value(close[0])}?" if close else f"it can be: {', '.join(map(format_name, known))}"
 
 
+def unknown_key(name: str, known: Iterable[str], table: str = "") -> OptionError:
+    """Return the error for an unknown key. It lists the known keys, nearest first.
+
+    Args:
+        name: The key with the table it is in, such as "split.tset".
+        known: The keys that the table takes.
+        table: The table as `partita options` takes it, such as "split.iid"; empty for the top level.
+    """
+    word = name.rpartition(".")[2]
+    known = sorted(known, key=lambda each: (-difflib.SequenceMatcher(None, word, each).ratio(), each))
+    shown = format_value(name)
+    if not known:
+        return OptionError(f"unknown key {shown}; there are no options here")
+    closest, listed = closest_match(word, known), ", ".join(map(format_name, known))
+    remedy = f"{closest} It can be: {listed}" if closest.startswith("did") else f"it can be: {listed}"
+    return OptionError(f"unknown key {shown}; {remedy}; '{f'partita options {table}'.rstrip()}' explains them")
+
+
 def import_from_registry(index: Mapping[str, str], name: str, what: str) -> Callable[..., Any]:
     """Import the function that a registry lists under a name as "module:function".
 
@@ -128,7 +146,12 @@ def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[st
 
 
 def validate_options(
-    target: Callable[..., Any], options: Mapping[str, Any], where: str, given: Iterable[str] = ()
+    target: Callable[..., Any],
+    options: Mapping[str, Any],
+    where: str,
+    given: Iterable[str] = (),
+    name: str = "",
+    others: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Check options and return them as keyword arguments of a function or dataclass.
 
@@ -137,6 +160,8 @@ def validate_options(
         options: The options from a config.
         where: The config section, for error messages.
         given: Parameters that come from elsewhere and are not options.
+        name: Which task, split, model or method the options are for; the error message names it.
+        others: Further keys of the section, checked elsewhere; the error message lists them too.
 
     Raises:
         OptionError: If an option is unknown, missing, of the wrong type, or out of range.
@@ -145,16 +170,15 @@ def validate_options(
     parameters = inspect.signature(target).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for key, value in options.items():
-        name = f"{where}.{key}" if where else key
+        full = f"{where}.{key}" if where else key
         if key not in known and not takes_any:
-            remedy = closest_match(key, known) if known else "there are no options here"
-            raise OptionError(f"unknown key {format_value(name)}; {remedy}")
+            raise unknown_key(full, {*known, *others}, f"{where}.{name}" if name else where)
         hint = known[key].hint if key in known else Any
         if not matches_type(value, hint):
-            raise OptionError(f"{format_name(name)} is {format_value(value)}; it must be {describe(hint)}")
-    for name, option in known.items():
-        if name not in options and option.default is MISSING:
-            full = f"{where}.{name}" if where else name
+            raise OptionError(f"{format_name(full)} is {format_value(value)}; it must be {describe(hint)}")
+    for key, option in known.items():
+        if key not in options and option.default is MISSING:
+            full = f"{where}.{key}" if where else key
             raise OptionError(f"'{full}' is missing; it must be {describe(option.hint)}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 

@@ -34,7 +34,7 @@ def load(name: str, key: Key, **options: Any) -> Task:
         **options: Options of the task.
     """
     make = import_from_registry(INDEX, name, "task")
-    options = validate_options(make, options, "data", given=["key"])
+    options = validate_options(make, options, "data", given=["key"], name=name)
     if "key" in inspect.signature(make).parameters:
         options["key"] = key
     task: Task = make(**options)

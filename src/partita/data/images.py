@@ -19,7 +19,7 @@ from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.data.errors import DataError, need, reading
 from partita.data.labels import one_label
-from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, TestPart, load_dataset
+from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.task import Side, Table, Task
 
 MODES = {1: "L", 3: "RGB"}
@@ -56,6 +56,7 @@ def images(
     std: PixelStd = (0.5,),
     config: HubConfig = None,
     test: TestPart = 0.2,
+    limit: Limit = None,
 ) -> Task:
     """Image classification. Only the parts train and test are read: each client splits off its own validation part.
 
@@ -67,10 +68,13 @@ def images(
     source = load_dataset(path, key, config, test)
     for part in (source.train, source.test):
         _check(part, image, label)
-    classes, *targets = one_label(source, label)
+    classes, *labels = one_label(source, label)
+    source, targets = limit_rows(source, limit, key, labels)
     train, held_out = read_images(source, image, targets, size, channels, normalize)
     columns = source.train.columns(label)
-    return Task(source.name, train, held_out, classes, columns, channels, size=side_of(train))
+    return Task(
+        source.name, train, held_out, classes, columns, channels, size=side_of(train), normalization=(mean, std)
+    )
 
 
 def normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> Normalize:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ def one_label(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, Te
         column: The label column.
     """
     classes, train, test = label_lists(source, column)
+    check_classes(source, column, classes, train)
     return classes, torch.tensor([code for [code] in train]), torch.tensor([code for [code] in test])
 
 
@@ -36,6 +39,7 @@ def many_labels(source: Dataset, column: str) -> tuple[tuple[str, ...], Tensor, 
         column: The column of lists of labels.
     """
     classes, train, test = label_lists(source, column)
+    check_classes(source, column, classes, train)
     return classes, _multi_hot(train, len(classes)), _multi_hot(test, len(classes))
 
 
@@ -79,6 +83,30 @@ def label_lists(source: Dataset, column: str) -> tuple[tuple[str, ...], list[lis
                 )
     train, test = ([[index_of[value] for value in row] for row in rows] for rows in (train, test))
     return classes, train, test
+
+
+def check_classes(source: Dataset, column: str, classes: Sequence[str], rows: Sequence[Sequence[int]]) -> None:
+    """Check that there is something to learn: any model scores 100% if all train rows have the same label.
+
+    Args:
+        source: The dataset.
+        column: The label column.
+        classes: The names of the classes.
+        rows: The class indices of each train row.
+
+    Raises:
+        DataError: If there is no other class. If there is one, but no train row has it, this is a warning.
+    """
+    used = {frozenset(row) for row in rows}
+    [first, *others] = used
+    if others or len(first) != 1:
+        return
+    what = f"rows of '{source.path}' have the label {format_value(classes[min(first)])} in '{column}'"
+    if len(classes) == 1:
+        raise DataError(
+            f"all {what}, so any model would score 100%; add rows of another class, or name another label column"
+        )
+    warnings.warn(f"all train {what}, so a model learns to predict only that; check the data", stacklevel=3)
 
 
 def _names(part: DatasetPart, column: str) -> list[str] | None:

@@ -10,7 +10,7 @@ import numpy as np
 from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
-from partita.data.loading import DataPath, DatasetPart, HubConfig, TestPart, load_dataset
+from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
 from partita.data.tokenization import TextEncoder, text_encoder
@@ -26,6 +26,7 @@ def lm(
     group: Annotated[str | None, "column, such as an author; texts with the same value are concatenated"] = None,
     config: HubConfig = None,
     test: TestPart = 0.2,
+    limit: Limit = None,
 ) -> Task:
     """Causal language modeling on blocks of tokens, cut from the concatenated rows of each value of `group`.
 
@@ -33,13 +34,22 @@ def lm(
     tokenizer's end token after each row, and divided into blocks of `block_size` tokens. For one client per value, use
     the split `by_column` on the same column.
     """
-    source = load_dataset(path, key, config, test)
-    encode = text_encoder(tokenizer, block_size)
+    source, _ = limit_rows(load_dataset(path, key, config, test), limit, key)
+    encode = text_encoder(tokenizer, block_size, option="block_size")
     train, names = _blocks(source.train, encode, text, group)
     held_out, _ = _blocks(source.test, encode, text, group)
     columns = {} if group is None else {group: np.array(names)}
     vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
-    return Task(source.name, train, held_out, (), columns, kind=LM, vocabulary_size=vocabulary_size)
+    return Task(
+        source.name,
+        train,
+        held_out,
+        (),
+        columns,
+        kind=LM,
+        vocabulary_size=vocabulary_size,
+        tokenizer=encode.tokenizer,
+    )
 
 
 def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from partita.core.options import Range, closest_match
+from partita.core.hub import offline_reason
+from partita.core.options import Count, Range, closest_match
 from partita.core.rng import Key
 from partita.data.errors import DataError, first_line, need, reading
 
@@ -26,6 +29,7 @@ REMEDY = (
     "train/CLASS/, a folder written by save_to_disk, or a Hub id, 'owner/name'"
 )
 
+Targets = TypeVar("Targets", Tensor, list[Any])  # targets of the rows of a part
 Opener = Callable[[], Any]  # returns a datasets.Dataset
 # Options that all readers of files share.
 DataPath = Annotated[str | Path, "file, folder, or Hugging Face Hub id"]
@@ -33,6 +37,10 @@ HubConfig = Annotated[str | None, "configuration of a Hub dataset"]
 TestPart = Annotated[
     Annotated[float, Range(above=0, below=1)] | str,
     "name of the test part, or share of the rows to hold out if there is no test part",
+]
+Limit = Annotated[
+    Count | None,
+    "for tries: use at most this many train rows and as many test rows, drawn before the split by the seed",
 ]
 
 
@@ -55,6 +63,10 @@ class DatasetPart:
                 raise DataError(
                     f"{self.where} has no column '{column}'; {closest_match(column, self.data.column_names)}"
                 )
+
+    def select(self, rows: NDArray[np.int64]) -> DatasetPart:
+        """Return the part with only these rows."""
+        return replace(self, data=self.data.select(rows), rows=self.rows[rows])
 
     def values(self, column: str) -> list[Any]:
         """Return the values of a column."""
@@ -134,6 +146,67 @@ def load_dataset(path: str | Path, key: Key, config: str | None = None, test: fl
     return Dataset(name, path, *_hold_out(train, test, key), cut=True)
 
 
+def open_parts(path: str | Path, config: str | None = None) -> dict[str, DatasetPart]:
+    """Open all parts of a dataset, by name.
+
+    Args:
+        path: File, folder, or Hub id.
+        config: Configuration of a Hub dataset.
+
+    Raises:
+        DataError: If the dataset cannot be read.
+    """
+    need("datasets", "data")
+    parts = _parts(path, config)
+    return {name: _open_part(parts, name, path) for name in parts}
+
+
+def limit_rows(
+    source: Dataset, limit: int | None, key: Key, targets: Iterable[Targets] = ()
+) -> tuple[Dataset, list[Targets]]:
+    """Draw at most `limit` rows of the train part and of the test part, all clients together.
+
+    Args:
+        source: The dataset.
+        limit: Maximum number of rows of a part; None keeps all.
+        key: Key for the draw.
+        targets: Targets of the train rows and of the test rows, if rows have some. If they are one class per row, each
+            class keeps its share of the rows; otherwise rows are drawn at random.
+
+    Returns:
+        `(dataset, targets)` with the drawn rows, in their order.
+    """
+    given = list(targets)
+    if limit is None:
+        return source, given
+    parts = {"train": source.train, "test": source.test}
+    kept: list[Targets] = []
+    for place, (name, part) in enumerate(parts.items()):
+        values = given[place] if given else None
+        rows = _draw(len(part.rows), limit, key / "limit" / name, values)
+        parts[name] = part.select(rows)
+        if values is not None:
+            kept.append(_pick(values, rows))
+    return replace(source, train=parts["train"], test=parts["test"]), kept
+
+
+def _pick(values: Any, rows: NDArray[np.int64]) -> Any:
+    return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
+
+
+def _draw(count: int, limit: int, key: Key, targets: Any) -> NDArray[np.int64]:
+    """Draw row indices. A row's rank within its class, as a fraction, says when it is drawn."""
+    order = key.permutation(count)  # (row,)
+    one_class = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
+    classes = targets[order] if one_class else torch.zeros(count)
+    ranks = torch.empty(count)
+    for value in classes.unique():
+        of_class = (classes == value).nonzero().flatten()
+        ranks[of_class] = (torch.arange(len(of_class)) + 0.5) / len(of_class)
+    drawn = order[ranks.argsort(stable=True)[:limit]]
+    return np.sort(drawn.numpy())
+
+
 def _open_part(parts: Mapping[str, Opener], name: str, path: str | Path) -> DatasetPart:
     where = f"the {name} part of '{path}'"
     with reading(where):
@@ -152,7 +225,7 @@ def _hold_out(part: DatasetPart, share: float, key: Key) -> tuple[DatasetPart, D
         )
     order = (key / "test").permutation(len(part.rows)).numpy()
     held, kept = np.sort(order[:count]), np.sort(order[count:])
-    return DatasetPart(part.data.select(kept), part.where, kept), DatasetPart(part.data.select(held), part.where, held)
+    return part.select(kept), part.select(held)
 
 
 def _parts(path: str | Path, config: str | None) -> dict[str, Opener]:
@@ -182,13 +255,18 @@ def _in_memory(parts: Mapping[str, Any]) -> dict[str, Opener]:
 def _from_hub(name: str, config: str | None) -> dict[str, Opener]:
     if not HUB_ID.fullmatch(name):
         raise DataError(f"there is no file or folder '{name}'; {REMEDY}")
+    datasets, offline = need("datasets", "data"), offline_reason()
+    online, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, offline is not None
     try:
-        dataset = need("datasets", "data").load_dataset(name, config)
+        dataset = datasets.load_dataset(name, config)
     except ConnectionError as error:
-        raise DataError(f"there is no folder '{name}', and the Hub cannot be reached; give a local folder") from error
+        reason = offline or "the Hub cannot be reached"
+        raise DataError(f"there is no folder '{name}' here, and {reason}; give a local file or folder") from error
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise DataError(f"there is no folder '{name}', and the Hub failed with: {reason}; {REMEDY}") from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = online
     return _in_memory(dataset)
 
 

@@ -14,7 +14,7 @@ from partita.core.options import format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError, need
 from partita.data.images import Channels, PixelMean, PixelStd, Size, normalization, read_images, side_of
-from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, TestPart, load_dataset
+from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.task import Task
 from partita.data.text import MaxLength, Tokenizer, read_texts
 from partita.tasks import IMAGE_REGRESSION, TEXT_REGRESSION
@@ -31,16 +31,27 @@ def text_regression(
     max_length: MaxLength = 256,
     config: HubConfig = None,
     test: TestPart = 0.2,
+    limit: Limit = None,
 ) -> Task:
     """Regression on texts: one number per text, or several if `target` is a list of columns.
 
     Targets are not scaled. Longer texts are truncated to `max_length` tokens.
     """
     source, names = load_dataset(path, key, config, test), _names(target)
-    train, held_out = read_texts(source, text, read_targets(source, names), tokenizer, max_length)
+    source, targets = limit_rows(source, limit, key, read_targets(source, names))
+    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
     columns = source.train.columns(text, *names)
     vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
-    return Task(source.name, train, held_out, names, columns, kind=TEXT_REGRESSION, vocabulary_size=vocabulary_size)
+    return Task(
+        source.name,
+        train,
+        held_out,
+        names,
+        columns,
+        kind=TEXT_REGRESSION,
+        vocabulary_size=vocabulary_size,
+        tokenizer=used,
+    )
 
 
 def image_regression(
@@ -56,6 +67,7 @@ def image_regression(
     std: PixelStd = (0.5,),
     config: HubConfig = None,
     test: TestPart = 0.2,
+    limit: Limit = None,
 ) -> Task:
     """Regression on images: one number per image, or several if `target` is a list of columns.
 
@@ -63,11 +75,21 @@ def image_regression(
     """
     normalize = normalization(mean, std, channels)
     source, names = load_dataset(path, key, config, test), _names(target)
+    source, targets = limit_rows(source, limit, key, read_targets(source, names))
     columns = source.train.columns(image, *names)
-    targets = read_targets(source, names)
     opened = replace(source, train=_opened(source, source.train, image), test=_opened(source, source.test, image))
     train, held_out = read_images(opened, image, targets, size, channels, normalize)
-    return Task(source.name, train, held_out, names, columns, channels, side_of(train), IMAGE_REGRESSION)
+    return Task(
+        source.name,
+        train,
+        held_out,
+        names,
+        columns,
+        channels,
+        side_of(train),
+        IMAGE_REGRESSION,
+        normalization=(mean, std),
+    )
 
 
 def _names(target: str | tuple[str, ...]) -> tuple[str, ...]:

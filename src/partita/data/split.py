@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from partita.data.errors import DataError
 from partita.data.task import ClientSplit, Federation, Ints, Partition, Task, group_by_client
 
 ATTEMPTS = 50
+UNNAMED = "unnamed"  # name of the client whose value is missing
 
 Clients = Annotated[Count, "number of clients"]
 MinExamples = Annotated[Count, "minimum number of examples per client"]
@@ -66,9 +68,8 @@ def split(
     """
     make_partition = import_from_registry(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
-    partition = make_partition(
-        task, key=key / name, **validate_options(make_partition, given, "split", given=["task", "key"])
-    )
+    own = validate_options(make_partition, given, "split", ["task", "key"], name, others=("validation", "test"))
+    partition = make_partition(task, key=key / name, **own)
     # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     return Federation(task, partition.clients, cut)
@@ -136,7 +137,9 @@ def by_column(
     Raises:
         DataError: If the column does not exist, or if a value has fewer than `per_value` rows.
     """
-    values, codes, sizes = np.unique(_column(task, column), return_inverse=True, return_counts=True)
+    values, codes, sizes = np.unique(
+        _column(task, column, f"they become the client '{UNNAMED}'"), return_inverse=True, return_counts=True
+    )
     if sizes.min() < per_value:
         few = int(sizes.argmin())
         raise DataError(
@@ -148,7 +151,9 @@ def by_column(
     within = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # index within the rows of one value
     owner = np.empty(len(codes), np.int64)
     owner[rows] = codes[rows] * per_value + within % per_value
-    return group_by_client(owner, NamedClients(_names([str(value) for value in values], per_value)))
+    names = _names([str(value) for value in values], column)
+    several = [f"{name}-{place}" for name in names for place in range(per_value)]
+    return group_by_client(owner, NamedClients(several if per_value > 1 else names))
 
 
 def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
@@ -157,7 +162,7 @@ def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
     Raises:
         DataError: If the column does not exist, or if it has fewer values than there are clients.
     """
-    values, codes = np.unique(_column(task, column), return_inverse=True)
+    values, codes = np.unique(_column(task, column, "they stay together as one group"), return_inverse=True)
     if len(values) < clients:
         raise DataError(f"column '{column}' has {len(values)} values, too few for {clients} clients; use fewer clients")
     owner = np.empty(len(values), np.int64)
@@ -165,11 +170,20 @@ def groups(task: Task, clients: Clients, key: Key, column: Column) -> Partition:
     return group_by_client(owner[codes], NumberedClients(clients))
 
 
-def _column(task: Task, column: str) -> NDArray[Any]:
+def _column(task: Task, column: str, becomes: str) -> NDArray[Any]:
+    """Return the values of a column. Warn if some are missing; `becomes` says what happens to those rows."""
     if column not in task.columns:
         hint = closest_match(column, task.columns) if task.columns else "it has no columns; use another split"
         raise DataError(f"{task.name} has no column '{column}'; {hint}")
-    return task.columns[column]
+    values = task.columns[column]
+    missing = sum(not str(value).strip() for value in values)
+    if missing:
+        warnings.warn(
+            f"{missing:,} of {len(values):,} train rows of {task.name} have no value in column '{column}'; {becomes}; "
+            "fill them in or remove the rows",
+            stacklevel=2,
+        )
+    return values
 
 
 def _proportions(groups: Ints, clients: int, key: Key, alpha: float, min_examples: int) -> Partition:
@@ -231,16 +245,23 @@ def _assign_classes(clients_of_class: Ints, clients: int, per_client: int, draws
     return chosen[draws.permutation(clients)]  # forced choices accumulate at the end
 
 
-def _names(values: list[str], per_value: int) -> list[str]:
-    """Turn values into names that are valid in file names and key paths. Number duplicates."""
-    taken: dict[str, None] = {}
+def _names(values: list[str], column: str) -> list[str]:
+    """Turn values into names that are valid in file names and key paths. Number duplicates, and warn of them."""
+    taken: dict[str, str] = {}
     for value in values:
-        plain = re.sub(r"[^\w.-]+", "_", value).strip("_.") or "unnamed"  # never ".." or a hidden file
+        plain = re.sub(r"[^\w.-]+", "_", value).strip("_.") or UNNAMED  # never ".." or a hidden file
         name, again = plain, 2
         while name in taken:
             name, again = f"{plain}_{again}", again + 1
-        taken[name] = None
-    return [f"{name}-{place}" for name in taken for place in range(per_value)] if per_value > 1 else list(taken)
+        taken[name] = value
+        if name != plain:
+            first, second = format_value(taken[plain]), format_value(value)
+            warnings.warn(
+                f"the values {first} and {second} of column '{column}' become the clients '{plain}' and '{name}'; if "
+                "they are one client, write them alike",
+                stacklevel=2,
+            )
+    return list(taken)
 
 
 def _check_counts(task: Task, clients: int, min_examples: int = 1) -> int:

@@ -20,7 +20,7 @@ from partita.core.tensors import Tensors
 from partita.data.client_ids import NamedClients
 from partita.data.errors import DataError
 from partita.data.ragged import RaggedExamples
-from partita.tasks import IMAGE, TaskKind
+from partita.tasks import IMAGE, Normalization, TaskKind
 
 Ints = NDArray[np.int64]
 Side = Annotated[int, Range(low=1, high=2**16)]  # side of an image in pixels
@@ -103,6 +103,8 @@ class Task:
         size: Side of the square images in pixels; 0 for other inputs.
         kind: Kind of the task: what a model takes and predicts, its loss and its metrics.
         vocabulary_size: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
+        tokenizer: Tokenizer of the texts; None for other inputs.
+        normalization: Mean and standard deviation of pixels from 0 to 255, divided by 255; None for other inputs.
 
     Raises:
         DataError: If a column does not have one value per train row.
@@ -117,6 +119,8 @@ class Task:
     size: int = 0
     kind: TaskKind = IMAGE
     vocabulary_size: int = 0
+    tokenizer: Any = None
+    normalization: Normalization | None = None
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():

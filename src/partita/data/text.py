@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from partita.core.options import Count
 from partita.core.rng import Key
 from partita.data.labels import is_list, many_labels, one_label
-from partita.data.loading import DataPath, Dataset, HubConfig, TestPart, load_dataset
+from partita.data.loading import DataPath, Dataset, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
 from partita.data.tokenization import text_encoder
@@ -29,6 +30,7 @@ def text(
     max_length: MaxLength = 256,
     config: HubConfig = None,
     test: TestPart = 0.2,
+    limit: Limit = None,
 ) -> Task:
     """Text classification. If the label column holds lists, the task is multi-label.
 
@@ -37,8 +39,9 @@ def text(
     source = load_dataset(path, key, config, test)
     source.train.need(label)
     multi = is_list(source.train, label)
-    classes, *targets = (many_labels if multi else one_label)(source, label)
-    train, held_out = read_texts(source, text, targets, tokenizer, max_length)
+    classes, *labels = (many_labels if multi else one_label)(source, label)
+    source, targets = limit_rows(source, limit, key, labels)
+    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
     columns = source.train.columns(text, label)
     vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
     return Task(
@@ -49,12 +52,13 @@ def text(
         columns,
         kind=MULTI_LABEL_TEXT if multi else TEXT,
         vocabulary_size=vocabulary_size,
+        tokenizer=used,
     )
 
 
 def read_texts(
     source: Dataset, column: str, targets: Iterable[Tensor], tokenizer: str | None, max_length: int
-) -> tuple[RaggedExamples, RaggedExamples]:
+) -> tuple[RaggedExamples, RaggedExamples, Any]:
     """Tokenize a text column.
 
     Args:
@@ -65,11 +69,17 @@ def read_texts(
         max_length: Maximum number of tokens of a text.
 
     Returns:
-        The train and test examples.
+        The train examples, the test examples, and the tokenizer.
     """
     texts = [part.texts(column) for part in (source.train, source.test)]
     encode = text_encoder(tokenizer, max_length)
-    train, test = (
-        ragged(encode.texts(rows), max_length, of_rows) for rows, of_rows in zip(texts, targets, strict=True)
-    )
-    return train, test
+    encoded = [encode.texts(rows) for rows in texts]
+    cut = sum(encode.count_longer(rows, ids) for rows, ids in zip(texts, encoded, strict=True))
+    if cut:
+        warnings.warn(
+            f"{cut:,} of {sum(map(len, texts)):,} texts of '{source.path}' are longer than {max_length} tokens, and "
+            f"their rest is not read; to read more, raise data.max_length (up to {encode.longest:,} with this model)",
+            stacklevel=2,
+        )
+    train, test = (ragged(ids, max_length, of_rows) for ids, of_rows in zip(encoded, targets, strict=True))
+    return train, test, encode.tokenizer

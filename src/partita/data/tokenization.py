@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from partita.core.hub import offline_reason
 from partita.data.errors import DataError, first_line
 
 REMEDY = "give a folder with the tokenizer's files, or a Hub id"
@@ -18,6 +19,7 @@ class TextEncoder:
 
     tokenizer: Any
     limit: int
+    longest: int = 10**9  # the largest limit that the tokenizer and its model allow
 
     @property
     def end(self) -> list[int]:
@@ -28,6 +30,20 @@ class TextEncoder:
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts with special tokens, truncated to the limit."""
         return self._encode(texts, truncation=True, max_length=self.limit)
+
+    def with_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize texts with special tokens and without truncation."""
+        return self._encode(texts)
+
+    def count_longer(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> int:
+        """Count the texts that are longer than the limit.
+
+        Args:
+            texts: The texts.
+            rows: Their tokens, truncated to the limit.
+        """
+        full = [text for text, ids in zip(texts, rows, strict=True) if len(ids) == self.limit]
+        return sum(len(ids) > self.limit for ids in self.with_special_tokens(full)) if full else 0
 
     def without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts without special tokens and without truncation."""
@@ -77,47 +93,71 @@ class TextEncoder:
         return rows
 
 
-def text_encoder(path: str | None, limit: int, words: bool = False) -> TextEncoder:
-    """Load a tokenizer.
+def text_encoder(path: str | None, limit: int, words: bool = False, option: str = "max_length") -> TextEncoder:
+    """Load a tokenizer for rows of at most `limit` tokens.
 
     Args:
         path: Folder or Hub id.
         limit: Maximum number of tokens per row.
         words: Whether the texts are already split into words.
+        option: Option of the task that sets the limit, for the error message.
 
     Raises:
         DataError: If the tokenizer cannot be loaded, does not fit word-level data, or does not support the limit.
     """
-    from transformers import AutoTokenizer  # slow to import, and only text tasks need it
-
     if path is None:
         raise DataError("a text task needs a tokenizer; set data.tokenizer, or model.path to use the model's tokenizer")
+    tokenizer, shortest, longest = load_tokenizer(path, words)
+    if not shortest <= limit <= longest:
+        raise DataError(
+            f"'{path}' takes rows of {shortest} to {longest} tokens, not {limit}; set data.{option} in that range"
+        )
+    return TextEncoder(tokenizer, limit, longest)
+
+
+def load_tokenizer(path: str, words: bool = False) -> tuple[Any, int, int]:
+    """Load a tokenizer.
+
+    Args:
+        path: Folder or Hub id.
+        words: Whether the texts are already split into words.
+
+    Returns:
+        `(tokenizer, shortest, longest)`: the tokenizer, and the numbers of tokens that a row may have.
+
+    Raises:
+        DataError: If the tokenizer cannot be loaded, or does not fit word-level data.
+    """
+    from transformers import AutoTokenizer  # slow to import, and only text tasks need it
+
     # Byte-level tokenizers mark the start of a word by the space before it.
     options = {"add_prefix_space": True} if words else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+        offline = Path(path).is_dir() or offline_reason() is not None
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=offline, **options)
     except Exception as error:  # a broken file can raise many exception types
         raise DataError(f"cannot load the tokenizer '{path}': {first_line(error)}; {REMEDY}") from error
     # If a folder lacks the vocabulary, transformers builds a tokenizer with special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise DataError(f"the tokenizer '{path}' has an empty vocabulary; {REMEDY}")
+        raise DataError(
+            f"'{path}' has no tokenizer; copy the files of the original model's tokenizer into the folder, or set "
+            "data.tokenizer to that model"
+        )
     if words and not tokenizer.is_fast:
         raise DataError(f"the tokenizer '{path}' cannot map tokens to words; give one with a tokenizer.json")
-    shortest, longest = tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
-    if not shortest <= limit <= longest:
-        raise DataError(f"'{path}' takes rows of {shortest} to {longest} tokens, not {limit}; set another length")
-    return TextEncoder(tokenizer, limit)
+    return tokenizer, tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
 
 
 def _positions(path: str) -> int:
     """Return the maximum row length of the model in the tokenizer's folder, or 10**9 if there is no model."""
     from transformers import AutoConfig
 
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    folder = Path(path).is_dir()
+    if folder and not (Path(path) / "config.json").is_file():
         return 10**9
+    offline = folder or offline_reason() is not None
     try:
-        return int(
-            getattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "max_position_embeddings", None) or 10**9
-        )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
     except (OSError, ValueError):
         return 10**9
+    return int(getattr(config, "max_position_embeddings", None) or 10**9)

@@ -11,7 +11,7 @@ from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.labels import label_lists
-from partita.data.loading import DataPath, DatasetPart, HubConfig, TestPart, load_dataset
+from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task
 from partita.data.tokenization import TextEncoder, text_encoder
@@ -30,6 +30,7 @@ def tokens(
     truncate: Annotated[bool, "truncate longer sentences instead of raising an error"] = False,
     config: HubConfig = None,
     test: TestPart = 0.2,
+    limit: Limit = None,
 ) -> Task:
     """Token classification from a column of words and a column of BIO tags (O, B-type, I-type).
 
@@ -37,18 +38,29 @@ def tokens(
     `truncate` they are truncated, and the words beyond are neither trained on nor scored.
     """
     source = load_dataset(path, key, config, test)
-    parts = (source.train, source.test)
-    words = [_words(part, tokens, tags) for part in parts]
+    words = [_words(part, tokens, tags) for part in (source.train, source.test)]
     classes, *numbers = label_lists(source, tags)
+    if not any(classes[number] != "O" for rows in numbers for row in rows for number in row):
+        raise DataError(f"no word of '{source.path}' has an entity tag in '{tags}'; tag some, or name another column")
+    pairs = [list(zip(*each, strict=True)) for each in zip(words, numbers, strict=True)]
+    source, pairs = limit_rows(source, limit, key, pairs)
     encode = text_encoder(tokenizer, max_length, words=True)
     tables = []
-    for part, sentences, tagged in zip(parts, words, numbers, strict=True):
+    for part, rows in zip((source.train, source.test), pairs, strict=True):
+        sentences, tagged = [row for row, _ in rows], [row for _, row in rows]
         _check_tags(part, classes, sentences, tagged)
         tables.append(_aligned(part, encode, sentences, tagged, truncate))
     train, held_out = tables
     vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
     return Task(
-        source.name, train, held_out, classes, source.train.columns(), kind=TOKENS, vocabulary_size=vocabulary_size
+        source.name,
+        train,
+        held_out,
+        classes,
+        source.train.columns(),
+        kind=TOKENS,
+        vocabulary_size=vocabulary_size,
+        tokenizer=encode.tokenizer,
     )
 
 

@@ -29,13 +29,13 @@ from partita.core.options import (
     Share,
     Text,
     Whole,
-    closest_match,
     format_value,
     import_from_registry,
     options_of,
+    unknown_key,
     validate_options,
 )
-from partita.core.settings import Training
+from partita.core.settings import Run, Training
 from partita.engines.attackers import AttackKind
 from partita.experiment.run_names import method_label, method_options, option_text
 from partita.privacy.guard import PrivacyConfig
@@ -53,16 +53,16 @@ class TrainingConfig:
 
     lr: Annotated[Positive, "learning rate"] = 1e-3
     optimizer: Annotated[Literal["sgd", "adamw"], "the clients' optimizer"] = "adamw"
-    weight_decay: Annotated[NotNegative, "weight decay; AdamW decouples it from the gradient"] = 0.01
+    weight_decay: Annotated[NotNegative, "weight decay; AdamW decouples it from the gradient"] = AdamW.weight_decay
     momentum: Annotated[PartialShare, "momentum; `sgd` only"] = 0.0
     nesterov: Annotated[bool, "Nesterov momentum; `sgd` only"] = False
-    batch_size: Annotated[Count, "examples per batch"] = 32
-    epochs: Annotated[Count, "local epochs per round"] = 1
+    batch_size: Annotated[Count, "examples per batch"] = Training.batch_size
+    epochs: Annotated[Count, "local epochs per round"] = Training.epochs
     steps: Annotated[Count | None, "local steps per round, instead of epochs"] = None
     clip: Annotated[Positive | None, "clipping norm for a client's gradient"] = None
     precision: Annotated[
         Literal["float32", "bfloat16"], "`bfloat16` trains in mixed precision; the weights stay in float32"
-    ] = "float32"
+    ] = Training.precision
     schedule: Annotated[Literal["constant", "cosine", "linear", "step"], "learning rate schedule over the rounds"] = (
         "constant"
     )
@@ -96,7 +96,7 @@ class FederationConfig:
 
     cohort: Annotated[
         Count | PositiveShare, "clients per round: a number of clients, or a fraction with a decimal point"
-    ] = 1.0
+    ] = Run.cohort
     client_dropout: Annotated[Share, "probability that a client drops out of a round"] = 0.0
     straggler_rate: Annotated[Share, "probability that a client completes only part of its local steps"] = 0.0
     availability_trace: Annotated[
@@ -107,11 +107,13 @@ class FederationConfig:
     ] = 0
     attack: Annotated[AttackKind, "what the simulated attackers do"] = "sign-flip"
     attack_strength: Annotated[Positive, "factor of the attack; `label-flip` ignores it"] = 5.0
-    min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = 1
+    min_updates: Annotated[Whole, "minimum number of updates per round; the run stops if there are fewer"] = (
+        Run.min_updates
+    )
     skip_failed_clients: Annotated[bool, "record a client's failure and continue, instead of stopping the run"] = False
     max_norm: Annotated[Positive | None, "updates with a larger norm are scaled down to this norm"] = None
     max_examples: Annotated[Count, "largest number of training examples that a client of unknown size may report"] = (
-        10_000_000
+        Run.max_examples
     )
     clients_have_initial_model: Annotated[bool, "clients already hold the initial model before the first round"] = False
 
@@ -213,16 +215,30 @@ _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
 _OF_EVERY_SPLIT = ("task", "name", "clients", "key", "options")  # parameters of data.split that are not config options
 
 
+def headings() -> list[str]:
+    """Return the heading of every table: "" (top level), "training", ..., "method fedprox", "data text", ..."""
+    return ["", *_TABLES, *(f"{table} {name}" for table, (_, index, _) in _NAMED.items() for name in index)]
+
+
+def options_under(heading: str) -> dict[str, Option]:
+    """Return the options of one table. This imports the function that the heading names, and no other.
+
+    Args:
+        heading: One of `headings`.
+    """
+    table, _, name = heading.partition(" ")
+    if not table:
+        return options_of(Config, given=[*_TABLES, *_NAMED])
+    if table in _TABLES:
+        return options_of(_TABLES[table])
+    _, index, given = _NAMED[table]
+    common = options_of(data.split, _OF_EVERY_SPLIT) if table == "split" else {}
+    return {**options_of(import_from_registry(index, name, table), given), **common}
+
+
 def schema() -> dict[str, dict[str, Option]]:
-    """Return the options of every table, keyed by heading: "" (top level), "training", "method fedprox", ..."""
-    tables = {"": options_of(Config, given=[*_TABLES, *_NAMED])}
-    tables |= {key: options_of(kind) for key, kind in _TABLES.items()}
-    common = options_of(data.split, _OF_EVERY_SPLIT)
-    for table, (_, index, given) in _NAMED.items():
-        for name in index:
-            shared = common if table == "split" else {}
-            tables[f"{table} {name}"] = {**options_of(import_from_registry(index, name, table), given), **shared}
-    return tables
+    """Return the options of every table by heading."""
+    return {heading: options_under(heading) for heading in headings()}
 
 
 def settings_by_key(config: Config) -> dict[str, str]:
@@ -239,13 +255,9 @@ def settings_by_key(config: Config) -> dict[str, str]:
 
 
 def _options_in(key: str, table: Table) -> Mapping[str, Option]:
-    if key in _TABLES:
-        return options_of(_TABLES[key])
     if key == "method":
         return method_options(table["name"])
-    _, index, given = _NAMED[key]
-    common = options_of(data.split, _OF_EVERY_SPLIT) if key == "split" else {}
-    return {**options_of(import_from_registry(index, table["name"], key), given), **common}
+    return options_under(key if key in _TABLES else f"{key} {table['name']}")
 
 
 def differences(one: Config, other: Config) -> list[str]:
@@ -319,7 +331,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
     """
     for key, value in raw.items():
         if key not in Config.__dataclass_fields__:
-            raise OptionError(f"unknown key {format_value(key)}; {closest_match(key, Config.__dataclass_fields__)}")
+            raise unknown_key(key, Config.__dataclass_fields__)
         if (key in _TABLES or key in _NAMED) and not isinstance(value, Mapping):
             raise OptionError(f"{key} is {format_value(value)}; it must be a table, [{key}]")
     if "method" not in raw:
@@ -357,7 +369,7 @@ def _filled(table: Table, where: str) -> Table:
     name, options = _named(table, where)
     _, index, given = _NAMED[where]
     function = import_from_registry(index, name, where)
-    return {"name": name, **_defaults(function), **validate_options(function, options, where, given)}
+    return {"name": name, **_defaults(function), **validate_options(function, options, where, given, name)}
 
 
 def _filled_split(table: Table) -> Table:
@@ -367,7 +379,7 @@ def _filled_split(table: Table) -> Table:
     common = _defaults(data.split)
     cuts = {key: options.pop(key) for key in common if key in options}
     validate_options(data.split, cuts, "split", _OF_EVERY_SPLIT)
-    own = validate_options(function, options, "split", _NAMED["split"][2])
+    own = validate_options(function, options, "split", _NAMED["split"][2], kind, others=common)
     return {"name": kind, **common, **_defaults(function), **cuts, **own}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 
 from rich.console import Console
@@ -22,8 +22,9 @@ from partita.experiment.builder import Experiment, build
 from partita.experiment.config import Config, parse
 from partita.methods import NEEDS_DUAL_ENCODER
 
-# Options with which a data-dependent method is previewed without data.
-DATA_DEPENDENT = {"safl": {"select": "random"}}
+# Options with which a method that chooses from the clients' data is previewed without computing on the data.
+DATA_DEPENDENT = {"safl": {"select": "random", "noise": 0.0}}
+DRAWN = "This table draws the layers at random"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Preview:
     envelope: tuple[int, int]  # header bytes of the messages up and down
     bytes_up: int  # size of the client's update
     bytes_down: int  # size of the client's job
+    drawn: bool = False  # whether layers were drawn at random, because the method chooses them from the client's data
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as a dict for JSON."""
@@ -73,6 +75,7 @@ class Preview:
         text = StringIO()
         Console(file=text, width=110).print(table)
         note = "" if self.asked else f"{self.client} is not in this round's cohort; the table shows what it would do.\n"
+        note += f"{DRAWN}; in a run, the client chooses as many from its data.\n" if self.drawn else ""
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n" + note
 
 
@@ -88,7 +91,14 @@ def preview(config: Config, round: int, client: str | None, by: str = "role") ->
     Raises:
         OptionError: If there is no such round, client or grouping.
     """
-    return _preview(build(config), round, client, by)
+    replaced = {
+        option: value
+        for part in config.method["name"].split("+")
+        for option, value in DATA_DEPENDENT.get(part, {}).items()
+        if config.method.get("select") in ("attention", "gradient")
+    }
+    shown = _preview(build(replace(config, method={**config.method, **replaced})), round, client, by)
+    return replace(shown, drawn=bool(replaced))
 
 
 def _preview(experiment: Experiment, round: int, client: str | None = None, by: str = "role") -> Preview:
@@ -110,11 +120,7 @@ def plan_section(name: str) -> str:
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
     tables = "\n".join(shown.to_text() for shown in ([first] if same else [first, last]))
     setting = f"Ten rounds of {kind} on 8 x 8 images, with ten clients in every round:"
-    note = (
-        "\n\nThis table draws the layers at random, because it is computed without data."
-        if name in DATA_DEPENDENT
-        else ""
-    )
+    note = f"\n\n{DRAWN}, because it is computed without data." if name in DATA_DEPENDENT else ""
     return f"{setting}\n\n```text\n{tables}```{note}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from partita.core.options import OptionError, format_name, import_from_registry, validate_options
+from partita.core.options import OptionError, format_name, import_from_registry, unknown_key, validate_options
 
 if TYPE_CHECKING:
     from partita.core.method import Method
@@ -104,21 +104,27 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
     if len(parts) < name.count("+") + 1:
         raise OptionError(f"'{name}' names a method twice; name each once")
     if len(parts) == 1:
-        return _make(parts[name], options)
+        return _make(name, parts[name], options)
     for key in options:
-        accepting = [part for part, function in parts.items() if key in signature(function).parameters]
-        if len(accepting) != 1:
-            problem = (
-                f"is accepted by both {' and '.join(accepting)}" if accepting else "is accepted by none of the parts"
+        accepting = [part for part, function in parts.items() if key in _options(function)]
+        if not accepting:
+            raise unknown_key(
+                f"method.{key}", {each for part in parts.values() for each in _options(part)}, f"method.{name}"
             )
+        if len(accepting) > 1:
             raise OptionError(
-                f"{format_name(f'method.{key}')} {problem} in '{name}'; compose them in Python with partita.compose"
+                f"{format_name(f'method.{key}')} is accepted by both {' and '.join(accepting)} in '{name}'; compose "
+                "them in Python with partita.compose"
             )
-    shares = [{key: options[key] for key in signature(part).parameters if key in options} for part in parts.values()]
+    shares = {part: {key: options[key] for key in _options(parts[part]) if key in options} for part in parts}
     from partita.core.method import compose  # imports torch, which the index and the cards do not need
 
-    return compose(*(_make(part, share) for part, share in zip(parts.values(), shares, strict=True)))
+    return compose(*(_make(part, function, shares[part]) for part, function in parts.items()))
 
 
-def _make(function: Callable[..., Method], options: Mapping[str, Any]) -> Method:
-    return function(**validate_options(function, options, "method"))
+def _options(function: Callable[..., Method]) -> list[str]:
+    return list(signature(function).parameters)
+
+
+def _make(name: str, function: Callable[..., Method], options: Mapping[str, Any]) -> Method:
+    return function(**validate_options(function, options, "method", name=name))

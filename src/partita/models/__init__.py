@@ -32,5 +32,6 @@ def build(name: str, task: TaskInfo, key: Key, /, **options: Any) -> Model:
         **options: Options of the model.
     """
     make = import_from_registry(INDEX, name, "model")
-    model: Model = make(task, key, **validate_options(make, options, "model", given=["task", "key"]))
+    options = validate_options(make, options, "model", given=["task", "key"], name=name)
+    model: Model = make(task, key, **options)
     return model

@@ -46,6 +46,7 @@ class FunctionalModel(Model):
         kind: Kind of task that the model is for.
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass. Trainable parameters stay in float32 and are cast in each call.
+        processor: Tokenizer or image processor of transformers, saved with the model.
     """
 
     name: str
@@ -57,6 +58,7 @@ class FunctionalModel(Model):
     kind: TaskKind = field(kw_only=True)
     fixed: Tensors = field(default_factory=dict, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
+    processor: Any = field(default=None, kw_only=True)
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         inputs = {**inputs, **self.fixed}
@@ -96,12 +98,18 @@ class FunctionalModel(Model):
         return head_dimensions(self)
 
     def save_pretrained(self, params: Tensors, folder: str | Path) -> None:
-        """Write a plain transformers folder, which loads without partita."""
+        """Write a plain transformers folder, which loads without partita: the model and its tokenizer or processor."""
         with self._installed(params), without_logs():
             self.module.save_pretrained(folder, state_dict=split_qkv.join(self.module, self.module.state_dict()))
         if self.dtype is not None:  # transformers records the first parameter's dtype, but there are two dtypes
             self.module.config.dtype = self.dtype
             self.module.config.save_pretrained(folder)
+        self.save_processor(folder)
+
+    def save_processor(self, folder: str | Path) -> None:
+        """Write the tokenizer or the image processor, if the task has one. `transformers.pipeline` needs it."""
+        if self.processor is not None:
+            self.processor.save_pretrained(folder)
 
     @contextmanager
     def _installed(self, params: Tensors) -> Iterator[None]:
@@ -126,6 +134,7 @@ def from_module(
     fixed: Tensors | None = None,
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
+    processor: Any = None,
 ) -> FunctionalModel:
     """Convert a transformers module to a FunctionalModel.
 
@@ -139,6 +148,7 @@ def from_module(
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass and of frozen parameters.
         checkpointing: Whether to recompute activations in the backward pass.
+        processor: Tokenizer or image processor, saved with the model.
 
     Raises:
         ModelError: If the architecture is unknown, or `frozen` matches no parameter or all parameters.
@@ -159,7 +169,7 @@ def from_module(
         checkpoint_layers(module)
     own = dict(module.named_parameters())
     tags = _tags(model_type, module)
-    frozen_names = _frozen(name, tags, frozen)
+    frozen_names = _frozen(name, tags, frozen, embedding_names(module, own))
     param_dtype = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
     initial = {
         path: value.detach().to(param_dtype, copy=True) for path, value in own.items() if path not in frozen_names
@@ -179,6 +189,7 @@ def from_module(
         kind=kind,
         fixed=dict(fixed or {}),
         dtype=dtype,
+        processor=processor,
     )
 
 
@@ -223,10 +234,12 @@ def _empty(parameter_slots: Mapping[str, tuple[ParameterSlot, ...]]) -> None:
             owner[leaf] = None
 
 
-def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str]) -> Names:
+def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str], embeddings: Names) -> Names:
+    """Return the names of the parameters to freeze. "embedding" stands for everything before the first layer."""
     frozen_names: set[str] = set()
     for word in wanted:
         matched = {name for name, carried in tags.items() if word == name or word in carried}
+        matched |= embeddings if word == "embedding" else set()
         if not matched:
             known = frozenset[str]().union(*tags.values())
             raise ModelError(
@@ -236,6 +249,17 @@ def _frozen(model: str, tags: Mapping[str, Names], wanted: Iterable[str]) -> Nam
     if frozen_names >= tags.keys():
         raise ModelError(f"frozen: no parameter of {model} is left to train; freeze fewer tags")
     return frozenset(frozen_names)
+
+
+def embedding_names(module: PreTrainedModel, names: Iterable[str]) -> Names:
+    """Return the names of the parameters before the first layer, which include the norm of BERT's embeddings.
+
+    That norm has the role "norm", so methods treat it like the other norms.
+    """
+    start = architecture(str(module.config.model_type)).start
+    body = next((path for path, part in module.named_modules() if part is module.base_model), "")
+    stems = tuple(f"{body}.{part}.".lstrip(".") for part in (start.embeds if start else ()))
+    return frozenset(name for name in names if name.startswith(stems)) if stems else frozenset()
 
 
 def _cast(values: Tensors, dtype: torch.dtype) -> Tensors:

@@ -205,6 +205,7 @@ def _nothing_to_cache(model: FunctionalModel, names: Sequence[str], where: str) 
     if any("lora" in model.tags[name] for name in names):
         remedy = "low-rank factors are in every layer, so nothing can be cached; set it to false"
     else:
-        remedy = "add these to model.frozen, for example ['embedding', 'layer.0'], or set it to false"
+        wanted = "'embedding' and 'layer.0'" if where.startswith("before") else "'layer.0'"
+        remedy = f"add {wanted} to model.frozen, or set it to false"
     shown = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"engine.cache_frozen: {shown} of {model.name} can train {where}; {remedy}"

@@ -89,6 +89,7 @@ class LowRankModel(FunctionalModel):
         config.save_pretrained(str(folder))
         named = {f"base_model.model.{name}": params[name] for name in sorted(params.keys() - rest)}  # PEFT's names
         (Path(folder) / "adapter_model.safetensors").write_bytes(serialization.save(named, {"format": "pt"}))
+        self.save_processor(folder)
 
     def _tagged(self, tag: str) -> Names:
         return frozenset(name for name, tags in self.tags.items() if tag in tags)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from partita.core import memory
+from partita.core.hub import offline_reason
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.models import ModelError
@@ -31,6 +32,7 @@ from partita.tasks import TaskInfo
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 REMEDY = "give a folder written by save_pretrained, or the id of a model on the Hub"
+TOKENIZER_REMEDY = "copy the files of the original model's tokenizer into the folder"
 
 
 def pretrained(
@@ -80,6 +82,7 @@ def pretrained(
         fixed=None if prompt is None else _texts(path, prompt, task),
         dtype=None if dtype == "float32" else torch.bfloat16,
         checkpointing=checkpointing,
+        processor=processor_of(task),
     )
 
 
@@ -94,6 +97,23 @@ def set_labels(config: PreTrainedConfig, task: TaskInfo) -> None:
     config.problem_type = task.kind.problem_type
     config.id2label = dict(enumerate(task.classes))
     config.label2id = {label: index for index, label in enumerate(task.classes)}
+
+
+def processor_of(task: TaskInfo) -> Any:
+    """Return what turns raw inputs into those of the model, for transformers: the tokenizer, or an image processor.
+
+    None if the task has neither. Pipelines of transformers read images as RGB, so grayscale images have none.
+    """
+    if task.normalization is None or task.channels != 3:
+        return task.tokenizer
+    mean, std = (list(values) * (3 // len(values)) for values in task.normalization)
+    with without_logs():
+        from transformers import ViTImageProcessor  # here, because it logs that it works without torchvision too
+
+        # resample = 3 is bicubic, with which tasks resize images.
+        return ViTImageProcessor(
+            size={"height": task.size, "width": task.size}, image_mean=mean, image_std=std, resample=3
+        )
 
 
 @contextmanager
@@ -118,14 +138,20 @@ def config_for(path: str, task: TaskInfo) -> Any:
         raise ModelError(f"the folder '{path}' has no config.json; give a folder written by save_pretrained")
     if not folder and not HUB_ID.fullmatch(path):
         raise ModelError(f"there is no folder '{path}'; {REMEDY}")
+    offline = None if folder else offline_reason()
     try:
         with without_logs():
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline is not None)
     except (OSError, ValueError) as error:
+        if folder:
+            raise ModelError(f"the config.json in '{path}' cannot be read: {_first_line(error)}") from error
+        if offline:
+            raise ModelError(
+                f"there is no folder '{path}' here, no model of this name was downloaded earlier, and {offline}; "
+                f"{REMEDY}"
+            ) from error
         raise ModelError(
-            f"the config.json in '{path}' cannot be read: {_first_line(error)}"
-            if folder
-            else f"cannot load '{path}': not a local folder, and the Hub failed with: {_first_line(error)}; {REMEDY}"
+            f"cannot load '{path}': not a local folder, and the Hub failed with: {_first_line(error)}; {REMEDY}"
         ) from error
     if isinstance(config, CLIPVisionConfig):  # a CLIP checkpoint with only the image tower
         config = CLIPConfig(vision_config=config.to_dict())
@@ -204,6 +230,7 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
                 output_loading_info=True,
                 trust_remote_code=False,
                 use_safetensors=True,  # other formats are pickles
+                local_files_only=Path(path).is_dir() or offline_reason() is not None,
             )
         except OSError as error:
             raise ModelError(f"'{path}' has no weights that can be loaded: {_first_line(error)}; {REMEDY}") from error
@@ -246,16 +273,30 @@ def _refuse(path: str, fault: str, names: set[str]) -> None:
         raise ModelError(f"'{path}' {fault}: {shown}; give a complete checkpoint, with or without a head")
 
 
-def _texts(path: str, prompt: str, task: TaskInfo) -> Tensors:
-    """Tokenize the prompt of each class, (class, token)."""
+def tokenizer_of(path: str) -> Any:
+    """Load the tokenizer of a model for class names.
+
+    Raises:
+        ModelError: If the folder has none. transformers would then build one that knows only special tokens.
+    """
     try:
         with without_logs():
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            offline = Path(path).is_dir() or offline_reason() is not None
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
     except (OSError, ValueError) as error:
-        raise ModelError(f"'{path}' has no tokenizer, but a prompt needs one: {_first_line(error)}") from error
+        raise ModelError(
+            f"'{path}' has no tokenizer, but class names need one: {_first_line(error)}; {TOKENIZER_REMEDY}"
+        ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(f"'{path}' has no tokenizer, but class names need one; {TOKENIZER_REMEDY}")
+    return tokenizer
+
+
+def _texts(path: str, prompt: str, task: TaskInfo) -> Tensors:
+    """Tokenize the prompt of each class, (class, token)."""
+    tokenizer = tokenizer_of(path)
     tokens = tokenizer([prompt.format(name) for name in task.classes], padding=True, return_tensors="pt")
     rows = [tuple(row) for row in tokens["input_ids"].tolist()]
-    # If a folder lacks the vocabulary, transformers builds a tokenizer with special tokens only.
     if duplicates := [name for name, row in zip(task.classes, rows, strict=True) if rows.count(row) > 1]:
         raise ModelError(
             f"the tokenizer of '{path}' gives the same tokens for '{duplicates[0]}' and '{duplicates[1]}'; "

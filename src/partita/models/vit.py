@@ -11,7 +11,7 @@ from partita.core.options import Count, Range
 from partita.core.rng import Key
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module
-from partita.models.pretrained import check_has_images, seeded, set_labels
+from partita.models.pretrained import check_has_images, processor_of, seeded, set_labels
 from partita.tasks import TaskInfo
 
 
@@ -57,4 +57,4 @@ def vit(
     set_labels(config, task)
     with seeded(key):
         module = ViTForImageClassification(config)
-    return from_module("vit", module, frozen, kind=task.kind)
+    return from_module("vit", module, frozen, kind=task.kind, processor=processor_of(task))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ Inputs = Literal["image", "text"]
 Head = Literal["image", "text", "tokens", "lm"]  # one prediction per image, text or token; logits of the next token
 Outputs = Literal["classes", "numbers", "vocabulary"]
 ProblemType = Literal["multi_label_classification", "regression"]
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, per channel or one for all
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, targets) -> (example,)
 
 
@@ -84,6 +85,16 @@ class TaskInfo(Protocol):
     @property
     def vocabulary_size(self) -> int:
         """Upper bound of token ids, exclusive; 0 for inputs that are not text."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the texts, which is saved with a model; None for other inputs."""
+        ...
+
+    @property
+    def normalization(self) -> Normalization | None:
+        """How pixels from 0 to 255 were scaled, which is saved with a model; None for other inputs."""
         ...
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
+from transformers import AutoModel, CLIPConfig, CLIPModel
 
 from partita.core.rng import Key
 from partita.models import ModelError
 from partita.models import pretrained as loading
-from partita.models.adapter import without_logs
 from partita.models.architectures.dual_encoders import check_dual_encoder
 from partita.models.prompts.dual_encoder import DualEncoder, Tokenize, freeze
 from partita.tasks import TaskInfo
@@ -76,12 +75,7 @@ def clip(
 
 
 def _tokenizer(path: str) -> Tokenize:
-    try:
-        with without_logs():
-            tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"'{path}' has no tokenizer, but the class names need one: {reason}") from error
+    tokenizer = loading.tokenizer_of(path)
 
     def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         tokens = tokenizer(list(texts), padding=True, padding_side="right", return_tensors="pt")
