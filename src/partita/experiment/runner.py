@@ -15,6 +15,8 @@ from partita.core.dp_settings import PrivacyError
 from partita.core.method import Server
 from partita.core.rng import Key
 from partita.core.rounds import Engine, initial_server, rounds
+from partita.core.settings import RunError
+from partita.engines.autotune import first_with_examples
 from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
@@ -35,6 +37,7 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
 
     Raises:
         RunFolderError: If the folder already holds a run.
+        RunError: If no client has training examples on this machine.
     """
     if any(
         (folder / name).exists()
@@ -44,6 +47,11 @@ def start(config: Config, folder: Path) -> Iterator[Row]:
             f"{folder} already holds a run; resume it with 'partita resume {folder}', or choose another folder"
         )
     experiment = build(config)
+    if first_with_examples(experiment.federation) is None:
+        raise RunError(
+            "no client has training examples on this machine; with split.name = 'site', run the sites with "
+            "'partita flower', or set split.client to the site whose data is here"
+        )
     with run_folder.lock(folder):
         prepare(experiment, folder)
         with _engine_and_store(experiment, DiskStore(folder / run_folder.CLIENTS, experiment.device, {})) as (
