@@ -13,8 +13,8 @@ that a page that speaks of `examples/` or `studies/`, which are part of a clone,
 | `text` | nothing |
 | in prose, `partita ... --config FILE` | runs like a block |
 
-What cannot run here is in `SKIPPED`, and what would take too long is in `SHORTENED`, each with its reason. An entry that
-matches no command is an error.
+What cannot run here is in `SKIPPED`, and what would take too long is in `SHORTENED`, each with its reason. An entry
+that matches no command is an error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "src/partita/methods/*.md", "src/partita/compression/*.md")
 CLONED = ("examples", "studies")
 LONGEST = 600.0  # seconds for one command
+PAGE_FOLDER = "PARTITA_DOCS_PAGE"  # an environment variable by which a page's processes are found
 LAST_LINES = 25  # of a failed command's output
 EXITING = 20.0  # seconds for background processes to end after the last command
 
@@ -62,10 +64,13 @@ class NotAsWritten:
 
 
 INSTALLS = "installs a release; the wheel is installed already"
+ACTIVE = "the environment of the wheel is active already"
 CLONE = "works in a clone; CI runs it, or what it calls, by itself"
 SKIPPED = (
     NotAsWritten("README.md", "make ", CLONE),
-    NotAsWritten("README.md", ". .venv/bin/activate", "the environment of the wheel is active already"),
+    NotAsWritten("README.md", ". .venv/bin/activate", ACTIVE),
+    NotAsWritten("docs/guide/getting-started.md", "python3 -m venv .venv", ACTIVE),
+    NotAsWritten("docs/guide/getting-started.md", ". .venv/bin/activate", ACTIVE),
     NotAsWritten("CONTRIBUTING.md", "", CLONE),
     NotAsWritten("docs/guide/*.md", "pip install ", INSTALLS),
     NotAsWritten("docs/guide/flower.md", "flwr run trial simulation", "needs ray, which the tests do not install"),
@@ -73,13 +78,17 @@ SKIPPED = (
     NotAsWritten(
         "src/partita/methods/*.md", "partita compare --config studies/prompts/", "needs images and encoders of the Hub"
     ),
-    NotAsWritten("src/partita/methods/*.md", "partita compare --config studies/safl/", "needs notes and a model of the Hub"),
+    NotAsWritten(
+        "src/partita/methods/*.md", "partita compare --config studies/safl/", "needs notes and a model of the Hub"
+    ),
 )
 SHORTENED = (
     NotAsWritten(
         "src/partita/*/*.md", "partita compare ", "the evidence of a card takes minutes", "--seeds 1 --set rounds=2"
     ),
 )
+
+STOPPED = threading.Event()  # the script was told to stop
 
 CHECK_TOML = """
 import sys, tomllib
@@ -217,6 +226,7 @@ class Shell:
     """A bash that stays open, so that a page's variables and background jobs last as they do for its reader."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.mark = f"{PAGE_FOLDER}={folder}"
         self.answers, told = os.pipe()
         self.bash = subprocess.Popen(
             ["bash", "--noprofile", "--norc"],
@@ -224,9 +234,9 @@ class Shell:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            env=environment,
+            env={**environment, PAGE_FOLDER: str(folder)},
             pass_fds=[told],
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C ends this script, which then ends the shell
         )
         self.told = told
         self._say("set -m")  # jobs can be interrupted, as in the shell of a reader
@@ -241,6 +251,8 @@ class Shell:
                 return "" if status == "0" else f"exit code {status}"
             if self.bash.poll() is not None:
                 return "it ended the shell"
+            if STOPPED.is_set():
+                return "stopped"
         return f"not finished after {seconds:.0f} seconds"
 
     def running(self) -> list[str]:
@@ -252,6 +264,9 @@ class Shell:
         for pid in self._members():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        assert self.bash.stdin is not None
+        with suppress(BrokenPipeError):
+            self.bash.stdin.close()
         self.bash.wait()
         os.close(self.answers)
         os.close(self.told)
@@ -263,11 +278,15 @@ class Shell:
             self.bash.stdin.flush()
 
     def _members(self) -> dict[int, str]:
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,sess=,stat=,args="], text=True, capture_output=True, check=True)
-        rows = (line.split(maxsplit=3) for line in listed.stdout.splitlines())
-        return {
-            int(pid): command for pid, session, state, command in rows if session == str(self.bash.pid) and "Z" not in state
-        }
+        """Return the shell and all programs that inherited its environment, also those in sessions of their own."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or belongs to someone else
+                if self.mark.encode() in (path / "environ").read_bytes().split(b"\0"):
+                    found[int(path.name)] = (
+                        (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    )
+        return found
 
 
 def run_page(page: str, planned: Sequence[Step], folder: Path, environment: Mapping[str, str]) -> Outcome:
@@ -315,7 +334,9 @@ def _run_step(step: Step, shell: Shell, place: Path, stem: Path) -> str:
     if not failure:
         return ""
     said = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
-    return "\n".join([f"{step.page}:{step.line}: {failure}", *_indented(step.text.splitlines()), *_indented(said, "| ")])
+    return "\n".join(
+        [f"{step.page}:{step.line}: {failure}", *_indented(step.text.splitlines()), *_indented(said, "| ")]
+    )
 
 
 def _indented(lines: Sequence[str], mark: str = "$ ") -> list[str]:
@@ -390,6 +411,7 @@ def main() -> None:
     if options.list:
         print(*wanted, sep="\n")
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as on Ctrl-C
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="partita-docs-") as name, ThreadPoolExecutor(options.jobs) as pool:
         folder = Path(name).resolve()
@@ -406,11 +428,18 @@ def main() -> None:
             for number, (page, planned) in enumerate(sorted(by_page.items(), key=lambda item: -len(item[1])))
         ]
         outcomes = []
-        for future in running:
-            outcome = future.result()
-            outcomes.append(outcome)
-            mark = "FAILED" if outcome.failure else "ok    "
-            print(f"{mark} {outcome.page}: {len(outcome.ran)} steps, {outcome.seconds:.0f} s", flush=True)
+        try:
+            for future in as_completed(running):
+                outcome = future.result()
+                outcomes.append(outcome)
+                mark = "FAILED" if outcome.failure else "ok    "
+                print(f"{mark} {outcome.page}: {len(outcome.ran)} steps, {outcome.seconds:.0f} s", flush=True)
+                if outcome.failure:
+                    print(outcome.failure, flush=True)
+        except KeyboardInterrupt:
+            STOPPED.set()
+            pool.shutdown(cancel_futures=True)
+            sys.exit("stopped")
     for step, why in skips:
         print(f"skipped   {step} ({why.reason})")
     for step, why in shorter:
@@ -422,7 +451,7 @@ def main() -> None:
         f"{seconds:.0f} s"
     )
     if failures:
-        sys.exit("\n".join(["", *failures]))
+        sys.exit("\n".join([f"{len(failures)} pages failed:", *failures]))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""The README's example, table, commands and links are correct."""
+"""The README's example, table and links are correct."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-import typer
 
-from partita.cli.main import app
 from partita.experiment.config import load
 from partita.experiment.preview import preview
 
@@ -31,17 +28,6 @@ def test_readme_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_readme_plan_table_is_what_the_command_prints() -> None:
     shown = preview(load(README.parent / "examples" / "digits.toml"), 12, "c3").to_text()
     assert shown in README.read_text()
-
-
-def test_readme_commands_are_valid() -> None:
-    commands = [line for block in code_blocks("sh") for line in block.splitlines() if line.startswith("partita ")]
-    assert len(commands) >= 6
-    known = typer.main.get_command(app)
-    for command in commands:
-        name, *words = shlex.split(command)[1:]
-        context = known.commands[name].make_context(name, words)  # type: ignore[attr-defined]
-        for path in (context.params.get("config"),):
-            assert path is None or (README.parent / path).exists()
 
 
 def test_readme_links_existing_files() -> None:
