@@ -344,9 +344,12 @@ def _indented(lines: Sequence[str], mark: str = "$ ") -> list[str]:
 
 
 def _still_running(page: str, shell: Shell) -> str:
-    end = time.monotonic() + EXITING
-    while left := shell.running():
-        if time.monotonic() > end:
+    """Wait for the programs in the background to end. Return which of them do not, or nothing."""
+    end, quiet = time.monotonic() + EXITING, 0
+    while quiet < 3:  # a program that is just starting another one may be missed once
+        left = shell.running()
+        quiet = 0 if left else quiet + 1
+        if left and time.monotonic() > end:
             return f"{page}: after its last command these still run:\n" + "\n".join(_indented(left, "| "))
         time.sleep(0.2)
     return ""
