@@ -74,7 +74,6 @@ SKIPPED = (
     NotAsWritten("CONTRIBUTING.md", "", CLONE),
     NotAsWritten("docs/guide/*.md", "pip install ", INSTALLS),
     NotAsWritten("docs/guide/flower.md", "flwr run trial simulation", "needs ray, which the tests do not install"),
-    NotAsWritten("docs/guide/data.md", "partita plan --config examples/clinical.toml", "reads a model from the Hub"),
     NotAsWritten(
         "src/partita/methods/*.md", "partita compare --config studies/prompts/", "needs images and encoders of the Hub"
     ),
