@@ -407,7 +407,12 @@ def main() -> None:
         planned, skips, shorter = arrange(all_steps())
     except DocsError as error:
         sys.exit(f"error: {error}")
-    wanted = [step for step in planned if not options.pages or any(fnmatch(step.page, each) for each in options.pages)]
+    patterns = options.pages or ["*"]
+    wanted = [step for step in planned if any(fnmatch(step.page, each) for each in patterns)]
+    skips, shorter = (
+        [(step, why) for step, why in some if any(fnmatch(step.page, each) for each in patterns)]
+        for some in (skips, shorter)
+    )
     if not wanted:
         sys.exit(f"error: no page matches {' '.join(options.pages)}")
     if options.list:
