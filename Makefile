@@ -7,7 +7,7 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python3.13)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check style types wheel docs mutate bench format clean
+.PHONY: help demo test test-all check style types wheel docs docs-test mutate bench format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -22,7 +22,7 @@ test: $(READY)  ## the fast tests
 test-all: $(READY)  ## the fast and the slow tests
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow"
 
-check: style types test wheel docs  ## all that CI runs
+check: style types test wheel docs docs-test  ## all that CI runs
 
 style: $(READY)  ## format and lint, changing nothing
 	$(VENV)/bin/ruff format --check .
@@ -36,6 +36,9 @@ wheel: $(READY)  ## build the wheel, install it elsewhere, and use it from there
 
 docs: $(READY)  ## build the site with the reference into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
+docs-test: $(READY)  ## run every command and snippet of the documentation, from a wheel installed elsewhere
+	$(PY) scripts/run_docs.py --jobs $(WORKERS)
 
 mutate: $(READY)  ## break core, training, compression, privacy and methods in every way known, and see that a test fails; takes long
 	$(PY) scripts/mutate.py --jobs $(WORKERS)

@@ -8,9 +8,11 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import image_fixtures
@@ -35,7 +37,10 @@ from flower_fixtures import task_identity as task_identity
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.app.error import Error
 from flwr.cli.config_utils import load_and_validate
+from flwr.common.config import parse_config_args
 from helpers import SMALL_TASK, SMALL_VIT, Clients, files_in, final_params, server_in, toy_model, toy_run
+from PIL import Image
+from shell import Shell
 from typer.testing import CliRunner
 
 from partita import data
@@ -54,9 +59,11 @@ from partita.core.settings import Run, RunError
 from partita.core.update import Update
 from partita.data.errors import DataError
 from partita.engines.availability import Availability
+from partita.engines.flower import local_deployment
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import flower_app, run_folder, runner
 from partita.experiment.config import load
+from partita.experiment.preview import preview
 from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
 from partita.methods.fedfrozen import fedfrozen
@@ -539,8 +546,10 @@ def test_served_and_resumed_run_records_the_rows_of_a_local_run(method: str, opt
     result = run_folder.finished(there)
     assert result
     assert result["digest"] == tensors.digest(ends[0].params)
-    with pytest.raises(run_folder.RunFolderError, match="holds a run of another config"):
+    with pytest.raises(run_folder.RunFolderError, match="holds a run of another config") as refused:
         next(flower_app.serve(grid, load(config, ["seed=3"]), settings, "3"))
+    [remedy] = shlex.split(str(refused.value).partition("--run-config ")[2])
+    assert next(flower_app.serve(grid, load(config), {**settings, **parse_config_args([remedy])}, "4"))
 
 
 def test_site_can_change_only_data_and_engine_keys(tmp_path: Path) -> None:
@@ -619,7 +628,7 @@ def test_written_app_passes_flower_validation(tmp_path: Path, monkeypatch: pytes
         "clients": 2,
         "deadline": 600.0,
         "patience": math.inf,
-        "folder": str(tmp_path / "runs" / "fedavg-seed-0"),
+        "folder": str(tmp_path / "runs" / "fedavg-seed-0-flower"),
         "sites": str(tmp_path / "runs" / "sites"),
         "set": "",
     }
@@ -637,7 +646,95 @@ def test_init_command_writes_an_app_and_prints_the_next_command(
     done = CliRunner().invoke(flower_commands.app, ["init", "app", "--config", str(config), "--set", "seed=4"])
     assert done.exit_code == 0, done.output
     assert "partita flower up app --run" in done.output
-    assert flower_app.recorded_folder(Path("app")) == tmp_path / "runs" / "fedavg-seed-4"
+    assert flower_app.run_config(Path("app"))["folder"] == str(tmp_path / "runs" / "fedavg-seed-4-flower")
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capsys)
+
+
+def guide_config(folder: Path) -> Path:
+    """The config of the Flower guide as it stands there, with a few images on the server."""
+    guide = Path(__file__).parent.parent.parent / "docs" / "guide" / "flower.md"
+    text = guide.read_text().partition("cat > experiment.toml << END\n")[2].partition("\nEND\n")[0]
+    for name in ("0", "1"):
+        for part in ("train", "test"):
+            image = folder / "data" / "server" / part / name / "a.png"
+            image.parent.mkdir(parents=True)
+            Image.new("L", (8, 8)).save(image)
+    (folder / "experiment.toml").write_text(text.replace("$PWD", str(folder)))
+    return folder / "experiment.toml"
+
+
+def test_server_without_training_rows_writes_the_guides_app_and_shows_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = guide_config(tmp_path)
+    assert load(config).engine.clients_per_block == "auto"
+    done = CliRunner().invoke(flower_commands.app, ["init", "app", "--config", str(config)])
+    assert done.exit_code == 0, done.output
+    assert list(flower_app.population(Path("app"))) == ["north", "south"]
+    assert preview(load(config), 0, "south").bytes_up > 0
+    with pytest.raises(RunError, match=r"no client has training examples on this machine.*set split\.client"):
+        next(runner.start(load(config), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+class NoDeployment(Exception):
+    """A process would have been started."""
+
+
+def test_up_checks_its_run_folder_before_it_starts_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
+) -> None:
+    def refuse(*words: Any) -> None:
+        raise NoDeployment
+
+    monkeypatch.setattr(local_deployment, "deploy_locally", refuse)
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path)
+    assert shell("run", "--config", config, "--out", "other", "--set", "rounds=1")[0] == 0
+    assert shell("flower", "init", "app", "--config", config)[0] == 0
+    code, _, error = shell("flower", "up", "app", "--run", "--out", "other")
+    assert code == 1
+    assert "other holds a run of another config; choose another run folder: --out " in error
+    with pytest.raises(NoDeployment):  # the remedy works as printed
+        shell("flower", "up", "app", "--run", *shlex.split(error.partition("folder: ")[2]))
+    with pytest.raises(NoDeployment):
+        shell("flower", "up", "app", "--run")
+    assert shell("run", "--config", config, "--out", "runs/fedavg-seed-0-flower")[0] == 0
+    code, _, error = shell("flower", "up", "app", "--run")
+    assert code == 1
+    assert "holds a finished run of this app" in error
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_up_passes_its_run_folder_on_and_fails_if_the_run_does_not_finish_there(
+    finishes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
+) -> None:
+    def run(app: Path, settings: str) -> None:
+        config = parse_config_args([settings])
+        assert config == {"clients": 3, "folder": str(tmp_path / "run ü")}
+        if finishes:
+            run_folder.write_json(Path(str(config["folder"])) / run_folder.RESULT, {"rounds": 3})
+
+    @contextmanager
+    def deployment(*words: Any) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(folder=tmp_path / "logs", run=run)
+
+    monkeypatch.setattr(local_deployment, "deploy_locally", deployment)
+    flower_app.init(tmp_path / "app", write_config(tmp_path))
+    code, _, error = shell("flower", "up", tmp_path / "app", "--run", "--out", tmp_path / "run ü")
+    assert (code, "the run did not finish" in error) == ((0, False) if finishes else (1, True))
+
+
+def test_refused_flwr_run_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_deployment, "find_executable", lambda name, environment: "false")
+    deployment = local_deployment.LocalDeployment(tmp_path, {}, None, {})  # type: ignore[arg-type]
+    with pytest.raises(local_deployment.DeploymentError, match="exited with status 1"):
+        deployment.run(tmp_path, "")
 
 
 def test_flower_commands_name_the_extra_when_flower_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

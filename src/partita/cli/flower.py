@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,26 +45,31 @@ def up(
     run: Annotated[bool, typer.Option("--run", help="Run the app once and exit, instead of waiting for Ctrl-C.")] = (
         False
     ),
+    out: Annotated[Path | None, typer.Option(help="Run folder. Default: 'folder' in the app's pyproject.toml.")] = None,
 ) -> None:
     """Start a SuperLink and one SuperNode per client on this machine."""
     _require_flower()
     from partita.engines.flower.local_deployment import DeploymentError, deploy_locally
     from partita.experiment import run_folder
-    from partita.experiment.flower_app import FlowerError, modules, population, recorded_folder
+    from partita.experiment.flower_app import FlowerError, check_run_folder, modules, population, run_config
 
     _exit_cleanly_on_signals()
+    record = out.resolve() if out else Path(run_config(folder)["folder"])
+    if run:
+        check_run_folder(folder, record)
     names = population(folder)[:clients]
     with deploy_locally(names, logs, modules(folder)) as deployment:
         print(f"SuperLink and {len(names)} SuperNodes are up; logs and client folders are in {deployment.folder}")
-        settings = f"clients={len(names)}"
+        settings = f"clients={len(names)} folder={json.dumps(str(record), ensure_ascii=False)}"
         if run:
             deployment.run(folder, settings)
             # Flower reports success even if the run failed.
-            if run_folder.finished(recorded_folder(folder)) is None:
+            if run_folder.finished(record) is None:
                 raise FlowerError(f"the run did not finish; see the log above and the logs in {deployment.folder}")
             return
         home = deployment.environment["FLWR_HOME"]
-        print(f"run the app with: FLWR_HOME={home} flwr run {folder} loopback --stream --run-config {settings}")
+        command = f"flwr run {shlex.quote(str(folder))} loopback --stream --run-config {shlex.quote(settings)}"
+        print(f"run the app with: FLWR_HOME={shlex.quote(home)} {command}")
         print("stop with Ctrl-C")
         deployment.link.wait()
         raise DeploymentError(f"the SuperLink exited; see {deployment.folder / 'superlink.log'}")

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from partita.core import memory
 from partita.core.client import ClientState, begin_round
-from partita.core.data import Population
+from partita.core.data import Examples, Population
 from partita.core.model import Model
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rounds import initial_server, make_job
@@ -32,7 +32,7 @@ def choose_block(
 
     On a CPU: a worker's whole share of the cohort if the model is so small that call overhead dominates, else 1. On a
     GPU: as many clients as fit its memory, estimated from one training step of one client. CUDA graphs double the
-    memory.
+    memory. On a server whose clients hold their examples elsewhere: 1, because no client trains there.
 
     Args:
         run: The run.
@@ -42,12 +42,14 @@ def choose_block(
         graphs: Whether steps are captured as CUDA graphs.
         workers: Number of worker processes that share the cohort.
     """
+    client = first_with_examples(population)
+    if client is None:
+        return 1
     most = -(-run.cohort_size(len(population.clients)) // workers)
     if device.type == "cpu":
-        return most if _operations(run, model, population) <= SMALL_STEP_FLOPS else 1
+        return most if _operations(run, model, population[client].train) <= SMALL_STEP_FLOPS else 1
     model.to(device)
     step = replace(run, training=replace(run.training, steps=1))
-    client = population.clients[0]
     job, _ = make_job(step, model, initial_server(step, model), 0, client)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -59,11 +61,13 @@ def choose_block(
     return max(1, min(most, int(free * (1 - MEMORY_RESERVE) / max(1, taken * (1 + graphs)))))
 
 
-def _operations(run: Run, model: Model, population: Population) -> float:
+def first_with_examples(population: Population) -> str | None:
+    """Return the first client with training examples on this machine, or None if there is none."""
+    return next((client for client in population.clients if len(population[client].train)), None)
+
+
+def _operations(run: Run, model: Model, examples: Examples) -> float:
     """Estimate the FLOPs of one step from one example. A backward pass costs as much as two forward passes."""
-    examples = next((part for client in population.clients if len(part := population[client].train)), None)
-    if examples is None:
-        raise RunError("no client has training examples here; with split.name = 'site', set split.client")
     batch = examples.take(torch.zeros(1, dtype=torch.long))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(model.initial, batch.inputs)

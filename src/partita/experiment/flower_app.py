@@ -9,6 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,8 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
             "clients": clients or len(population),
             "deadline": 600.0,
             "patience": math.inf,
-            "folder": str(default_folder(settings.label, settings.seed).resolve()),
+            # Not the folder of 'partita run', which may hold a run of the same config already.
+            "folder": str(Path(f"{default_folder(settings.label, settings.seed)}-flower").resolve()),
             "sites": str(Path("runs", "sites").resolve()),
             "set": "",
         },
@@ -103,10 +105,26 @@ def modules(app: Path) -> list[str]:
     return [__name__, *(entry.partition(":")[0] for entry in entries)]
 
 
-def recorded_folder(app: Path) -> Path:
-    """Return the run folder of the app's server, if the server runs on this machine."""
+def run_config(app: Path) -> Mapping[str, Any]:
+    """Return the app's run config, before the changes of `--run-config`."""
     project = tomllib.loads((app / "pyproject.toml").read_text())
-    return Path(project["tool"]["flwr"]["app"]["config"]["folder"])
+    config: Mapping[str, Any] = project["tool"]["flwr"]["app"]["config"]
+    return config
+
+
+def check_run_folder(app: Path, folder: Path) -> None:
+    """Check on the server's machine that a run of the app can start or continue in this folder.
+
+    Raises:
+        RunFolderError: If the folder holds a finished run, or a run of another config.
+    """
+    if not (folder / run_folder.CONFIG).exists():
+        return
+    remedy = f"choose another run folder: --out {shlex.quote(str(_free_folder(folder)))}"
+    run_folder.verify(folder)
+    _check_same(_settings(app / PACKAGE / CONFIG, run_config(app)), folder, remedy)
+    if run_folder.finished(folder):
+        raise run_folder.RunFolderError(f"{folder} holds a finished run of this app; {remedy}")
 
 
 def client(config: Path) -> ClientApp:
@@ -145,7 +163,8 @@ def serve(grid: Grid, config: Config, settings: Mapping[str, Any], session: str)
         done, server = 0, initial_server(experiment.run, experiment.model)
         if started:
             run_folder.verify(folder)
-            _check_same(config, load(folder / run_folder.CONFIG), folder)
+            value = shlex.quote(f"folder={json.dumps(str(_free_folder(folder)), ensure_ascii=False)}")
+            _check_same(config, folder, f"choose another run folder: flwr run ... --run-config {value}")
             done, server = restore(experiment, folder)
             # Sites may already have run rounds after this checkpoint, so the record of what they hold is outdated.
             server = replace(server, versions=replace(server.versions, held={}))
@@ -236,11 +255,15 @@ def _required(settings: Mapping[str, Any], key: str, where: str) -> Any:
     return settings[key]
 
 
-def _check_same(config: Config, recorded: Config, folder: Path) -> None:
-    if differing := differences(recorded, config):
-        raise run_folder.RunFolderError(
-            f"{folder} holds a run of another config: {differing[0]}; choose another folder in the run config"
-        )
+def _check_same(config: Config, folder: Path, remedy: str) -> None:
+    """Raise an error with this remedy if the run in the folder has another config. The engine may differ."""
+    if differing := differences(load(folder / run_folder.CONFIG), config):
+        raise run_folder.RunFolderError(f"{folder} holds a run of another config: {differing[0]}; {remedy}")
+
+
+def _free_folder(folder: Path) -> Path:
+    """Return a sibling of the folder that does not exist yet."""
+    return next(free for number in count(2) if not (free := folder.with_name(f"{folder.name}-{number}")).exists())
 
 
 def _line(row: Row) -> str:

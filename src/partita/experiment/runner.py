@@ -16,6 +16,8 @@ from partita.core.dp_settings import PrivacyError
 from partita.core.method import Server
 from partita.core.rng import Key
 from partita.core.rounds import Engine, initial_server, rounds
+from partita.core.settings import RunError
+from partita.engines.autotune import first_with_examples
 from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import extension, run_folder
@@ -42,12 +44,18 @@ def start(config: Config, folder: Path, overwrite: bool = False, on_reply: OnRep
 
     Raises:
         RunFolderError: If the folder already holds a run; with `overwrite`, if it is not a run folder.
+        RunError: If no client has training examples on this machine.
     """
     if overwrite:
         run_folder.refuse_others(folder)
     else:
         run_folder.refuse_run(folder)
     experiment = build(config)
+    if first_with_examples(experiment.federation) is None:
+        raise RunError(
+            "no client has training examples on this machine; with split.name = 'site', run the sites with "
+            "'partita flower', or set split.client to the site whose data is here"
+        )
     with run_folder.lock(folder):
         if overwrite:
             run_folder.remove_run(folder)

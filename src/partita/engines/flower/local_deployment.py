@@ -49,6 +49,9 @@ class LocalDeployment:
         Args:
             app: The folder of the Flower app.
             settings: Values for the app's run config, as `--run-config` takes them.
+
+        Raises:
+            DeploymentError: If Flower does not accept the app or the run config.
         """
         command = [
             find_executable("flwr", self.environment),
@@ -59,7 +62,9 @@ class LocalDeployment:
             "--run-config",
             settings,
         ]
-        subprocess.run(command, env=self.environment, check=True)
+        status = subprocess.run(command, env=self.environment).returncode
+        if status:
+            raise DeploymentError(f"'flwr run' exited with status {status}; see its output above")
 
 
 @contextmanager
