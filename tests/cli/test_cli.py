@@ -322,7 +322,7 @@ def test_full_disk_during_a_run_command_loses_nothing(
 
     def full(one: Path, other: Path) -> None:
         calls.append(other)
-        if len(calls) == 7:  # config, environment, plan, checksums and two checkpoints are written; the third is not
+        if len(calls) == 8:  # five files and two checkpoints are written; the third checkpoint is not
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(one, other)
 

@@ -226,7 +226,13 @@ def test_failed_run_says_how_to_continue_only_if_something_is_saved(
 def stop(words: list[str], sign: signal.Signals, until: Path, pattern: str) -> tuple[int, str]:
     """Start a command, send the signal to it and its children when a file appears, return its exit code and output."""
     with subprocess.Popen(
-        [sys.executable, "-m", "partita", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "partita", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # the tests themselves may run in the background
     ) as process:
         while not list(until.glob(pattern)) and process.poll() is None:
             time.sleep(0.02)

@@ -373,7 +373,7 @@ def test_rows_and_report_show_outlying_bounded_and_refused_updates(drift: bool, 
     assert [list(row.get("refused", {})) for row in rows] == [[], ["c1"]]
     assert not any("skipped" in row or row["lost"] for row in rows)
     text = page([load_run(folder)], tmp_path / "page.html").read_text()
-    assert "outlying update in round 1 to 2</b>: the update norm of c1 (" in text
+    assert "outlying update, seed 0 in rounds 1 to 2</b>: the update norm of c1 (" in text
 
 
 def test_skipped_round_raises_an_alarm() -> None:

@@ -567,9 +567,10 @@ def test_site_can_change_only_data_and_engine_keys(tmp_path: Path) -> None:
     }
     grid = app_grid(config, tmp_path / "sites", settings, **nodes)
     [row] = flower_app.serve(grid, load(config, ["rounds=1", "federation.min_updates=0"]), settings, "1")
+    unknown = row["lost"].pop("c2")
+    assert unknown.startswith("unknown key 'data.noize'; did you mean 'noise'? It can be: noise, ")
     assert row["lost"] == {
         "c1": "the node config sets training.lr=5.0, but a site can only change data. and engine. keys",
-        "c2": "unknown key 'data.noize'; did you mean 'noise'?",
     }
 
 
@@ -699,7 +700,7 @@ def test_up_checks_its_run_folder_before_it_starts_a_process(
     assert shell("flower", "init", "app", "--config", config)[0] == 0
     code, _, error = shell("flower", "up", "app", "--run", "--out", "other")
     assert code == 1
-    assert "other holds a run of another config; choose another run folder: --out " in error
+    assert "other holds a run of another config: " in error
     with pytest.raises(NoDeployment):  # the remedy works as printed
         shell("flower", "up", "app", "--run", *shlex.split(error.partition("folder: ")[2]))
     with pytest.raises(NoDeployment):

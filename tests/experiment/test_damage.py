@@ -251,7 +251,7 @@ def test_run_killed_during_preparation_can_be_finished(runs: dict[str, Path], tm
 def test_run_folder_without_its_config_is_not_treated_as_new(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs["half"], tmp_path / "run"))
     (folder / run_folder.CONFIG).unlink()
-    with pytest.raises(run_folder.RunFolderError, match="already holds a run"):
+    with pytest.raises(run_folder.RunFolderError, match="already holds a part of a run"):
         next(start(settings(), folder))
 
 

@@ -160,8 +160,8 @@ def test_resume_option_starts_or_continues_only_the_same_run(config: Config, tmp
     next(rows)
     rows.close()
     training = replace(config.training, lr=0.5, epochs=2, batch_size=7)
-    with pytest.raises(RunFolderError, match=r"rounds is 2 there and 3 here, training\.lr is 0\.001 .* \(and 1 more\)"):
-        start_or_resume(replace(config, rounds=3, training=training), folder)
+    with pytest.raises(RunFolderError, match=r"holds another run: seed is 0 there and 3 here, .* \(and 1 more\)"):
+        start_or_resume(replace(config, seed=3, training=training), folder)
     list(start_or_resume(replace(config, engine=replace(config.engine, threads=1)), folder))
     digests = [json.loads((path / "result.json").read_text())["digest"] for path in (whole, folder)]
     assert digests[0] == digests[1]

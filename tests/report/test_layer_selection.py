@@ -81,5 +81,7 @@ def test_alarms_are_recorded_and_survive_a_resume(tmp_path: Path) -> None:
     stopped.close()
     assert [row["alarms"] for row in resume(config, tmp_path / "stopped")] == told[3:]
     [line] = alarms_raised([load_run(tmp_path / "whole")])
-    assert line.startswith("safl, attention collapse, seed 0 in rounds 3 to 5: no client's layer scores")
+    assert line.startswith(
+        "safl(k=1, tokens=content), attention collapse, seed 0 in rounds 3 to 5: no client's layer scores"
+    )
     assert "method.tokens" in line

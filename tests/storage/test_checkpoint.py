@@ -342,8 +342,8 @@ def test_state_of_another_format_is_refused(tmp_path: Path) -> None:
     ids=["huge", "negative", "text", "no list", "10^30", "none"],
 )
 def test_promises_of_impossible_zeros_are_refused(tmp_path: Path, shape: object) -> None:
-    about = {"client": '"x"', "zeros": json.dumps([("personal", "w", "F32", shape)])}
-    atomic_files.write_checksummed(tmp_path / "x", 0, serialization.pack({}, about))
+    about = json.dumps({"client": "x", "zeros": [("personal", "w", "F32", shape)]})
+    atomic_files.write_checksummed(tmp_path / "x", 0, serialization.pack({}, {"partita": about}))
     with pytest.raises(DamageError, match="is not a state of this version of partita"):
         DiskStore(tmp_path).load("x", 1)
 

@@ -92,16 +92,15 @@ def _skipped(result: RoundResult) -> Alarm | None:
     return Alarm("skipped round", result.number, f"{result.skipped}; the server state did not change")
 
 
-def check_test(round: int, rounds: int, tested: Evaluation, classes: Sequence[str]) -> list[Alarm]:
+def check_test(round: int, tested: Evaluation, classes: Sequence[str]) -> list[Alarm]:
     """Return the alarm of a model that predicts the same class for the whole central test set.
 
     Args:
         round: Number of the round.
-        rounds: Number of rounds of the run.
         tested: The evaluation on the central test set.
         classes: Names of the classes.
     """
-    if tested.constant is None or round + 1 < min(FIRST_TEST, rounds):
+    if tested.constant is None or round + 1 < FIRST_TEST:
         return []
     shown = " and ".join(f"'{classes[place]}'" for place in tested.constant[:NAMED])
     shown += f" and {len(tested.constant) - NAMED} more" if len(tested.constant) > NAMED else ""

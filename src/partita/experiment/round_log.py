@@ -86,7 +86,7 @@ def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult) 
             test = _mean(scored) if scored else None
         else:
             tested = evaluate(model, result.server.params, federation.test, experiment.evaluator)
-            test, raised = tested.scores, check_test(result.number, run.rounds, tested, federation.task.classes)
+            test, raised = tested.scores, check_test(result.number, tested, federation.task.classes)
             alarms = {"alarms": {alarm.kind: alarm.text for alarm in raised}} if raised else {}
     personal: dict[str, dict[str, float]] | None = None
     if due.personal_every and _may_report(experiment) and (last or (result.number + 1) % due.personal_every == 0):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import safetensors
 import torch
@@ -148,13 +148,7 @@ class DiskStore:
         """The client of a folder. A shortened folder name has only a digest, so read the name from a state file."""
         name = client_of_folder(folder.name)
         if name is None:
-            name = str(
-                json.loads(
-                    serialization.read_metadata(
-                        read_checksummed(list_checksummed(folder)[-1], "restore it from a copy")
-                    )["client"]
-                )
-            )
+            name = str(_about(read_checksummed(list_checksummed(folder)[-1], "restore it from a copy"))["client"])
         return name
 
     def _folder(self, client: str) -> Path:
@@ -170,13 +164,20 @@ def _pack(slots: Slots, client: str) -> bytes:
                 zeros.append((slot, name, DTYPES[value.dtype], list(value.shape)))
             else:
                 stored.setdefault(slot, {})[name] = value
-    return serialization.pack(stored, {"client": json.dumps(client), "zeros": json.dumps(sorted(zeros))})
+    # One entry: the order of several would differ from file to file, and with it the digest.
+    return serialization.pack(stored, {"partita": json.dumps({"client": client, "zeros": sorted(zeros)})})
+
+
+def _about(data: bytes) -> dict[str, Any]:
+    """Return the client of a state, and the tensors that are zero."""
+    about: dict[str, Any] = json.loads(serialization.read_metadata(data)["partita"])
+    return about
 
 
 def _unpack(data: bytes) -> dict[str, Tensors]:
     slots = serialization.unpack(data)
     types = {code: dtype for dtype, code in DTYPES.items()}
-    zeros = json.loads(serialization.read_metadata(data)["zeros"])
+    zeros = _about(data)["zeros"]
     total = sum(math.prod(shape) * types[code].itemsize for _, _, code, shape in zeros)
     memory.require(total, "the state", "it promises more zeros than a client can have")
     for slot, name, code, shape in zeros:
