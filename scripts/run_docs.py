@@ -44,7 +44,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "src/partita/methods/*.md", "src/partita/compression/*.md")
 CLONED = ("examples", "studies")
-LONGEST = 600.0  # seconds for one command
+LONGEST = 1200.0  # seconds for one command
 PAGE_FOLDER = "PARTITA_DOCS_PAGE"  # an environment variable by which a page's processes are found
 LAST_LINES = 25  # of a failed command's output
 EXITING = 20.0  # seconds for background processes to end after the last command
