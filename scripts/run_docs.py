@@ -47,6 +47,7 @@ CLONED = ("examples", "studies")
 LONGEST = 1200.0  # seconds for one command
 PAGE_FOLDER = "PARTITA_DOCS_PAGE"  # an environment variable by which a page's processes are found
 LAST_LINES = 25  # of a failed command's output
+KILLING = 10.0  # seconds for killed processes to end
 EXITING = 20.0  # seconds for background processes to end after the last command
 
 
@@ -260,9 +261,12 @@ class Shell:
 
     def close(self) -> None:
         """End the shell and everything it started."""
-        for pid in self._members():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end = time.monotonic() + KILLING
+        while (members := self._members()) and time.monotonic() < end:  # a killed program takes a moment to end
+            for pid in members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         assert self.bash.stdin is not None
         with suppress(BrokenPipeError):
             self.bash.stdin.close()
