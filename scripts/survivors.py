@@ -85,6 +85,41 @@ EQUIVALENT: dict[Spot, str] = {
         "pointed and length -> length",
     ): "a mean that is not zero has an update that is not zero",
     (
+        "storage/initial_values.py",
+        "if value is None or not (value is first or tensors.same(value, first.to(value.device))):",
+        "value is first or tensors.same(value, first.to(value.device)) -> tensors.same(value, first.to(value.device))",
+    ): "the same object has the same bits; asking first only saves time",
+    (
+        "core/hub.py",
+        'if proxy and not proxy_bypass(parts.hostname or ""):',
+        "parts.hostname or '' -> parts.hostname",
+    ): "no host is never bypassed",
+    (
+        "training/batching.py",
+        "table = _shared_table(examples) if len(examples) > 1 else None",
+        "1 -> 2",
+    ): "one lookup for two clients only saves time",
+    (
+        "training/batching.py",
+        "if value.ndim > 1 and value.shape[1] < width:",
+        "value.ndim > 1 and value.shape[1] < width -> value.ndim > 1",
+    ): "it appends nothing to what is wide enough",
+    (
+        "training/batching.py",
+        "if value.ndim > 1 and value.shape[1] < width:",
+        "value.shape[1] < width -> value.shape[1] <= width",
+    ): "it appends nothing to what is wide enough",
+    (
+        "training/batching.py",
+        "width = max(value.shape[1] if value.ndim > 1 else 0 for value in values)",
+        "0 -> 1",
+    ): "a value without a second dimension has no width",
+    (
+        "core/packed.py",
+        "pieces = list(rows.split_with_sizes(self.sizes, -1))",
+        "-1 -> 1",
+    ): "rows have two dimensions",
+    (
         "training/ghost_clipping.py",
         "super().__init__()",
         "super().__init__() -> None",
@@ -336,6 +371,31 @@ EQUIVALENT: dict[Spot, str] = {
 
 # The mutant computes something else, and no test notices: none can, or it would hold a detail that nobody relies on.
 UNCOVERED: dict[Spot, str] = {
+    (
+        "methods/robust.py",
+        "shares = torch.tensor([weights[sender] for sender in senders], dtype=torch.float64, device=table.device)",
+        "torch.tensor(...) without dtype=torch.float64",
+    ): "how weights are rounded",
+    (
+        "methods/robust.py",
+        'distances = torch.cdist(wide, wide, compute_mode="donot_use_mm_for_euclid_dist").square()',
+        "torch.cdist(...) without compute_mode='donot_use_mm_for_euclid_dist'",
+    ): "how distances of more than 25 clients are rounded",
+    (
+        "methods/robust.py",
+        "return nearest.sum(1).argsort(stable=True)",
+        ANY,
+    ): "torch sorts a few scores stably in any case",
+    (
+        "core/hub.py",
+        'return parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)',
+        "parts.hostname or '' -> parts.hostname",
+    ): "an endpoint without a host is refused either way",
+    (
+        "core/hub.py",
+        "probe = threading.Thread(target=lambda: answered.append(_connects(host, port)), daemon=True)",
+        ANY,
+    ): "whether a lookup that hangs keeps the process from ending",
     (
         "core/update_checks.py",
         "warnings.warn(",

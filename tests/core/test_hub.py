@@ -80,3 +80,14 @@ def test_address_is_that_of_the_endpoint_or_its_proxy(
     monkeypatch.setattr(hub, "_connects", lambda host, port: asked.append((host, port)) or True)
     assert offline_reason() is None
     assert asked == [address]
+
+
+def test_connection_is_tried_with_a_time_limit(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub._connects("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    assert not hub._connects("127.0.0.1", closed)
+    limits = []
+    monkeypatch.setattr(socket, "create_connection", lambda *_, timeout=None: limits.append(timeout) or socket.socket())
+    assert hub._connects("127.0.0.1", port)
+    assert limits == [hub.WAIT]

@@ -77,6 +77,11 @@ def test_krum_averages_the_updates_with_the_lowest_scores(keep: int) -> None:
         assert joined(reduced(krum(0.25, keep), split_in_two(table)).delta) == pytest.approx(wanted, abs=1e-6)
 
 
+def test_krum_with_few_clients_uses_one_neighbor_and_decides_ties_by_name() -> None:
+    updates = [update(f"c{i}", {"a": torch.tensor([place])}) for i, place in enumerate((1.5, 1.0, 0.0))]
+    assert reduced(krum(0.34), updates).delta["a"] == 1.5, "c0 and c1 are as close to each other; c1 has closer others"
+
+
 def test_geometric_median_minimizes_the_weighted_sum_of_distances() -> None:
     table, weights = vectors(7), np.array([1.0, 5.0, 2.0, 1.0, 3.0, 1.0, 4.0])
     updates = [update(f"c{i}", {"a": row}, float(weights[i])) for i, row in enumerate(table)]

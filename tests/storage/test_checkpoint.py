@@ -16,7 +16,7 @@ from helpers import Clients, ServerMomentum, files_in, final_params, play, toy_m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.core import serialization, tensors
+from partita.core import memory, serialization, tensors
 from partita.core.client import ClientState
 from partita.core.method import Method, Server
 from partita.core.rounds import rounds
@@ -346,6 +346,20 @@ def test_promises_of_impossible_zeros_are_refused(tmp_path: Path, shape: object)
     atomic_files.write_checksummed(tmp_path / "x", 0, serialization.pack({}, {"partita": about}))
     with pytest.raises(DamageError, match="is not a state of this version of partita"):
         DiskStore(tmp_path).load("x", 1)
+
+
+def test_zeros_of_a_state_must_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    DiskStore(tmp_path).save("x", 0, ClientState({"w": torch.zeros(4)}))
+    monkeypatch.setattr(memory, "available", lambda: 15)
+    with pytest.raises(DamageError, match="is not a state of this version of partita"):
+        DiskStore(tmp_path).load("x", 1)
+    monkeypatch.setattr(memory, "available", lambda: 16)
+    assert torch.equal(DiskStore(tmp_path).load("x", 1).personal["w"], torch.zeros(4))
+
+
+def test_zeros_of_a_type_that_files_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(serialization.SerializationError, match="personal/w"):
+        DiskStore(tmp_path).save("x", 0, ClientState({"w": torch.zeros(2, dtype=torch.complex128)}))
 
 
 def test_known_clients_include_names_too_long_for_a_folder(tmp_path: Path) -> None:

@@ -124,3 +124,11 @@ def test_resume_with_other_weights_under_the_same_path_is_refused(
     assert "another initial value of 'params/bert.encoder.layer.1.attention.self.query.weight'" in err
     assert "model.path" in err
     assert list_checksummed(tmp_path / "run" / run_folder.CHECKPOINTS) == checkpoints
+
+
+def test_tensor_that_is_gone_is_not_among_the_unchanged() -> None:
+    initial = InitialValues(make_server())
+    later = {name: value for name, value in flatten(make_server()).items() if name != "params/base"}
+    changed, unchanged = initial.split(later)
+    assert not changed
+    assert unchanged.keys() == later.keys()

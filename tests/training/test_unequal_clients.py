@@ -29,7 +29,7 @@ from partita.core.rounds import rounds
 from partita.core.settings import Run
 from partita.core.tensors import Names, Slots, Tensors
 from partita.data.split import split
-from partita.data.task import Federation, Table, Task
+from partita.data.task import Federation, Subset, Table, Task
 from partita.engines.availability import Availability
 from partita.engines.simulation import SimulationEngine
 from partita.methods import build
@@ -239,3 +239,25 @@ def test_step_without_examples_is_masked_out() -> None:
     assert nothing.mask is not None
     assert (nothing.mask.tolist(), something.mask) == ([0], None)
     assert torch.equal(something.targets, parts[0].take(torch.arange(2)).targets)
+
+
+def batches_of(*clients: Subset) -> list[Batch]:
+    schedules = [BatchSchedule(torch.arange(len(each)), (2,)) for each in clients]
+    return list(iterate_batches(clients, schedules, torch.device("cpu")))
+
+
+def test_clients_with_tables_of_their_own_keep_their_rows() -> None:
+    first, second = (Table({"x": start + torch.arange(4.0)}, torch.arange(4)) for start in (0.0, 10.0))
+    rows = torch.tensor([1, 3])
+    [batch] = batches_of(Subset(first, rows), Subset(second, rows))
+    assert batch.inputs["x"].tolist() == [[1.0, 3.0], [11.0, 13.0]]
+    [together] = batches_of(Subset(first, rows), Subset(first, rows - 1))
+    assert together.inputs["x"].tolist() == [[1.0, 3.0], [0.0, 2.0]]
+
+
+def test_sequences_of_vectors_are_padded_to_the_longest() -> None:
+    short, long = (Batch({"x": torch.ones(2, width, 3)}, torch.zeros(2)) for width in (1, 4))
+    joined = collate([short, long]).inputs["x"]
+    assert joined.shape == (2, 2, 4, 3)
+    assert joined[0, :, 1:].abs().sum() == 0
+    assert joined.sum() == 2 * 3 + 2 * 4 * 3

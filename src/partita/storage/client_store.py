@@ -183,7 +183,7 @@ def _unpack(data: bytes) -> dict[str, Tensors]:
     for slot, name, code, shape in zeros:
         slots.setdefault(slot, {})[name] = torch.zeros(shape, dtype=types[code])
     # In the order of `serialization.unpack`, on which sums depend.
-    return {slot: dict(sorted(slots[slot].items())) for slot in sorted(slots, key=lambda slot: f"{slot}/")}
+    return {slot: dict(sorted(slots[slot].items())) for slot in sorted(slots)}
 
 
 class MemoryStore:
