@@ -120,6 +120,26 @@ EQUIVALENT: dict[Spot, str] = {
         "-1 -> 1",
     ): "rows have two dimensions",
     (
+        "core/tensors.py",
+        "return not bits[:64].any() and not bits.any()  # most tensors differ from zero at their start",
+        "not bits[:64].any() and (not bits.any()) -> not bits.any()",
+    ): "the first condition only saves time",
+    (
+        "core/tensors.py",
+        "return not bits[:64].any() and not bits.any()  # most tensors differ from zero at their start",
+        "bits[:64].any() -> bits[:64].all()",
+    ): "the first condition only saves time",
+    (
+        "core/tensors.py",
+        "return not bits[:64].any() and not bits.any()  # most tensors differ from zero at their start",
+        "64 -> 65",
+    ): "the first condition only saves time",
+    (
+        "training/batching.py",
+        'return first.table if all(getattr(part, "table", None) is first.table for part in examples) else None',
+        "getattr(part, 'table', None) is first.table -> getattr(part, 'table', None) is not first.table",
+    ): "then no table is shared, and each client looks up its own rows, which only takes time",
+    (
         "training/ghost_clipping.py",
         "super().__init__()",
         "super().__init__() -> None",
@@ -149,11 +169,6 @@ EQUIVALENT: dict[Spot, str] = {
         "self.commits = (0, 0)  # completed rounds at the last two checkpoints: both must stay usable",
         "0 -> 1",
     ): "before round 1 there is one state at most, and the newest is never dropped",
-    (
-        "core/tensors.py",
-        "known = [name for name in tensors if name in self.by_name and totals[name] > 0]",
-        "name in self.by_name and totals[name] > 0 -> totals[name] > 0",
-    ): "what is new is at its own value, and a step of its whole weight towards that changes nothing",
     (
         "privacy/guard.py",
         "under(1.0 if privacy_config.noise is None else privacy_config.noise),",

@@ -208,3 +208,12 @@ def test_mean_of_equal_weights_moves_all_names_with_one_call(monkeypatch: pytest
     mean.add({name: value.double() for name, value in row(4.0, 2.0).items()}, 1.0)
     assert calls == [2, 1], "weights differ, then types"
     assert values(mean.value) == {"a": [4.0] * 3, "b": [2.0] * 2}
+
+
+@pytest.mark.parametrize("place", [0, 5, 99])
+def test_only_tensors_without_any_bit_are_all_zero(place: int) -> None:
+    value = torch.zeros(100)
+    assert tensors.all_zero(value)
+    for other in (1.0, -0.0):
+        value[place] = other
+        assert not tensors.all_zero(value)

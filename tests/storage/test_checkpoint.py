@@ -485,3 +485,11 @@ def test_stateless_method_writes_no_client_files(tmp_path: Path) -> None:
     store.commit(2)
     assert files_in(tmp_path) == set()
     assert store.known() == []
+
+
+def test_checkpoint_of_a_run_is_refused_without_its_identity(tmp_path: Path) -> None:
+    server = Server({"w": torch.ones(2)}, {}, ParameterVersions({"w": 0}))
+    checkpoint.save(tmp_path, 1, server, run="mine")
+    with pytest.raises(DamageError, match="belongs to another run"):
+        checkpoint.newest(tmp_path, None, server)
+    assert checkpoint.newest(tmp_path, "mine", server).done == 1
