@@ -12,7 +12,7 @@ from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
-from partita.data.task import Task
+from partita.data.task import Task, text_task
 from partita.data.tokenization import TextEncoder, text_encoder
 from partita.tasks import LM
 
@@ -39,17 +39,7 @@ def lm(
     train, names = _blocks(source.train, encode, text, group)
     held_out, _ = _blocks(source.test, encode, text, group)
     columns = {} if group is None else {group: np.array(names)}
-    vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
-    return Task(
-        source.name,
-        train,
-        held_out,
-        (),
-        columns,
-        kind=LM,
-        vocabulary_size=vocabulary_size,
-        tokenizer=encode.tokenizer,
-    )
+    return text_task(source.name, train, held_out, (), columns, LM, encode.tokenizer)
 
 
 def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:

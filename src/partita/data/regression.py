@@ -15,7 +15,7 @@ from partita.core.rng import Key
 from partita.data.errors import DataError, need
 from partita.data.images import Channels, PixelMean, PixelStd, Size, normalization, read_images, side_of
 from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
-from partita.data.task import Task
+from partita.data.task import Task, text_task
 from partita.data.text import MaxLength, Tokenizer, read_texts
 from partita.tasks import IMAGE_REGRESSION, TEXT_REGRESSION
 
@@ -41,17 +41,7 @@ def text_regression(
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
     train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
     columns = source.train.columns(text, *names)
-    vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
-    return Task(
-        source.name,
-        train,
-        held_out,
-        names,
-        columns,
-        kind=TEXT_REGRESSION,
-        vocabulary_size=vocabulary_size,
-        tokenizer=used,
-    )
+    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used)
 
 
 def image_regression(

@@ -142,6 +142,20 @@ class Task:
         return targets.numpy().astype(np.int64)
 
 
+def text_task(
+    name: str,
+    train: RaggedExamples,
+    test: RaggedExamples,
+    classes: tuple[str, ...],
+    columns: Mapping[str, NDArray[Any]],
+    kind: TaskKind,
+    tokenizer: Any,
+) -> Task:
+    """Build a task on tokenized texts, with a vocabulary that holds every token of both parts."""
+    size = max(train.vocabulary_size(), test.vocabulary_size())
+    return Task(name, train, test, classes, columns, kind=kind, vocabulary_size=size, tokenizer=tokenizer)
+
+
 @dataclass(frozen=True, eq=False)
 class Partition:
     """Assignment of rows to clients: client i owns rows[offsets[i]:offsets[i + 1]]."""

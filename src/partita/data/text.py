@@ -13,7 +13,7 @@ from partita.core.rng import Key
 from partita.data.labels import is_list, many_labels, one_label
 from partita.data.loading import DataPath, Dataset, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
-from partita.data.task import Task
+from partita.data.task import Task, text_task
 from partita.data.tokenization import text_encoder
 from partita.tasks import MULTI_LABEL_TEXT, TEXT
 
@@ -43,17 +43,7 @@ def text(
     source, targets = limit_rows(source, limit, key, labels)
     train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
     columns = source.train.columns(text, label)
-    vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
-    return Task(
-        source.name,
-        train,
-        held_out,
-        classes,
-        columns,
-        kind=MULTI_LABEL_TEXT if multi else TEXT,
-        vocabulary_size=vocabulary_size,
-        tokenizer=used,
-    )
+    return text_task(source.name, train, held_out, classes, columns, MULTI_LABEL_TEXT if multi else TEXT, used)
 
 
 def read_texts(

@@ -13,7 +13,7 @@ from partita.data.errors import DataError
 from partita.data.labels import label_lists
 from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
-from partita.data.task import Task
+from partita.data.task import Task, text_task
 from partita.data.tokenization import TextEncoder, text_encoder
 from partita.tasks import TOKENS
 
@@ -51,17 +51,7 @@ def tokens(
         _check_tags(part, classes, sentences, tagged)
         tables.append(_aligned(part, encode, sentences, tagged, truncate))
     train, held_out = tables
-    vocabulary_size = max(train.vocabulary_size(), held_out.vocabulary_size())
-    return Task(
-        source.name,
-        train,
-        held_out,
-        classes,
-        source.train.columns(),
-        kind=TOKENS,
-        vocabulary_size=vocabulary_size,
-        tokenizer=encode.tokenizer,
-    )
+    return text_task(source.name, train, held_out, classes, source.train.columns(), TOKENS, encode.tokenizer)
 
 
 def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:
