@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from shell import Shell
 
 # One thread per worker: more would compete with the other workers, and tensors this small gain nothing. Set in the
 # environment before torch is imported, so that it reaches subprocesses and tests without torch need not import it.
@@ -39,3 +43,11 @@ def configure_torch_backends() -> None:
     from partita.engines.autotune import configure_backends
 
     configure_backends("auto")
+
+
+@pytest.fixture
+def run_partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    """Run a command in this process: `run_partita("ls")` returns exit code, output and errors."""
+    from shell import Shell
+
+    return Shell(monkeypatch, capsys)

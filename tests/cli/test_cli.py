@@ -49,11 +49,6 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def run_partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
-
-
 def test_run_command_writes_records_and_a_report(run_partita: Shell, config: Path, tmp_path: Path) -> None:
     code, out, err = run_partita("run", "-c", config, "--out", tmp_path / "run", "--report")
     assert code == 0

@@ -50,11 +50,6 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def run_partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
-
-
 # ---- output
 
 

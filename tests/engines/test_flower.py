@@ -650,11 +650,6 @@ def test_init_command_writes_an_app_and_prints_the_next_command(
     assert flower_app.run_config(Path("app"))["folder"] == str(tmp_path / "runs" / "fedavg-seed-4-flower")
 
 
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
-
-
 def guide_config(folder: Path) -> Path:
     """The config of the Flower guide as it stands there, with a few images on the server."""
     guide = Path(__file__).parent.parent.parent / "docs" / "guide" / "flower.md"
@@ -688,7 +683,7 @@ class NoDeployment(Exception):
 
 
 def test_up_checks_its_run_folder_before_it_starts_a_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_partita: Shell
 ) -> None:
     def refuse(*words: Any) -> None:
         raise NoDeployment
@@ -696,24 +691,24 @@ def test_up_checks_its_run_folder_before_it_starts_a_process(
     monkeypatch.setattr(local_deployment, "deploy_locally", refuse)
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path)
-    assert shell("run", "--config", config, "--out", "other", "--set", "rounds=1")[0] == 0
-    assert shell("flower", "init", "app", "--config", config)[0] == 0
-    code, _, error = shell("flower", "up", "app", "--run", "--out", "other")
+    assert run_partita("run", "--config", config, "--out", "other", "--set", "rounds=1")[0] == 0
+    assert run_partita("flower", "init", "app", "--config", config)[0] == 0
+    code, _, error = run_partita("flower", "up", "app", "--run", "--out", "other")
     assert code == 1
     assert "other holds a run of another config: " in error
     with pytest.raises(NoDeployment):  # the remedy works as printed
-        shell("flower", "up", "app", "--run", *shlex.split(error.partition("folder: ")[2]))
+        run_partita("flower", "up", "app", "--run", *shlex.split(error.partition("folder: ")[2]))
     with pytest.raises(NoDeployment):
-        shell("flower", "up", "app", "--run")
-    assert shell("run", "--config", config, "--out", "runs/fedavg-seed-0-flower")[0] == 0
-    code, _, error = shell("flower", "up", "app", "--run")
+        run_partita("flower", "up", "app", "--run")
+    assert run_partita("run", "--config", config, "--out", "runs/fedavg-seed-0-flower")[0] == 0
+    code, _, error = run_partita("flower", "up", "app", "--run")
     assert code == 1
     assert "holds a finished run of this app" in error
 
 
 @pytest.mark.parametrize("finishes", [False, True])
 def test_up_passes_its_run_folder_on_and_fails_if_the_run_does_not_finish_there(
-    finishes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
+    finishes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_partita: Shell
 ) -> None:
     def run(app: Path, settings: str) -> None:
         config = parse_config_args([settings])
@@ -727,7 +722,7 @@ def test_up_passes_its_run_folder_on_and_fails_if_the_run_does_not_finish_there(
 
     monkeypatch.setattr(local_deployment, "deploy_locally", deployment)
     flower_app.init(tmp_path / "app", write_config(tmp_path))
-    code, _, error = shell("flower", "up", tmp_path / "app", "--run", "--out", tmp_path / "run ü")
+    code, _, error = run_partita("flower", "up", tmp_path / "app", "--run", "--out", tmp_path / "run ü")
     assert (code, "the run did not finish" in error) == ((0, False) if finishes else (1, True))
 
 

@@ -42,11 +42,6 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def run_partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
-
-
 # ---- names as folders
 
 
