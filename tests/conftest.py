@@ -45,6 +45,12 @@ def configure_torch_backends() -> None:
     configure_backends("auto")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_trusted_code(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the list of trusted code out of the user's home."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture
 def run_partita(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
     """Run a command in this process: `run_partita("ls")` returns exit code, output and errors."""

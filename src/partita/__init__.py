@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from partita.engines.availability import Availability
     from partita.engines.simulation import SimulationEngine
     from partita.evaluation import score
+    from partita.evaluation.own_metrics import metric
+    from partita.runs import RecordedRun, load_run, run, to_frame
     from partita.testing.conformance import check_method
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "Plan",
     "Population",
     "PrivacyRelease",
+    "RecordedRun",
     "RoundInfo",
     "RoundResult",
     "Run",
@@ -84,12 +87,16 @@ __all__ = [
     "check_method",
     "compose",
     "data",
+    "load_run",
     "methods",
+    "metric",
     "models",
     "rounds",
+    "run",
     "score",
     "share",
     "share_everything",
+    "to_frame",
 ]
 
 # Module -> its public names, the same as in the imports for type checkers above.
@@ -122,6 +129,8 @@ _MODULES = {
     "engines.simulation": ["SimulationEngine"],
     "engines.availability": ["Availability"],
     "evaluation": ["score"],
+    "evaluation.own_metrics": ["metric"],
+    "runs": ["RecordedRun", "load_run", "run", "to_frame"],
 }
 _MODULE_OF = {name: f"partita.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -44,7 +44,7 @@ ABOVE_CORE = {
     "lab": ["methods", "report"],
     "experiment": [*ON_CORE, "tasks", *ON_TASKS, "privacy", "engines"],
 }
-TOP_LEVEL = ["__init__", "__main__", "cli"]  # may import anything, and no other may import them
+TOP_LEVEL = ["__init__", "__main__", "cli", "runs"]  # may import anything, and no other may import them
 REPORT_ONLY = ["report"]  # reads recorded rows, so it may import only itself and the modules in FILES
 FILES = ["storage.atomic_files", "storage.safe_text"]
 

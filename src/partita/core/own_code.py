@@ -166,7 +166,7 @@ def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise CodeError(f"cannot import '{name}': {_describe(error, str(path))}") from error
+        raise CodeError(f"cannot import '{name}': {describe_error(error, str(path))}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -187,11 +187,11 @@ def _load_file(path: Path) -> ModuleType:
             del sys.modules[name]
         else:
             sys.modules[name] = previous
-        raise CodeError(f"cannot load {path}: {_describe(error, str(path))}") from error
+        raise CodeError(f"cannot load {path}: {describe_error(error, str(path))}") from error
     return module
 
 
-def _describe(error: BaseException, file: str) -> str:
+def describe_error(error: BaseException, file: str) -> str:
     """Describe an error in the user's code on one line, with the line of the file where it happened."""
     lines = (
         [frame.lineno for frame in inspect.getinnerframes(error.__traceback__) if frame.filename == file]

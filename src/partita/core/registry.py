@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any
 
 from partita.core.options import OptionError, closest_match, format_value
-from partita.core.own_code import CodeError, Reference, load_function, parse_reference
-
-T = TypeVar("T")
+from partita.core.own_code import CodeError, Reference, describe_error, load_function, parse_reference
 
 # What a name stands for -> the group of entry points by which packages add such names.
 GROUPS = {
@@ -90,14 +88,37 @@ def package_of(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "(unknown)"
 
 
-def check_result(result: object, kind: type[T], name: str, what: str) -> T:
-    """Return what a function returned, if it has the expected type.
+def call(
+    function: Callable[..., Any], kinds: tuple[Any, ...], name: str, what: str, /, *args: Any, **options: Any
+) -> Any:
+    """Call a function that `find_function` found, and return its result.
+
+    Args:
+        function: The function.
+        kinds: The types that it may return.
+        name: Its name, for messages.
+        what: What the name stands for.
+        *args: Arguments.
+        **options: Keyword arguments.
 
     Raises:
-        CodeError: If it has another type.
+        CodeError: If it returns another type, or if the user's own function fails with an error that is no message.
     """
-    if not isinstance(result, kind):
-        raise CodeError(
-            f"the {what} '{name}' returned a {type(result).__name__}; it must return a partita {kind.__name__}"
-        )
+    try:
+        result = function(*args, **options)
+    except Exception as error:
+        if isinstance(error, ValueError | OSError) or _is_built_in(function):
+            raise
+        raise CodeError(f"the {what} '{name}' failed: {describe_error(error, _file(function))}") from error
+    if not isinstance(result, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise CodeError(f"the {what} '{name}' returned a {type(result).__name__}; it must return a {wanted}")
     return result
+
+
+def _is_built_in(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _file(function: Callable[..., Any]) -> str:
+    return getattr(getattr(function, "__code__", None), "co_filename", "")

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from partita.core.options import validate_options
-from partita.core.registry import check_result, find_function
+from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.split import SPLITS, split
@@ -38,7 +38,8 @@ def load(name: str, key: Key, **options: Any) -> Task:
     options = validate_options(make, options, "data", given=["key"], name=name)
     if "key" in inspect.signature(make).parameters:
         options["key"] = key
-    return check_result(make(**options), Task, name, "data")
+    task: Task = call(make, (Task,), name, "data", **options)
+    return task
 
 
 def takes(name: str, option: str) -> bool:

@@ -21,7 +21,7 @@ from partita.core.options import (
     validate_options,
 )
 from partita.core.own_code import short_name
-from partita.core.registry import check_result, find_function
+from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.errors import DataError
@@ -71,10 +71,8 @@ def split(
     make_partition = find_function(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
     own = validate_options(make_partition, given, "split", ["task", "key"], name, others=("validation", "test"))
-    made = make_partition(task, key=key / short_name(name), **own)
-    if isinstance(made, Mapping):
-        made = _partition_of(made, len(task.train), name)
-    partition = check_result(made, Partition, name, "split")
+    made = call(make_partition, (Partition, Mapping), name, "split", task, key=key / short_name(name), **own)
+    partition: Partition = _partition_of(made, len(task.train), name) if isinstance(made, Mapping) else made
     # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     return Federation(task, partition.clients, cut)

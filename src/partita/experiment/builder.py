@@ -17,6 +17,7 @@ from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.own_code import digests
 from partita.core.plan import RoundInfo, plan_for
+from partita.core.registry import find_function
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
 from partita.core.settings import Run, RunError
@@ -29,6 +30,7 @@ from partita.evaluation import Evaluator
 from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.experiment.config_code import check_recorded
+from partita.experiment.tracking import TRACKERS
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
 from partita.storage.client_store import ClientStore
@@ -69,6 +71,8 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         CodeError: If own code has changed since the config was read.
     """
     check_recorded(config.code, digests(config.references()))
+    for name in config.track.to:
+        find_function(TRACKERS, name, "tracker")
     key, device = Key(config.seed), _configure_torch(config.engine)
     trained_method = build_method(config.method)
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from partita.core.own_code import CodeError
-from partita.core.registry import find_function
+from partita.core.registry import call, find_function
 
 Row = Mapping[str, Any]
 Track = Callable[[Row], None]
@@ -32,12 +31,7 @@ def open_trackers(names: Sequence[str], config: Mapping[str, Any], folder: Path)
     """
     opened: dict[str, Track] = {}
     for name in names:
-        track = find_function(TRACKERS, name, "tracker")(config, folder)
-        if not callable(track):
-            raise CodeError(
-                f"the tracker '{name}' returned a {type(track).__name__}; it must return a function of a row"
-            )
-        opened[name] = track
+        opened[name] = call(find_function(TRACKERS, name, "tracker"), (Callable,), name, "tracker", config, folder)
 
     def track_all(row: Row) -> None:
         for name, track in opened.items():

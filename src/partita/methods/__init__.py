@@ -10,7 +10,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from partita.core.options import OptionError, format_name, unknown_key, validate_options
-from partita.core.registry import check_result, find_function
+from partita.core.registry import call, find_function
 
 if TYPE_CHECKING:
     from partita.core.method import Method
@@ -131,4 +131,5 @@ def _options(function: Callable[..., Method]) -> list[str]:
 def _make(name: str, function: Callable[..., Method], options: Mapping[str, Any]) -> Method:
     from partita.core.method import Method
 
-    return check_result(function(**validate_options(function, options, "method", name=name)), Method, name, "method")
+    made: Method = call(function, (Method,), name, "method", **validate_options(function, options, "method", name=name))
+    return made

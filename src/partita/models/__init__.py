@@ -6,7 +6,7 @@ from typing import Any
 
 from partita.core.model import Model
 from partita.core.options import validate_options
-from partita.core.registry import check_result, find_function
+from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.tasks import TaskInfo
 
@@ -34,4 +34,5 @@ def build(name: str, task: TaskInfo, key: Key, /, **options: Any) -> Model:
     """
     make = find_function(INDEX, name, "model")
     options = validate_options(make, options, "model", given=["task", "key"], name=name)
-    return check_result(make(task, key, **options), Model, name, "model")
+    model: Model = call(make, (Model,), name, "model", task, key, **options)
+    return model
