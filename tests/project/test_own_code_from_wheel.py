@@ -1,4 +1,4 @@
-"""A stranger's day with code of their own, from an installed wheel: run, kill, resume, compare, report, audit, Flower."""
+"""A user's own code from an installed wheel: run, kill, resume, compare, report, audit and Flower."""
 
 from __future__ import annotations
 
