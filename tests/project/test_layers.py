@@ -17,7 +17,7 @@ CORE = [
     ["core.torch_private", "core.hub"],
     ["core.packed", "core.chacha"],
     ["core.tensors", "core.rng", "core.options", "core.memory"],
-    ["core.data", "core.noise", "core.dp_settings", "core.update"],
+    ["core.data", "core.noise", "core.dp_settings", "core.update", "core.sampling"],
     ["core.model", "core.versions", "core.serialization", "core.averaging"],
     ["core.plan"],
     ["core.method", "core.optim"],

@@ -15,9 +15,11 @@ import torch
 from partita import data, methods, models
 from partita.core.method import Method
 from partita.core.model import Model
+from partita.core.options import import_from_registry
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
+from partita.core.sampling import SAMPLING, Uniform
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
 from partita.engines.attackers import add_attack, choose_attackers
@@ -25,6 +27,7 @@ from partita.engines.autotune import bf16_slowdown, check_block, choose_block, c
 from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
+from partita.experiment import early_stopping
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
@@ -85,6 +88,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     _check_plan(run, model, federation.clients[0])
     task = raw_federation.task
     evaluator = task.kind.evaluator(task.classes)
+    early_stopping.check(config, evaluator, federation, guard)
     return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs)
 
 
@@ -145,13 +149,20 @@ def build_run(
         examples=_Sizes(federation),
         drift=config.evaluate.drift,
         secret=_secret(config, secret),
+        sampling=Uniform() if method.pool else build_sampling(config.sampling),
     )
-    run.cohort_size(len(federation.clients))
+    run.check_sampling(federation.clients)
     if not config.privacy:
         return run, None
     sizes = {client: len(federation[client].train) for client in federation.clients}
     guard = make_private(run, model, sizes, config.privacy)
     return guard.run, guard
+
+
+def build_sampling(options: Mapping[str, Any]) -> Uniform:
+    """Build the sampling rule from the table `[sampling]`."""
+    rule: Uniform = import_from_registry(SAMPLING, options["name"], "sampling")(**_without_name(options))
+    return rule
 
 
 def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:

@@ -126,7 +126,7 @@ ROW = record(
     {"round": count},
     {
         **dict.fromkeys(("seconds", "lr", "train_loss"), real),
-        **dict.fromkeys(("bytes", "up", "down", "test"), optional(_NUMBERS)),
+        **dict.fromkeys(("bytes", "up", "down", "test", "validation", "losses"), optional(_NUMBERS)),
         **dict.fromkeys(("drift", "personal"), _BY_GROUP),
         "cohort": optional(list_of(text)),
         "population": count,
@@ -194,5 +194,6 @@ PRIVACY = record(
         **dict.fromkeys(("not_covered", "withheld"), list_of(text)),
     },
 )
+RESULT = record({}, {"stopped": record({"after": count, "reason": text})})
 CONFIG = record({"label": text, "seed": integer}, {"rounds": count})
 TABLES = ("method", "data", "split", "model")  # tables of a config that the report reads
