@@ -25,6 +25,8 @@ import torch
 from partita.experiment import run_folder
 from partita.experiment.config import Config, load, parse
 from partita.experiment.runner import resume, start
+from partita.storage.atomic_files import list_checksummed
+from partita.storage.checkpoint import BEST
 
 # Rounds of some tens of milliseconds; clients come and go, and every second round has no checkpoint.
 BASE = """
@@ -66,6 +68,12 @@ privacy = { noise = 2.0, accountant = "rdp", repeatable = true }
     "fedfrozen, automatic": 'method.name = "fedfrozen"\nmethod.warmup = "auto"',
     "feddyn": 'method.name = "feddyn"',
     "fedfrozen+moon": 'method.name = "fedfrozen+moon"\nmethod.warmup = 20',
+    "fedper, sampling by loss, best and stop": """
+method.name = "fedper"
+engine.client_state = "disk"
+sampling = { name = "power_of_choice", candidates = 5 }
+stop.patience = 30
+""",
     "scaffold, 2 workers": 'method.name = "scaffold"\nengine.workers = 2',
 }
 
@@ -124,11 +132,12 @@ def kill_after(config: Config, folder: Path, seconds: float, wait: bool) -> bool
     return os.WIFSIGNALED(status)
 
 
-def result(folder: Path) -> tuple[object, list[object]]:
-    """The final digest and scores, and the rows but for their times."""
-    end = run_folder.finished(folder) or {}
+def result(folder: Path) -> tuple[str, list[object]]:
+    """The end but for its time, the best checkpoint by name, and the rows but for their times."""
+    end = {**(run_folder.finished(folder) or {}), "seconds": 0}
+    best = [path.name for path in list_checksummed(folder / run_folder.CHECKPOINTS / BEST)[-1:]]
     rows = [{**row, "seconds": 0} for row in run_folder.read_rows(folder)]
-    return (end.get("digest"), json.dumps(end.get("test"))), list(rows)
+    return json.dumps([end, best]), list(rows)
 
 
 def try_setting(config: Config, kills: int, seed: str, root: Path) -> Outcome:

@@ -37,6 +37,7 @@ HEADINGS = {
     "data": "`[data]`: `name` says which",
     "split": "`[split]`: `name` says which",
     "model": "`[model]`: `name` says which",
+    "sampling": "`[sampling]`: `name` says which",
 }
 
 

@@ -13,6 +13,7 @@ from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import MethodError
 from partita.core.optim import SGD, AdamW, Schedule
 from partita.core.rng import Key
+from partita.core.sampling import Uniform
 from partita.core.settings import Run, RunError, Training
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import scaffold
@@ -40,6 +41,7 @@ def test_run_has_documented_defaults() -> None:
         "examples": None,
         "secret": None,
         "hidden_cohorts": False,
+        "sampling": Uniform(),
     }
     assert isinstance(run.cohort, float), "an int would be a number of clients"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from helpers import Clients, play, toy_model, toy_run
 
 from partita.core import tensors
+from partita.core.options import OptionError
 from partita.core.rng import Key
-from partita.engines.availability import Availability, TraceError, read_trace
+from partita.engines.availability import Availability, TraceError, available, read_trace
 from partita.methods.fedavg import fedavg
 
 ROUND_CLIENT_PAIRS = [(number, f"c{client}") for number in range(40) for client in range(100)]
@@ -118,3 +120,40 @@ def test_missing_or_binary_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_bytes(b"round,client,work\n\xff\xfe,\x00,1\n")
     with pytest.raises(TraceError, match=r"trace.csv"):
         read_trace(tmp_path / "trace.csv")
+
+
+# ---- client sampling by trace
+
+
+def trace_of(folder: Path, rows: list[tuple[int, str, float]]) -> str:
+    lines = "".join(f"{number},{client},{work}\n" for number, client, work in rows)
+    return str(write_trace(folder, f"round,client,work\n{lines}"))
+
+
+def test_available_rule_asks_only_clients_that_the_trace_has(tmp_path: Path) -> None:
+    clients = [f"c{number}" for number in range(6)]
+    rows = [(0, f"c{number}", 1.0) for number in range(4)] + [(0, "c4", 0.0), (1, "c5", 0.5)]
+    rule = available(trace_of(tmp_path, rows))
+    run = toy_run(fedavg(), 2, cohort=2, sampling=rule)
+    seen = {client for seed in range(60) for client in replace(run, key=Key(seed)).draw_cohort(0, clients)}
+    assert seen == {"c0", "c1", "c2", "c3"}, "work 0 and a missing row mean that the client is away"
+    assert run.draw_cohort(0, clients) == (run.key / "round" / 0 / "cohort").sample(clients[:4], 2)
+    assert run.draw_cohort(1, clients) == ["c5"], "fewer than asked for: all of them"
+    assert available(rule.path, equal_weights=True).equal_weights
+    with pytest.raises(OptionError, match=r"trace\.csv has none of the 2 connected clients as available in round 1"):
+        run.draw_cohort(1, clients[:2])
+
+
+def test_available_rule_is_refused_if_a_round_has_too_few_clients(tmp_path: Path) -> None:
+    rows = [(0, "c0", 1.0), (0, "c1", 1.0), (1, "c0", 1.0), (1, "stranger", 1.0), (1, "c1", 0.0)]
+    rule = available(trace_of(tmp_path, rows))
+    clients = ["c0", "c1", "c2"]
+    toy_run(fedavg(), 2, cohort=2, sampling=rule, min_updates=0).check_sampling(clients)
+    with pytest.raises(
+        OptionError, match=r"trace\.csv has 1 available clients in round 1, and a round needs 2; add rows"
+    ):
+        toy_run(fedavg(), 2, cohort=2, sampling=rule, min_updates=2).check_sampling(clients)
+    with pytest.raises(OptionError, match=r"has 0 available clients in round 2, and a round needs 1"):
+        toy_run(fedavg(), 3, cohort=2, sampling=rule, min_updates=0).check_sampling(clients)
+    with pytest.raises(TraceError, match="cannot read the trace"):
+        available(str(tmp_path / "missing.csv"))

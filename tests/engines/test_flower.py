@@ -48,13 +48,14 @@ from partita.cli import flower as flower_commands
 from partita.compression.prune import prune
 from partita.core import serialization, tensors
 from partita.core.client import ClientError, ClientState
-from partita.core.data import Population
+from partita.core.data import ClientData, Population
 from partita.core.method import Method, Server
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW
 from partita.core.plan import Plan, RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.rounds import ClientFailure, initial_server, make_job, rounds
+from partita.core.sampling import PowerOfChoice
 from partita.core.settings import Run, RunError
 from partita.core.update import Update
 from partita.data.errors import DataError
@@ -70,6 +71,7 @@ from partita.methods.fedfrozen import fedfrozen
 from partita.methods.scaffold import scaffold
 from partita.storage import checkpoint
 from partita.storage.client_store import DiskStore
+from partita.testing.toy import ToyExamples
 
 FOUR = Clients(c0=3, c1=7, c2=9, c3=4)  # one to three batches each
 
@@ -136,6 +138,30 @@ def test_flower_gives_the_tensors_scores_and_bytes_of_a_simulation(name: str, tm
     assert equal_states(here, there)
     jobs = [make_job(run, model, one.server, one.number, client)[0] for client in population.clients]
     assert list(engine.evaluate(jobs)) == list(embedded.evaluate(jobs))
+
+
+class OwnParts(Clients):
+    """Clients whose validation examples are the first two of their examples."""
+
+    def __getitem__(self, client: str) -> ClientData:
+        part = self.parts[client]
+        return ClientData(part, ToyExamples(part.x[:2], part.y[:2]), part)
+
+
+def test_flower_samples_by_losses_and_scores_on_validation_as_a_simulation_does(tmp_path: Path) -> None:
+    sizes = {client: len(FOUR[client].train) for client in FOUR.clients}
+    run = toy_run(fedavg(), 5, cohort=2, sampling=PowerOfChoice(candidates=3), examples=sizes)
+    model, population = toy_model(), OwnParts(**sizes)
+    embedded = SimulationEngine(run, model, population)
+    engine = flower_engine(run, model, make_grid(run, model, population, tmp_path), population.clients)
+    for one, two in zip(rounds(run, model, embedded), rounds(run, model, engine), strict=True):
+        assert (one.cohort, one.losses) == (two.cohort, two.losses)
+        assert tensors.equal(one.server.params, two.server.params)
+    jobs = [make_job(run, model, one.server, one.number, client)[0] for client in population.clients]
+    own = dict(embedded.evaluate(jobs, "validation"))
+    assert own == dict(engine.evaluate(jobs, "validation"))
+    assert own != dict(embedded.evaluate(jobs))
+    assert list(engine.evaluate(jobs, FOUR["c0"].test)) == [], "examples are never sent"
 
 
 def test_what_transforms_remember_stays_at_the_site(tmp_path: Path) -> None:
@@ -550,6 +576,39 @@ def test_served_and_resumed_run_records_the_rows_of_a_local_run(method: str, opt
         next(flower_app.serve(grid, load(config, ["seed=3"]), settings, "3"))
     [remedy] = shlex.split(str(refused.value).partition("--run-config ")[2])
     assert next(flower_app.serve(grid, load(config), {**settings, **parse_config_args([remedy])}, "4"))
+
+
+def test_served_run_samples_validates_and_stops_as_a_local_run_does(tmp_path: Path) -> None:
+    """Also after the server was killed between the row of the last round and the result."""
+    config = write_config(tmp_path / "app")
+    words = [
+        "rounds=6",
+        "sampling.name=power_of_choice",
+        "federation.cohort=1",
+        "stop.patience=2",
+        "stop.min_delta=2.0",
+    ]
+    for _ in runner.start(load(config, words), tmp_path / "here"):
+        pass
+    settings = {"folder": str(tmp_path / "there"), "deadline": 60.0, "clients": 3, "set": " ".join(words)}
+    grid = app_grid(config, tmp_path / "sites", settings, c0={}, c1={}, c2={})
+    for session, count in (("1", 2), ("2", 1)):
+        stopped = flower_app.serve(grid, load(config, words), settings, session)
+        for _ in range(count):
+            next(stopped)
+        stopped.close()
+    assert list(flower_app.serve(grid, load(config, words), settings, "3")) == []
+    here, there = (tmp_path / side for side in ("here", "there"))
+    one, two = rows_of(here), rows_of(there)
+    for row in (*one, *two):  # after a restart, sites are sent everything again
+        del row["down"], row["bytes"]
+    assert one == two
+    assert len(two) == 3
+    assert "accuracy on validation has not improved by more than 2 for 2 evaluations" in str(run_folder.stopped(there))
+    ends = [{**(run_folder.finished(folder) or {}), "seconds": 0} for folder in (here, there)]
+    assert ends[0] == ends[1]
+    bests = [[path.name[:6] for path in (folder / "checkpoints" / "best").iterdir()] for folder in (here, there)]
+    assert bests[0] == bests[1] != []
 
 
 def test_site_can_change_only_data_and_engine_keys(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from partita.experiment.config import load, shared_digest
 from partita.methods import build
 from partita.methods.fedavg import fedavg
 from partita.methods.scaffold import scaffold
+from partita.privacy.client_level import protect_clients
 from partita.storage.safe_text import label_folder, path_component
 
 LONG = "x" * 1_000_000
@@ -89,6 +90,7 @@ ORDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind -> (method, chang
     "void beyond the round": ("fedavg", {"void": 2}, "was sent void = 2 in round 0"),
     "settled below 0": ("fedavg", {"settled": -5}, "was sent settled = -5"),
     "settled beyond the round": ("fedavg", {"settled": 10**9}, "was sent settled = 1000000000"),
+    "a part of its data": ("fedavg", {"part": "train"}, "it asks for the part 'train' of a client's examples"),
     "a session of 1 MB": ("fedavg", {"session": LONG}, "was sent an invalid session"),
     "an odd session": ("fedavg", {"session": ODD}, "was sent an invalid session"),
     "no session": ("fedavg", {"session": ""}, "was sent an invalid session"),
@@ -141,6 +143,20 @@ def test_site_refuses_orders_outside_its_own_plan(kind: str, asked: str, tmp_pat
     assert refused
     assert reason in refused.reason
     assert {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)} == files, "its folder is unchanged"
+
+
+def test_private_site_reports_no_scores_on_validation_examples(tmp_path: Path) -> None:
+    private = replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))
+    hidden = protect_clients(fedavg(), 1.0, 1.0, 1, Key(3))
+    for number, method in enumerate((fedavg(), private, hidden)):
+        run = toy_run(method, 3)
+        site = site_at(tmp_path / str(number), run)
+        reply_of(site, honest_order(run))
+        answers = [reply_of(site, honest_order(run, part=part), "evaluate") for part in ("test", "validation")]
+        refused = [messages.decode_error(answer) for answer in answers]
+        assert refused[0] is None
+        assert (refused[1] is not None) == (number > 0)
+        assert refused[1] is None or "does not report scores on validation examples" in refused[1].reason
 
 
 NOISE = b"\xff" * 9

@@ -59,6 +59,7 @@ def test_every_row_key_has_a_disclosure_status(tmp_path: Path) -> None:
         ({"name": "fedavg"}, PRIVACY["example"]),
         ({"name": "fedavg"}, PRIVACY["client"]),
         (SAFL, PRIVACY["example"]),
+        ({"name": "fedavg"}, {"evaluate": {"validation_every": 1}, "sampling": {"name": "power_of_choice"}}),
     ]
     seen = set[str]()
     for number, (method, privacy) in enumerate(runs):

@@ -19,7 +19,7 @@ CORE = [
     ["core.tensors", "core.rng", "core.options", "core.memory"],
     ["core.own_code"],
     ["core.registry"],
-    ["core.data", "core.noise", "core.dp_settings", "core.update"],
+    ["core.data", "core.noise", "core.dp_settings", "core.update", "core.sampling"],
     ["core.model", "core.versions", "core.serialization", "core.averaging"],
     ["core.plan"],
     ["core.method", "core.optim"],

@@ -45,6 +45,7 @@ def _describe(folder: Path) -> dict[str, Any]:
         "seed": None,
         "rounds": None,
         "finished": False,
+        "stopped": None,
         "metric": None,
         "value": None,
         "shown": "–",
@@ -64,6 +65,7 @@ def _describe(folder: Path) -> dict[str, Any]:
         **row,
         "rounds": f"{len(record.rows)}/{record.config.get('rounds', '?')}",
         "finished": record.finished,
+        "stopped": record.stopped or None,
         "metric": record.metric.name,
         "value": values[-1] if values else None,
         "shown": record.metric.show(values[-1] if values else None),
@@ -84,4 +86,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def _state(row: dict[str, Any]) -> str:
     if row["error"]:
         return f"cannot be read: {row['error']}"
+    if row["stopped"]:
+        return str(row["stopped"])
     return "finished" if row["finished"] else f"unfinished: partita resume {shlex.quote(row['folder'])}"

@@ -96,7 +96,7 @@ def run(
 
     folder = out or default_folder(settings.label, settings.seed)
     if resume and (result := run_folder.finished(folder)) and result.get("rounds") == settings.rounds:
-        print(f"{folder} is finished; nothing to resume")
+        print(f"{folder} {run_folder.stopped(folder) or 'is finished'}; nothing to resume")
     done = run_folder.saved_rounds(folder) if resume and (folder / run_folder.CONFIG).exists() else None
     follow(
         lambda on_reply: (
@@ -139,7 +139,7 @@ def resume(
     run_folder.complete_extension(folder)
     run_folder.verify(folder)
     if run_folder.finished(folder) and rounds is None:
-        print(f"{folder} is finished; nothing to resume")
+        print(f"{folder} {run_folder.stopped(folder) or 'is finished'}; nothing to resume")
     else:
         settings = _load_recorded(folder, trust_code)
         from partita.experiment.runner import resume as resume_run

@@ -134,7 +134,7 @@ def follow(
         resumed: Rounds of the run that are already saved; None if it starts now.
         verbosity: How much to print.
     """
-    from partita.experiment.run_folder import RunFolderError, changed_at, saved_rounds
+    from partita.experiment.run_folder import RunFolderError, changed_at, saved_rounds, stopped
     from partita.experiment.runner import describe_compute
     from partita.report import read_metric
 
@@ -169,6 +169,8 @@ def follow(
                     display.warn(f"{place}: {kind}: {raised[kind]}")
                 # An alarm on the test persists over the rounds without one.
                 known = set(raised) | (set() if row["test"] else known & {"one predicted class"})
+            if verbosity is not Verbosity.QUIET and (early := stopped(folder)):
+                display.line(f"{shorten(settings.label)}: {early}")
         except BaseException as error:
             begun = resumed is not None or changed_at(folder) != before  # otherwise the folder may hold another run
             kept = saved_rounds(folder)
@@ -213,6 +215,8 @@ def follow_all(statuses: Iterator[Status], planned: Sequence[Planned], verbosity
                     last = {"test": (run_folder.finished(folder) or {}).get("test")}
                     told = f"finished{_score(last, read_metric(folder))} ({count} of {len(planned)} runs)"
                     display.line(f"{shorten(settings.label)}: seed {settings.seed}, {told}")
+                    if early := run_folder.stopped(folder):
+                        display.line(f"{shorten(settings.label)}: seed {settings.seed}, {early}")
                 if verbosity is not Verbosity.QUIET and display.is_due():
                     so_far = f"{status.rounds} of {total} rounds, {count} of {len(planned)} runs finished"
                     display.line(so_far + display.pace(status.rounds))

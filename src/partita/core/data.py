@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -66,6 +66,10 @@ class ClientData:
     train: Examples
     validation: Examples
     test: Examples
+
+
+# What a client's model is evaluated on: the client's own test examples (None), its validation examples, or others.
+EvaluateOn = Examples | Literal["validation"] | None
 
 
 class Population(Protocol):

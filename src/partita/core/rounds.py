@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from partita.core.client import ClientError, Job
-from partita.core.data import Examples
+from partita.core.data import EvaluateOn
 from partita.core.drift import Drift, DriftMeasures
 from partita.core.method import MethodError, Server
 from partita.core.model import Model
@@ -63,12 +63,12 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield `(client, scores)` on each client's own test examples, or on `on`. Clients without scores are skipped.
 
         Args:
             jobs: One job for each client to evaluate.
-            on: Examples to evaluate all clients on, instead of their own.
+            on: "validation" for each client's own validation examples, or examples to evaluate all clients on.
         """
         ...
 
@@ -92,6 +92,7 @@ class RoundResult:
         bounded: The clients whose update was longer than `federation.max_norm` and was scaled down.
         skipped: Why the round did not change the server; None if it did.
         population: The number of available clients from which the cohort was drawn.
+        losses: By client, the training loss that it reported.
     """
 
     number: int
@@ -108,6 +109,7 @@ class RoundResult:
     bounded: Names = frozenset()
     skipped: str | None = None
     population: int = 0
+    losses: Mapping[str, float] = field(default_factory=dict)
 
 
 def initial_server(run: Run, model: Model) -> Server:
@@ -122,7 +124,12 @@ def initial_server(run: Run, model: Model) -> Server:
 
 
 def rounds(
-    run: Run, model: Model, engine: Engine, server: Server | None = None, start: int = 0
+    run: Run,
+    model: Model,
+    engine: Engine,
+    server: Server | None = None,
+    start: int = 0,
+    losses: Mapping[str, float] | None = None,
 ) -> Iterator[RoundResult]:
     """Run rounds `start` to `run.rounds - 1` and yield the result of each.
 
@@ -132,15 +139,18 @@ def rounds(
         engine: Trains the clients.
         server: The server after round `start - 1`, to resume a run; None for the initial server.
         start: The first round to run.
+        losses: By client, the training loss that it reported last before `start`, for sampling rules that use it.
 
     Yields:
         One RoundResult per round. The next round starts when the consumer asks for it.
     """
     server = server or initial_server(run, model)
     limits = UpdateLimits(run, model)
+    known = dict(losses or {})
     for number in range(start, run.rounds):
-        result = _RoundRunner(limits, server, number).run_round(engine)
+        result = _RoundRunner(limits, server, number, known).run_round(engine)
         server = result.server
+        known |= result.losses
         yield result
 
 
@@ -182,8 +192,9 @@ def _make_job(run: Run, model: Model, server: Server, number: int, client: str) 
 class _RoundRunner:
     """Runs one round and collects its records while updates stream through."""
 
-    def __init__(self, limits: UpdateLimits, server: Server, number: int) -> None:
+    def __init__(self, limits: UpdateLimits, server: Server, number: int, known_losses: Mapping[str, float]) -> None:
         self.run, self.model, self.server, self.number = limits.run, limits.model, server, number
+        self.known_losses = known_losses
         self.validator = UpdateValidator(limits, server, number, self._job)
         self.drift = Drift(self.model)
         self.traffic = TrafficMeter()
@@ -194,7 +205,7 @@ class _RoundRunner:
         self.received: list[tuple[str, Names]] = []
         self.lost: list[ClientFailure] = []
         self.refused: list[ClientFailure] = []
-        self.losses: list[tuple[float, float]] = []
+        self.losses: dict[str, tuple[float, float]] = {}  # client -> (weight, loss)
         self.sent: dict[str, Names] = {}
         self.metrics: dict[str, Mapping[str, float]] = {}
         self.norms: dict[str, float] = {}
@@ -203,7 +214,7 @@ class _RoundRunner:
     def run_round(self, engine: Engine) -> RoundResult:
         method, clients = self.run.method, engine.clients()
         key = self.run.key / "round" / self.number
-        self.cohort = cohort = self.run.draw_cohort(self.number, clients)
+        self.cohort = cohort = self.run.draw_cohort(self.number, clients, self.known_losses)
         self.population = len(clients)
         if self.run.min_updates > len(cohort):
             raise RunError(
@@ -252,14 +263,14 @@ class _RoundRunner:
         versions = (
             self.server.versions.acknowledge(self.received).forget(self.overwritten).changed(moved, self.number + 1)
         )
-        weight = sum(weight for weight, _ in self.losses)
+        weight = sum(weight for weight, _ in self.losses.values())
         return RoundResult(
             self.number,
             replace(server, versions=versions),
             tuple(self.cohort),
             tuple(self.lost),
             self.traffic.total(),
-            sum(weight * loss for weight, loss in self.losses) / weight if weight else None,
+            sum(weight * loss for weight, loss in self.losses.values()) / weight if weight else None,
             self.drift.measures(),
             self.sent,
             self.metrics,
@@ -268,6 +279,7 @@ class _RoundRunner:
             frozenset(self.bounded),
             skipped,
             self.population,
+            {client: loss for client, (_, loss) in self.losses.items()},
         )
 
     def _job(self, client: str) -> Job:
@@ -299,7 +311,7 @@ class _RoundRunner:
                 self._record_failure(ClientFailure(reply.client, str(refusal), refused=True))
                 continue
             self._record_update(checked, plan)
-            yield checked.update
+            yield replace(checked.update, weight=1.0) if self.run.sampling.equal_weights else checked.update
         dropped = {lost.client: lost.reason for lost in self.refused}
         for client in self.plans:
             # A dropped reply may have been this client's, sent under another name or without one.
@@ -340,7 +352,7 @@ class _RoundRunner:
         if update.metrics:
             self.metrics[update.client] = update.metrics
         if update.loss is not None:
-            self.losses.append((update.weight, update.loss))
+            self.losses[update.client] = update.weight, update.loss
         if checked.norm is not None:
             self.norms[update.client] = checked.norm
         if checked.bounded:

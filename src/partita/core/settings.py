@@ -10,6 +10,7 @@ from typing import Literal
 from partita.core.method import Method
 from partita.core.optim import SGD, Optimizer, Schedule
 from partita.core.rng import Key
+from partita.core.sampling import ClientInfo, Uniform
 
 
 class RunError(ValueError):
@@ -76,6 +77,7 @@ class Run:
         secret: The key for clients' private draws, which must not be known to others; None to use `key`.
         hidden_cohorts: Whether to draw cohorts with `secret`. Privacy amplification by sampling requires that nobody
             knows who was drawn.
+        sampling: How the cohort of a round is drawn.
 
     Raises:
         RunError: If a setting is invalid or settings contradict each other.
@@ -95,6 +97,7 @@ class Run:
     examples: Mapping[str, int] | None = None
     secret: Key | None = None
     hidden_cohorts: bool = False
+    sampling: Uniform = field(default_factory=Uniform)
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -119,10 +122,40 @@ class Run:
         """Return the learning rate of a round."""
         return self.training.lr * self.training.schedule.factor(round, self.rounds)
 
-    def draw_cohort(self, round: int, clients: Sequence[str]) -> list[str]:
-        """Draw the cohort of a round from the available clients."""
+    def draw_cohort(self, round: int, clients: Sequence[str], losses: Mapping[str, float] | None = None) -> list[str]:
+        """Draw the cohort of a round.
+
+        Args:
+            round: The round, from 0.
+            clients: The available clients.
+            losses: By client, the training loss that it reported last, for rules that use it.
+
+        Raises:
+            RunError: If the sampling rule does not return different, available clients, as many as asked for or fewer.
+        """
         key = self.secret if self.secret and self.hidden_cohorts else self.key
-        return (key / "round" / round / "cohort").sample(clients, self.cohort_size(len(clients)))
+        size, info = self.cohort_size(len(clients)), ClientInfo(self.examples or {}, losses or {})
+        cohort = self.sampling.draw(key / "round" / round / "cohort", round, clients, size, info)
+        if type(self.sampling) is Uniform:  # it is right, and a check would go through the whole population
+            return cohort
+        if not 0 < len(set(cohort)) == len(cohort) <= size or set(cohort).difference(clients):
+            raise RunError(
+                f"sampling '{self.sampling.name}' drew {cohort[:5]} in round {round}; it must draw from 1 to {size} "
+                "different clients from those that are available"
+            )
+        return cohort
+
+    def check_sampling(self, clients: Sequence[str]) -> None:
+        """Check that the sampling rule can draw a cohort in every round.
+
+        Args:
+            clients: All clients.
+
+        Raises:
+            OptionError: If it cannot.
+        """
+        size = self.cohort_size(len(clients))
+        self.sampling.check(self.rounds, clients, size, self.min_updates, ClientInfo(self.examples or {}))
 
     def cohort_size(self, population: int) -> int:
         """Return the number of clients per round, for a population of this size.

@@ -1,13 +1,17 @@
-"""Simulated dropouts and stragglers, by rate or by trace."""
+"""Simulated dropouts and stragglers, by rate or by trace, and client sampling by trace."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, ClassVar
 
+from partita.core.options import OptionError
 from partita.core.rng import Key
+from partita.core.sampling import ClientInfo, EqualWeights, Uniform
 
 
 class TraceError(ValueError):
@@ -79,3 +83,38 @@ def read_trace(path: Path) -> dict[tuple[int, str], float]:
     except UnicodeDecodeError as error:
         raise TraceError(f"cannot read the trace {path}: it is not text in UTF-8") from error
     return trace
+
+
+@dataclass(frozen=True)
+class Available(Uniform):
+    """Client sampling among those that are available in the round. If they are too few, all of them are asked."""
+
+    path: str = ""  # of the trace, for errors
+    trace: Mapping[tuple[int, str], float] = field(default_factory=dict, repr=False)  # (round, client) -> fraction
+    name: ClassVar[str] = "available"
+
+    def check(self, rounds: int, clients: Sequence[str], size: int, at_least: int, info: ClientInfo) -> None:
+        known = set(clients)
+        present = Counter(round for (round, client), work in self.trace.items() if work and client in known)
+        for round in range(rounds):
+            if present[round] < max(1, at_least):
+                raise OptionError(
+                    f"{self.path} has {present[round]} available clients in round {round}, and a round needs "
+                    f"{max(1, at_least)}; add rows 'round,client,work' with work above 0, or run fewer rounds"
+                )
+
+    def draw(self, key: Key, round: int, clients: Sequence[str], size: int, info: ClientInfo) -> list[str]:
+        present = [client for client in clients if self.trace.get((round, client))]
+        if not present:  # a client of the trace may not be connected
+            raise OptionError(
+                f"{self.path} has none of the {len(clients)} connected clients as available in round {round}"
+            )
+        return key.sample(present, min(size, len(present)))
+
+
+def available(
+    trace: Annotated[str, "CSV file with columns round, client, work; a client is available if work is above 0"],
+    equal_weights: EqualWeights = False,
+) -> Available:
+    """Uniform among the clients that a trace has as available in the round; all of them if they are too few."""
+    return Available(equal_weights, trace, read_trace(Path(trace)))

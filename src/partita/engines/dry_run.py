@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientState, Job, LocalResult, begin_round, finish_round
-from partita.core.data import Batch, Examples
+from partita.core.data import Batch, EvaluateOn
 from partita.core.method import MethodError, Server
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, initial_server, rounds
@@ -57,7 +57,7 @@ class DryRunEngine:
                 continue
             yield null_update(self.run, self.model, job)
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         raise MethodError("a dry run does not train, so there is nothing to evaluate")
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from partita.core.client import ClientError, ClientState, Job
-from partita.core.data import Examples
+from partita.core.data import EvaluateOn
 from partita.core.rounds import ClientFailure
 from partita.core.settings import RunError
 from partita.core.tensors import Tensors
@@ -134,7 +134,7 @@ class MultiprocessEngine:
                 with suppress(EOFError, OSError):
                     receive(worker, self.engine.device)
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
     def _requests(self, jobs: Iterable[Job]) -> Iterator[WorkerRequest]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from partita.core.client import (
     client_params,
     finish_round,
 )
-from partita.core.data import Examples, Population, TableExamples
+from partita.core.data import EvaluateOn, Examples, Population, TableExamples
 from partita.core.model import Model
 from partita.core.plan import Phase
 from partita.core.rounds import ClientFailure
@@ -108,8 +108,8 @@ class SimulationEngine:
 
         return replies()
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
-        """Score each client's model on the client's own test set, or on the examples `on`."""
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
+        """Score each client's model on its own test examples, its own validation examples, or the examples `on`."""
         for chunk in chunks(jobs, self.block):
             full = [self._all_params(job) for job in chunk]
             if self.run.method.adapt:
@@ -119,8 +119,11 @@ class SimulationEngine:
                 adapted = self._launch(plain, trials)()
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
-                examples = self.population[job.client].test if on is None else on
+                examples = self._own_part(job.client, on) if on is None or isinstance(on, str) else on
                 yield job.client, score(client_model(self.run, self.model, job), params, examples, self.evaluator)
+
+    def _own_part(self, client: str, part: Literal["validation"] | None) -> Examples:
+        return self.population[client].test if part is None else self.population[client].validation
 
     def _adaptation(self, job: Job, phases: tuple[Phase, ...]) -> ClientRound:
         state = self.store.load(job.client, job.round + 1)

@@ -1,6 +1,7 @@
 """Alarms from what the server sees of each round.
 
-They tell of uninformative layer choices, outlying updates, skipped rounds, and a model that predicts a single class.
+They tell of uninformative layer choices, outlying updates, skipped rounds, small cohorts, and a model that predicts a
+single class.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Alarm:
         "outlying update",
         "skipped round",
         "one predicted class",
+        "small cohort",
     ]
     round: int
     text: str
@@ -65,10 +67,23 @@ def summarize(result: RoundResult, model: Model) -> RoundSummary:
     return RoundSummary(result.number, sent, {client: by_layer for client, by_layer in scores.items() if by_layer})
 
 
-def check_round(result: RoundResult) -> list[Alarm]:
-    """Return the alarms of a single round. They apply to every method."""
-    alarms = (_outlying(result), _skipped(result))
+def check_round(result: RoundResult, wanted: int) -> list[Alarm]:
+    """Return the alarms of a single round. They apply to every method.
+
+    Args:
+        result: The round's result.
+        wanted: The number of clients that should have been asked.
+    """
+    alarms = (_outlying(result), _skipped(result), _small_cohort(result, wanted))
     return [alarm for alarm in alarms if alarm]
+
+
+def _small_cohort(result: RoundResult, wanted: int) -> Alarm | None:
+    asked = len(result.cohort)
+    if asked >= wanted:
+        return None
+    text = f"only {asked} of {wanted} clients were asked, because no more were available; all of them were asked"
+    return Alarm("small cohort", result.number, text)
 
 
 def _outlying(result: RoundResult) -> Alarm | None:

@@ -17,9 +17,10 @@ from partita.core.method import Method
 from partita.core.model import Model
 from partita.core.own_code import digests
 from partita.core.plan import RoundInfo, plan_for
-from partita.core.registry import find_function
+from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
+from partita.core.sampling import SAMPLING, Uniform
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
 from partita.engines.attackers import add_attack, choose_attackers
@@ -28,6 +29,7 @@ from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
 from partita.evaluation.own_metrics import with_own_metrics
+from partita.experiment import early_stopping
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.experiment.config_code import check_recorded
 from partita.experiment.tracking import TRACKERS
@@ -94,6 +96,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     _check_plan(run, model, federation.clients[0])
     task = raw_federation.task
     evaluator = with_own_metrics(task.kind.evaluator(task.classes), config.evaluate.metrics)
+    early_stopping.check(config, evaluator, federation, guard)
     return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs)
 
 
@@ -154,13 +157,23 @@ def build_run(
         examples=_Sizes(federation),
         drift=config.evaluate.drift,
         secret=_secret(config, secret),
+        sampling=Uniform() if method.pool else build_sampling(config.sampling),
     )
-    run.cohort_size(len(federation.clients))
+    run.check_sampling(federation.clients)
     if not config.privacy:
         return run, None
     sizes = {client: len(federation[client].train) for client in federation.clients}
     guard = make_private(run, model, sizes, config.privacy)
     return guard.run, guard
+
+
+def build_sampling(options: Mapping[str, Any]) -> Uniform:
+    """Build the sampling rule from the table `[sampling]`."""
+    name = options["name"]
+    rule: Uniform = call(
+        find_function(SAMPLING, name, "sampling"), (Uniform,), name, "sampling", **_without_name(options)
+    )
+    return rule
 
 
 def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine:

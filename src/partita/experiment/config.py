@@ -17,6 +17,7 @@ import tomli_w
 from partita import data, methods, models
 from partita.core.optim import SGD, AdamW, Optimizer, Schedule
 from partita.core.options import (
+    MAX_NUMBER,
     Count,
     NotNegative,
     Option,
@@ -36,6 +37,7 @@ from partita.core.options import (
 )
 from partita.core.own_code import Reference
 from partita.core.registry import find_function
+from partita.core.sampling import SAMPLING
 from partita.core.settings import Run, Training
 from partita.engines.attackers import AttackKind
 from partita.experiment.config_code import anchored, changed, check_recorded, code_digests, portable, references_in
@@ -146,6 +148,14 @@ class EvaluateConfig:
 
     every: Annotated[Count, "rounds between evaluations on the central test set"] = 1
     personal_every: Annotated[Whole, "rounds between evaluations on the clients' own test sets; 0 for never"] = 5
+    validation_every: Annotated[
+        Count | None,
+        "rounds between evaluations on the clients' validation parts; left out: as `every` if [stop] needs them, else "
+        "never",
+    ] = None
+    validation_metric: Annotated[
+        str | None, "metric on validation that [stop] and the best checkpoint go by; left out: the task's own"
+    ] = None
     max_clients: Annotated[Count, "maximum number of clients evaluated; they are drawn once per run"] = 100
     drift: Annotated[bool, "measure client drift in every round"] = True
     metrics: Annotated[
@@ -167,6 +177,36 @@ class TrackConfig:
     to: Annotated[tuple[str, ...], "trackers that receive every row: your own functions, such as `mine.py:log`"] = ()
 
 
+@dataclass(frozen=True)
+class StopConfig:
+    """The `[stop]` table: when a run ends before its last round.
+
+    Raises:
+        OptionError: If no condition is set, or `min_delta` has no effect.
+    """
+
+    patience: Annotated[Count | None, "stop after this many evaluations on validation without an improvement"] = None
+    min_delta: Annotated[NotNegative, "smallest change of the metric that `patience` counts as an improvement"] = 0.0
+    target: Annotated[
+        Annotated[float, Range(low=-MAX_NUMBER, high=MAX_NUMBER)] | None,
+        "stop when the metric on validation reaches this value",
+    ] = None
+    epsilon: Annotated[
+        Positive | None, "stop before a round with which the spent epsilon would exceed this; only with [privacy]"
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.patience is None and self.target is None and self.epsilon is None:
+            raise OptionError("[stop] has no condition; set stop.patience, stop.target or stop.epsilon")
+        if self.min_delta and self.patience is None:
+            raise OptionError(f"stop.min_delta is {self.min_delta:g}, which has no effect without stop.patience")
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether a condition reads scores on the clients' validation parts."""
+        return self.patience is not None or self.target is not None
+
+
 Table = Mapping[str, Any]
 RECORDED = "config.toml"  # the config of a run folder
 CODE = "code"  # the table of a recorded config with the digests of the user's own code
@@ -176,14 +216,15 @@ CODE = "code"  # the table of a recorded config with the digests of the user's o
 class Config:
     """A complete experiment.
 
-    Tables with fixed keys are dataclasses. The tables `method`, `data`, `split` and `model` name a function and hold
-    its options.
+    Tables with fixed keys are dataclasses. The tables `method`, `data`, `split`, `model` and `sampling` name a function
+    and hold its options.
     """
 
     method: Table
     data: Table = field(default_factory=lambda: {"name": "digits"})
     split: Table = field(default_factory=lambda: {"name": "dirichlet", "clients": 10, "alpha": 0.1})
     model: Table = field(default_factory=lambda: {"name": "vit"})
+    sampling: Table = field(default_factory=lambda: {"name": "uniform"})
     seed: Annotated[Seed, "random seed for all draws"] = 0
     rounds: Annotated[int, Range(low=1, high=10**6), "number of rounds"] = 20
     label: Annotated[
@@ -196,7 +237,14 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     privacy: PrivacyConfig | None = None
+    stop: StopConfig | None = None
     code: Mapping[str, str] = field(default_factory=dict)  # digest of each file or module of the user's own code
+
+    @property
+    def validation_every(self) -> int:
+        """Rounds between evaluations on the clients' validation parts; 0 for never."""
+        needed = self.stop is not None and self.stop.reads_scores
+        return self.evaluate.validation_every or (self.evaluate.every if needed else 0)
 
     def to_toml(self) -> str:
         """Return the config as TOML, without values that are None.
@@ -233,6 +281,7 @@ _TABLES = {
     "checkpoint": CheckpointConfig,
     "track": TrackConfig,
     "privacy": PrivacyConfig,
+    "stop": StopConfig,
 }
 # Tables that name a function: (key that holds the name, registry, parameters that do not come from the config).
 _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
@@ -240,6 +289,7 @@ _NAMED: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
     "data": ("name", data.INDEX, ("key",)),
     "split": ("name", data.SPLITS, ("task", "key")),
     "model": ("name", models.INDEX, ("task", "key")),
+    "sampling": ("name", SAMPLING, ()),
 }
 _OF_EVERY_SPLIT = ("task", "name", "clients", "key", "options")  # parameters of data.split that are not config options
 
@@ -411,6 +461,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
         data=_filled(config.data, "data"),
         split=_filled_split(config.split),
         model=_filled(config.model, "model"),
+        sampling=_filled(config.sampling, "sampling"),
     )
     config.training.build()
     return dataclasses.replace(config, label=config.label or method_label(config.method))

@@ -9,6 +9,7 @@ from typing import Any
 from partita import data, methods, models
 from partita.core.own_code import FOLDER, CodeError, Reference, digests, read_source
 from partita.core.registry import find_reference
+from partita.core.sampling import SAMPLING
 from partita.experiment.tracking import TRACKERS
 
 # Tables whose key `name` names a function, and its registry. A method may be several names, joined by "+".
@@ -17,6 +18,7 @@ NAMED_TABLES: dict[str, Mapping[str, str]] = {
     "data": data.INDEX,
     "split": data.SPLITS,
     "model": models.INDEX,
+    "sampling": SAMPLING,
 }
 # Keys that list names of functions: (table, key) -> (what a name stands for, registry).
 NAMED_LISTS: dict[tuple[str, str], tuple[str, Mapping[str, str]]] = {

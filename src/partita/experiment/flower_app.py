@@ -141,6 +141,8 @@ def server(config: Path) -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         for row in serve(grid, _settings(config, context.run_config), context.run_config, str(context.run_id)):
             print(_line(row), flush=True)
+        if early := run_folder.stopped(Path(str(context.run_config["folder"]))):
+            print(early, flush=True)
 
     return server_app(main)
 

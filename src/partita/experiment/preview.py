@@ -14,6 +14,7 @@ from partita.core.model import Model, layer_tag, role_tag
 from partita.core.options import OptionError, closest_match
 from partita.core.plan import Plan
 from partita.core.rounds import make_job
+from partita.core.sampling import Uniform
 from partita.core.settings import Run
 from partita.core.tensors import select
 from partita.engines.availability import Availability
@@ -54,6 +55,7 @@ class Preview:
     bytes_up: int  # size of the client's update
     bytes_down: int  # size of the client's job
     drawn: bool = False  # whether layers were drawn at random, because the method chooses them from the client's data
+    sampled: bool = False  # whether cohorts were drawn uniformly, because the run draws them by the clients' losses
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as a dict for JSON."""
@@ -76,6 +78,7 @@ class Preview:
         Console(file=text, width=110).print(table)
         note = "" if self.asked else f"{self.client} is not in this round's cohort; the table shows what it would do.\n"
         note += f"{DRAWN}; in a run, the client chooses as many from its data.\n" if self.drawn else ""
+        note += "This table draws cohorts uniformly; in a run, they depend on the losses.\n" if self.sampled else ""
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n" + note
 
 
@@ -151,6 +154,8 @@ def preview_of(
         raise OptionError(f"--round is {round}; this run has rounds 0 to {run.rounds - 1}")
     if by not in ("role", "layer", "name"):
         raise OptionError(f"--by is '{by}'; it must be role, layer or name")
+    by_losses = run.sampling.uses_losses
+    run = replace(run, sampling=Uniform()) if by_losses else run
     cohort = run.draw_cohort(round, clients)
     client = client or cohort[0]
     if client not in clients:
@@ -170,6 +175,7 @@ def preview_of(
         envelope=(up.get(serialization.HEADER, 0), down.get(serialization.HEADER, 0)),
         bytes_up=sum(up.values()),
         bytes_down=sum(down.values()),
+        sampled=by_losses,
     )
 
 

@@ -19,10 +19,17 @@ from partita.core.options import (
     format_value,
 )
 from partita.core.registry import find_function, find_reference
+from partita.core.sampling import SAMPLING
 from partita.experiment.config import headings, options_under
 from partita.methods.cards import meanings
 
-INDEXES = {"method": methods.INDEX, "data": data.INDEX, "split": data.SPLITS, "model": models.INDEX}
+INDEXES = {
+    "method": methods.INDEX,
+    "data": data.INDEX,
+    "split": data.SPLITS,
+    "model": models.INDEX,
+    "sampling": SAMPLING,
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ def keys_under(heading: str) -> list[Key]:
 
 
 def about(heading: str) -> str:
-    """Return one sentence on what a heading names: a method, a task, a split or a model. Empty for other tables."""
+    """Return one sentence on what a heading names, such as a method or a split. Empty for tables without names."""
     table, _, name = heading.partition(" ")
     if table not in INDEXES:
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from partita.core.client import Job
-from partita.core.data import Examples
+from partita.core.data import EvaluateOn
 from partita.core.rounds import ClientFailure, Engine
 from partita.core.settings import Run
 from partita.core.update import Update
@@ -35,5 +35,5 @@ class ReplyCounter:
             self.on_reply(count, cohort)
             yield reply
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,42 @@ from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import Engine, RoundResult, make_job
 from partita.core.settings import Run
 from partita.evaluation import evaluate
-from partita.experiment import run_folder
+from partita.experiment import early_stopping, run_folder
 from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_test, check_window, summarize
 from partita.experiment.builder import Experiment
 from partita.privacy.disclosure import withhold
 
 Row = dict[str, Any]
+
+
+@dataclass
+class History:
+    """What the rounds so far leave for later ones. `restore_history` rebuilds it from the rows.
+
+    Attributes:
+        summaries: Summaries of the last rounds, if clients choose layers.
+        losses: By client, the training loss that it reported last, if the sampling rule uses it.
+        scores: (completed rounds, score) of each evaluation on validation.
+        stopped: Why the run stops after its last round; None if it goes on.
+    """
+
+    summaries: deque[RoundSummary] = field(default_factory=lambda: deque(maxlen=LONG_WINDOW))
+    losses: dict[str, float] = field(default_factory=dict)
+    scores: list[tuple[int, float]] = field(default_factory=list)
+    stopped: str | None = None
+
+    def add(self, experiment: Experiment, done: int, row: Mapping[str, Any]) -> None:
+        """Add the losses and the score on validation that a row has."""
+        self.losses |= row.get("losses", {})
+        if "validation" in row:
+            name = early_stopping.validation_metric(experiment.config, experiment.evaluator).name
+            # A score that is undefined counts as an evaluation without an improvement.
+            self.scores.append((done, row["validation"].get(name, math.nan)))
+
+    def best(self, experiment: Experiment) -> int | None:
+        """Return the number of completed rounds at the best score on validation; None if there is none."""
+        metric = early_stopping.validation_metric(experiment.config, experiment.evaluator)
+        return early_stopping.best_round(metric, self.scores)
 
 
 def log_round(
@@ -29,7 +60,7 @@ def log_round(
     result: RoundResult,
     seconds: float,
     signal: Mapping[str, float],
-    summaries: deque[RoundSummary],
+    history: History,
 ) -> Row:
     """Evaluate the model as configured and return the round's row.
 
@@ -39,40 +70,97 @@ def log_round(
         result: The round's result.
         seconds: Duration of the round.
         signal: The server's signal to the clients at the start of the round.
-        summaries: Summaries of the previous rounds. The summary of this round is appended if clients choose layers.
+        history: The previous rounds. This round is added.
 
     Returns:
         The row, without the values that the privacy guarantee forbids to disclose.
     """
-    tested, events = evaluate_round(experiment, engine, result), _rejections(result)
-    choices = _choices(experiment, result, summaries)
-    row = {
-        **_outcome(experiment, result, seconds),
-        **tested,
-        **_spending(experiment, result, signal),
-        **events,
-        **choices,
-    }
+    done, spending = result.number + 1, _spending(experiment, result, signal)
+    known = {**_losses(experiment, result), **validate_round(experiment, engine, result)}
+    history.add(experiment, done, known)
+    history.stopped = why_stop(experiment, engine, result.server, history, done)
+    tested = evaluate_round(experiment, engine, result, last=history.stopped is not None)
+    events, choices = _rejections(experiment, result), _choices(experiment, result, history.summaries)
+    row = {**_outcome(experiment, result, seconds), **tested, **known, **spending, **events, **choices}
     raised = [part["alarms"] for part in (tested, events, choices) if "alarms" in part]
     if raised:
         row["alarms"] = {kind: text for alarms in raised for kind, text in alarms.items()}
     return withhold(row, experiment.guard.privacy_config.unit) if experiment.guard else row
 
 
-def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult) -> Row:
+def why_stop(experiment: Experiment, engine: Engine, server: Server, history: History, done: int) -> str | None:
+    """Say why the run stops after `done` rounds; None if it goes on.
+
+    Args:
+        experiment: The experiment.
+        engine: The engine.
+        server: The server after these rounds.
+        history: The rounds.
+        done: The number of completed rounds.
+    """
+    stop, guard, run = experiment.config.stop, experiment.guard, experiment.run
+    if stop is None or not done:
+        return None
+    metric = early_stopping.validation_metric(experiment.config, experiment.evaluator)
+    # Only the newest evaluation decides; the run went on after all others.
+    due = history.scores and history.scores[-1][0] == done
+    if stop.reads_scores and due and (reason := early_stopping.why_stop(stop, metric, history.scores)):
+        return reason
+    if stop.epsilon is None or guard is None or done >= run.rounds:
+        return None
+    cost = guard.epsilon_after(done, engine.clients(), run.method.server_rule.signal(server))
+    return f"one more round would raise epsilon to {cost:.4g}, above {stop.epsilon:g}" if cost > stop.epsilon else None
+
+
+def validate_round(experiment: Experiment, engine: Engine, result: RoundResult) -> Row:
+    """Evaluate the clients' models on their own validation parts, if due.
+
+    Returns:
+        "validation": by metric, the mean over the clients that have it, weighted by their numbers of validation
+        examples. All clients count alike if the server does not know the numbers.
+    """
+    every = experiment.config.validation_every
+    if not every or (result.number + 1) % every:
+        return {}
+    clients = early_stopping.evaluated_clients(experiment.config, engine.clients())
+    scored = dict(engine.evaluate(_jobs(experiment, result, clients), "validation"))
+    scored = {client: scores for client, scores in scored.items() if scores}
+    sizes = {client: len(experiment.federation[client].validation) for client in scored}
+    weights = sizes if all(sizes.values()) else dict.fromkeys(sizes, 1)
+    means: dict[str, float] = {}
+    for metric in dict.fromkeys(name for scores in scored.values() for name in scores):
+        having = [client for client in scored if metric in scored[client]]
+        total = sum(weights[client] for client in having)
+        means[metric] = sum(weights[client] * scored[client][metric] for client in having) / total
+    return {"validation": means}
+
+
+def _jobs(experiment: Experiment, result: RoundResult, clients: list[str]) -> Iterator[Job]:
+    """Return the evaluation jobs of these clients after a round."""
+    run, model = experiment.run, experiment.model
+    return (make_job(run, model, result.server, result.number, client)[0] for client in clients)
+
+
+def evaluate_round(experiment: Experiment, engine: Engine, result: RoundResult, last: bool = False) -> Row:
     """Evaluate the model on the central test set and the clients' models on their own test sets, if due.
+
+    Args:
+        experiment: The experiment.
+        engine: The engine that ran the round.
+        result: The round's result.
+        last: Whether the run stops after this round.
 
     Returns:
         "test" and "personal", and "alarms" if the tested model raises one. There is none for clients' own models: a
         client with few classes may well predict only one.
     """
-    due, run, last = experiment.config.evaluate, experiment.run, result.number + 1 == experiment.run.rounds
+    due, run = experiment.config.evaluate, experiment.run
+    last = last or result.number + 1 == run.rounds
     federation, model = experiment.federation, experiment.model
-    present = engine.clients()
-    clients = sorted((run.key / "evaluate").sample(present, min(due.max_clients, len(present))))
+    clients = early_stopping.evaluated_clients(experiment.config, engine.clients())
 
     def jobs() -> Iterator[Job]:
-        return (make_job(run, model, result.server, result.number, client)[0] for client in clients)
+        return _jobs(experiment, result, clients)
 
     test: dict[str, float] | None = None
     alarms: Row = {}
@@ -134,6 +222,11 @@ def _outcome(experiment: Experiment, result: RoundResult, seconds: float) -> Row
     }
 
 
+def _losses(experiment: Experiment, result: RoundResult) -> Row:
+    """Report the clients' training losses if the sampling rule uses them, so that a resumed run draws the same."""
+    return {"losses": dict(result.losses)} if experiment.run.sampling.uses_losses else {}
+
+
 def _spending(experiment: Experiment, result: RoundResult, signal: Mapping[str, float]) -> Row:
     """Charge the round and report the privacy spent so far. The plan depends on `signal`, so it is recorded too."""
     guard = experiment.guard
@@ -147,13 +240,14 @@ def _spending(experiment: Experiment, result: RoundResult, signal: Mapping[str, 
     }
 
 
-def _rejections(result: RoundResult) -> Row:
+def _rejections(experiment: Experiment, result: RoundResult) -> Row:
     """Report refused, clipped and skipped updates and alarms. Most rounds have none."""
+    wanted = experiment.run.cohort_size(result.population)
     events: Row = {
         "refused": {lost.client: lost.reason for lost in result.refused},
         "bounded": {client: result.norms[client] for client in sorted(result.bounded)},
         "skipped": result.skipped is not None,
-        "alarms": {alarm.kind: alarm.text for alarm in check_round(result)},
+        "alarms": {alarm.kind: alarm.text for alarm in check_round(result, wanted)},
     }
     return {key: value for key, value in events.items() if value}
 
@@ -171,14 +265,15 @@ def _choices(experiment: Experiment, result: RoundResult, summaries: deque[Round
     }
 
 
-def restore_summaries(folder: Path) -> deque[RoundSummary]:
-    """Rebuild the summaries of the last rounds from the rows, so that a resumed run raises the same alarms."""
-    summaries = deque[RoundSummary](maxlen=LONG_WINDOW)
+def restore_history(experiment: Experiment, folder: Path) -> History:
+    """Rebuild the history from the rows, so that a resumed run raises the same alarms and makes the same decisions."""
+    history = History()
     for row in run_folder.read_rows(folder):
+        history.add(experiment, row["round"] + 1, row)
         if "chosen" in row:
             sent = {client: frozenset(layers) for client, layers in row["chosen"].items()}
-            summaries.append(RoundSummary(row["round"], sent, row["scores"]))
-    return summaries
+            history.summaries.append(RoundSummary(row["round"], sent, row["scores"]))
+    return history
 
 
 def stages(experiment: Experiment) -> list[Row]:

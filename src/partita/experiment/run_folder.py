@@ -33,6 +33,7 @@ from partita.storage.atomic_files import (
     refuse_links,
     write,
 )
+from partita.storage.checkpoint import BEST
 
 CONFIG, ROWS, PLAN, ENVIRONMENT, RESULT = "config.toml", "rows.jsonl", "plan.json", "environment.json", "result.json"
 SPLIT, CHECKSUMS, CHECKPOINTS, CLIENTS = "split.json", "checksums.json", "checkpoints", "clients"
@@ -219,6 +220,13 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return read_json(path) if os.path.lexists(path) else None
 
 
+def stopped(folder: Path) -> str | None:
+    """Say why and when a finished run stopped before its last round; None if it did not."""
+    with expect_format(folder / RESULT):
+        early = (finished(folder) or {}).get("stopped")
+        return f"stopped after round {early['after']}: {early['reason']}" if early else None
+
+
 def holds_run(folder: Path) -> bool:
     """Whether a folder holds a run or a part of one."""
     states = (folder / CHECKPOINTS, *(folder / CLIENTS).glob("*"))
@@ -285,7 +293,7 @@ def remove_run(folder: Path) -> None:
     if not holds_run(folder):
         return
     (folder / RESULT).unlink(missing_ok=True)
-    for states in (folder / CHECKPOINTS, *(folder / CLIENTS).glob("*"), folder / CLIENTS):
+    for states in (folder / CHECKPOINTS / BEST, folder / CHECKPOINTS, *(folder / CLIENTS).glob("*"), folder / CLIENTS):
         for path in list_checksummed(states):
             path.unlink()
         _remove_if_empty(states)

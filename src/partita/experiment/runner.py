@@ -27,7 +27,7 @@ from partita.experiment.builder import Experiment, build, build_engine, makes_se
 from partita.experiment.config import Config, differences, load_recorded
 from partita.experiment.config_code import code_copies
 from partita.experiment.reply_counter import OnReply, ReplyCounter
-from partita.experiment.round_log import Row, log_round, restore_summaries, stages
+from partita.experiment.round_log import Row, log_round, restore_history, stages, why_stop
 from partita.experiment.split_record import describe_split
 from partita.experiment.tracking import open_trackers
 from partita.experiment.trusted_code import trust
@@ -219,7 +219,11 @@ def restore(experiment: Experiment, folder: Path) -> tuple[int, Server]:
 
 
 def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
-    """Reset the folder to its newest checkpoint, or to the start if there is none, and return that checkpoint."""
+    """Reset the folder to its newest checkpoint, or to the start if there is none, and return that checkpoint.
+
+    Raises:
+        DamageError: If a file that the run needs is damaged or missing.
+    """
     identity = run_folder.verify(folder)
     if identity is None:
         prepare(experiment, folder)
@@ -228,6 +232,9 @@ def restore_all(experiment: Experiment, folder: Path) -> checkpoint.Checkpoint:
         folder / run_folder.CHECKPOINTS, identity, first, experiment.device, experiment.initial_values
     )
     run_folder.keep_rows(folder, saved.done, saved.rows if saved.done else None)
+    with run_folder.expect_format(folder / run_folder.ROWS):
+        best = restore_history(experiment, folder).best(experiment)
+    checkpoint.rewind_best(folder / run_folder.CHECKPOINTS, saved.done, best)
     if experiment.guard:
         with run_folder.expect_format(folder / run_folder.ROWS):
             _restore_spending(experiment, experiment.guard, folder)
@@ -306,17 +313,20 @@ def run_rounds(
     started = clock = time.perf_counter()
     identity, written = run_folder.verify(folder) or "", run_folder.RowLog(folder)
     with run_folder.expect_format(folder / run_folder.ROWS):
-        summaries = restore_summaries(folder)
+        history = restore_history(experiment, folder)
     last = deque(run_folder.read_rows(folder), maxlen=1)
     track = open_trackers(config.track.to, tomllib.loads(config.to_toml()), folder)
     row: Row = last[0] if last else {}  # the run may have been stopped after its last round, before writing its result
-    for result in rounds(run, model, engine, server, done):
+    # A run that was killed before it wrote its result, or that is extended, may have stopped already.
+    history.stopped = why_stop(experiment, engine, server, history, done)
+    for result in () if history.stopped else rounds(run, model, engine, server, done, history.losses):
         signal = run.method.server_rule.signal(server)
         server, done = result.server, result.number + 1
-        row = log_round(experiment, engine, result, time.perf_counter() - clock, signal, summaries)
+        row = log_round(experiment, engine, result, time.perf_counter() - clock, signal, history)
         written.append(row)
-        if done % config.checkpoint.every == 0 or done == run.rounds:
-            store.commit(done)
+        best = history.best(experiment)
+        if done % config.checkpoint.every == 0 or done in (run.rounds, best) or history.stopped:
+            store.commit(done, best)
             checkpoint.save(
                 folder / run_folder.CHECKPOINTS,
                 done,
@@ -325,15 +335,20 @@ def run_rounds(
                 rows=written.digest(),
                 states=store.states(),
                 initial=experiment.initial_values,
+                best=done == best,
             )
         track(row)
         yield row
         clock = time.perf_counter()
+        if history.stopped:
+            break
     summary = {
         "rounds": run.rounds,
         "seconds": round(time.perf_counter() - started, 3),
         "digest": digest(experiment, server, store),
         "test": row.get("test"),
+        **({"stopped": {"after": done, "reason": history.stopped}} if history.stopped else {}),
+        **({"best": {"after": best}} if (best := history.best(experiment)) else {}),
     }
     if run_folder.finished(folder) is None:
         run_folder.write_json(folder / run_folder.RESULT, summary)

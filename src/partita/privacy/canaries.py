@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from partita.core.batch_schedule import count_steps
 from partita.core.client import ClientState, Job, client_params
-from partita.core.data import Batch, ClientData, Examples, Population
+from partita.core.data import Batch, ClientData, EvaluateOn, Examples, Population
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
 from partita.core.model import Model
 from partita.core.rng import Key
@@ -149,7 +149,7 @@ class Eavesdropper:
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:

@@ -56,6 +56,10 @@ ROW: Mapping[str, Quantity] = {
     "skipped": Quantity("named", "named", "whether a round was skipped: it depends on client failures"),
     "population": Quantity("public", "named", "number of clients available in a round"),
     "train_loss": Quantity("withheld", "withheld", "computed from raw examples"),
+    "losses": Quantity("withheld", "withheld", "the clients' training losses, computed from raw examples"),
+    "validation": Quantity(
+        "withheld", "withheld", "scores on the clients' own validation examples; a private run is not evaluated on them"
+    ),
     "bytes": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
     "up": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
     "down": Quantity("public", "public", "follows from the plan and from layer choices that were charged"),
@@ -120,6 +124,9 @@ OUTSIDE_ROWS: Mapping[str, Quantity] = {
         "named",
         "the clients' own parameters are noised under example-level privacy and raw under client-level privacy; they "
         "stay on the clients, and in a simulation they are in the folder 'clients'",
+    ),
+    "early stop": Quantity(
+        "public", "public", "a private run stops early by its epsilon only, which follows from public numbers"
     ),
     "digest": Quantity("noised", "named", "a checksum of the server's tensors and the clients' own"),
     "audit.json": Quantity("named", "named", "attacks are measured on raw examples: do not publish it with the run"),

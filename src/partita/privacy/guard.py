@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ from partita.core.model import Model
 from partita.core.options import Count, NotNegative, Positive, Range
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import initial_server
+from partita.core.sampling import Uniform
 from partita.core.settings import Run
 from partita.privacy.client_level import protect_clients
 from partita.privacy.disclosure import disclosed
@@ -104,6 +105,18 @@ class PrivacyGuard:
             )
         return spent
 
+    def epsilon_after(self, number: int, clients: Sequence[str], signal: Mapping[str, float]) -> float:
+        """Return the epsilon that would be spent after one more round. The round is not charged.
+
+        Args:
+            number: The round.
+            clients: The available clients.
+            signal: The server's signal to the plan.
+        """
+        account = replace(self.account, bills={client: bill.copy() for client, bill in self.account.bills.items()})
+        self._charge(account, number, self.run.draw_cohort(number, clients), signal, len(clients))
+        return account.epsilon()
+
     def forecast(self, rounds: int) -> PrivacySpending:
         """Return the spending of the first rounds. The run's key fixes all cohorts, so they are known in advance."""
         account = replace(self.account, bills={})
@@ -163,6 +176,7 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
         MethodError: If the method cannot be made private.
     """
     of_clients = privacy_config.unit == "client"
+    _check_sampling(run.sampling, of_clients)
     cohort = run.cohort_size(len(sizes))
     units = len(sizes) if of_clients else max(sizes.values())
     delta = _delta(privacy_config, units)
@@ -217,6 +231,20 @@ def make_private(run: Run, model: Model, sizes: Mapping[str, int], privacy_confi
         )
     resolved = replace(privacy_config, noise=noise, delta=delta)
     return PrivacyGuard(under(noise), model, resolved, sizes, planned, PrivacySpending(delta, by, of_clients))
+
+
+def _check_sampling(rule: Uniform, of_clients: bool) -> None:
+    """Refuse sampling rules for which the accounting does not hold."""
+    if rule.uses_losses:
+        raise PrivacyError(
+            f"sampling.name = '{rule.name}' reads the clients' training losses, which a private run withholds; use "
+            "'uniform'"
+        )
+    if of_clients and type(rule) is not Uniform:
+        raise PrivacyError(
+            f"sampling.name = '{rule.name}' does not draw all clients with the same probability, which the epsilon of "
+            "client-level privacy assumes; use 'uniform', or privacy.unit = 'example'"
+        )
 
 
 def _keeps_state(method: Method, plans: Iterable[Plan]) -> bool:

@@ -10,7 +10,7 @@ from scipy.stats import hypergeom
 
 from partita.core import tensors
 from partita.core.client import Job
-from partita.core.data import Examples
+from partita.core.data import EvaluateOn
 from partita.core.method import Server, ServerRule
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, Engine, rounds
@@ -46,7 +46,7 @@ class ScaledUpdatesEngine:
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:

@@ -98,6 +98,8 @@ def caveats(
             if not run.finished:
                 so_far = f"{len(run.rows)} of {run.config.get('rounds', '?')} rounds"
                 comments.append(f"{label}, seed {run.seed}: unfinished ({so_far}); its last tested round is used.")
+            elif run.stopped:
+                comments.append(f"{label}, seed {run.seed}: {run.stopped}.")
         known = [settings(run) for run in runs]
         if differing := [key for key in known[0] if any(values.get(key) != known[0][key] for values in known)]:
             comments.append(

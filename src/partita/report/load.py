@@ -47,6 +47,7 @@ class RunRecord:
     audit: Mapping[str, Any] = field(default_factory=dict)  # results of attacks; empty if there were none
     split: Mapping[str, Any] = field(default_factory=dict)  # what clients hold; empty if it was not recorded
     config_text: str = ""  # the config as it was written
+    stopped: str = ""  # why and when the run stopped before its last round; empty if it did not
 
 
 def find(folder: Path | str) -> list[Path]:
@@ -91,7 +92,13 @@ def load_run(folder: Path | str) -> RunRecord:
         audit=_json(folder / "audit.json", schema.AUDIT),
         split=_json(folder / "split.json", schema.split),
         config_text=config_text,
+        stopped=_stopped(folder / "result.json"),
     )
+
+
+def _stopped(path: Path) -> str:
+    early = _json(path, schema.RESULT).get("stopped")
+    return f"stopped after round {early['after']}: {early['reason']}" if early else ""
 
 
 def load_runs(folders: Iterable[Path | str]) -> list[RunRecord]:

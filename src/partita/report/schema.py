@@ -126,7 +126,7 @@ ROW = record(
     {"round": count},
     {
         **dict.fromkeys(("seconds", "lr", "train_loss"), real),
-        **dict.fromkeys(("bytes", "up", "down", "test"), optional(_NUMBERS)),
+        **dict.fromkeys(("bytes", "up", "down", "test", "validation", "losses"), optional(_NUMBERS)),
         **dict.fromkeys(("drift", "personal"), _BY_GROUP),
         "cohort": optional(list_of(text)),
         "population": count,
@@ -198,4 +198,5 @@ PRIVACY = record(
     },
 )
 CONFIG = record({"label": text, "seed": integer}, {"rounds": count, "code": table(text)})
+RESULT = record({}, {"stopped": record({"after": count, "reason": text})})
 TABLES = ("method", "data", "split", "model")  # tables of a config that the report reads

@@ -26,8 +26,8 @@ def figures_section(records: Sequence[RunRecord], metric: str) -> str:
     """Return the section with the curves, the drift, and the results by client; "" if nothing can be drawn."""
     repeated = any(len(runs) > 1 for runs in by_label(records).values())
     spread = "the band is ± one sample standard deviation" if repeated else "there is one seed, so no spread"
-    if repeated and not all(run.finished for run in records):
-        spread += "; if a run is unfinished, the mean is over the seeds that reached the round"
+    if repeated and any(run.stopped or not run.finished for run in records):
+        spread += "; if a run is unfinished or stopped early, the mean is over the seeds that reached the round"
     spread += "."
     marked = any(plan_stages.changes(runs) for runs in by_label(records).values())
     marks = (

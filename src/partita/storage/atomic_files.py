@@ -53,6 +53,23 @@ def write_checksummed(folder: Path, number: int, data: bytes) -> Path:
     return path
 
 
+def link_checksummed(path: Path, folder: Path) -> None:
+    """Give a checksummed file a second name in another folder, which stays if the first is deleted.
+
+    Raises:
+        DiskError: If the second name cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path, folder / path.name, follow_symlinks=False)
+        _sync(folder)
+    except FileExistsError:
+        return
+    except OSError:  # the file system has no hard links
+        with open_regular_file(path) as file:
+            write(folder / path.name, file.read())
+
+
 def read_checksummed(path: Path, remedy: str) -> bytes:
     """Read a checksummed file.
 

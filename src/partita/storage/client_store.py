@@ -43,8 +43,13 @@ class ClientStore(Protocol):
         """Store the state with which the client leaves the round."""
         ...
 
-    def commit(self, done: int) -> None:
-        """Make durable all that a checkpoint of `done` rounds needs. Called just before the checkpoint is written."""
+    def commit(self, done: int, best: int | None = None) -> None:
+        """Make durable all that a checkpoint of `done` rounds needs. Called just before the checkpoint is written.
+
+        Args:
+            done: The number of completed rounds.
+            best: The number of completed rounds at the best checkpoint so far, which must stay usable too.
+        """
         ...
 
     def known(self) -> list[str]:
@@ -69,6 +74,7 @@ class DiskStore:
     def __init__(self, folder: Path, device: torch.device | None = None, newest: States | None = None) -> None:
         self.folder, self.device = folder, device
         self.commits = (0, 0)  # completed rounds at the last two checkpoints: both must stay usable
+        self.bests: tuple[int | None, int | None] = (None, None)  # the best checkpoint at the time of each
         self.newest = None if newest is None else dict(newest)
 
     def load(self, client: str, round: int) -> ClientState:
@@ -94,8 +100,7 @@ class DiskStore:
             number, digest = self.newest[client]
             if number < round:
                 return self._folder(client) / checksummed_name(number, digest)
-        earlier = [path for path in list_checksummed(self._folder(client)) if number_in_name(path) < round]
-        return earlier[-1] if earlier else None
+        return _newest_before(list_checksummed(self._folder(client)), round)
 
     def save(self, client: str, round: int, state: ClientState) -> None:
         folder = self._folder(client)
@@ -106,11 +111,14 @@ class DiskStore:
         )
         if self.newest is not None:
             self.newest[client] = round, digest_in_name(path)
-        for old in [path for path in list_checksummed(folder) if number_in_name(path) < self.commits[0]][:-1]:
-            old.unlink()
+        paths = list_checksummed(folder)
+        needed = {_newest_before(paths, done) for done in self.bests if done is not None}
+        for old in [path for path in paths if number_in_name(path) < self.commits[0]][:-1]:
+            if old not in needed:
+                old.unlink()
 
-    def commit(self, done: int) -> None:
-        self.commits = (self.commits[1], done)
+    def commit(self, done: int, best: int | None = None) -> None:
+        self.commits, self.bests = (self.commits[1], done), (self.bests[1], best)
 
     def known(self) -> list[str]:
         if self.newest is not None:
@@ -153,6 +161,10 @@ class DiskStore:
 
     def _folder(self, client: str) -> Path:
         return self.folder / path_component(client)
+
+
+def _newest_before(paths: list[Path], round: int) -> Path | None:
+    return next((path for path in reversed(paths) if number_in_name(path) < round), None)
 
 
 def _pack(slots: Slots, client: str) -> bytes:
@@ -203,11 +215,11 @@ class MemoryStore:
         self.held[client] = (round, state)
         self.changed.add(client)
 
-    def commit(self, done: int) -> None:
+    def commit(self, done: int, best: int | None = None) -> None:
         if self.disk:
             for client in sorted(self.changed):
                 self.disk.save(client, *self.held[client])
-            self.disk.commit(done)
+            self.disk.commit(done, best)
         self.changed.clear()
 
     def known(self) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 
 from partita.core import serialization, tensors
 from partita.core.client import ClientState, Job, client_params
-from partita.core.data import Examples, Population
+from partita.core.data import EvaluateOn, Population
 from partita.core.method import ClientRule, Method, Server, ServerRule, UpdateTransform
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
@@ -217,7 +217,7 @@ class EngineProbe:
     def clients(self) -> Sequence[str]:
         return self.engine.clients()
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
         return self.engine.evaluate(jobs, on)
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:

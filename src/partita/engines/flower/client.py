@@ -117,10 +117,14 @@ def evaluate(site: Site, content: RecordDict) -> RecordDict:
         return messages.encode_error(
             ErrorReply(f"{site.run.method.name} adapts to training examples before it is scored, without adding noise")
         )
+    if request.part == "validation" and (
+        site.run.method.privacy or any(transform.hides for transform in site.run.method.transforms)
+    ):
+        return messages.encode_error(ErrorReply("a private run does not report scores on validation examples"))
     job = _job(site, request, plan, _read_copy(site.folder / COPY))
     if isinstance(job, ErrorReply):
         return messages.encode_error(job)
-    [(_, scores)] = engine.evaluate([job])
+    [(_, scores)] = engine.evaluate([job], None if request.part == "test" else request.part)
     return messages.encode_scores(valid_scores(scores, site.evaluator))
 
 

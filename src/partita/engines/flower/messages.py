@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -18,6 +18,8 @@ from partita.core.update import Update
 from partita.storage.safe_text import printable
 
 FORMAT = "safetensors"
+PARTS = ("test", "validation")
+Part = Literal["test", "validation"]
 MAX_TEXT = 500  # maximum length of a text from the other side that is shown or recorded
 
 
@@ -59,6 +61,7 @@ class SiteRequest:
         config: The digest of the config that server and sites share.
         void: The site's state of this round and later is void, because no such answer reached the server.
         settled: No checkpoint of the server is older than this round.
+        part: The client's examples that an evaluation is on.
     """
 
     job_id: JobId
@@ -69,6 +72,7 @@ class SiteRequest:
     config: str
     void: int
     settled: int
+    part: Part = "test"
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,12 @@ class ErrorReply:
     empty: bool = False
 
 
-def encode_job(job: Job, fingerprint: str, session: str, config: str, void: int, settled: int) -> RecordDict:
-    """Encode a job. `SiteRequest` and `JobId` explain `fingerprint`, `session`, `config`, `void` and `settled`."""
+def encode_job(
+    job: Job, fingerprint: str, session: str, config: str, void: int, settled: int, part: Part = "test"
+) -> RecordDict:
+    """Encode a job. `SiteRequest` and `JobId` explain all arguments but `job`."""
     job_id = asdict(JobId(job.round, job.client, session))
-    fields: dict[str, Any] = {"seal": fingerprint, "config": config, "void": void, "settled": settled}
+    fields: dict[str, Any] = {"seal": fingerprint, "config": config, "void": void, "settled": settled, "part": part}
     return RecordDict(
         {
             "job": ConfigRecord({**job_id, **fields}),
@@ -107,6 +113,11 @@ def decode_job(content: RecordDict) -> SiteRequest:
     """
     check_records(content, ("job", "signal", "tensors"))
     job, slots = _record(content, "job", ConfigRecord), _slots(content)
+    part: Any = _entry(job, "part", str)
+    if part not in PARTS:
+        raise MessageError(
+            f"it asks for the part '{printable_line(part)}' of a client's examples, which does not exist"
+        )
     return SiteRequest(
         decode_job_id(content, "job"),
         slots.pop("params", {}),
@@ -116,6 +127,7 @@ def decode_job(content: RecordDict) -> SiteRequest:
         _entry(job, "config", str),
         _entry(job, "void", int),
         _entry(job, "settled", int),
+        part,
     )
 
 

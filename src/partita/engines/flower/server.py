@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from partita.core import tensors
 from partita.core.client import ClientError, ClientState, Job
-from partita.core.data import Examples
+from partita.core.data import EvaluateOn
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure
 from partita.core.settings import Run, RunError
@@ -23,7 +23,7 @@ from partita.engines.flower import messages
 from partita.engines.flower.fingerprints import Fingerprints
 from partita.engines.flower.mailbox import Mailbox
 from partita.engines.flower.message_checks import ExpectedReply, check_scores, expected_reply
-from partita.engines.flower.messages import MessageError, printable_line
+from partita.engines.flower.messages import MessageError, Part, printable_line
 from partita.engines.flower.node_registry import NodeRegistry
 from partita.evaluation import ACCURACY, Evaluator
 from partita.storage.checkpoint import States
@@ -43,7 +43,7 @@ class RemoteClientStore:
     def save(self, client: str, round: int, state: ClientState) -> None:
         raise NotImplementedError("the state of a client on another machine is saved there")
 
-    def commit(self, done: int) -> None:
+    def commit(self, done: int, best: int | None = None) -> None:
         self.commits = (self.commits[1], done)
 
     def known(self) -> list[str]:
@@ -126,9 +126,11 @@ class FlowerEngine:
         for expected, reply in self._exchange(MessageType.TRAIN, jobs):
             yield self._update(expected, reply)
 
-    def evaluate(self, jobs: Iterable[Job], on: Examples | None = None) -> Iterator[tuple[str, dict[str, float]]]:
-        """Score clients' models on their own test sets. With `on` there are no scores: examples are never sent."""
-        for expected, reply in self._exchange(MessageType.EVALUATE, jobs) if on is None else ():
+    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
+        """Score clients' models on their own examples. On other examples there are no scores: none are ever sent."""
+        if on is not None and not isinstance(on, str):
+            return
+        for expected, reply in self._exchange(MessageType.EVALUATE, jobs, on or "test"):
             scores, client = self._scores(expected, reply), expected.job_id.client
             if isinstance(scores, ClientFailure):
                 _log.warning("no scores of client '%s': %s", client, scores.reason)
@@ -181,9 +183,13 @@ class FlowerEngine:
             raise ClientError(client, refusal.reason)
         return ClientFailure(client, refusal.reason, refusal.empty)
 
-    def _exchange(self, kind: str, jobs: Iterable[Job]) -> Iterator[tuple[ExpectedReply, Message | str]]:
+    def _exchange(
+        self, kind: str, jobs: Iterable[Job], part: Part = "test"
+    ) -> Iterator[tuple[ExpectedReply, Message | str]]:
         started = time.monotonic()
-        requests = [(expected_reply(self.run, self.model, job, self.session), self._send(kind, job)) for job in jobs]
+        requests = [
+            (expected_reply(self.run, self.model, job, self.session), self._send(kind, job, part)) for job in jobs
+        ]
         enough = max(self.run.min_updates, -(-len(requests) // 2))
         replies = self.mailbox.fetch([message for _, message in requests], started, enough)
         for (expected, _), reply in zip(requests, replies, strict=True):
@@ -191,10 +197,10 @@ class FlowerEngine:
                 self.registry.forget(self.nodes[expected.job_id.client])
             yield expected, reply
 
-    def _send(self, kind: str, job: Job) -> str | None:
+    def _send(self, kind: str, job: Job, part: Part) -> str | None:
         void = self.answered.get(job.client, self.start - 1) + 1
         content = messages.encode_job(
-            job, self.fingerprints(job.params), self.session, self.config, void, self.store.commits[0]
+            job, self.fingerprints(job.params), self.session, self.config, void, self.store.commits[0], part
         )
         return self.mailbox.send(content, self.nodes[job.client], kind, str(job.round))
 
