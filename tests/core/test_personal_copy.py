@@ -11,7 +11,7 @@ from partita.core import tensors
 from partita.core.client import ClientState
 from partita.core.method import Method, MethodError, compose
 from partita.core.model import Model, TagError, layer_tag, role_tag
-from partita.core.personal_copy import PlanWithCopy, add_personal_copy, copied_names, copy_name, personal_params
+from partita.core.personal_copy import PlanWithCopy, add_personal_copy, copy_name, personal_values
 from partita.core.plan import Phase, Plan, PlanError, RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
@@ -72,7 +72,7 @@ class _Towers(Model):
 def test_only_parameters_of_the_given_tags_are_copied() -> None:
     model = add_personal_copy(BASE, ("head", "norm"))
     assert model.names("personal") == copies_of(BASE.names("head", "norm"))
-    assert copied_names(model.initial) == [name for name in BASE.initial if name in BASE.names("head", "norm")]
+    assert personal_values(model.initial) == {name: BASE.initial[name] for name in BASE.names("head", "norm")}
     with pytest.raises(TagError, match="no parameter of tiny attention is tagged 'hed'"):
         add_personal_copy(BASE, ("hed",))
 
@@ -83,7 +83,8 @@ def test_forward_pass_reads_shared_values_and_personal_evaluation_the_copy() -> 
     own = {name: value + 1 for name, value in BASE.initial.items()}
     assert torch.equal(MODEL(moved, batch.inputs).logits, BASE(BASE.initial, batch.inputs).logits)
     assert torch.equal(MODEL(MODEL.personal(moved), batch.inputs).logits, BASE(own, batch.inputs).logits)
-    assert personal_params(moved).keys() == moved.keys()
+    assert tensors.equal(personal_values(moved), own)
+    assert MODEL.personal(moved).keys() == moved.keys()
     assert tensors.equal(MODEL.shared(MODEL.personal(moved)), own)
     assert tensors.equal(Float64Model(MODEL).personal(moved), MODEL.personal(moved))
     assert BASE.personal(own) is own

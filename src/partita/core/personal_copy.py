@@ -31,14 +31,9 @@ def copy_name(name: str) -> str:
     return PREFIX + name
 
 
-def copied_names(params: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in `params` whose personal copy is in `params` too."""
-    return [name for name in params if copy_name(name) in params]
-
-
-def personal_params(params: Tensors) -> Tensors:
-    """Return `params` with the personal copies in place of the shared values; the copies themselves are unchanged."""
-    return {**params, **{name: params[copy_name(name)] for name in copied_names(params)}}
+def personal_values(params: Mapping[str, Tensor]) -> Tensors:
+    """Return the values of the personal copies under the names of their originals."""
+    return {name: params[copy] for name in params if (copy := copy_name(name)) in params}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +60,7 @@ class PersonalCopyModel(Model):
         return {name: params[name] for name in self.base.initial}
 
     def personal(self, params: Tensors) -> Tensors:
-        return personal_params(params)
+        return {**params, **personal_values(params)}
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.base(self.shared(params), inputs)
