@@ -46,6 +46,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/client_axis.py": ("tests/training/test_client_axis.py",),
     "training/objective.py": ("tests/training/test_objective.py",),
     "training/gradients.py": ("tests/training/test_objective.py",),
+    "training/rule_gradients.py": ("tests/training/test_rule_gradients.py",),
     "training/private_gradients.py": ("tests/training/test_private_gradients.py", *PRIVATE),
     "core/hub.py": ("tests/core/test_hub.py",),
     "core/averaging.py": ("tests/core/test_averaging.py",),

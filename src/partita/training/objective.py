@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.method import ClientRule, Context, ForbiddenData
+from partita.core.method import ClientRule, Context, ForbiddenData, overrides
 from partita.core.model import Model
 from partita.core.optim import clip_gradients
 from partita.core.plan import Plan
@@ -55,7 +55,7 @@ class Objective:
         return torch.autocast(self.device_type, torch.bfloat16, enabled=half, cache_enabled=cache)
 
     def context(self, anchor: Tensors, sent: Slots, memory: Slots) -> Context:
-        """Return the context for `penalty` and `gradient`, with one client's `anchor`, `sent` and `memory`."""
+        """Return the context for the hooks of a step, with one client's `anchor`, `sent` and `memory`."""
         return Context(self.model, self.plan, anchor, sent, memory, self.lr)
 
     def loss(
@@ -106,9 +106,14 @@ class Objective:
                     yield penalty
 
     @property
+    def step_rule(self) -> ClientRule | None:
+        """The rule that computes the gradient of a step (`ClientRule.step_gradient`); None for the plain gradient."""
+        return next((rule for rule in self.run.method.client_rules if overrides(rule, "step_gradient")), None)
+
+    @property
     def corrects(self) -> bool:
         """Whether `correct` changes gradients at all."""
-        corrected = any(type(rule).gradient is not ClientRule.gradient for rule in self.run.method.client_rules)
+        corrected = any(overrides(rule, "gradient") for rule in self.run.method.client_rules)
         return corrected or self.run.training.clip is not None
 
     def correct(self, grads: Tensors, anchor: Tensors, sent: Slots, memory: Slots) -> Tensors:
