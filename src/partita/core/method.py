@@ -487,8 +487,8 @@ class Method:
 
     Raises:
         MethodError: If a slot has an invalid name or two owners, if two rules override `step_gradient`, if the method
-            has both personal copies and `adapt`, or if it has example-level privacy and a rule overrides `step_gradient`
-            or reads examples without a `release`.
+            has both personal copies and `adapt`, or if it has example-level privacy and a rule overrides
+            `step_gradient` or reads examples without a `release`.
     """
 
     name: str
