@@ -81,6 +81,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/model.py": ("tests/core/test_model.py",),
     "core/optim.py": ("tests/core/test_optim.py",),
     "core/options.py": ("tests/core/test_option_types.py", "tests/core/test_options.py"),
+    "core/personal_copy.py": ("tests/core/test_personal_copy.py",),
     "core/plan.py": (*DETAILS, "tests/core/test_laws_of_small_parts.py"),
     "training/dp_sgd.py": ("tests/training/test_private_gradients.py", *PRIVATE),
     "core/update_checks.py": (

@@ -32,6 +32,7 @@ from partita.core.averaging import average
 from partita.core.data import Batch, Examples
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.model import Model, Output
+from partita.core.personal_copy import PlanWithCopy
 from partita.core.plan import NO_NAMES, Phase, Plan, Planner, RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors, add
@@ -39,7 +40,7 @@ from partita.core.update import Aggregate, Update
 from partita.core.versions import ParameterVersions
 
 T = TypeVar("T")
-
+Extension = Callable[[Model, Key], Model]
 GradientAt = Callable[[Tensors], Tensors]  # parameters that differ from the current ones -> the gradient there by name
 
 
@@ -485,8 +486,9 @@ class Method:
         privacy: Example-level differential privacy of local training; None for none.
 
     Raises:
-        MethodError: If a slot has an invalid name or two owners, if two rules override `step_gradient`, or if the
-            method has example-level privacy and a rule overrides `step_gradient` or reads examples without a `release`.
+        MethodError: If a slot has an invalid name or two owners, if two rules override `step_gradient`, if the method
+            has both personal copies and `adapt`, or if it has example-level privacy and a rule overrides
+            `step_gradient` or reads examples without a `release`.
     """
 
     name: str
@@ -497,7 +499,7 @@ class Method:
     adapt: Callable[[Model], tuple[Phase, ...]] | None = None
     carry_optimizer: bool = False
     pool: bool = False
-    extend: Callable[[Model, Key], Model] | None = None
+    extend: Extension | None = None
     shape: Callable[[Model, RoundInfo], Model] | None = None
     clients: Names = NO_NAMES
     privacy: DPSGDSettings | None = None
@@ -513,6 +515,11 @@ class Method:
                 if slot in owners:
                     raise MethodError(f"{self.name}: {owners[slot]} and {owner} use the slot '{slot}'; use one of them")
                 owners[slot] = owner
+        if self.adapt is not None and isinstance(self.plan, PlanWithCopy):
+            raise MethodError(
+                f"{self.name}: clients are tested with their personal copy, which an adaptation before the test does "
+                "not train; set method.finetune = 0"
+            )
         self._check_step_gradient()
         for rule in self.client_rules:
             if self.privacy and rule.uses_data and rule.release is None:
@@ -556,28 +563,29 @@ def compose(first: Method, *others: Method) -> Method:
     """Combine methods into one.
 
     Client rules and transforms are concatenated in order. `carry_optimizer` and `pool` are set if any method sets them.
+    Extensions of the model follow each other in order. A plan that adds personal copies does so to the other's plan.
 
     Args:
         first: The first method.
         *others: Further methods, whose rules and transforms follow in this order.
 
     Raises:
-        MethodError: If two methods set the same one of plan, server rule, adapt, extend, shape and privacy, or if two
-            rules or transforms have the same slot.
+        MethodError: If two methods set the same one of plan, server rule, adapt, shape and privacy, or if two rules or
+            transforms have the same slot.
     """
     result = first
     for other in others:
         name = f"{result.name}+{other.name}"
         result = Method(
             name,
-            plan=_pick_one(name, "plan", result.plan, other.plan, share_everything),
+            plan=_pick_plan(name, result.plan, other.plan),
             client_rules=result.client_rules + other.client_rules,
             transforms=result.transforms + other.transforms,
             server_rule=_pick_server_rule(name, result.server_rule, other.server_rule),
             adapt=_pick_one(name, "adapt", result.adapt, other.adapt, None),
             carry_optimizer=result.carry_optimizer or other.carry_optimizer,
             pool=result.pool or other.pool,
-            extend=_pick_one(name, "extend", result.extend, other.extend, None),
+            extend=_chain(result.extend, other.extend),
             clients=result.clients | other.clients,
             shape=_pick_one(name, "shape", result.shape, other.shape, None),
             privacy=_pick_one(name, "privacy", result.privacy, other.privacy, None),
@@ -589,6 +597,19 @@ def _pick_one(name: str, choice: str, first: T, second: T, default: T) -> T:
     if first != default and second != default:
         raise MethodError(f"{name}: both set the {choice}; a method has one, so leave one of them out")
     return second if first == default else first
+
+
+def _pick_plan(name: str, first: Planner, second: Planner) -> Planner:
+    for inner, outer in ((first, second), (second, first)):
+        if isinstance(outer, PlanWithCopy) and not isinstance(inner, PlanWithCopy):
+            return PlanWithCopy(_pick_one(name, "plan", outer.shared, inner, share_everything))
+    return _pick_one(name, "plan", first, second, share_everything)
+
+
+def _chain(first: Extension | None, second: Extension | None) -> Extension | None:
+    if first is None or second is None:
+        return first or second
+    return lambda model, key: second(first(model, key), key)
 
 
 def _pick_server_rule(name: str, first: ServerRule, second: ServerRule) -> ServerRule:

@@ -120,7 +120,8 @@ class SimulationEngine:
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
                 examples = self.population[job.client].test if on is None else on
-                yield job.client, score(client_model(self.run, self.model, job), params, examples, self.evaluator)
+                model = client_model(self.run, self.model, job)
+                yield job.client, score(model, model.personal(params), examples, self.evaluator)
 
     def _adaptation(self, job: Job, phases: tuple[Phase, ...]) -> ClientRound:
         state = self.store.load(job.client, job.round + 1)

@@ -14,6 +14,7 @@ from partita.core.data import Batch
 from partita.core.method import ClientRule, Context, ForbiddenData, overrides
 from partita.core.model import Model
 from partita.core.optim import clip_gradients
+from partita.core.personal_copy import PERSONAL
 from partita.core.plan import Plan
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
@@ -133,7 +134,13 @@ class Objective:
         for rule in self.run.method.client_rules:
             grads = {name: grad for name, grad in rule.gradient(grads, ctx).items() if name in names}
         limit = self.run.training.clip
-        return grads if limit is None else clip_gradients(grads, tensors.norm(grads), limit)
+        if limit is None:
+            return grads
+        # A personal copy is a model of its own, so neither model's gradient changes the step of the other.
+        copies = {name for name in grads if PERSONAL in self.model.tags[name]}
+        models = ({name: grads[name] for name in grads if (name in copies) == own} for own in (False, True))
+        clipped = (clip_gradients(part, tensors.norm(part), limit) for part in models if part)
+        return {name: grad for part in clipped for name, grad in part.items()}
 
 
 def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
