@@ -46,6 +46,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/client_axis.py": ("tests/training/test_client_axis.py",),
     "training/objective.py": ("tests/training/test_objective.py",),
     "training/gradients.py": ("tests/training/test_objective.py",),
+    "training/rule_gradients.py": ("tests/training/test_rule_gradients.py",),
     "training/private_gradients.py": ("tests/training/test_private_gradients.py", *PRIVATE),
     "core/hub.py": ("tests/core/test_hub.py",),
     "core/averaging.py": ("tests/core/test_averaging.py",),
@@ -84,6 +85,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "core/model.py": ("tests/core/test_model.py",),
     "core/optim.py": ("tests/core/test_optim.py",),
     "core/options.py": ("tests/core/test_option_types.py", "tests/core/test_options.py"),
+    "core/personal_copy.py": ("tests/core/test_personal_copy.py",),
     "core/plan.py": (*DETAILS, "tests/core/test_laws_of_small_parts.py"),
     "training/dp_sgd.py": ("tests/training/test_private_gradients.py", *PRIVATE),
     "core/update_checks.py": (

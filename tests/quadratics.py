@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from partita.core.client import ClientState
 from partita.core.data import Batch, ClientData
 from partita.core.method import Method
 from partita.core.model import Model, Output
 from partita.core.optim import SGD
+from partita.core.personal_copy import copy_name
 from partita.core.rng import Key
 from partita.core.rounds import RoundResult, rounds
 from partita.core.settings import Run, Training
@@ -96,6 +98,11 @@ def as_vector(params: Tensors) -> np.ndarray:
     return torch.cat([params["x"], params["y"]]).numpy()
 
 
+def copy_as_vector(state: ClientState) -> np.ndarray:
+    """A client's personal copy."""
+    return as_vector({name: state.personal[copy_name(name)] for name in ("x", "y")})
+
+
 def initial_point() -> np.ndarray:
     return as_vector(Quadratic().initial)
 
@@ -110,7 +117,7 @@ def quadratic_rounds(
     **engine: Any,
 ) -> Iterator[RoundResult]:
     run = Run(method, Training(LR, SGD(), batch_size=9, steps=steps), count, Key(0), cohort=cohort, drift=False)
-    model = Quadratic()
+    model: Model = method.extend(Quadratic(), Key(0)) if method.extend else Quadratic()
     return rounds(run, model, SimulationEngine(run, model, bowls, block=block, **engine))
 
 

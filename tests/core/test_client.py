@@ -32,6 +32,7 @@ from partita.core.method import (
     ForbiddenData,
     LayerSelection,
     Method,
+    MethodError,
     PrivacyRelease,
     UpdateTransform,
 )
@@ -183,6 +184,74 @@ def test_examples_are_hidden_from_rules_that_do_not_declare_their_use(
     privacy: DPSGDSettings | None, uses_data: bool, hidden: bool
 ) -> None:
     rule = Selecting(BOTH, uses_data=uses_data)
+    begin(make_run(rule, privacy=privacy))
+    assert isinstance(rule.given[1], ForbiddenData) == hidden
+
+
+@dataclass
+class Starting(ClientRule):
+    """Starts from given values, and records what it was given."""
+
+    values: Tensors
+    number: float = 0.0
+    uses_data: bool = False
+    release = PrivacyRelease("start", noise=1.0, share=1.0)
+
+    def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
+        self.given = params, examples, ctx, key
+        return self.values, {f"start{self.number:g}": {"w": torch.ones(1)}}
+
+
+def test_rules_choose_the_start_in_turn_after_all_have_narrowed_the_plan() -> None:
+    first, second = Starting({"w": torch.zeros(2)}, 1.0), Starting({}, 2.0)
+    begun = begin(make_run(ClientRule(), first, second, Selecting(W, 3.0)))
+    assert {name: value.tolist() for name, value in begun.start.items()} == {"w": [0.0, 0.0]}
+    assert begun.ctx.anchor["w"].tolist() == [5.0, 6.0]
+    assert [rule.given[0]["w"].tolist() for rule in (first, second)] == [[5.0, 6.0], [0.0, 0.0]]
+    assert first.given[0]["b"] is second.given[0]["b"] is begun.ctx.anchor["b"]
+    for place, rule in ((1, first), (2, second)):
+        _, examples, ctx, key = rule.given
+        assert (len(examples), ctx.plan.train, ctx.notes.keys(), ctx.round_info.round) == (5, W, {"note3"}, 2)
+        assert key == begun.key / "start" / place
+    assert begun.ctx.notes.keys() == {"note3", "start1", "start2"}
+
+
+def test_start_is_not_called_if_no_training_follows() -> None:
+    rule = Starting({"stray": torch.zeros(2)})
+    begun = begin_round(make_run(rule), MODEL, JOB, ClientState(), FiveExamples(), trains=False)
+    assert (begun.start, begun.ctx.notes) == ({}, {})
+    assert not hasattr(rule, "given")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"b": torch.tensor(1.0), "a": torch.zeros(1)},
+            "'a', which does not train in this round; return only names in",
+        ),
+        ({"w": torch.zeros(3)}, r"'w' of shape \(3,\) and type torch.float32, but the parameter has shape \(2,\)"),
+        ({"w": torch.zeros(2, dtype=torch.float64)}, "'w' of shape .2,. and type torch.float64, but .* torch.float32"),
+    ],
+)
+def test_start_with_another_name_shape_or_type_is_refused(values: Tensors, said: str) -> None:
+    with pytest.raises(MethodError, match=rf"m: Starting\.start returns {said}"):
+        begin(make_run(Starting(values)))
+
+
+def test_start_with_a_name_that_was_narrowed_away_is_refused() -> None:
+    with pytest.raises(MethodError, match="'b', which does not train in this round"):
+        begin(make_run(Selecting(W), Starting({"b": torch.tensor(1.0)})))
+
+
+@pytest.mark.parametrize(
+    ("privacy", "uses_data", "hidden"),
+    [(None, False, False), (None, True, False), (PRIVATE, False, True), (PRIVATE, True, False)],
+)
+def test_examples_are_hidden_from_a_start_that_does_not_declare_their_use(
+    privacy: DPSGDSettings | None, uses_data: bool, hidden: bool
+) -> None:
+    rule = Starting({}, uses_data=uses_data)
     begin(make_run(rule, privacy=privacy))
     assert isinstance(rule.given[1], ForbiddenData) == hidden
 

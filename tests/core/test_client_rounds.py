@@ -688,6 +688,49 @@ class HalveGradients(ClientRule):
         return {name: grad / 2 for name, grad in grads.items()}
 
 
+class StartsElsewhere(ClientRule):
+    """Starts the head from `by` times its value."""
+
+    def __init__(self, by: float | None) -> None:
+        self.by = by
+
+    def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
+        return ({} if self.by is None else {"head.weight": self.by * params["head.weight"]}), {}
+
+
+@pytest.mark.parametrize("block", [1, 2])
+@pytest.mark.parametrize("phases", [1, 2])
+def test_training_starts_where_the_rules_say_and_the_delta_counts_from_the_anchor(phases: int, block: int) -> None:
+    """With two phases, the first trains the body on a frozen head, which is already where it starts."""
+    model, names = toy_model(), toy_model().all_names()
+    split = (Phase(names),) if phases == 1 else (Phase(names - HEAD), Phase(HEAD))
+    plan = Plan(split, up=names, down=names)
+
+    def train(*rules: ClientRule, start: Tensors) -> Tensors:
+        run = toy_run(Method("m", lambda model, round_info: plan, rules), 1)
+        begun = [
+            begin_round(run, model, Job(0, client, start, frozenset()), ClientState(), PAIR[client].train)
+            for client in ("c", "d")[:block]
+        ]
+        return dict(train_clients(run, begun)[-1].delta)
+
+    moved = {**model.initial, "head.weight": 3.0 * model.initial["head.weight"]}
+    found = train(StartsElsewhere(1.5), StartsElsewhere(2.0), start=model.initial)
+    expected = train(start=moved)
+    expected["head.weight"] = expected["head.weight"] + moved["head.weight"] - model.initial["head.weight"]
+    assert max_difference(found, expected) < 1e-6
+    assert float(found["head.weight"].abs().max()) > 0.5
+
+
+@pytest.mark.parametrize("by", [None, 1.0])
+def test_start_that_changes_nothing_equals_plain_training_bit_for_bit(by: float | None) -> None:
+    one, two = (
+        final_params(play(toy_run(Method("m", client_rules=rules), 2), toy_model(), PAIR, block=2))
+        for rules in ((), (StartsElsewhere(by),))
+    )
+    assert tensors.equal(one, two)
+
+
 @pytest.mark.parametrize(
     "others", [(ClientRule(), HalveGradients()), (HalveGradients(), ClientRule())], ids=["first", "second"]
 )
@@ -709,11 +752,14 @@ def test_vmap_error_over_clients_names_the_block_size_under_mixed_precision() ->
 @pytest.mark.parametrize(
     "read", [lambda ctx: ctx.round_info.round, lambda ctx: ctx.notes["a"], lambda ctx: list(ctx.notes)]
 )
-@pytest.mark.parametrize("hook", ["penalty", "gradient"])
+@pytest.mark.parametrize("hook", ["step_gradient", "penalty", "gradient"])
 def test_rule_cannot_read_round_info_or_notes_within_a_step(hook: str, read: Any) -> None:
     """Otherwise a penalty weight that grows with the round would silently use round 0."""
 
     class Growing(ClientRule):
+        def step_gradient(self, gradient_at: Any, params: Any, ctx: Context) -> Any:
+            return read(ctx) if hook == "step_gradient" else gradient_at({})
+
         def penalty(self, out: Any, params: Any, batch: Any, ctx: Context) -> Any:
             return read(ctx) if hook == "penalty" else None
 
@@ -721,5 +767,7 @@ def test_rule_cannot_read_round_info_or_notes_within_a_step(hook: str, read: Any
             return read(ctx) if hook == "gradient" else grads
 
     run = toy_run(Method("growing", client_rules=(Growing(),)), 1)
-    with pytest.raises(MethodError, match=r"ctx\.(round_info|notes) cannot be read in penalty or gradient"):
+    with pytest.raises(
+        MethodError, match=r"ctx\.(round_info|notes) cannot be read in step_gradient, penalty or gradient"
+    ):
         play(run, toy_model(), PAIR)

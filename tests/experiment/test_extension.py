@@ -17,6 +17,7 @@ from method_options import BRIEF
 from shell import Shell
 
 from partita.core import tensors
+from partita.core.data import Examples
 from partita.core.method import ClientRule, Context, Method, Server, ServerRule
 from partita.core.model import Model
 from partita.core.plan import Plan, RoundInfo, share_everything
@@ -176,6 +177,13 @@ class Annealed(ClientRule):
         return {}, {"share": {name: params[name] * part for name in steps}}
 
 
+class AnnealedStart(ClientRule):
+    """Its start depends on the number of rounds."""
+
+    def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
+        return {name: params[name] * _share(ctx.round_info) for name in ctx.plan.train}, {}
+
+
 def _share(info: RoundInfo) -> float:
     return info.round / info.rounds
 
@@ -189,9 +197,10 @@ class Signals(ServerRule):
     ("method", "reason"),
     [
         (Method("annealed", client_rules=(Annealed(),)), r"Annealed\.finish reads RoundInfo\.rounds"),
+        (Method("annealed", client_rules=(AnnealedStart(),)), r"AnnealedStart\.start reads RoundInfo\.rounds"),
         (Method("signals", fedfrozen(0.9).plan, server_rule=Signals()), "on signals that were not recorded"),
     ],
-    ids=["rule", "signal"],
+    ids=["rule", "start", "signal"],
 )
 def test_code_that_reads_the_number_of_rounds_is_refused(
     method: Method, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,13 +11,23 @@ import torch
 from helpers import Clients, final_params, max_difference, play, toy_model, toy_run
 
 from partita.core import tensors
+from partita.core.data import Examples
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import ClientRule, Method, MethodError, Server, ServerRule, UpdateTransform
+from partita.core.method import (
+    ClientRule,
+    Context,
+    LayerSelection,
+    Method,
+    MethodError,
+    Server,
+    ServerRule,
+    UpdateTransform,
+)
 from partita.core.model import Model
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.plan import Plan, RoundInfo, share
 from partita.core.rng import Key
-from partita.core.tensors import Tensors
+from partita.core.tensors import Slots, Tensors
 from partita.core.update import Aggregate, Update
 from partita.engines.availability import Availability
 from partita.methods import build
@@ -128,6 +138,21 @@ class DoubleAggregate(UpdateTransform):
 
 class DataDependentRule(ClientRule):
     uses_data = True
+
+    def narrow(self, plan: Plan, probe: Examples, ctx: Context, key: Key) -> LayerSelection:
+        return LayerSelection(plan.train)
+
+
+class DataDependentStart(ClientRule):
+    uses_data = True
+
+    def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
+        return {}, {}
+
+
+def test_start_from_data_is_allowed_under_client_level_privacy() -> None:
+    """It changes the update, which is clipped, and not the names that the client sends."""
+    protect_clients(Method("starting", client_rules=(DataDependentStart(),)), 1.0, 1.0, 2)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ CORE = [
     ["core.data", "core.noise", "core.dp_settings", "core.update", "core.sampling"],
     ["core.model", "core.versions", "core.serialization", "core.averaging"],
     ["core.plan"],
+    ["core.personal_copy"],
     ["core.method", "core.optim"],
     ["core.settings", "core.drift"],
     ["core.batch_schedule"],

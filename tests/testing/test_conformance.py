@@ -15,10 +15,12 @@ from helpers import Clients, ServerMomentum, toy_model
 from method_options import BRIEF
 from torch import Tensor
 
+from partita.core import tensors
 from partita.core.data import Batch, Examples
 from partita.core.method import (
     ClientRule,
     Context,
+    GradientAt,
     LayerSelection,
     Method,
     MethodError,
@@ -92,6 +94,9 @@ def test_every_method_and_supported_composition_conforms(name: str) -> None:
         ("fedrep", {"body_epochs": 2}),
         ("fedbabu", {"tune": "head"}),
         ("fedtp", {"hidden": 4, "embedding": 2}),
+        ("ditto", {"lam": 0.3, "copied": ["head", "norm"]}),
+        ("apfl", {"adaptive": False}),
+        ("pfedme", {"inner_steps": 2, "beta": 2.0}),
         ("local-only", {}),
         ("centralized", {}),
     ],
@@ -175,6 +180,42 @@ class LargestGradients(ClientRule):
 
 def test_method_that_selects_by_data_conforms() -> None:
     check_on_small_federation(Method("largest", client_rules=(LargestGradients(),)))
+
+
+@dataclass(frozen=True)
+class StartsAhead(ClientRule):
+    """Starts one gradient step ahead on its own data, remembers where, and steps by a gradient further ahead."""
+
+    mistake: str = ""
+    uses_data: bool = True
+    slots: Names = frozenset({"start"})
+
+    def memory(self, anchor: Tensors) -> Slots:
+        return {"start": anchor}
+
+    def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
+        shift = 1e-2 * len(examples) + 1e-2 * (key / "shift").uniform()
+        if self.mistake == "global noise":
+            shift += random.random()
+        values = {name: params[name] + shift * ctx.memory["start"][name] for name in sorted(ctx.plan.train)}
+        if self.mistake == "writes memory":
+            next(iter(ctx.memory["start"].values())).mul_(0.5)
+        return values, {"started": values}
+
+    def step_gradient(self, gradient_at: GradientAt, params: Tensors, ctx: Context) -> Tensors:
+        grads = gradient_at({})
+        factor = 0.05 / tensors.norm(grads)
+        if self.mistake == "writes params":
+            for name in grads:
+                params[name].mul_(0.99)
+        return gradient_at({name: params[name] + factor * grad for name, grad in grads.items()})
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        return {}, {"start": ctx.notes.get("started", {})}
+
+
+def test_method_that_starts_elsewhere_and_evaluates_gradients_itself_conforms() -> None:
+    check_on_small_federation(Method("ahead", client_rules=(StartsAhead(),)))
 
 
 # ---- wrong methods
@@ -414,6 +455,18 @@ WRONG_METHODS: dict[str, tuple[Method, str]] = {
     "remembers in self": (
         Method("m", transforms=(MemoryInSelf(),)),
         r"MemoryInSelf\.encode gives two results for the same update and memory",
+    ),
+    "starts at random": (
+        Method("m", client_rules=(StartsAhead("global noise"),)),
+        r"StartsAhead\.start gives two results for the same arguments",
+    ),
+    "writes its memory at the start": (
+        Method("m", client_rules=(StartsAhead("writes memory"),)),
+        r"StartsAhead\.start modifies the tensors that it is given|it modifies the",
+    ),
+    "writes the parameters in a step": (
+        Method("m", client_rules=(StartsAhead("writes params"),)),
+        r"StartsAhead\.step_gradient modifies the tensors that it is given",
     ),
     "sends other names than planned": (Method("m", transforms=(SendsLess(),)), "the dry run predicts other bytes"),
 }

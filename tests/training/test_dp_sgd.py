@@ -15,7 +15,16 @@ from partita.core.batch_schedule import poisson_batches
 from partita.core.client import ClientState, adaptation_round, begin_round
 from partita.core.data import ClientData, Examples
 from partita.core.dp_settings import DPSGDSettings, PrivacyError
-from partita.core.method import ClientRule, Context, LayerSelection, Method, MethodError, PrivacyRelease
+from partita.core.method import (
+    ClientRule,
+    Context,
+    GradientAt,
+    LayerSelection,
+    Method,
+    MethodError,
+    PrivacyRelease,
+    compose,
+)
 from partita.core.model import Model, Output
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.optim import SGD, AdamW
@@ -23,7 +32,7 @@ from partita.core.plan import Phase, Plan
 from partita.core.rng import Key
 from partita.core.rounds import initial_server, make_job
 from partita.core.settings import RunError, Training
-from partita.core.tensors import Tensors, equal
+from partita.core.tensors import Slots, Tensors, equal
 from partita.methods.fedavg import fedavg
 from partita.methods.fedprox import fedprox
 from partita.methods.moon import MoonClient
@@ -285,12 +294,47 @@ class ReleasedSelection(DeclaredSelection):
 
 
 def test_selection_by_data_needs_a_privacy_release() -> None:
-    with pytest.raises(MethodError, match="DeclaredSelection selects by a client's examples"):
+    with pytest.raises(MethodError, match="DeclaredSelection starts or selects by a client's examples"):
         with_dp_sgd(Method("peek", client_rules=(DeclaredSelection(),)))
     with pytest.raises(MethodError, match="UndeclaredSelection reads a client's examples without declaring it"):
         play(toy_run(with_dp_sgd(Method("peek", client_rules=(UndeclaredSelection(),)))), toy_model(), Clients(a=8))
     play(toy_run(with_dp_sgd(Method("peek", client_rules=(ReleasedSelection(),)))), toy_model(), Clients(a=8))
     play(toy_run(Method("peek", client_rules=(UndeclaredSelection(),))), toy_model(), Clients(a=8))
+
+
+class TwoGradients(ClientRule):
+    def step_gradient(self, gradient_at: GradientAt, params: Tensors, ctx: Context) -> Tensors:
+        return gradient_at(gradient_at({}))
+
+
+class MoreGradients(TwoGradients):
+    pass
+
+
+def test_rule_that_evaluates_gradients_itself_is_refused_under_privacy() -> None:
+    """And two such rules at all times: a step has one gradient."""
+    rule = TwoGradients()
+    with pytest.raises(MethodError, match=r"m: TwoGradients evaluates .* \(step_gradient\).*privacy.unit = 'client'"):
+        with_dp_sgd(Method("m", client_rules=(ClientRule(), rule)))
+    with pytest.raises(MethodError, match=r"a\+b: TwoGradients and MoreGradients both compute.*use one of them"):
+        compose(Method("a", client_rules=(rule,)), Method("b", client_rules=(MoreGradients(),)))
+
+
+class StartsByData(ClientRule):
+    def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
+        return {"head.weight": params["head.weight"] / len(examples)}, {}
+
+
+def test_start_that_reads_examples_needs_a_privacy_release() -> None:
+    class Declared(StartsByData):
+        uses_data = True
+
+    with pytest.raises(
+        MethodError, match=r"StartsByData reads a client's examples without declaring it.*narrow or start"
+    ):
+        play(toy_run(with_dp_sgd(Method("peek", client_rules=(StartsByData(),)))), toy_model(), Clients(a=8))
+    with pytest.raises(MethodError, match="Declared starts or selects by a client's examples and adds no noise"):
+        with_dp_sgd(Method("peek", client_rules=(Declared(),)))
 
 
 def test_private_rounds_report_no_loss() -> None:

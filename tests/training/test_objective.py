@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from partita.core import tensors
 from partita.core.data import Batch
 from partita.core.method import ClientRule, Context, ForbiddenData, Method
 from partita.core.model import Output
+from partita.core.personal_copy import add_personal_copy, copy_name
 from partita.core.plan import Phase, Plan
 from partita.core.tensors import Slots, Tensors
 from partita.training.client_axis import ClientAxis
@@ -147,6 +148,18 @@ def test_correct_clips_after_the_rules() -> None:
     assert found["b"].item() == pytest.approx(3.0 / size, rel=1e-5)
     unchanged = make_objective(Shift(0.5), clip=100.0).correct(grads, MODEL.initial, SENT, {})
     assert unchanged["w"].tolist() == [2.0, 3.0]
+
+
+def test_personal_copy_is_clipped_by_itself() -> None:
+    grads = {"w": torch.tensor([3.0, 4.0]), "b": torch.tensor(0.0)}
+    model, names = add_personal_copy(MODEL, ()), ("w", "b")
+    whole = {**grads, **{copy_name(name): 100 * grads[name] for name in names}}
+    objective = replace(make_objective(clip=1.0), model=model)
+    found = objective.correct(whole, model.initial, {}, {})
+    alone = make_objective(clip=1.0).correct(grads, MODEL.initial, {}, {})
+    assert {name: found[name].tolist() for name in names} == {name: alone[name].tolist() for name in names}
+    assert found["personal.w"].tolist() == pytest.approx([0.6, 0.8])
+    assert objective.correct(grads, model.initial, {}, {}).keys() == grads.keys()
 
 
 # ---- precision

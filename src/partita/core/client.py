@@ -17,7 +17,7 @@ from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule, poisson_batches, shuffled_batches
 from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
-from partita.core.method import ClientRule, Context, ForbiddenData, UpdateTransform
+from partita.core.method import ClientRule, Context, ForbiddenData, MethodError, UpdateTransform, overrides
 from partita.core.model import Model
 from partita.core.plan import NO_NAMES, Phase, Plan, RoundInfo, plan_for
 from partita.core.rng import Key
@@ -84,6 +84,7 @@ class ClientRound:
         key: The random key of this client and round.
         metrics: The metrics of all `LayerSelection` results.
         dp_settings: The DP-SGD settings; None for training without example-level privacy.
+        start: The values of `ClientRule.start`, which replace those of the anchor as the start of training.
     """
 
     job: Job
@@ -95,6 +96,7 @@ class ClientRound:
     key: Key
     metrics: Mapping[str, float] = field(default_factory=dict)
     dp_settings: DPSGDSettings | None = None
+    start: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,15 @@ def client_model(run: Run, model: Model, job: Job) -> Model:
 
 
 def begin_round(
-    run: Run, model: Model, job: Job, state: ClientState, examples: Examples, fraction: float = 1.0
+    run: Run,
+    model: Model,
+    job: Job,
+    state: ClientState,
+    examples: Examples,
+    fraction: float = 1.0,
+    trains: bool = True,
 ) -> ClientRound:
-    """Prepare one client's round: call `ClientRule.memory` and `ClientRule.narrow`, and draw the batches.
+    """Prepare one client's round: call `ClientRule.memory`, `narrow` and `start`, and draw the batches.
 
     Args:
         run: The settings.
@@ -156,9 +164,11 @@ def begin_round(
         state: The client's state from its last round.
         examples: The client's training examples.
         fraction: The fraction of its steps that the client completes; below 1 for a straggler.
+        trains: Whether training follows. If False, as in a dry run, `ClientRule.start` is not called.
 
     Raises:
         ClientError: If the client has no examples, or if the memory of a rule has a slot that is not its own.
+        MethodError: If a rule starts training from a value that does not fit the plan or the model.
     """
     plan, anchor = client_params(run, model, job, state)
     key = (run.secret or run.key) / "round" / job.round / "client" / job.client
@@ -182,19 +192,50 @@ def begin_round(
     notes: dict[str, Tensors] = {}
     metrics: dict[str, float] = {}
     for index, rule in enumerate(run.method.client_rules):
-        if type(rule).narrow is not ClientRule.narrow:
+        if overrides(rule, "narrow"):
             probe = examples if rule.uses_data or not run.method.privacy else ForbiddenData(rule)
             choice = rule.narrow(plan, probe, ctx, key / "narrow" / index)
             plan = plan.narrow(choice.names)
             notes |= choice.notes
             metrics |= choice.metrics
     ctx = replace(ctx, plan=plan, notes=notes)
+    start, started = _start_values(run, ctx, examples, key) if trains else ({}, {})
+    ctx = replace(ctx, notes={**notes, **started})
     dp_settings = run.method.privacy
     poisson = dp_settings is not None and dp_settings.sampling == "poisson"
     schedules = _batch_schedules(
         run, job, plan, examples, key, poisson_batches if poisson else shuffled_batches, fraction
     )
-    return ClientRound(job, state, plan, ctx, examples, schedules, key, metrics, dp_settings)
+    return ClientRound(job, state, plan, ctx, examples, schedules, key, metrics, dp_settings, start)
+
+
+def _start_values(run: Run, ctx: Context, examples: Examples, key: Key) -> tuple[Tensors, Slots]:
+    """Call `ClientRule.start` of all rules; return the values from which training starts, and the notes."""
+    start: dict[str, Tensor] = {}
+    notes: dict[str, Tensors] = {}
+    for index, rule in enumerate(run.method.client_rules):
+        if overrides(rule, "start"):
+            readable = examples if rule.uses_data or not run.method.privacy else ForbiddenData(rule)
+            values, own = rule.start({**ctx.anchor, **start}, readable, ctx, key / "start" / index)
+            _check_start(run, rule, values, ctx)
+            start |= values
+            notes |= own
+    return start, notes
+
+
+def _check_start(run: Run, rule: ClientRule, values: Tensors, ctx: Context) -> None:
+    what = f"{run.method.name}: {type(rule).__name__}.start returns"
+    if stray := values.keys() - ctx.plan.train:
+        raise MethodError(
+            f"{what} '{min(stray)}', which does not train in this round; return only names in ctx.plan.train"
+        )
+    for name, value in values.items():
+        expected = ctx.anchor[name]
+        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            raise MethodError(
+                f"{what} '{name}' of shape {tuple(value.shape)} and type {value.dtype}, but the parameter has shape "
+                f"{tuple(expected.shape)} and type {expected.dtype}; return a value like the parameter"
+            )
 
 
 def adaptation_round(
@@ -275,7 +316,7 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
     slots: dict[str, Tensors] = {}
     memory = {slot: dict(part) for slot, part in client_round.state.memory.items()}
     for rule in run.method.client_rules:
-        if type(rule).finish is ClientRule.finish:
+        if not overrides(rule, "finish"):
             continue  # do not build the dict of all parameters for a hook that does not use it
         send, remember = rule.finish({**ctx.anchor, **learned.params}, learned.steps, ctx)
         _check_own_slots(client, rule, send.keys() | remember.keys())

@@ -10,8 +10,9 @@ A method combines four independent choices:
 The hooks run in this order in every round:
 
 1. For each client of the cohort, the server calls `ServerRule.signal`, the plan, and `ServerRule.send`.
-2. At the client: `ClientRule.memory`, `ClientRule.narrow`, then in every step `ClientRule.penalty` and
-   `ClientRule.gradient`, then `ClientRule.finish` and `UpdateTransform.encode`.
+2. At the client: `ClientRule.memory`, `ClientRule.narrow`, `ClientRule.start`, then in every step
+   `ClientRule.step_gradient`, `ClientRule.penalty` in each gradient that it evaluates, and `ClientRule.gradient`, then
+   `ClientRule.finish` and `UpdateTransform.encode`.
 3. At the server, as updates arrive: `UpdateTransform.decode_update`, then `ServerRule.reduce` over the stream.
 4. Once for the round: `UpdateTransform.decode_aggregate`, then `ServerRule.apply`.
 
@@ -31,6 +32,7 @@ from partita.core.averaging import average
 from partita.core.data import Batch, Examples
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.model import Model, Output
+from partita.core.personal_copy import PlanWithCopy
 from partita.core.plan import NO_NAMES, Phase, Plan, Planner, RoundInfo, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors, add
@@ -38,6 +40,8 @@ from partita.core.update import Aggregate, Update
 from partita.core.versions import ParameterVersions
 
 T = TypeVar("T")
+Extension = Callable[[Model, Key], Model]
+GradientAt = Callable[[Tensors], Tensors]  # parameters that differ from the current ones -> the gradient there by name
 
 
 RESERVED = frozenset({"params", "delta", "personal"})  # names that messages and files use for things other than slots
@@ -60,9 +64,9 @@ class Context:
         sent: The slots from `ServerRule.send`, restricted to the `plan.train` of the plan before narrowing.
         memory: The slots that the client stored in its last round, or those of `ClientRule.memory` before its first.
         lr: The learning rate of this round.
-        notes: The `LayerSelection.notes` of all rules, for `finish`. Empty in `narrow`; in `penalty` and `gradient`
-            any access raises MethodError.
-        round_info: Round and client, for `narrow` and `finish`. In `penalty` and `gradient` any access raises
+        notes: The notes of all rules, from `narrow` and `start`, for `finish`. Empty in `narrow`; in `start` only those
+            of `narrow`. In the hooks of a step (`step_gradient`, `penalty`, `gradient`) any access raises MethodError.
+        round_info: Round and client, for `narrow`, `start` and `finish`. In the hooks of a step any access raises
             MethodError.
     """
 
@@ -72,14 +76,14 @@ class Context:
     sent: Slots
     memory: Slots
     lr: float
-    # Not available in `penalty` and `gradient`: one step serves several clients, and a CUDA graph may replay it in
-    # later rounds, so neither value would be right there.
+    # Not available in the hooks of a step: one step serves several clients, and a CUDA graph may replay it in later
+    # rounds, so neither value would be right there.
     notes: Slots = field(default_factory=lambda: cast(Slots, UnavailableInSteps("notes")))
     round_info: RoundInfo = field(default_factory=lambda: cast(RoundInfo, UnavailableInSteps("round_info")))
 
 
 class UnavailableInSteps:
-    """Stands in for a field of the Context that `penalty` and `gradient` cannot read; any access raises MethodError."""
+    """Stands in for a field of the Context that hooks of a training step cannot read; any access raises MethodError."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -88,8 +92,9 @@ class UnavailableInSteps:
         if name.startswith("__"):  # copy and pickle probe these
             raise AttributeError(name)
         raise MethodError(
-            f"ctx.{self._field} cannot be read in penalty or gradient: one step serves several clients and may be "
-            "replayed in later rounds; read it in narrow or finish, and store what you need in a memory slot"
+            f"ctx.{self._field} cannot be read in step_gradient, penalty or gradient: one step serves several clients "
+            "and may be replayed in later rounds; read it in narrow, start or finish, and store what you need in a "
+            "memory slot"
         )
 
     def __getitem__(self, key: object) -> Any:
@@ -156,14 +161,16 @@ class ClientRule:
     """How a client trains. The defaults give plain local training.
 
     Write the hooks for one client, without a client dimension. The engine applies them to several clients at once with
-    `torch.vmap`, so `penalty` and `gradient` must not branch on tensor values or modify tensors in place.
+    `torch.vmap`, so `step_gradient`, `penalty` and `gradient` must not branch on tensor values or modify tensors in
+    place.
 
     Attributes:
         slots: The slots that `finish` may return and `memory` fills. No other rule or transform of the method can have
             them.
         optimizers: The names of the local optimizers for which the rule is valid; None for any.
-        uses_data: Whether `narrow` reads the client's examples, so that its choice reveals something about them.
-        release: The privacy of that choice in each round; None if it has none. A method with example-level privacy
+        uses_data: Whether `narrow` or `start` reads the client's examples, so that its result reveals something about
+            them.
+        release: The privacy of that result in each round; None if it has none. A method with example-level privacy
             needs it for every rule that sets `uses_data`.
         per_example: Whether `penalty` is a mean over the batch's examples. If False, `penalty` must not read examples
             under example-level privacy.
@@ -205,6 +212,49 @@ class ClientRule:
             change. Narrowing can remove names but cannot add any.
         """
         return LayerSelection(plan.train)
+
+    def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
+        """Choose where training starts.
+
+        Called once per client round after all `narrow` hooks and before training, in the order of
+        `Method.client_rules`, and only if overridden. Dry runs do not call it.
+
+        Args:
+            params: All parameters: `ctx.anchor` with the values that earlier rules returned.
+            examples: The client's training examples. Under example-level privacy, a rule without `uses_data` gets an
+                object that raises MethodError on access.
+            ctx: The context, with the narrowed plan and the notes of `narrow`.
+            key: The random key of this rule, client and round.
+
+        Returns:
+            `(values, notes)`. The values replace those from which training starts, for any of the names in
+            `ctx.plan.train`, with the shapes and types of `params`; another name, shape or type is an error. The anchor
+            does not change, so the delta is what training reached minus what the client received or kept. The notes are
+            tensors for `finish` in the same round, found in `Context.notes`. They do not leave the client.
+        """
+        return {}, {}
+
+    def step_gradient(self, gradient_at: GradientAt, params: Tensors, ctx: Context) -> Tensors:
+        """Return the gradient of a step, evaluated at other points or combined from several.
+
+        Called in every training step, and only if overridden; one rule of a method can override it. Runs without
+        autograd and possibly inside `torch.vmap`. `gradient` of all rules and `training.clip` follow. A method with
+        example-level privacy cannot have such a rule: every evaluation would be one more release.
+
+        Args:
+            gradient_at: Returns the gradient of the batch's loss with all penalties, for the names that train in the
+                current phase and that the loss depends on. Its argument holds the parameters that differ from `params`;
+                `{}` gives the plain gradient. It may be called several times, always with the same batch. Each call
+                costs a forward and a backward pass. So that the loss before the step can be reported, a step without a
+                call at `params` costs one more forward pass.
+            params: All parameters at this step: those that train, and all others.
+            ctx: The context, without `notes` and `round_info`.
+
+        Returns:
+            The gradient by name, restricted to the names that train in the current phase. The optimizer does not change
+            a name that is left out.
+        """
+        return gradient_at({})
 
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         """Return a term of the loss.
@@ -261,6 +311,11 @@ class ClientRule:
         return {}, {}
 
 
+def overrides(rule: ClientRule, hook: str) -> bool:
+    """Whether the rule has its own version of a hook of `ClientRule`."""
+    return getattr(type(rule), hook) is not getattr(ClientRule, hook)
+
+
 class ForbiddenData:
     """Stands in for examples that a rule must not read; any access raises MethodError."""
 
@@ -270,7 +325,8 @@ class ForbiddenData:
     def __getattr__(self, what: str) -> Any:
         raise MethodError(
             f"{self._rule} reads a client's examples without declaring it, which privacy does not allow; set "
-            "per_example if its penalty is a mean over examples; set uses_data and release if narrow reads examples"
+            "per_example if its penalty is a mean over examples; set uses_data and release if narrow or start reads "
+            "examples"
         )
 
     def __len__(self) -> int:
@@ -430,8 +486,9 @@ class Method:
         privacy: Example-level differential privacy of local training; None for none.
 
     Raises:
-        MethodError: If a slot has an invalid name or two owners, or if a rule that reads examples has no `release`
-            although the method has example-level privacy.
+        MethodError: If a slot has an invalid name or two owners, if two rules override `step_gradient`, if the method
+            has both personal copies and `adapt`, or if it has example-level privacy and a rule overrides
+            `step_gradient` or reads examples without a `release`.
     """
 
     name: str
@@ -442,7 +499,7 @@ class Method:
     adapt: Callable[[Model], tuple[Phase, ...]] | None = None
     carry_optimizer: bool = False
     pool: bool = False
-    extend: Callable[[Model, Key], Model] | None = None
+    extend: Extension | None = None
     shape: Callable[[Model, RoundInfo], Model] | None = None
     clients: Names = NO_NAMES
     privacy: DPSGDSettings | None = None
@@ -458,12 +515,31 @@ class Method:
                 if slot in owners:
                     raise MethodError(f"{self.name}: {owners[slot]} and {owner} use the slot '{slot}'; use one of them")
                 owners[slot] = owner
+        if self.adapt is not None and isinstance(self.plan, PlanWithCopy):
+            raise MethodError(
+                f"{self.name}: clients are tested with their personal copy, which an adaptation before the test does "
+                "not train; set method.finetune = 0"
+            )
+        self._check_step_gradient()
         for rule in self.client_rules:
             if self.privacy and rule.uses_data and rule.release is None:
                 raise MethodError(
-                    f"{self.name}: {type(rule).__name__} selects by a client's examples and adds no noise to the "
-                    "selection; with privacy, add noise to it or select without reading examples"
+                    f"{self.name}: {type(rule).__name__} starts or selects by a client's examples and adds no noise; "
+                    "with privacy, add noise, or start and select without reading examples"
                 )
+
+    def _check_step_gradient(self) -> None:
+        owners = [type(rule).__name__ for rule in self.client_rules if overrides(rule, "step_gradient")]
+        if len(owners) > 1:
+            raise MethodError(
+                f"{self.name}: {owners[0]} and {owners[1]} both compute the gradient of a step (step_gradient); use "
+                "one of them"
+            )
+        if owners and self.privacy:
+            raise MethodError(
+                f"{self.name}: {owners[0]} evaluates gradients at points of its own (step_gradient), and each would be "
+                "one more release; use another method with example-level privacy, or privacy.unit = 'client'"
+            )
 
     def supports_optimizer(self, optimizer: str) -> bool:
         """Whether all rules are valid for this local optimizer."""
@@ -487,28 +563,29 @@ def compose(first: Method, *others: Method) -> Method:
     """Combine methods into one.
 
     Client rules and transforms are concatenated in order. `carry_optimizer` and `pool` are set if any method sets them.
+    Extensions of the model follow each other in order. A plan that adds personal copies does so to the other's plan.
 
     Args:
         first: The first method.
         *others: Further methods, whose rules and transforms follow in this order.
 
     Raises:
-        MethodError: If two methods set the same one of plan, server rule, adapt, extend, shape and privacy, or if two
-            rules or transforms have the same slot.
+        MethodError: If two methods set the same one of plan, server rule, adapt, shape and privacy, or if two rules or
+            transforms have the same slot.
     """
     result = first
     for other in others:
         name = f"{result.name}+{other.name}"
         result = Method(
             name,
-            plan=_pick_one(name, "plan", result.plan, other.plan, share_everything),
+            plan=_pick_plan(name, result.plan, other.plan),
             client_rules=result.client_rules + other.client_rules,
             transforms=result.transforms + other.transforms,
             server_rule=_pick_server_rule(name, result.server_rule, other.server_rule),
             adapt=_pick_one(name, "adapt", result.adapt, other.adapt, None),
             carry_optimizer=result.carry_optimizer or other.carry_optimizer,
             pool=result.pool or other.pool,
-            extend=_pick_one(name, "extend", result.extend, other.extend, None),
+            extend=_chain(result.extend, other.extend),
             clients=result.clients | other.clients,
             shape=_pick_one(name, "shape", result.shape, other.shape, None),
             privacy=_pick_one(name, "privacy", result.privacy, other.privacy, None),
@@ -520,6 +597,19 @@ def _pick_one(name: str, choice: str, first: T, second: T, default: T) -> T:
     if first != default and second != default:
         raise MethodError(f"{name}: both set the {choice}; a method has one, so leave one of them out")
     return second if first == default else first
+
+
+def _pick_plan(name: str, first: Planner, second: Planner) -> Planner:
+    for inner, outer in ((first, second), (second, first)):
+        if isinstance(outer, PlanWithCopy) and not isinstance(inner, PlanWithCopy):
+            return PlanWithCopy(_pick_one(name, "plan", outer.shared, inner, share_everything))
+    return _pick_one(name, "plan", first, second, share_everything)
+
+
+def _chain(first: Extension | None, second: Extension | None) -> Extension | None:
+    if first is None or second is None:
+        return first or second
+    return lambda model, key: second(first(model, key), key)
 
 
 def _pick_server_rule(name: str, first: ServerRule, second: ServerRule) -> ServerRule:

@@ -133,6 +133,16 @@ class Model:
         """
         raise TagError(f"{self.name} does not support prompts; use a two-tower model, model.name = 'clip'")
 
+    def personal(self, params: Tensors) -> Tensors:
+        """Return the parameters with which a client's own model is evaluated; by default they are unchanged.
+
+        A model with a personal copy (`personal_copy.py`) returns the copy in place of the shared values.
+
+        Args:
+            params: All parameters of the client.
+        """
+        return params
+
     def all_names(self) -> Names:
         """The names of all parameters that can train or travel."""
         return frozenset(self.initial)

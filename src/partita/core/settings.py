@@ -28,7 +28,7 @@ class Training:
         batch_size: Examples per batch.
         epochs: Passes over the client's examples per round.
         steps: Steps per round; overrides `epochs`.
-        clip: The maximum norm of a client's gradient; None for no clipping.
+        clip: The maximum norm of a client's gradient, and of that of its personal copy; None for no clipping.
         precision: "float32", or "bfloat16" for mixed precision with the weights in float32.
 
     Raises:

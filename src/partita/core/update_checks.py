@@ -20,7 +20,7 @@ from torch import Tensor
 from partita.core import serialization, tensors
 from partita.core.batch_schedule import count_steps
 from partita.core.client import Job, client_model, round_info_of
-from partita.core.method import ClientRule, Context, Server
+from partita.core.method import Context, Server, overrides
 from partita.core.model import Model, layer_tags
 from partita.core.packed import PackedLayout, PackedTensors, shapes
 from partita.core.plan import Plan
@@ -64,8 +64,8 @@ class UpdateLimits:
         self.run, self.model = run, model
         self.layers = frozenset(layer_tags(model))
         self.slots: Names = frozenset[str]().union(*(rule.slots for rule in run.method.client_rules))
-        self.finishes = any(type(rule).finish is not ClientRule.finish for rule in run.method.client_rules)
-        self.narrows = any(type(rule).narrow is not ClientRule.narrow for rule in run.method.client_rules)
+        self.finishes = any(overrides(rule, "finish") for rule in run.method.client_rules)
+        self.narrows = any(overrides(rule, "narrow") for rule in run.method.client_rules)
         self.hides = any(transform.hides for transform in run.method.transforms)
         self._squares: dict[str, float] = {}  # squared norms of the initial model's parameters
         self._norms: dict[Names, float] = {}
@@ -206,7 +206,7 @@ class UpdateValidator:
         if (plan, names) not in self.honest:
             job, narrowed = self.ask(client), plan.narrow(names | plan.keep)
             anchor = {**self.limits.model.initial, **job.params}
-            rules = [rule for rule in self.run.method.client_rules if type(rule).finish is not ClientRule.finish]
+            rules = [rule for rule in self.run.method.client_rules if overrides(rule, "finish")]
             try:
                 memory = {slot: part for rule in rules for slot, part in rule.memory(anchor).items()}
                 model, round_info = client_model(self.run, self.limits.model, job), round_info_of(self.run, job)

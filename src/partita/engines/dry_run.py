@@ -11,7 +11,7 @@ from torch import Tensor
 from partita.core import tensors
 from partita.core.client import ClientState, Job, LocalResult, begin_round, finish_round
 from partita.core.data import Batch, EvaluateOn
-from partita.core.method import MethodError, Server
+from partita.core.method import MethodError, Server, overrides
 from partita.core.model import Model
 from partita.core.rounds import ClientFailure, initial_server, rounds
 from partita.core.settings import Run
@@ -40,7 +40,7 @@ class DryRunEngine:
         self, run: Run, model: Model, clients: Sequence[str], availability: Availability | None = None
     ) -> None:
         for rule in run.method.client_rules:
-            if rule.uses_data:
+            if rule.uses_data and overrides(rule, "narrow"):
                 raise MethodError(
                     f"{run.method.name} chooses layers from the clients' data, so a dry run cannot predict it; for "
                     "the same number of bytes, use a choice without data: for safl, set method.select = 'random'"
@@ -63,7 +63,7 @@ class DryRunEngine:
 
 def null_update(run: Run, model: Model, job: Job) -> Update:
     """Return the update of a client whose training changed nothing. Names and shapes are those of a real update."""
-    client_round = begin_round(run, model, job, ClientState(), _OneExample())
+    client_round = begin_round(run, model, job, ClientState(), _OneExample(), trains=False)
     unchanged = tensors.select(client_round.ctx.anchor, client_round.plan.train)
     delta = tensors.zeros_like(tensors.select(unchanged, client_round.plan.up))
     result = LocalResult(unchanged, dict.fromkeys(unchanged, 1), [0.0], {}, DeltaFacts(delta, finite=True))

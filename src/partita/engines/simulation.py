@@ -120,7 +120,8 @@ class SimulationEngine:
                 full = [{**params, **own.params} for params, own in zip(full, adapted, strict=True)]
             for job, params in zip(chunk, full, strict=True):
                 examples = self._own_part(job.client, on) if on is None or isinstance(on, str) else on
-                yield job.client, score(client_model(self.run, self.model, job), params, examples, self.evaluator)
+                model = client_model(self.run, self.model, job)
+                yield job.client, score(model, model.personal(params), examples, self.evaluator)
 
     def _own_part(self, client: str, part: Literal["validation"] | None) -> Examples:
         return self.population[client].test if part is None else self.population[client].validation

@@ -79,7 +79,9 @@ def _other_rules(method: Method) -> str | None:
     """Rules run at the clients and cannot be compared afterwards, so their code must not read the number of rounds."""
     hooks: list[tuple[str, Any]] = [("Method.shape", method.shape)]
     for rule in method.client_rules:
-        hooks += [(f"{type(rule).__name__}.{name}", getattr(type(rule), name)) for name in ("narrow", "finish")]
+        hooks += [
+            (f"{type(rule).__name__}.{name}", getattr(type(rule), name)) for name in ("narrow", "start", "finish")
+        ]
     for name, hook in hooks:
         if reads_total(hook):
             return f"{method.name}: {name} reads RoundInfo.rounds"

@@ -43,4 +43,4 @@ def load_model(folder: Path, client: str | None = None, trust_code: bool = False
         raise RunError(f"{folder} has no client '{client}'; clients are {', '.join(experiment.federation.clients[:3])}")
     state = DiskStore(folder / run_folder.CLIENTS, experiment.device, saved.states).load(client, saved.done)
     job, _ = make_job(run, model, saved.server, saved.done - 1, client)
-    return model, client_params(run, model, job, state)[1]
+    return model, model.personal(client_params(run, model, job, state)[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.core.client import Job
-from partita.core.method import ClientRule, Server
+from partita.core.method import Server, overrides
 from partita.core.model import Model, layer_tag, layer_tags, role_tag
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import Engine, RoundResult, make_job
@@ -254,7 +254,7 @@ def _rejections(experiment: Experiment, result: RoundResult) -> Row:
 
 def _choices(experiment: Experiment, result: RoundResult, summaries: deque[RoundSummary]) -> Row:
     """If clients choose their layers: report the choices, the scores behind them, and alarms."""
-    if all(type(rule).narrow is ClientRule.narrow for rule in experiment.run.method.client_rules):
+    if not any(overrides(rule, "narrow") for rule in experiment.run.method.client_rules):
         return {}
     summary = summarize(result, experiment.model)
     summaries.append(summary)

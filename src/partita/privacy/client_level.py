@@ -10,7 +10,7 @@ import torch
 from partita.core import tensors
 from partita.core.averaging import average
 from partita.core.dp_settings import PrivacyError
-from partita.core.method import Method, MethodError, Server, ServerRule, UpdateTransform
+from partita.core.method import Method, MethodError, Server, ServerRule, UpdateTransform, overrides
 from partita.core.model import Model
 from partita.core.noise import add_noise, gaussian_noise
 from partita.core.rng import Key
@@ -130,7 +130,9 @@ def protect_clients(method: Method, clip: float, noise: float, cohort: int, secr
             f"{method.name}: {type(rule).__name__} computes its own mean over clients, and its weights or counts may "
             "reveal a client; client-level privacy needs a server that starts from the plain mean, such as fedavg's"
         )
-    if data_rules := [type(rule).__name__ for rule in method.client_rules if rule.uses_data]:
+    if data_rules := [
+        type(rule).__name__ for rule in method.client_rules if rule.uses_data and overrides(rule, "narrow")
+    ]:
         raise MethodError(
             f"{method.name}: with {data_rules[0]} each client chooses by its data what it sends, so the names alone "
             "reveal information; leave it out under client-level privacy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +13,9 @@ from typing import Literal
 import torch
 
 from partita.core import serialization, tensors
-from partita.core.client import ClientState, Job, client_params
+from partita.core.client import ClientRound, ClientState, Job, begin_round, client_params
 from partita.core.data import EvaluateOn, Population
-from partita.core.method import ClientRule, Method, Server, ServerRule, UpdateTransform
+from partita.core.method import ClientRule, Context, Method, Server, ServerRule, UpdateTransform, overrides
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.plan import RoundInfo
@@ -27,7 +28,7 @@ from partita.engines.availability import Availability
 from partita.engines.dry_run import DryRunEngine
 from partita.engines.simulation import SimulationEngine
 from partita.storage import checkpoint
-from partita.storage.client_store import DiskStore, MemoryStore
+from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
 from partita.storage.initial_values import InitialValues, flatten
 from partita.testing.toy import Float64Model, Float64Population, PooledPopulation, ToyPopulation, ToyTransformer
 
@@ -89,13 +90,15 @@ def check_method(
     _check_plan(run, model, population)
     before = torch.get_rng_state()
     probed = replace(run, method=replace(method, transforms=tuple(map(TransformProbe, method.transforms))))
-    baseline = _run_rounds(probed, model, _maker(probed, model, population)(), EngineProbe(run, model))
+    engine = _maker(probed, model, population)()
+    baseline = _run_rounds(probed, model, engine, EngineProbe(run, model))
     run = replace(run, drift=False)  # one run with drift is enough; it takes a tenth of the time and changes no result
     _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
+    _check_hooks(run, model, population, baseline.rounds[-1].server, engine.store)
     _check_wire(run, model, make, baseline)
     # A dry run cannot predict choices that depend on clients' data or on what the server has seen.
     if (
-        all(type(rule).narrow is ClientRule.narrow for rule in method.client_rules)
+        not any(overrides(rule, "narrow") for rule in method.client_rules)
         and type(method.server_rule).signal is ServerRule.signal
     ):
         _check_dry_run(run, model, population, baseline)
@@ -268,6 +271,49 @@ def _check_plan(run: Run, model: Model, population: Population) -> None:
         _require(
             same, f"its plan for {round_info.client} in round {round_info.round} differs from one call to the next"
         )
+
+
+def _check_hooks(run: Run, model: Model, population: Population, server: Server, store: ClientStore) -> None:
+    """Check that `start` and `step_gradient` are pure. In a run, what they modify may never be read again."""
+    for client in population.clients:
+        job, _ = make_job(run, model, server, run.rounds - 1, client)
+        state = store.load(client, run.rounds)
+        each = begin_round(run, model, job, state, population[client].train, trains=False)
+        for rule in run.method.client_rules:
+            if overrides(rule, "start"):
+                _check_pure(f"{type(rule).__name__}.start", partial(_started, rule, each), each.ctx)
+            if overrides(rule, "step_gradient"):
+                _check_pure(f"{type(rule).__name__}.step_gradient", partial(_step_gradient, rule, each), each.ctx)
+
+
+def _check_pure(name: str, hook: Callable[[Tensors], Slots], ctx: Context) -> None:
+    given: Slots = {"params": tensors.clone_all(ctx.anchor), "anchor": ctx.anchor, **ctx.sent, **ctx.memory}
+    held = {slot: tensors.clone_all(part) for slot, part in given.items()}
+    one, two = (hook(given["params"]) for _ in range(2))
+    _require(_equal_slots(given, held), f"{name} modifies the tensors that it is given")
+    _require(_equal_slots(one, two), f"{name} gives two results for the same arguments")
+
+
+def _started(rule: ClientRule, each: ClientRound, params: Tensors) -> Slots:
+    values, notes = rule.start(params, each.examples, each.ctx, each.key)
+    return {"values": values, **notes}
+
+
+def _step_gradient(rule: ClientRule, each: ClientRound, params: Tensors) -> Slots:
+    batch = each.examples.take(torch.arange(min(8, len(each.examples))))
+    ctx = each.ctx
+    ctx = Context(ctx.model, ctx.plan, ctx.anchor, ctx.sent, ctx.memory, ctx.lr)  # as in a step
+
+    def gradient_at(point: Tensors) -> Tensors:
+        whole = {**params, **point}
+        live = {name: whole[name].detach().requires_grad_() for name in sorted(ctx.plan.train)}
+        with torch.enable_grad():
+            loss = ctx.model.losses(ctx.model({**whole, **live}, batch.inputs), batch.targets).mean()
+        grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+        return {name: grad for name, grad in zip(live, grads, strict=True) if grad is not None}
+
+    with torch.no_grad():
+        return {"grads": rule.step_gradient(gradient_at, params, ctx)}
 
 
 def _check_wire(run: Run, model: Model, make: Maker, baseline: RunTrace) -> None:

@@ -129,6 +129,9 @@ class Float64Model(Model):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.model(params, inputs)
 
+    def personal(self, params: Tensors) -> Tensors:
+        return self.model.personal(params)
+
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
         return self.model.attention(params, batch, tokens)
 

@@ -23,9 +23,9 @@ from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
 from partita.training.client_axis import VmapError
 from partita.training.compilation import SMALL_MODEL, CompiledVmap
-from partita.training.gradients import PlainGradients
 from partita.training.phase_trainer import PhaseTrainer, Step
 from partita.training.phase_work import PhaseWork
+from partita.training.rule_gradients import step_gradients
 
 WARMUP_STEPS = 2  # eager steps of one shape before a capture: torch selects kernels in the first steps
 MAX_CACHED = 16  # cached blocks with their graphs, each with a copy of the shared tensors; least recently used go first
@@ -70,7 +70,7 @@ class GraphCache:
         return trainer
 
     def _trainer(self, work: PhaseWork) -> PhaseTrainer:
-        objective, what = work.objective, str(work.objective)
+        what = str(work.objective)
         lift = None
         if self.compile:
             size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
@@ -78,7 +78,7 @@ class GraphCache:
             lift = CompiledVmap(work.axis, what, combine)
         return PhaseTrainer(
             work,
-            PlainGradients(objective, work.axis, lift),
+            step_gradients(work.objective, work.axis, lift),
             CapturableOptimizer(work.run.training.optimizer, work.names, work.device),
             GraphedSteps(lambda step: self.record(step, what)),
             reused=True,

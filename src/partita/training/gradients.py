@@ -50,8 +50,28 @@ class PlainGradients:
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
     ) -> tuple[Tensors, Tensor]:
-        trainable = {name: value.detach().requires_grad_() for name, value in trainable.items()}
+        return self.at(trainable, list(trainable), values, dims)
+
+    def at(
+        self, point: Tensors, names: Sequence[str], values: Sequence[Any], dims: Sequence[Any]
+    ) -> tuple[Tensors, Tensor]:
+        """Return the gradient at a point for some names, and the task's loss there.
+
+        Args:
+            point: The trained parameters, and any others that differ from those in `values`.
+            names: The names in `point` for which to return the gradient. Those that the loss ignores are left out.
+            values: As in `__call__`.
+            dims: As in `__call__`.
+        """
+        point = {name: value.detach() for name, value in point.items()}
+        trainable = [point[name].requires_grad_() for name in names]
         with self.objective.autocast():
-            total, task = self.lift(self.objective.loss, dims)(trainable, *values)
-        grads = torch.autograd.grad(total.sum(), list(trainable.values()), allow_unused=True)
-        return {name: grad for name, grad in zip(trainable, grads, strict=True) if grad is not None}, task
+            total, task = self.lift(self.objective.loss, dims)(point, *values)
+        grads = torch.autograd.grad(total.sum(), trainable, allow_unused=True)
+        return {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}, task
+
+    def task_losses(self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any]) -> Tensor:
+        """Return the task's loss of each client, without a gradient. The arguments are those of `__call__`."""
+        with torch.no_grad(), self.objective.autocast():
+            task: Tensor = self.lift(self.objective.loss, dims)(trainable, *values)[1]
+        return task

@@ -62,7 +62,10 @@ def start_training(
             run,
             phase,
             [client_round.ctx for client_round in ranked],
-            [{**client_rounds[place].ctx.anchor, **_merge_phases(trained[place])} for place in order],
+            [
+                {**client_rounds[place].ctx.anchor, **client_rounds[place].start, **_merge_phases(trained[place])}
+                for place in order
+            ],
             [moments[place] for place in order],
             dp_settings,
             [_noise_source(run, client_round, index) for client_round in ranked] if dp_settings else [],

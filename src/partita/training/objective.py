@@ -11,9 +11,10 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.method import ClientRule, Context, ForbiddenData
+from partita.core.method import ClientRule, Context, ForbiddenData, overrides
 from partita.core.model import Model
 from partita.core.optim import clip_gradients
+from partita.core.personal_copy import PERSONAL
 from partita.core.plan import Plan
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
@@ -55,7 +56,7 @@ class Objective:
         return torch.autocast(self.device_type, torch.bfloat16, enabled=half, cache_enabled=cache)
 
     def context(self, anchor: Tensors, sent: Slots, memory: Slots) -> Context:
-        """Return the context for `penalty` and `gradient`, with one client's `anchor`, `sent` and `memory`."""
+        """Return the context for the hooks of a step, with one client's `anchor`, `sent` and `memory`."""
         return Context(self.model, self.plan, anchor, sent, memory, self.lr)
 
     def loss(
@@ -106,9 +107,14 @@ class Objective:
                     yield penalty
 
     @property
+    def step_rule(self) -> ClientRule | None:
+        """The rule that computes the gradient of a step (`ClientRule.step_gradient`); None for the plain gradient."""
+        return next((rule for rule in self.run.method.client_rules if overrides(rule, "step_gradient")), None)
+
+    @property
     def corrects(self) -> bool:
         """Whether `correct` changes gradients at all."""
-        corrected = any(type(rule).gradient is not ClientRule.gradient for rule in self.run.method.client_rules)
+        corrected = any(overrides(rule, "gradient") for rule in self.run.method.client_rules)
         return corrected or self.run.training.clip is not None
 
     def correct(self, grads: Tensors, anchor: Tensors, sent: Slots, memory: Slots) -> Tensors:
@@ -128,7 +134,13 @@ class Objective:
         for rule in self.run.method.client_rules:
             grads = {name: grad for name, grad in rule.gradient(grads, ctx).items() if name in names}
         limit = self.run.training.clip
-        return grads if limit is None else clip_gradients(grads, tensors.norm(grads), limit)
+        if limit is None:
+            return grads
+        # A personal copy is a model of its own, so neither model's gradient changes the step of the other.
+        copies = {name for name in grads if PERSONAL in self.model.tags[name]}
+        models = ({name: grads[name] for name in grads if (name in copies) == own} for own in (False, True))
+        clipped = (clip_gradients(part, tensors.norm(part), limit) for part in models if part)
+        return {name: grad for part in clipped for name, grad in part.items()}
 
 
 def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:

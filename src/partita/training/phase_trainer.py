@@ -17,9 +17,10 @@ from partita.core.packed import layout_for
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_, foreach_zero_
 from partita.training.client_axis import ClientVmap, leading_clients
-from partita.training.gradients import GradientEstimator, PlainGradients
+from partita.training.gradients import GradientEstimator
 from partita.training.phase_work import PhaseWork
 from partita.training.private_gradients import PrivateGradients
+from partita.training.rule_gradients import step_gradients
 
 # Pack deltas only where a call costs more than its arithmetic. On a CPU, rounding can depend on memory alignment.
 PACKED_DEVICES = ("cuda",)
@@ -210,7 +211,7 @@ class PhaseTrainer:
 
 def _estimator(work: PhaseWork) -> GradientEstimator:
     if work.dp_settings is None:
-        return PlainGradients(work.objective, work.axis)
+        return step_gradients(work.objective, work.axis)
     return PrivateGradients(work.objective, work.axis, work.dp_settings, work.noise_sources)
 
 
