@@ -581,13 +581,8 @@ def test_served_and_resumed_run_records_the_rows_of_a_local_run(method: str, opt
 def test_served_run_samples_validates_and_stops_as_a_local_run_does(tmp_path: Path) -> None:
     """Also after the server was killed between the row of the last round and the result."""
     config = write_config(tmp_path / "app")
-    words = [
-        "rounds=6",
-        "sampling.name=power_of_choice",
-        "federation.cohort=1",
-        "stop.patience=2",
-        "stop.min_delta=2.0",
-    ]
+    words = ["rounds=6", "sampling.name=power_of_choice", "sampling.candidates=3", "federation.cohort=2"]
+    words += ["stop.patience=2", "stop.min_delta=2.0"]
     for _ in runner.start(load(config, words), tmp_path / "here"):
         pass
     settings = {"folder": str(tmp_path / "there"), "deadline": 60.0, "clients": 3, "set": " ".join(words)}
@@ -607,8 +602,8 @@ def test_served_run_samples_validates_and_stops_as_a_local_run_does(tmp_path: Pa
     assert "accuracy on validation has not improved by more than 2 for 2 evaluations" in str(run_folder.stopped(there))
     ends = [{**(run_folder.finished(folder) or {}), "seconds": 0} for folder in (here, there)]
     assert ends[0] == ends[1]
-    bests = [[path.name[:6] for path in (folder / "checkpoints" / "best").iterdir()] for folder in (here, there)]
-    assert bests[0] == bests[1] != []
+    bests = [{path.name[:6] for path in (folder / "checkpoints" / "best").iterdir()} for folder in (here, there)]
+    assert bests[0] == bests[1] == {"000001", "000003"}
 
 
 def test_site_can_change_only_data_and_engine_keys(tmp_path: Path) -> None:

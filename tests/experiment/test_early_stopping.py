@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import SMALL_TASK, SMALL_VIT
 from shell import Shell
 
 from partita.core import tensors
+from partita.core.data import ClientData
 from partita.core.options import OptionError
 from partita.core.sampling import Uniform
 from partita.core.settings import RunError
+from partita.data import Federation, Subset
+from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Metric, score
 from partita.evaluation.metrics import LOSS
-from partita.experiment import round_log, run_folder
+from partita.experiment import early_stopping, round_log, run_folder
 from partita.experiment.builder import build
 from partita.experiment.config import Config, StopConfig, load, parse
 from partita.experiment.early_stopping import best_round, why_stop
@@ -187,6 +191,29 @@ def test_validation_is_the_mean_over_the_clients_validation_examples(tmp_path: P
     )
     assert rows[1]["validation"]["accuracy"] == pytest.approx(right / sum(map(len, parts)))
     assert set(rows[1]["validation"]) == {"accuracy", "loss"}
+
+
+def test_validation_without_any_score_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulationEngine, "evaluate", lambda self, jobs, on=None: iter([("c0", {})]))
+    with pytest.raises(RunError, match=r"none of 3 clients has a score on validation examples in round 0; raise split"):
+        list(start(settings(2, evaluate={"validation_every": 1}), tmp_path / "run"))
+
+
+class OneSite:
+    """The clients as a site sees them: it has its own data only, and no validation examples."""
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation, self.clients = federation, federation.clients
+
+    def __getitem__(self, client: str) -> ClientData:
+        nothing = Subset(self.federation.task.train, torch.arange(0))
+        return ClientData(self.federation[client].train if client == "c0" else nothing, nothing, nothing)
+
+
+def test_site_without_validation_examples_may_build_its_part_of_the_run() -> None:
+    config, experiment = settings(evaluate={"validation_every": 1}), build(settings())
+    site: Any = OneSite(experiment.federation)
+    early_stopping.check(config, experiment.evaluator, site, None)
 
 
 # ---- runs

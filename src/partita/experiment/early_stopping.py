@@ -103,10 +103,10 @@ def _gain(metric: Metric, score: float) -> float:
 
 
 def _check_examples(config: Config, federation: Federation) -> None:
-    """Raise RunError if no client has validation examples. Clients whose data is elsewhere are not looked at."""
-    here = [federation[client] for client in evaluated_clients(config, federation.clients)]
-    here = [data for data in here if len(data.train)]
-    if not config.split["validation"] or (here and not any(len(data.validation) for data in here)):
+    """Raise RunError if no client has validation examples. If some data is elsewhere, only the share is known."""
+    held = [federation[client] for client in evaluated_clients(config, federation.clients)]
+    none = all(len(data.train) for data in held) and not any(len(data.validation) for data in held)
+    if not config.split["validation"] or none:
         raise RunError(
             f"split.validation is {config.split['validation']:g}, so no client has validation examples; raise it, or "
             "leave out evaluate.validation_every and [stop] patience and target"

@@ -14,7 +14,7 @@ from partita.core.method import Server, overrides
 from partita.core.model import Model, layer_tag, layer_tags, role_tag
 from partita.core.plan import Plan, RoundInfo, plan_for
 from partita.core.rounds import Engine, RoundResult, make_job
-from partita.core.settings import Run
+from partita.core.settings import Run, RunError
 from partita.evaluation import evaluate
 from partita.experiment import early_stopping, run_folder
 from partita.experiment.alarms import LONG_WINDOW, RoundSummary, check_round, check_test, check_window, summarize
@@ -118,6 +118,9 @@ def validate_round(experiment: Experiment, engine: Engine, result: RoundResult) 
     Returns:
         "validation": by metric, the mean over the clients that have it, weighted by their numbers of validation
         examples. All clients count alike if the server does not know the numbers.
+
+    Raises:
+        RunError: If no client has a score.
     """
     every = experiment.config.validation_every
     if not every or (result.number + 1) % every:
@@ -125,6 +128,11 @@ def validate_round(experiment: Experiment, engine: Engine, result: RoundResult) 
     clients = early_stopping.evaluated_clients(experiment.config, engine.clients())
     scored = dict(engine.evaluate(_jobs(experiment, result, clients), "validation"))
     scored = {client: scores for client, scores in scored.items() if scores}
+    if not scored:
+        raise RunError(
+            f"none of {len(clients)} clients has a score on validation examples in round {result.number}; raise "
+            "split.validation, or leave out evaluate.validation_every and [stop]"
+        )
     sizes = {client: len(experiment.federation[client].validation) for client in scored}
     weights = sizes if all(sizes.values()) else dict.fromkeys(sizes, 1)
     means: dict[str, float] = {}
