@@ -13,3 +13,4 @@ BRIEF |= {
     "coop": {"text_tokens": 2},
 }
 BRIEF |= {"fedotp": {"text_tokens": 2, "iterations": 5}, "fedpgp": {"text_tokens": 2, "rank": 1}}
+BRIEF |= {"pfedme": {"inner_steps": 2}}

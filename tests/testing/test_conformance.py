@@ -30,7 +30,7 @@ from partita.core.method import (
     compose,
 )
 from partita.core.model import Model, Output
-from partita.core.optim import SGD
+from partita.core.optim import SGD, Optimizer
 from partita.core.plan import Plan, RoundInfo, share, share_everything
 from partita.core.rng import Key
 from partita.core.tensors import Names, Slots, Tensors
@@ -41,11 +41,13 @@ from partita.methods.fedprox import fedprox
 from partita.testing.conformance import ConformanceError, ConformanceReport, check_method
 
 
-def check_on_small_federation(method: Method, tolerance: float = 1e-5) -> ConformanceReport:
+def check_on_small_federation(
+    method: Method, tolerance: float = 1e-5, optimizer: Optimizer | None = None
+) -> ConformanceReport:
     """Check on one layer and four small clients: the same properties in a quarter of the time."""
     if method.extend:
-        return check_method(method, image_fixtures.small_vit(), image_fixtures.FOUR, tolerance=tolerance)
-    return check_method(method, toy_model(), Clients(c0=3, c1=9, c2=12, c3=6), tolerance=tolerance)
+        return check_method(method, image_fixtures.small_vit(), image_fixtures.FOUR, optimizer, tolerance)
+    return check_method(method, toy_model(), Clients(c0=3, c1=9, c2=12, c3=6), optimizer, tolerance)
 
 
 # ---- correct methods
@@ -53,7 +55,10 @@ def check_on_small_federation(method: Method, tolerance: float = 1e-5) -> Confor
 
 @cache
 def report_for(name: str) -> ConformanceReport:
-    return check_on_small_federation(build(name, BRIEF.get(name.partition("+")[0], {})))
+    # A key bias has no gradient but rounding errors, and softmax is invariant to it. AdamW divides Ditto's pull on its
+    # copy by the pull's own size, so these errors grow to full steps, even in float64.
+    optimizer = SGD(momentum=0.9) if "ditto" in name.split("+") else None
+    return check_on_small_federation(build(name, BRIEF.get(name.partition("+")[0], {})), optimizer=optimizer)
 
 
 # The fast suite covers all methods, one of the FedOpt family, and one composition of each kind.
@@ -94,7 +99,6 @@ def test_every_method_and_supported_composition_conforms(name: str) -> None:
         ("fedrep", {"body_epochs": 2}),
         ("fedbabu", {"tune": "head"}),
         ("fedtp", {"hidden": 4, "embedding": 2}),
-        ("ditto", {"lam": 0.3, "copied": ["head", "norm"]}),
         ("apfl", {"adaptive": False}),
         ("pfedme", {"inner_steps": 2, "beta": 2.0}),
         ("local-only", {}),
