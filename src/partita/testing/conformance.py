@@ -507,7 +507,7 @@ PROMISES: tuple[Promise[Trial], ...] = (
     ),
     Promise(
         "resume from memory",
-        "So does a run in blocks whose client state was in memory.",
+        "So does a run in blocks, with client state in memory.",
         _check_resume_from_memory,
         (BLOCKS,),
     ),

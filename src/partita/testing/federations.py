@@ -49,8 +49,8 @@ def federation_for(method: Method) -> SmallFederation:
             continue
         return federation
     raise MethodError(
-        f"{method.name} accepts none of the small models that it could be checked on: {reasons[0]}; check it on its own "
-        "model in Python: partita.check_method(method, model, population)"
+        f"{method.name} accepts none of the small models for a check: {reasons[0]}; check it on its own model in "
+        "Python: partita.check_method(method, model, population)"
     )
 
 

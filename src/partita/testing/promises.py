@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
+from partita.core.options import OptionError
+
 T = TypeVar("T")
 Verdict = Literal["yes", "no", "not applicable", "not tested"]
 
@@ -59,7 +61,11 @@ class Outcome:
 
 
 def check_all(promises: Sequence[Promise[T]], subject: T) -> Iterator[Outcome]:
-    """Test every promise in order. A broken one does not stop the others, except those that need it."""
+    """Test every promise in order. A broken one does not stop the others, except those that need it.
+
+    Raises:
+        OptionError: If an option of the tested code is invalid.
+    """
     unmet: set[str] = set()
     for promise in promises:
         verdict, reason = _check(promise, subject, unmet)
@@ -99,6 +105,8 @@ def _check(promise: Promise[T], subject: T, unmet: set[str]) -> tuple[Verdict, s
         return "not tested", str(reason)
     except ConformanceError as broken:
         return "no", str(broken)
+    except OptionError:  # a wrong option says nothing about the code
+        raise
     except Exception as error:  # own code can fail in any way, and the other promises are still of interest
         return "no", describe_error(error)
     return "yes", ""
