@@ -17,11 +17,11 @@ from partita.core.options import (
     OptionError,
     closest_match,
     describe,
-    import_from_registry,
     matches_type,
     validate_options,
 )
 from partita.core.plan import Phase, PlanError
+from partita.core.registry import find_function
 from partita.core.settings import RunError, Training
 from partita.methods import INDEX, build
 from partita.methods.fedavg import fedavg
@@ -165,9 +165,9 @@ def test_training_options_are_accepted_or_refused(options: dict[str, Any]) -> No
 def test_closest_match_and_registry_import_suggest_a_name() -> None:
     assert closest_match("fedprx", INDEX) == "did you mean 'fedprox'?"
     assert closest_match("qqq", ["b", "a"]) == "it can be: a, b"
-    assert import_from_registry(INDEX, "fedavg", "method")().name == "fedavg"
+    assert find_function(INDEX, "fedavg", "method")().name == "fedavg"
     with pytest.raises(OptionError, match=r"unknown method 'fedporx'; did you mean 'fedprox'\?"):
-        import_from_registry(INDEX, "fedporx", "method")
+        find_function(INDEX, "fedporx", "method")
 
 
 def test_methods_are_built_by_name_and_options() -> None:

@@ -451,7 +451,7 @@ def test_folder_without_data_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("digit", {}, "unknown task 'digit'; did you mean 'digits'"),
+        ("digit", {}, "unknown data 'digit'; did you mean 'digits'"),
         ("digits", {"size": 3}, "unknown key 'data.size'"),
         ("synthetic", {"clases": 3}, "'data.clases'; did you mean 'classes'"),
         ("images", {}, "'data.path' is missing"),

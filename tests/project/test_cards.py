@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from partita.core.options import import_from_registry
+from partita.core.registry import find_function
 from partita.experiment.preview import plan_section
 from partita.methods import INDEX
 from partita.methods.cards import HEADINGS, card, listing
@@ -25,7 +25,7 @@ def test_card_has_its_sections_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", INDEX)
 def test_card_lists_each_parameter_with_its_default(name: str) -> None:
-    parameters = inspect.signature(import_from_registry(INDEX, name, "method")).parameters.values()
+    parameters = inspect.signature(find_function(INDEX, name, "method")).parameters.values()
     section = card(name).partition("## Parameters\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, re.MULTILINE)
     assert listed == [(each.name, repr(each.default)) for each in parameters]

@@ -17,6 +17,8 @@ CORE = [
     ["core.torch_private", "core.hub"],
     ["core.packed", "core.chacha"],
     ["core.tensors", "core.rng", "core.options", "core.memory"],
+    ["core.own_code"],
+    ["core.registry"],
     ["core.data", "core.noise", "core.dp_settings", "core.update"],
     ["core.model", "core.versions", "core.serialization", "core.averaging"],
     ["core.plan"],

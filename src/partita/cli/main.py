@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,9 @@ Rounds = Annotated[int | None, typer.Option(help="Number of rounds; short for --
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and the final table.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print every round, with bytes and drift, and how it is computed.")
+]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-code", help="Run the own code in the folder even if you did not start the run here.")
 ]
 MetricName = Annotated[
     str | None, typer.Option("--metric", help="Recorded metric to compare. Default: the task's own.")
@@ -88,7 +92,7 @@ def run(
         raise ValueError("--resume continues a run and --overwrite deletes it; choose one")
     _check_report_needs(report)
     settings = _load(config, _with_rounds(changes, rounds))
-    _check_metric(metric)
+    _check_metric(metric, settings.evaluate.metrics)
     from partita.experiment import run_folder
     from partita.experiment.run_names import default_folder
     from partita.experiment.runner import start, start_or_resume
@@ -117,6 +121,7 @@ def resume(
         typer.Option(min=1, max=10**6, help="Extend the run to this many rounds in total, also if it is finished."),
     ] = None,
     report: Report = False,
+    trust_code: TrustCode = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -139,7 +144,7 @@ def resume(
     if run_folder.finished(folder) and rounds is None:
         print(f"{folder} is finished; nothing to resume")
     else:
-        settings = _load(folder / run_folder.CONFIG)
+        settings = _load_recorded(folder, trust_code)
         from partita.experiment.runner import resume as resume_run
 
         total = replace(settings, rounds=rounds or settings.rounds)
@@ -199,8 +204,8 @@ def compare(
     _check_report_needs(report, paired=seeds > 1)
     from partita.experiment.compare import compare_all, expand
 
-    _check_metric(metric)
     folders = expand(config, _with_rounds(changes, rounds), methods, seeds, out, overwrite)
+    _check_metric(metric, folders[0][1].evaluate.metrics)
     follow_all(compare_all(folders, jobs or os.cpu_count() or 1, overwrite), folders, verbosity)
     _print_comparison(
         [folder for folder, _ in folders],
@@ -266,6 +271,7 @@ def audit(
     shadows: Annotated[
         int, typer.Option(help="Train this many shadow runs for likelihood ratios (LiRA). Needs --canaries.")
     ] = 0,
+    trust_code: TrustCode = False,
     as_json: Json = False,
 ) -> None:
     """Check a finished run's noise, clipping and sampling, and attack it. Exits with 1 if the privacy claim fails.
@@ -276,7 +282,7 @@ def audit(
     from partita.experiment.audit import failures
     from partita.experiment.run_folder import AUDIT
 
-    findings = attack(folder, canaries, shadows)
+    findings = attack(folder, canaries, shadows, trust_code)
     failed = failures(findings)
     if as_json:
         print(json.dumps(findings, indent=1))
@@ -337,9 +343,12 @@ def methods_command(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table("method", "parameters", "what it does", box=None, header_style="bold")
+    added = any(row["source"] != "partita" for row in rows)  # by installed packages
+    headings = ("method", "parameters", "what it does", *(["from"] if added else []))
+    table = Table(*headings, box=None, header_style="bold")
     for row in rows:
-        table.add_row(row["name"], ", ".join(f"{k}={v!r}" for k, v in row["parameters"].items()) or "–", row["about"])
+        options = ", ".join(f"{k}={v!r}" for k, v in row["parameters"].items()) or "–"
+        table.add_row(row["name"], options, row["about"], *([row["source"]] if added else []))
     Console().print(table)
     print(f"\nSupported compositions: {', '.join(COMPOSITIONS)}\nShow a method's card: partita methods NAME")
 
@@ -400,13 +409,24 @@ def _load(config: Path, changes: list[str] | None = None) -> Config:
         return load(config, changes or ())
 
 
-def _check_metric(metric: str | None) -> None:
-    """Refuse a metric that no task has, before anything runs."""
+def _load_recorded(folder: Path, trust_code: bool) -> Config:
+    from partita.experiment.gc_freeze import importing
+
+    with importing():
+        from partita.experiment.config import load_recorded
+
+        return load_recorded(folder, trust_code)
+
+
+def _check_metric(metric: str | None, own: Iterable[str] = ()) -> None:
+    """Refuse a metric that neither a task has nor the config adds, before anything runs."""
     from partita.core.options import OptionError, closest_match
+    from partita.core.own_code import short_name
     from partita.evaluation.metrics import METRIC_NAMES
 
-    if metric is not None and metric not in METRIC_NAMES:
-        raise OptionError(f"--metric is '{metric}', which no task has; {closest_match(metric, METRIC_NAMES)}")
+    known = {*METRIC_NAMES, *map(short_name, own)}
+    if metric is not None and metric not in known:
+        raise OptionError(f"--metric is '{metric}', which no task has; {closest_match(metric, known)}")
 
 
 def _print_comparison(

@@ -10,7 +10,6 @@ import types
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 MISSING = inspect.Parameter.empty
@@ -108,24 +107,6 @@ def unknown_key(name: str, known: Iterable[str], table: str = "") -> OptionError
     closest, listed = closest_match(word, known), ", ".join(map(format_name, known))
     remedy = f"{closest} It can be: {listed}" if closest.startswith("did") else f"it can be: {listed}"
     return OptionError(f"unknown key {shown}; {remedy}; '{f'partita options {table}'.rstrip()}' explains them")
-
-
-def import_from_registry(index: Mapping[str, str], name: str, what: str) -> Callable[..., Any]:
-    """Import the function that a registry lists under a name as "module:function".
-
-    Args:
-        index: The registry.
-        name: The name to look up.
-        what: What the registry lists, for the error message.
-
-    Raises:
-        OptionError: If the registry does not list the name.
-    """
-    if name not in index:
-        raise OptionError(f"unknown {what} {format_value(name)}; {closest_match(name, index)}")
-    module, _, function = index[name].partition(":")
-    imported: Callable[..., Any] = getattr(import_module(module), function)
-    return imported
 
 
 def options_of(target: Callable[..., Any], given: Iterable[str] = ()) -> dict[str, Option]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from partita.core.options import import_from_registry, validate_options
+from partita.core.options import validate_options
+from partita.core.registry import check_result, find_function
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.split import SPLITS, split
@@ -29,18 +30,17 @@ def load(name: str, key: Key, **options: Any) -> Task:
     """Load a task.
 
     Args:
-        name: Name of the task, a key of `INDEX`.
+        name: Name of the task: a key of `INDEX`, or the user's own function.
         key: Key for random draws. Passed to tasks that take one.
         **options: Options of the task.
     """
-    make = import_from_registry(INDEX, name, "task")
+    make = find_function(INDEX, name, "data")
     options = validate_options(make, options, "data", given=["key"], name=name)
     if "key" in inspect.signature(make).parameters:
         options["key"] = key
-    task: Task = make(**options)
-    return task
+    return check_result(make(**options), Task, name, "data")
 
 
 def takes(name: str, option: str) -> bool:
     """Return whether the task `name` has the option `option`."""
-    return option in inspect.signature(import_from_registry(INDEX, name, "task")).parameters
+    return option in inspect.signature(find_function(INDEX, name, "data")).parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -17,9 +18,10 @@ from partita.core.options import (
     Positive,
     closest_match,
     format_value,
-    import_from_registry,
     validate_options,
 )
+from partita.core.own_code import short_name
+from partita.core.registry import check_result, find_function
 from partita.core.rng import Key
 from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.errors import DataError
@@ -59,20 +61,48 @@ def split(
 
     Args:
         task: Task whose train rows are split.
-        name: Name of the split, a key of `SPLITS`.
+        name: Name of the split: a key of `SPLITS`, or the user's own function.
         clients: Number of clients, for splits that take it.
         key: Key for all random draws.
         validation: Share of each client's rows for its validation part.
         test: Share of each client's rows for its test part.
         **options: Options of the split.
     """
-    make_partition = import_from_registry(SPLITS, name, "split")
+    make_partition = find_function(SPLITS, name, "split")
     given = options if clients is None else {"clients": clients, **options}
     own = validate_options(make_partition, given, "split", ["task", "key"], name, others=("validation", "test"))
-    partition = make_partition(task, key=key / name, **own)
+    made = make_partition(task, key=key / short_name(name), **own)
+    if isinstance(made, Mapping):
+        made = _partition_of(made, len(task.train), name)
+    partition = check_result(made, Partition, name, "split")
     # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
     return Federation(task, partition.clients, cut)
+
+
+def _partition_of(rows: Mapping[str, Any], count: int, name: str) -> Partition:
+    """Return the partition in which each client has the given rows, as a user's own split may return it.
+
+    Raises:
+        DataError: If a row does not exist or has two clients, or if a client has no rows.
+    """
+    owner = np.full(count, -1, np.int64)
+    for place, (client, given) in enumerate(rows.items()):
+        own = np.asarray(given, np.int64)
+        if not own.size:
+            raise DataError(f"the split '{name}' gives the client {format_value(client)} no rows; leave the client out")
+        if own.min() < 0 or own.max() >= count:
+            raise DataError(f"the split '{name}' gives {format_value(client)} a row outside of the {count} train rows")
+        if (owner[own] >= 0).any() or len(np.unique(own)) < len(own):
+            raise DataError(
+                f"the split '{name}' gives a row of {format_value(client)} twice; give each row to one client"
+            )
+        owner[own] = place
+    clients = _names([str(client) for client in rows], "the own split")
+    used = np.flatnonzero(owner >= 0)
+    grouped = used[np.argsort(owner[used], kind="stable")]
+    sizes = np.bincount(owner[used], minlength=len(clients))
+    return Partition(grouped, np.concatenate([[0], np.cumsum(sizes)]), NamedClients(clients))
 
 
 def iid(task: Task, clients: Clients, key: Key) -> Partition:

@@ -18,7 +18,7 @@ from partita.core.update import Update
 from partita.engines.simulation import SimulationEngine
 from partita.experiment import run_folder
 from partita.experiment.builder import Experiment, build
-from partita.experiment.config import load
+from partita.experiment.config import load_recorded
 from partita.privacy.canaries import (
     CanaryPopulation,
     Eavesdropper,
@@ -42,13 +42,14 @@ DELTA = 1e-5  # delta of the bound on epsilon, if the run makes no privacy claim
 Findings = dict[str, Any]
 
 
-def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Findings:
+def audit(folder: Path, canaries: int = 0, shadows: int = 0, trust_code: bool = False) -> Findings:
     """Check the run's mechanism, attack its final model and an update, and optionally attack its training.
 
     Args:
         folder: Folder of a finished run.
         canaries: Number of canaries. If not 0, training is repeated with them, which bounds epsilon from below.
         shadows: Number of additional training runs for likelihood ratios (LiRA). Needs canaries.
+        trust_code: Run the user's own code that the folder holds, even if this user has not run it before.
 
     Returns:
         The findings, as written to `audit.json`.
@@ -61,7 +62,7 @@ def audit(folder: Path, canaries: int = 0, shadows: int = 0) -> Findings:
     if shadows and not canaries:
         raise PrivacyError("--shadows needs canaries; set their number with --canaries")
     identity = run_folder.verify(folder)
-    experiment = build(load(folder / run_folder.CONFIG))
+    experiment = build(load_recorded(folder, trust_code))
     guard, task = experiment.guard, experiment.federation.task
     if shadows and task.kind.outputs == "numbers":
         raise PrivacyError(

@@ -15,6 +15,7 @@ import torch
 from partita import data, methods, models
 from partita.core.method import Method
 from partita.core.model import Model
+from partita.core.own_code import digests
 from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
 from partita.core.rounds import initial_server
@@ -25,7 +26,9 @@ from partita.engines.autotune import bf16_slowdown, check_block, choose_block, c
 from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
+from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
+from partita.experiment.config_code import check_recorded
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
 from partita.storage.client_store import ClientStore
@@ -63,7 +66,9 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
 
     Raises:
         RunError: If the parts do not fit each other, or this machine cannot run them.
+        CodeError: If own code has changed since the config was read.
     """
+    check_recorded(config.code, digests(config.references()))
     key, device = Key(config.seed), _configure_torch(config.engine)
     trained_method = build_method(config.method)
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
@@ -84,7 +89,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         check_block(run, model, federation.clients, block)
     _check_plan(run, model, federation.clients[0])
     task = raw_federation.task
-    evaluator = task.kind.evaluator(task.classes)
+    evaluator = with_own_metrics(task.kind.evaluator(task.classes), config.evaluate.metrics)
     return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs)
 
 

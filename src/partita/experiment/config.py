@@ -30,14 +30,17 @@ from partita.core.options import (
     Text,
     Whole,
     format_value,
-    import_from_registry,
     options_of,
     unknown_key,
     validate_options,
 )
+from partita.core.own_code import Reference
+from partita.core.registry import find_function
 from partita.core.settings import Run, Training
 from partita.engines.attackers import AttackKind
+from partita.experiment.config_code import anchored, changed, check_recorded, code_digests, portable, references_in
 from partita.experiment.run_names import method_label, method_options, option_text
+from partita.experiment.trusted_code import check_trusted
 from partita.privacy.guard import PrivacyConfig
 
 Processes = Annotated[int, Range(low=1, high=1024)]
@@ -145,6 +148,9 @@ class EvaluateConfig:
     personal_every: Annotated[Whole, "rounds between evaluations on the clients' own test sets; 0 for never"] = 5
     max_clients: Annotated[Count, "maximum number of clients evaluated; they are drawn once per run"] = 100
     drift: Annotated[bool, "measure client drift in every round"] = True
+    metrics: Annotated[
+        tuple[str, ...], "your own metrics, such as `mine.py:recall`: functions of all logits and targets"
+    ] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,16 @@ class CheckpointConfig:
     every: Annotated[Count, "rounds between checkpoints"] = 1
 
 
+@dataclass(frozen=True)
+class TrackConfig:
+    """The `[track]` table."""
+
+    to: Annotated[tuple[str, ...], "trackers that receive every row: your own functions, such as `mine.py:log`"] = ()
+
+
 Table = Mapping[str, Any]
+RECORDED = "config.toml"  # the config of a run folder
+CODE = "code"  # the table of a recorded config with the digests of the user's own code
 
 
 @dataclass(frozen=True)
@@ -179,21 +194,34 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
     privacy: PrivacyConfig | None = None
+    code: Mapping[str, str] = field(default_factory=dict)  # digest of each file or module of the user's own code
 
     def to_toml(self) -> str:
-        """Return the config as TOML, without values that are None."""
-        return tomli_w.dumps(_drop_none(dataclasses.asdict(self)))
+        """Return the config as TOML, without values that are None.
+
+        It names own code by the copies in the folder `code` next to it; `references` of this config finds the files.
+        """
+        raw = portable(_drop_none(dataclasses.asdict(self)))
+        return tomli_w.dumps({key: value for key, value in raw.items() if key != CODE or value})
+
+    def references(self) -> list[Reference]:
+        """Return the user's own functions that the config names."""
+        return references_in(dataclasses.asdict(self))
 
 
+NOT_THE_RUN = ("engine.", "track.")  # settings in which starts of the same run may differ
 SITES_OWN = ("data", "engine")  # tables that a site may override; all others must match the server's
 
 
 def shared_digest(config: Config) -> str:
     """Hash the part of the config on which the server and all sites must agree."""
     raw = tomllib.loads(config.to_toml())
-    shared = {table: value for table, value in raw.items() if table not in SITES_OWN}
+    shared = {table: value for table, value in raw.items() if table not in (*SITES_OWN, "track")}
     shared["split"] = {key: value for key, value in shared["split"].items() if key != "client"}
+    agreed = {reference.key for reference in references_in(shared)}  # a site may read its data with code of its own
+    shared[CODE] = {key: digest for key, digest in raw.get(CODE, {}).items() if key in agreed}
     return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -203,6 +231,7 @@ _TABLES = {
     "engine": EngineConfig,
     "evaluate": EvaluateConfig,
     "checkpoint": CheckpointConfig,
+    "track": TrackConfig,
     "privacy": PrivacyConfig,
 }
 # Tables that name a function: (key that holds the name, registry, parameters that do not come from the config).
@@ -228,12 +257,12 @@ def options_under(heading: str) -> dict[str, Option]:
     """
     table, _, name = heading.partition(" ")
     if not table:
-        return options_of(Config, given=[*_TABLES, *_NAMED])
+        return options_of(Config, given=[*_TABLES, *_NAMED, CODE])
     if table in _TABLES:
         return options_of(_TABLES[table])
     _, index, given = _NAMED[table]
     common = options_of(data.split, _OF_EVERY_SPLIT) if table == "split" else {}
-    return {**options_of(import_from_registry(index, name, table), given), **common}
+    return {**options_of(find_function(index, name, table), given), **common}
 
 
 def schema() -> dict[str, dict[str, Option]]:
@@ -244,9 +273,10 @@ def schema() -> dict[str, dict[str, Option]]:
 def settings_by_key(config: Config) -> dict[str, str]:
     """Return every setting as a text by its dotted key. Values that mean the same have the same text."""
     texts: dict[str, str] = {}
-    for key, value in _drop_none(dataclasses.asdict(config)).items():
+    plain = _drop_none(dataclasses.asdict(config))
+    for key, value in portable(plain).items():
         if isinstance(value, Mapping):
-            known = _options_in(key, value)
+            known = _options_in(key, plain[key])
             hints = {name: known[name].hint if name in known else Any for name in value}
             texts |= {f"{key}.{name}": option_text(item, hints[name]) for name, item in value.items()}
         else:
@@ -255,29 +285,62 @@ def settings_by_key(config: Config) -> dict[str, str]:
 
 
 def _options_in(key: str, table: Table) -> Mapping[str, Option]:
+    if key == CODE:
+        return {}
     if key == "method":
         return method_options(table["name"])
     return options_under(key if key in _TABLES else f"{key} {table['name']}")
 
 
 def differences(one: Config, other: Config) -> list[str]:
-    """Say which settings differ and how, one text each. Starts of the same run may differ in the engine's settings."""
+    """Say which settings differ and how, one text each. Starts of the same run may differ in the engine and the
+    trackers."""
     left, right = settings_by_key(one), settings_by_key(other)
-    keys = [key for key in {**left, **right} if left.get(key) != right.get(key) and not key.startswith("engine.")]
-    return [f"{key} is {left.get(key, 'not set')} there and {right.get(key, 'not set')} here" for key in keys]
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key) and not key.startswith(NOT_THE_RUN)]
+    return [_difference(key, left.get(key), right.get(key)) for key in keys]
+
+
+def _difference(key: str, there: str | None, here: str | None) -> str:
+    if key.startswith(f"{CODE}.") and there and here:
+        return f"{changed(key.removeprefix(f'{CODE}.'))} since the run was started"
+    return f"{key} is {there or 'not set'} there and {here or 'not set'} here"
+
+
+def load_recorded(folder: Path, trust_code: bool = False, own_code: Mapping[str, str] | None = None) -> Config:
+    """Load the config of a run folder. Code in the folder is run only if this user trusts it.
+
+    Args:
+        folder: The run folder.
+        trust_code: Run its code in any case.
+        own_code: Digests of code that the user runs anyway.
+
+    Raises:
+        CodeError: If the config names code that this user has not run on this machine.
+    """
+    raw = _read(folder / RECORDED)
+    if not trust_code:
+        check_trusted(references_in(anchored(raw, folder)), own_code)
+    return parse(anchored(raw, folder))
 
 
 def load(path: Path, changes: Iterable[str] = ()) -> Config:
     """Load and validate a config file.
 
     Args:
-        path: The TOML file.
-        changes: Overrides such as "method.mu=0.1".
+        path: The TOML file. Own code that it names is relative to its folder.
+        changes: Overrides such as "method.mu=0.1". Own code that they name is relative to the current folder.
 
     Raises:
         ConfigError: If the file or an override cannot be read.
         OptionError: If a key is unknown or a value is invalid.
     """
+    raw = anchored(_read(path), path.parent)
+    for change in changes:
+        apply_override(raw, change)
+    return parse(raw)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -285,12 +348,9 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the config {path}: it is not text in UTF-8") from error
     try:
-        raw = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {_reason(error)}") from error
-    for change in changes:
-        apply_override(raw, change)
-    return parse(raw)
 
 
 def apply_override(raw: dict[str, Any], change: str) -> None:
@@ -334,13 +394,17 @@ def parse(raw: Mapping[str, Any]) -> Config:
             raise unknown_key(key, Config.__dataclass_fields__)
         if (key in _TABLES or key in _NAMED) and not isinstance(value, Mapping):
             raise OptionError(f"{key} is {format_value(value)}; it must be a table, [{key}]")
+    raw = anchored(raw, Path())
+    recorded, code = raw.pop(CODE, None), code_digests(raw)
+    if recorded is not None:
+        check_recorded(recorded, code)
     if "method" not in raw:
         raise OptionError("'method' is missing; name one with [method] name = 'fedavg'")
     shaped = {key: kind(**validate_options(kind, raw[key], key)) for key, kind in _TABLES.items() if key in raw}
     plain = {key: value for key, value in raw.items() if key not in _TABLES}
     single = {key: value for key, value in plain.items() if key not in _NAMED}
-    validate_options(Config, single, "", given=[*_TABLES, *_NAMED])
-    config = Config(**plain, **shaped)
+    validate_options(Config, single, "", given=[*_TABLES, *_NAMED, CODE])
+    config = Config(**plain, **shaped, code=code)
     config = dataclasses.replace(
         config,
         method=_filled_method(config.method),
@@ -356,7 +420,7 @@ def _filled_method(table: Table) -> Table:
     """Fill in all defaults, so that the recorded config is complete."""
     name, options = _named(table, "method")
     methods.build(name, options)
-    defaults = [_defaults(import_from_registry(methods.INDEX, part, "method")) for part in name.split("+")]
+    defaults = [_defaults(find_function(methods.INDEX, part, "method")) for part in name.split("+")]
     # A config cannot set a key that two composed methods share, so each method keeps its own default.
     own = {
         key: value for part in defaults for key, value in part.items() if sum(key in other for other in defaults) == 1
@@ -368,14 +432,14 @@ def _filled_method(table: Table) -> Table:
 def _filled(table: Table, where: str) -> Table:
     name, options = _named(table, where)
     _, index, given = _NAMED[where]
-    function = import_from_registry(index, name, where)
+    function = find_function(index, name, where)
     return {"name": name, **_defaults(function), **validate_options(function, options, where, given, name)}
 
 
 def _filled_split(table: Table) -> Table:
     """Fill in the defaults of this kind of split and of the keys that all kinds share."""
     kind, options = _named(table, "split")
-    function = import_from_registry(data.SPLITS, kind, "split")
+    function = find_function(data.SPLITS, kind, "split")
     common = _defaults(data.split)
     cuts = {key: options.pop(key) for key in common if key in options}
     validate_options(data.split, cuts, "split", _OF_EVERY_SPLIT)

@@ -22,7 +22,8 @@ from partita.engines.flower.client import Site, client_app
 from partita.engines.flower.server import FlowerEngine, server_app
 from partita.experiment import run_folder
 from partita.experiment.builder import build, client_names, makes_secret
-from partita.experiment.config import SITES_OWN, Config, differences, load, shared_digest
+from partita.experiment.config import SITES_OWN, Config, differences, load, load_recorded, shared_digest
+from partita.experiment.config_code import code_copies
 from partita.experiment.gc_freeze import importing
 from partita.experiment.round_log import Row
 from partita.experiment.run_names import default_folder
@@ -87,6 +88,8 @@ def init(folder: Path, config: Path, changes: Iterable[str] = (), clients: int |
     }
     write(folder / "pyproject.toml", tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}}).encode())
     write(folder / PACKAGE / CONFIG, settings.to_toml().encode())
+    for name, text in code_copies(settings.references()).items():
+        write(folder / PACKAGE / name, text)
     write(folder / PACKAGE / "__init__.py", b"")
     for side in ("client", "server"):
         write(folder / PACKAGE / f"{side}_app.py", APP_SOURCE.format(side=side).encode())
@@ -101,8 +104,8 @@ def population(app: Path) -> Sequence[str]:
 def modules(app: Path) -> list[str]:
     """Return the modules that an app's processes import at startup."""
     config = load(app / PACKAGE / CONFIG)
-    entries = data.INDEX[config.data["name"]], models.INDEX[config.model["name"]]
-    return [__name__, *(entry.partition(":")[0] for entry in entries)]
+    entries = data.INDEX.get(config.data["name"]), models.INDEX.get(config.model["name"])
+    return [__name__, *(entry.partition(":")[0] for entry in entries if entry)]
 
 
 def run_config(app: Path) -> Mapping[str, Any]:
@@ -210,6 +213,8 @@ def _site(context: Context, config: Path) -> Site:
     place = (
         _required(context.run_config, "sites", "run config") if simulated else _required(node, "folder", "node config")
     )
+    for key, digest in own.code.items():
+        print(f"{printable(name)}: running own code {printable(key)}, version {digest}", flush=True)
     folder = Path(str(place)) / _identity(shared) / path_component(name)
     secret = load_or_save(folder) if makes_secret(own) else None
     experiment = build(replace(own, engine=replace(own.engine, clients_per_block=1)), secret)
@@ -257,7 +262,7 @@ def _required(settings: Mapping[str, Any], key: str, where: str) -> Any:
 
 def _check_same(config: Config, folder: Path, remedy: str) -> None:
     """Raise an error with this remedy if the run in the folder has another config. The engine may differ."""
-    if differing := differences(load(folder / run_folder.CONFIG), config):
+    if differing := differences(load_recorded(folder, own_code=config.code), config):
         raise run_folder.RunFolderError(f"{folder} holds a run of another config: {differing[0]}; {remedy}")
 
 

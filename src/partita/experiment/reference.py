@@ -17,8 +17,8 @@ from partita.core.options import (
     closest_match,
     describe,
     format_value,
-    import_from_registry,
 )
+from partita.core.registry import find_function, find_reference
 from partita.experiment.config import headings, options_under
 from partita.methods.cards import meanings
 
@@ -46,7 +46,7 @@ def keys_under(heading: str) -> list[Key]:
         heading: A heading of `experiment.config.headings`, such as "training" or "method fedprox".
     """
     table, _, name = heading.partition(" ")
-    explained = meanings(name) if table == "method" else {}
+    explained = meanings(name) if table == "method" and name in methods.INDEX else _documented(heading)
     return [
         Key(option.name, value_of(option.hint), default_of(option), option.meaning or explained.get(option.name, ""))
         for option in options_under(heading).values()
@@ -59,9 +59,20 @@ def about(heading: str) -> str:
     if table not in INDEXES:
         return ""
     # A method is described by the first line of its file, the others by that of their function.
-    function = import_from_registry(INDEXES[table], name, table)
-    owner = inspect.getmodule(function) if table == "method" else function
+    function = find_function(INDEXES[table], name, table)
+    owner = inspect.getmodule(function) if table == "method" and name in methods.INDEX else function
     return (inspect.getdoc(owner) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _documented(heading: str) -> dict[str, str]:
+    """Return the meaning of each option of a named function, from the section `Args:` of its docstring."""
+    table, _, name = heading.partition(" ")
+    if table not in INDEXES:
+        return {}
+    text = inspect.getdoc(find_function(INDEXES[table], name, table)) or ""
+    section = text.partition("Args:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
+    return {option: " ".join(meaning.split()) for option, meaning in found}
 
 
 def find_headings(wanted: str) -> list[str]:
@@ -74,7 +85,7 @@ def find_headings(wanted: str) -> list[str]:
     Raises:
         OptionError: If there is no such table or name.
     """
-    table, _, name = re.sub(r"[\[\]\s.]+", " ", wanted).strip().partition(" ")
+    table, _, name = _split_heading(wanted)
     known = headings()
     if not name and table in known:
         return [table]
@@ -86,9 +97,17 @@ def find_headings(wanted: str) -> list[str]:
         raise OptionError(f"the table '{table}' has no tables in it; use: partita options {table}")
     wanted_names = (name.split("+") if table == "method" else [name]) if name else names
     for each in wanted_names:
-        if each not in names:
+        if each not in names and find_reference({}, each, table) is None:
             raise OptionError(f"unknown {table} {format_value(each)}; {closest_match(each, names)}")
     return [f"{table} {each}" for each in wanted_names]
+
+
+def _split_heading(wanted: str) -> tuple[str, str, str]:
+    """Split "[method.fedprox]" or "method fedprox" into table and name. The name of own code has dots itself."""
+    if ":" in wanted:
+        table, dot, name = wanted.strip().strip("[]").strip().replace(" ", ".", 1).partition(".")
+        return table, dot, name
+    return re.sub(r"[\[\]\s.]+", " ", wanted).strip().partition(" ")
 
 
 def value_of(hint: Any) -> str:

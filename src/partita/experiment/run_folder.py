@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from partita.core import own_code
 from partita.privacy import secret
 from partita.storage import atomic_files
 from partita.storage.atomic_files import (
@@ -288,6 +289,9 @@ def remove_run(folder: Path) -> None:
         for path in list_checksummed(states):
             path.unlink()
         _remove_if_empty(states)
+    for name in _code_files(folder):
+        (folder / name).unlink(missing_ok=True)
+    _remove_if_empty(folder / own_code.FOLDER)
     for name in (
         EXTENSION,
         ROWS,
@@ -303,6 +307,13 @@ def remove_run(folder: Path) -> None:
     ):
         (folder / name).unlink(missing_ok=True)
     _remove_if_empty(folder / secret.FILE.parent)
+
+
+def _code_files(folder: Path) -> list[str]:
+    """Return the copies of the user's own files that the recorded config names."""
+    recorded = _config(folder).get("code", {})
+    names = recorded if isinstance(recorded, dict) else {}
+    return [f"{own_code.FOLDER}/{name}" for name in names if "/" not in name and name.endswith(own_code.SUFFIX)]
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from partita import methods
-from partita.core.options import MISSING, Option, OptionError, format_value, import_from_registry, options_of
+from partita.core.options import MISSING, Option, OptionError, format_value, options_of
+from partita.core.own_code import short_name
+from partita.core.registry import find_function
 from partita.storage.safe_text import label_folder
 
 RUNS = Path("runs")
@@ -38,12 +40,13 @@ def method_label(method: Mapping[str, Any], more: Mapping[str, str] | None = Non
     given = {key: option_text(method[key], option.hint) for key, option in known.items() if key in method}
     own = {key: text for key, text in given.items() if text != _default_text(known[key])}
     options = ", ".join(f"{key}={text}" for key, text in {**own, **(more or {})}.items())
-    return f"{method['name']}({options})" if options else str(method["name"])
+    name = "+".join(map(short_name, method["name"].split("+")))
+    return f"{name}({options})" if options else name
 
 
 def method_options(name: str) -> dict[str, Option]:
     """Return the options of a method, or of all parts of a composition."""
-    parts = [options_of(import_from_registry(methods.INDEX, part, "method")) for part in name.split("+")]
+    parts = [options_of(find_function(methods.INDEX, part, "method")) for part in name.split("+")]
     return {key: option for part in parts for key, option in part.items()}
 
 
@@ -104,7 +107,7 @@ def split_methods(text: str) -> list[str]:
     """
     specs = _split(text)
     for spec in specs or [""]:
-        if not re.fullmatch(r"[\w+-]+\s*(\(.*\))?", spec, re.DOTALL):
+        if not re.fullmatch(r"[\w+.:/~-]+\s*(\(.*\))?", spec, re.DOTALL):
             raise OptionError(f"cannot read --methods {format_value(text)}; write it as in 'fedavg,fedprox(mu=0.1)'")
     return specs
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+import tomllib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +21,16 @@ from partita.core.settings import RunError
 from partita.engines.autotune import first_with_examples
 from partita.engines.multiprocess import MultiprocessEngine
 from partita.engines.simulation import SimulationEngine
+from partita.evaluation.own_metrics import OwnMetrics
 from partita.experiment import extension, run_folder
 from partita.experiment.builder import Experiment, build, build_engine, makes_secret
-from partita.experiment.config import Config, differences, load
+from partita.experiment.config import Config, differences, load_recorded
+from partita.experiment.config_code import code_copies
 from partita.experiment.reply_counter import OnReply, ReplyCounter
 from partita.experiment.round_log import Row, log_round, restore_summaries, stages
 from partita.experiment.split_record import describe_split
+from partita.experiment.tracking import open_trackers
+from partita.experiment.trusted_code import trust
 from partita.privacy import secret
 from partita.privacy.guard import PrivacyGuard
 from partita.storage import checkpoint
@@ -113,7 +118,7 @@ def start_or_resume(config: Config, folder: Path, on_reply: OnReply | None = Non
     if not (folder / run_folder.CONFIG).exists():
         return start(config, folder, on_reply=on_reply)
     run_folder.complete_extension(folder)
-    planned = load(folder / run_folder.CONFIG).rounds
+    planned = load_recorded(folder, own_code=config.code).rounds
     recorded = check_same_run(replace(config, rounds=planned), folder)
     if run_folder.finished(folder) and config.rounds == planned:
         return iter(())
@@ -127,7 +132,7 @@ def check_same_run(config: Config, folder: Path) -> Config:
         RunFolderError: If it holds another run.
     """
     run_folder.verify(folder)
-    recorded = load(folder / run_folder.CONFIG)
+    recorded = load_recorded(folder, own_code=config.code)
     if differing := differences(recorded, config):
         more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
         raise run_folder.RunFolderError(
@@ -149,12 +154,17 @@ def prepare(experiment: Experiment, folder: Path) -> None:
         (folder / secret.FILE).unlink(missing_ok=True)  # left over from a run that was stopped before its first round
         secret.save(folder, experiment.run.secret)
     derived = _derived_files(experiment)
+    references = experiment.config.references()
+    copies = code_copies(references)
+    for name, text in copies.items():  # before the config, which cannot be loaded without them
+        run_folder.write(folder / name, text)
+    trust(references)
     run_folder.write(folder / run_folder.CONFIG, derived.pop(run_folder.CONFIG))
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
     for name, data in derived.items():
         run_folder.write(folder / name, data)
-    written = [run_folder.CONFIG, run_folder.ENVIRONMENT, *derived]
+    written = [run_folder.CONFIG, run_folder.ENVIRONMENT, *derived, *copies]
     # Under privacy, exact counts of what clients hold are withheld.
     if not experiment.guard and (held := describe_split(experiment.federation)):
         run_folder.write(folder / run_folder.SPLIT, (json.dumps(held) + "\n").encode())
@@ -168,12 +178,20 @@ def _derived_files(experiment: Experiment) -> dict[str, bytes]:
     metric = {"name": primary.name, "higher_is_better": primary.higher_is_better}
     files = {
         run_folder.CONFIG: _resolved(experiment).to_toml().encode(),
-        run_folder.PLAN: run_folder.to_json({"metric": metric, "stages": stages(experiment)}),
+        run_folder.PLAN: run_folder.to_json(
+            {"metric": metric, "own_metrics": _own_metrics(experiment), "stages": stages(experiment)}
+        ),
     }
     if experiment.guard:
         about = {**experiment.guard.about(), "secret": _fingerprint(experiment)}
         files[run_folder.PRIVACY] = run_folder.to_json(about)
     return files
+
+
+def _own_metrics(experiment: Experiment) -> list[Row]:
+    """Describe the user's own metrics, whose direction a report cannot know."""
+    evaluator = experiment.evaluator
+    return [asdict(metric) for metric in evaluator.functions] if isinstance(evaluator, OwnMetrics) else []
 
 
 def _fingerprint(experiment: Experiment) -> str | None:
@@ -290,6 +308,7 @@ def run_rounds(
     with run_folder.expect_format(folder / run_folder.ROWS):
         summaries = restore_summaries(folder)
     last = deque(run_folder.read_rows(folder), maxlen=1)
+    track = open_trackers(config.track.to, tomllib.loads(config.to_toml()), folder)
     row: Row = last[0] if last else {}  # the run may have been stopped after its last round, before writing its result
     for result in rounds(run, model, engine, server, done):
         signal = run.method.server_rule.signal(server)
@@ -307,6 +326,7 @@ def run_rounds(
                 states=store.states(),
                 initial=experiment.initial_values,
             )
+        track(row)
         yield row
         clock = time.perf_counter()
     summary = {

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from partita.core.options import OptionError, format_name, import_from_registry, unknown_key, validate_options
+from partita.core.options import OptionError, format_name, unknown_key, validate_options
+from partita.core.registry import check_result, find_function
 
 if TYPE_CHECKING:
     from partita.core.method import Method
@@ -93,14 +94,15 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """Build a method by name.
 
     Args:
-        name: A name from `INDEX`, or several joined by "+" to compose them.
+        name: A name from `INDEX`, the user's own function ("file.py:function"), or several joined by "+" to compose
+            them.
         options: Keyword arguments. In a composition, each option goes to the one part that accepts it.
 
     Raises:
         OptionError: If a name is unknown or repeated, or if no part or several parts accept an option.
     """
     options = options or {}
-    parts = {part: import_from_registry(INDEX, part, "method") for part in name.split("+")}
+    parts = {part: find_function(INDEX, part, "method") for part in name.split("+")}
     if len(parts) < name.count("+") + 1:
         raise OptionError(f"'{name}' names a method twice; name each once")
     if len(parts) == 1:
@@ -127,4 +129,6 @@ def _options(function: Callable[..., Method]) -> list[str]:
 
 
 def _make(name: str, function: Callable[..., Method], options: Mapping[str, Any]) -> Method:
-    return function(**validate_options(function, options, "method", name=name))
+    from partita.core.method import Method
+
+    return check_result(function(**validate_options(function, options, "method", name=name)), Method, name, "method")

@@ -7,8 +7,10 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from partita.core.options import MISSING, OptionError, closest_match, import_from_registry, options_of
+from partita.core.options import MISSING, OptionError, closest_match, options_of
 from partita.core.options import describe as describe_type
+from partita.core.own_code import source_file
+from partita.core.registry import find_function, find_reference, package_of, plugins
 from partita.methods import COMPOSITIONS, INDEX
 
 HEADINGS = (
@@ -25,14 +27,20 @@ HEADINGS = (
 
 
 def card(name: str) -> str:
-    """Return the Markdown text of a method's card.
+    """Return the Markdown text of a method's card. That of a user's own method lies next to its code.
 
     Raises:
         OptionError: If there is no method of this name.
     """
-    if name not in INDEX:
-        raise OptionError(f"unknown method '{name}'; {closest_match(name, INDEX)}")
-    return files("partita").joinpath(path_of(name)).read_text()
+    if name in INDEX:
+        return files("partita").joinpath(path_of(name)).read_text()
+    reference = find_reference(INDEX, name, "method")
+    if reference is None:
+        raise OptionError(f"unknown method '{name}'; {closest_match(name, {*INDEX, *plugins('method')})}")
+    file = source_file(reference).with_name(f"{reference.function}.md")
+    if not file.is_file():
+        raise OptionError(f"the method '{name}' has no card; write one next to its code: {file}")
+    return file.read_text(encoding="utf-8")
 
 
 def path_of(name: str) -> str:
@@ -43,15 +51,16 @@ def path_of(name: str) -> str:
 
 def listing() -> list[dict[str, Any]]:
     """List every method with its parameters, the first line of its module docstring and its supported compositions."""
-    return [_listed(name) for name in INDEX]
+    own = {name: package_of(entry) for name, entry in plugins("method").items() if name not in INDEX}
+    return [_listed(name, "partita") for name in INDEX] + [_listed(name, package) for name, package in own.items()]
 
 
-def _listed(name: str) -> dict[str, Any]:
-    function = import_from_registry(INDEX, name, "method")
+def _listed(name: str, source: str) -> dict[str, Any]:
+    function = find_function(INDEX, name, "method")
     parameters = {parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()}
     about = (inspect.getdoc(inspect.getmodule(function)) or "").partition("\n")[0]
     composes = [composition for composition in COMPOSITIONS if name in composition.split("+")]
-    return {"name": name, "parameters": parameters, "about": about, "compositions": composes}
+    return {"name": name, "parameters": parameters, "about": about, "compositions": composes, "source": source}
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -62,6 +71,8 @@ def describe(name: str) -> dict[str, Any]:
     """
     text = card(name)
     explained = meanings(name)
+    entry = plugins("method").get(name)
+    source = "partita" if name in INDEX else package_of(entry) if entry else "own code"
     parameters = [
         {
             "name": option.name,
@@ -69,9 +80,9 @@ def describe(name: str) -> dict[str, Any]:
             "type": describe_type(option.hint),
             "meaning": option.meaning or explained.get(option.name, ""),
         }
-        for option in options_of(import_from_registry(INDEX, name, "method")).values()
+        for option in options_of(find_function(INDEX, name, "method")).values()
     ]
-    return {**_listed(name), "parameters": parameters, "card": text}
+    return {**_listed(name, source), "parameters": parameters, "card": text}
 
 
 def meanings(name: str) -> dict[str, str]:

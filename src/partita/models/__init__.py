@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from partita.core.model import Model
-from partita.core.options import import_from_registry, validate_options
+from partita.core.options import validate_options
+from partita.core.registry import check_result, find_function
 from partita.core.rng import Key
 from partita.tasks import TaskInfo
 
@@ -26,12 +27,11 @@ def build(name: str, task: TaskInfo, key: Key, /, **options: Any) -> Model:
     """Build a model for a task.
 
     Args:
-        name: Name of the model, a key of `INDEX`.
+        name: Name of the model: a key of `INDEX`, or the user's own function.
         task: Task that the model is built for.
         key: Key for all random draws.
         **options: Options of the model.
     """
-    make = import_from_registry(INDEX, name, "model")
+    make = find_function(INDEX, name, "model")
     options = validate_options(make, options, "model", given=["task", "key"], name=name)
-    model: Model = make(task, key, **options)
-    return model
+    return check_result(make(task, key, **options), Model, name, "model")

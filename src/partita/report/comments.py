@@ -12,7 +12,12 @@ ONE_CLASS = "one predicted class"  # the alarm on such a model
 
 
 def explain_columns(
-    lines: Sequence[Line], target: float | None, asked: bool, metric: Metric, base: str | None
+    lines: Sequence[Line],
+    target: float | None,
+    asked: bool,
+    metric: Metric,
+    base: str | None,
+    own_metrics: Sequence[Metric] = (),
 ) -> list[str]:
     """Explain the columns that are shown.
 
@@ -22,6 +27,7 @@ def explain_columns(
         asked: Whether the user gave the target.
         metric: The metric.
         base: The label of local training, which gains refer to; None if there is none.
+        own_metrics: The user's own metrics.
     """
     comments = [
         f"{metric.name}: value of the last tested round, mean ± sample standard deviation over seeds"
@@ -55,7 +61,8 @@ def explain_columns(
     if any(line.epsilon is not None for line in lines):
         comments.append("ε: privacy cost of training after the last round, largest over seeds.")
     if any(len(line.scores) > 1 for line in lines):
-        lower = [name for name in lines[0].scores if metric_named(name, metric).higher_is_better is False]
+        recorded = [metric, *own_metrics]
+        lower = [name for name in lines[0].scores if metric_named(name, recorded).higher_is_better is False]
         worse = f"; lower is better for {', '.join(lower)}" if lower else ""
         comments.append(f"all scores: of the last tested round, mean ± sample standard deviation over seeds{worse}.")
     comments.append("client-round: one client sampled in one round, whether or not it answered.")

@@ -77,6 +77,12 @@ class Comparison:
     target: float | None  # value to reach; None if there is none
     lines: tuple[Line, ...]
     comments: tuple[str, ...]
+    own_metrics: tuple[Metric, ...] = ()  # the user's own among the scores
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics that are not built in as they were recorded, and the one of this comparison."""
+        return (*self.own_metrics, Metric(self.metric, self.higher_is_better))
 
 
 def worse_share(metric: Metric, reference: float) -> float:

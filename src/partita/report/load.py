@@ -15,10 +15,12 @@ from typing import Any
 from partita.report import schema
 from partita.report.metric import ACCURACY, Metric, metric_named
 from partita.storage import atomic_files
+from partita.storage.safe_text import printable
 
 Row = Mapping[str, Any]
 MAX_NUMBER = 1e100  # sums of squares up to this size stay finite
-COMPUTING = ("engine.", "checkpoint.")  # settings that say how a run is computed
+COMPUTING = ("engine.", "checkpoint.", "track.")  # settings that say how a run is computed and watched
+CODE = "code"  # table of a config with the user's own files, and folder with copies of them
 MAX_DEPTH = 20  # maximum nesting of tables in a config
 
 
@@ -39,6 +41,8 @@ class RunRecord:
     finished: bool
     folder: Path
     metric: Metric = ACCURACY
+    own_metrics: tuple[Metric, ...] = ()  # the user's own
+    code: Mapping[str, str] = field(default_factory=dict)  # text of the user's own files by their path in the folder
     privacy: Mapping[str, Any] = field(default_factory=dict)  # the guarantee; empty if there is none
     audit: Mapping[str, Any] = field(default_factory=dict)  # results of attacks; empty if there were none
     split: Mapping[str, Any] = field(default_factory=dict)  # what clients hold; empty if it was not recorded
@@ -79,6 +83,10 @@ def load_run(folder: Path | str) -> RunRecord:
         finished=os.path.lexists(folder / "result.json"),
         folder=folder,
         metric=Metric(**plan.get("metric", {})),
+        own_metrics=tuple(
+            Metric(own["name"], own["higher_is_better"], own["fraction"]) for own in plan.get("own_metrics", ())
+        ),
+        code={f"{CODE}/{name}": _code(folder / CODE / name) for name in config.get(CODE, {}) if _is_file_name(name)},
         privacy=_json(folder / "privacy.json", schema.PRIVACY),
         audit=_json(folder / "audit.json", schema.AUDIT),
         split=_json(folder / "split.json", schema.split),
@@ -169,9 +177,11 @@ def metric_of(records: Iterable[RunRecord], name: str | None = None) -> Metric:
     Raises:
         ReportError: If the runs have different metrics and `name` is None.
     """
+    records = list(records)
     known = {record.metric: record.label for record in records}
+    own = [metric for record in records for metric in record.own_metrics]
     if name is not None:
-        return next((metric for metric in known if metric.name == name), metric_named(name))
+        return metric_named(name, [*known, *own])
     if len(known) > 1:
         used = ", ".join(f"'{label}' by {metric.name}" for metric, label in known.items())
         raise ReportError(f"these runs use different metrics: {used}; report them separately, or name one metric")
@@ -197,6 +207,17 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
             raise ReportError(f"'{path}' nests tables more than {MAX_DEPTH} deep; restore it as it was written")
         tables += [(depth + 1, value) for value in table.values() if isinstance(value, dict)]
     return config, text
+
+
+def _is_file_name(name: str) -> bool:
+    return name.endswith(".py") and "/" not in name and name == printable(name)
+
+
+def _code(path: Path) -> str:
+    """Return the text of a copy of a user's own file, which is shown and never run."""
+    if not os.path.lexists(path):
+        raise ReportError(f"'{path}' is missing, but config.toml names it; restore it as it was written")
+    return atomic_files.read(path).decode(errors="replace")
 
 
 def _fit(value: Any, form: schema.Shape, path: Path, where: str = "it") -> Any:

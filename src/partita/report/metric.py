@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MISSING = "–"
@@ -18,10 +19,13 @@ class Metric:
 
     name: str = "accuracy"
     higher_is_better: bool = True  # direction
+    recorded_fraction: bool | None = None  # for a user's own metric: whether its values are from 0 to 1
 
     @property
     def fraction(self) -> bool:
         """Whether values are from 0 to 1 and shown in percent. Others are shown as they are."""
+        if self.recorded_fraction is not None:
+            return self.recorded_fraction
         return self.higher_is_better and self.name not in UNBOUNDED
 
     @property
@@ -49,9 +53,9 @@ class Metric:
 ACCURACY = Metric()
 
 
-def metric_named(name: str, chosen: Metric = ACCURACY) -> Metric:
-    """Return the metric of that name, `chosen` if it is that one. Only the direction of `chosen` was recorded."""
-    return chosen if name == chosen.name else Metric(name, name not in LOWER)
+def metric_named(name: str, recorded: Iterable[Metric] = ()) -> Metric:
+    """Return the metric of that name: one of `recorded`, or else a built-in metric."""
+    return next((metric for metric in recorded if metric.name == name), Metric(name, name not in LOWER))
 
 
 def short(value: float | None, sign: str = "") -> str:

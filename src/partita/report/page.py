@@ -22,7 +22,7 @@ from partita.report.html_elements import (
     preformatted,
     value_with_spread,
 )
-from partita.report.load import RunRecord, by_label, clients, metric_of, settings
+from partita.report.load import CODE, RunRecord, by_label, clients, metric_of, settings
 from partita.report.plot_style import Style, styles
 from partita.report.render import Column, by_question
 from partita.report.tables import compare
@@ -164,9 +164,13 @@ def _settings(records: Sequence[RunRecord]) -> str:
         many = "seeds" if len(runs) > 1 else "seed"
         parts.append(
             f"<details><summary>{escape(label)} <span>{many} {escape(seeds)}</span></summary>\n"
-            f"{preformatted(runs[0].config_text)}</details>\n"
+            f"{preformatted(runs[0].config_text)}{_own_code(runs[0])}</details>\n"
         )
     return "".join([*parts, "</section>\n"])
+
+
+def _own_code(record: RunRecord) -> str:
+    return "".join(f"<h3>{escape(name)}</h3>\n{preformatted(text)}" for name, text in record.code.items())
 
 
 def _reproduce(records: Sequence[RunRecord]) -> str:
@@ -196,15 +200,30 @@ def commands(records: Sequence[RunRecord]) -> str:
         folders.add(folder)
         written: list[RunRecord] = []
         for run in runs:
-            path = f"again/{folder}{f'-{run.seed}' if written else ''}.toml"
+            path = _config_path(folder, run, f"-{run.seed}" if written else "")
             if not written or settings(run) != settings(written[0]):
-                lines += _write_file(path, run.config_text)
+                lines += _write_config(path, run)
                 written.append(run)
             else:
-                path = f"again/{folder}.toml"
+                path = _config_path(folder, run)
             out = f"again/{folder}/seed-{run.seed}"
             lines.append(f"partita run --config {shlex.quote(path)} --set seed={run.seed} --out {shlex.quote(out)}")
     return "\n".join(lines)
+
+
+def _config_path(folder: str, run: RunRecord, number: str = "") -> str:
+    """Return where to write a config. The user's own files lie next to it, so it then has a folder of its own."""
+    return f"again/{folder}{number}-config/config.toml" if run.code else f"again/{folder}{number}.toml"
+
+
+def _write_config(path: str, run: RunRecord) -> list[str]:
+    if not run.code:
+        return _write_file(path, run.config_text)
+    parent = path.rpartition("/")[0]
+    lines = [f"mkdir -p {shlex.quote(f'{parent}/{CODE}')}", *_write_file(path, run.config_text)]
+    for name, text in run.code.items():
+        lines += _write_file(f"{parent}/{name}", text)
+    return lines
 
 
 def _write_file(path: str, text: str) -> list[str]:

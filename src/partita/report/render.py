@@ -24,7 +24,7 @@ class Column:
 
 def columns(comparison: Comparison) -> list[Column]:
     """Return the columns that have content. All output formats use them."""
-    several, metric = len(comparison.lines) > 1, Metric(comparison.metric, comparison.higher_is_better)
+    several, metric = len(comparison.lines) > 1, metric_named(comparison.metric, comparison.metrics)
     corrected = any(line.difference and line.difference.p_holm is not None for line in comparison.lines)
     has_personal = any(line.personal is not None for line in comparison.lines)
     gained = any(line.gain for line in comparison.lines)
@@ -70,8 +70,7 @@ def columns(comparison: Comparison) -> list[Column]:
 
 def score_columns(comparison: Comparison) -> list[Column]:
     """Return a column for each recorded metric; none if there is only one, which the other columns show."""
-    chosen = Metric(comparison.metric, comparison.higher_is_better)
-    metrics = [metric_named(name, chosen) for name in comparison.lines[0].scores]
+    metrics = [metric_named(name, comparison.metrics) for name in comparison.lines[0].scores]
     if len(metrics) < 2:
         return []
     return [

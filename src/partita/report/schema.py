@@ -147,11 +147,14 @@ _PARAMETER = record(
         **dict.fromkeys(("trains", "up", "down", "keep"), flag),
     },
 )
-METRIC = record({}, {"name": like(r"\w[\w .-]{0,39}", "the name of a metric"), "higher_is_better": flag})
+_METRIC_NAME = like(r"\w[\w .-]{0,39}", "the name of a metric")
+METRIC = record({}, {"name": _METRIC_NAME, "higher_is_better": flag})
+_OWN_METRIC = record({"name": _METRIC_NAME, "higher_is_better": flag, "fraction": flag}, {})
 PLAN = record(
     {},
     {
         "metric": METRIC,
+        "own_metrics": list_of(_OWN_METRIC),
         "stages": list_of(
             record({"first": count, "last": count, "rows": list_of(_PARAMETER)}, {"client": optional(text)})
         ),
@@ -194,5 +197,5 @@ PRIVACY = record(
         **dict.fromkeys(("not_covered", "withheld"), list_of(text)),
     },
 )
-CONFIG = record({"label": text, "seed": integer}, {"rounds": count})
+CONFIG = record({"label": text, "seed": integer}, {"rounds": count, "code": table(text)})
 TABLES = ("method", "data", "split", "model")  # tables of a config that the report reads

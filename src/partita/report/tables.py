@@ -57,16 +57,17 @@ def compare(records: Sequence[RunRecord], target: float | None = None, metric: s
     differences = {label: _difference(groups[first], runs, metric) for label, runs in groups.items() if label != first}
     if len(groups) > 2:
         differences = _corrected(differences)
+    own = tuple(dict.fromkeys(metric for record in records for metric in record.own_metrics))
     gained, recorded = gains(groups, chosen), recorded_metrics(records)
     lines = tuple(
         _line(runs, finals[label], differences.get(label), gained.get(label, {}), target, chosen, recorded)
         for label, runs in groups.items()
     )
     comments = [
-        *explain_columns(lines, target, asked is not None, chosen, local_baseline(groups)),
+        *explain_columns(lines, target, asked is not None, chosen, local_baseline(groups), own),
         *caveats(groups, finals, differences, metric),
     ]
-    return Comparison(metric, chosen.higher_is_better, target, lines, tuple(comments))
+    return Comparison(metric, chosen.higher_is_better, target, lines, tuple(comments), own)
 
 
 def _line(
