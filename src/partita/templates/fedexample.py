@@ -29,7 +29,7 @@ class Pull(ClientRule):
         return 0.5 * self.pull * torch.stack(distances).sum() if distances else None
 
 
-# Every argument is an option in the config. Its range is checked, and `partita options method` shows its meaning.
+# Every argument is an option in the config. Its range is checked, and `partita options` shows its meaning.
 def fedexample(
     pull: Annotated[float, Range(low=0, high=1000), "weight of the pull toward the received model"] = 0.01,
 ) -> Method:

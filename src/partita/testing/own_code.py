@@ -53,10 +53,8 @@ def _rows(examples: Table | RaggedExamples) -> Batch:
     return examples.take(torch.arange(min(ROWS, len(examples))))
 
 
-def _check_is_task(trial: TaskTrial) -> None:
-    task = trial.task
-    require(isinstance(task, Task), f"it returns a {type(task).__name__}, not a partita.data.Task")
-    for name, part in (("train", task.train), ("test", task.test)):
+def _check_has_rows(trial: TaskTrial) -> None:
+    for name, part in (("train", trial.task.train), ("test", trial.task.test)):
         require(len(part) > 0, f"its {name} part has no rows")
 
 
@@ -135,7 +133,7 @@ def _check_splits(trial: TaskTrial) -> None:
 
 
 TASK_PROMISES: tuple[Promise[TaskTrial], ...] = (
-    Promise("a task", "It returns a Task with train and test rows.", _check_is_task),
+    Promise("a task", "It loads, and has train and test rows.", _check_has_rows),
     Promise("inputs", "The inputs have the names, shapes and values of the task's kind.", _check_inputs, ("a task",)),
     Promise("targets", "The targets fit the task's kind and its classes.", _check_targets, ("a task",)),
     Promise("same key, same task", "The same key gives the same rows.", _check_same_key_same_task, ("a task",)),
@@ -214,7 +212,6 @@ class ModelTrial:
 
 def _check_names(trial: ModelTrial) -> None:
     model = trial.model
-    require(isinstance(model, Model), f"it returns a {type(model).__name__}, not a partita.Model")
     require(bool(model.initial), "it has no parameters in initial")
     for one, two in (("initial", "tags"), ("tags", "initial")):
         missing = getattr(model, one).keys() - getattr(model, two).keys()
@@ -295,7 +292,7 @@ def _check_round(trial: ModelTrial) -> None:
 
 _BUILT = ("names and tags",)
 MODEL_PROMISES: tuple[Promise[ModelTrial], ...] = (
-    Promise("names and tags", "It returns a Model in which every parameter has tags.", _check_names),
+    Promise("names and tags", "It can be built, and initial and tags have the same names.", _check_names),
     Promise("initial values", "The initial values are finite floats.", _check_initial, _BUILT),
     Promise("same key, same model", "The same key gives the same values.", _check_same_key_same_model, _BUILT),
     Promise("losses", "losses returns one finite number for each example.", _check_losses, _BUILT),
