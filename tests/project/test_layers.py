@@ -41,7 +41,7 @@ ABOVE_CORE = {
     **{part: ["tasks"] for part in ON_TASKS},
     "privacy": ["training", "storage"],
     "engines": ["training", "storage", "evaluation"],
-    "testing": ["engines", "storage"],
+    "testing": ["engines", "storage", "tasks", *ON_TASKS],
     "lab": ["methods", "report"],
     "experiment": [*ON_CORE, "tasks", *ON_TASKS, "privacy", "engines"],
 }
@@ -140,6 +140,7 @@ def read_package() -> dict[str, str]:
     return {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text(encoding="utf-8")
         for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent.name != "templates"  # partita new copies them; nothing imports them
     }
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from partita.cli import configs, flower
+from partita.cli import check as check_command
+from partita.cli import configs, flower, new
 from partita.cli.progress import Verbosity, follow, follow_all
 from partita.cli.stopping import Stopped, stop_on_signals
 from partita.storage.safe_text import printable
@@ -30,6 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(flower.app, name="flower")
 configs.register(app)
+check_command.register(app)
+new.register(app)
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="Experiment config (TOML).")]
 Changes = Annotated[

@@ -1,40 +1,50 @@
-"""`check_method`: tests a method against the requirements for every method, by short runs on a toy federation."""
+"""Tests a method against the promises that every method must keep, by short runs on a small federation.
+
+`check_method` raises at the first broken promise. `check_promises` tests all of them and says what it found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-import torch
-
-from partita.core import serialization, tensors
-from partita.core.client import ClientRound, ClientState, Job, begin_round, client_params
-from partita.core.data import EvaluateOn, Population
-from partita.core.method import ClientRule, Context, Method, Server, ServerRule, UpdateTransform, overrides
+from partita.core import tensors
+from partita.core.data import Population
+from partita.core.method import Method, Server, ServerRule, overrides
 from partita.core.model import Model
 from partita.core.optim import SGD, AdamW, Optimizer
-from partita.core.plan import RoundInfo
+from partita.core.plan import RoundInfo, plan_for
 from partita.core.rng import Key
-from partita.core.rounds import ClientFailure, Engine, RoundResult, initial_server, make_job, rounds
+from partita.core.rounds import Engine, RoundResult, initial_server, make_job, rounds
 from partita.core.settings import Run, Training
-from partita.core.tensors import Slots, Tensors
-from partita.core.update import Aggregate, Update
+from partita.core.tensors import Tensors
+from partita.core.update import Update
 from partita.engines.availability import Availability
 from partita.engines.dry_run import DryRunEngine
 from partita.engines.simulation import SimulationEngine
 from partita.storage import checkpoint
 from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
-from partita.storage.initial_values import InitialValues, flatten
+from partita.storage.initial_values import InitialValues
+from partita.testing import probes
+from partita.testing.hook_purity import check_hooks
+from partita.testing.promises import (
+    ConformanceError,
+    NotApplicable,
+    NotTested,
+    Outcome,
+    Promise,
+    check_all,
+    raise_first,
+    require,
+)
 from partita.testing.toy import Float64Model, Float64Population, PooledPopulation, ToyPopulation, ToyTransformer
 
-
-class ConformanceError(AssertionError):
-    """A method violates a requirement."""
+ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ def check_method(
     """Check a method by several runs on a small federation.
 
     The default federation takes 2 to 4 seconds of one CPU core: 1.7 for fedavg, 2.2 for scaffold, 4.0 for fedrep.
+    `partita check NAME` prints all promises in `PROMISES`.
 
     Args:
         method: The method.
@@ -74,41 +85,30 @@ def check_method(
         The measurements.
 
     Raises:
-        ConformanceError: If the method violates a requirement. The text names the first one.
+        ConformanceError: If the method breaks a promise. The text describes the first one.
     """
-    model, population = model or ToyTransformer(), population or ToyPopulation()
-    model = method.extend(model, Key(5)) if method.extend else model
-    own: Optimizer = AdamW(weight_decay=0.1)
-    training = Training(
-        lr=0.02, optimizer=optimizer or (own if method.supports_optimizer(own.name) else SGD()), batch_size=8
-    )
-    clients = 1 if method.pool else 0.5
-    run = Run(method, training, rounds=6, key=Key(7), cohort=clients)
-    if method.pool:
-        population = PooledPopulation(population)
-    make = _maker(run, model, population)
-    _check_plan(run, model, population)
-    before = torch.get_rng_state()
-    probed = replace(run, method=replace(method, transforms=tuple(map(TransformProbe, method.transforms))))
-    engine = _maker(probed, model, population)()
-    baseline = _run_rounds(probed, model, engine, EngineProbe(run, model))
-    run = replace(run, drift=False)  # one run with drift is enough; it takes a tenth of the time and changes no result
-    _require(torch.equal(before, torch.get_rng_state()), "it draws from torch's global random state")
-    _check_hooks(run, model, population, baseline.rounds[-1].server, engine.store)
-    _check_wire(run, model, make, baseline)
-    # A dry run cannot predict choices that depend on clients' data or on what the server has seen.
-    if (
-        not any(overrides(rule, "narrow") for rule in method.client_rules)
-        and type(method.server_rule).signal is ServerRule.signal
-    ):
-        _check_dry_run(run, model, population, baseline)
-    _check_order(run, model, make, baseline.rounds[0].server)
-    _check_resume(run, model, make, baseline, 1, "disk")
+    trial = Trial(method, model or ToyTransformer(), population or ToyPopulation(), optimizer, tolerance)
+    raise_first(PROMISES, trial)
+    traffic = [result.traffic for result in trial.baseline.rounds]
     return ConformanceReport(
-        _check_blocks(run, model, population, tolerance),
-        sum(sum(result.traffic.up.values()) for result in baseline.rounds),
-        sum(sum(result.traffic.down.values()) for result in baseline.rounds),
+        0.0 if method.pool else trial.block_difference,
+        sum(sum(each.up.values()) for each in traffic),
+        sum(sum(each.down.values()) for each in traffic),
     )
+
+
+def check_promises(method: Method, model: Model | None = None, population: Population | None = None) -> list[Outcome]:
+    """Test all promises of a method, also after a broken one.
+
+    Args:
+        method: The method.
+        model: Default: `ToyTransformer`.
+        population: Default: `ToyPopulation`.
+
+    Returns:
+        The outcome of every promise in `PROMISES`.
+    """
+    return list(check_all(PROMISES, Trial(method, model or ToyTransformer(), population or ToyPopulation())))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,120 @@ class RunTrace:
         return self.rounds[-1].server.params
 
 
+@dataclass(frozen=True)
+class Observation:
+    """What the probes saw in one run.
+
+    Attributes:
+        found: The broken promises.
+        trace: The run; None if it failed.
+        error: Why it failed; None if it did not.
+        store: The clients' state after the run.
+    """
+
+    found: probes.Violations
+    trace: RunTrace | None = None
+    error: Exception | None = None
+    store: ClientStore | None = None
+
+
 Maker = Callable[..., SimulationEngine]
+
+
+class Trial:
+    """A method on a small federation, and the runs that several promises share.
+
+    Args:
+        method: The method.
+        model: The model, before the method extends it.
+        population: The clients.
+        optimizer: Default: AdamW, or SGD if the method does not support AdamW.
+        tolerance: Largest relative difference allowed between blocks and single clients.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        model: Model,
+        population: Population,
+        optimizer: Optimizer | None = None,
+        tolerance: float = 1e-5,
+    ) -> None:
+        own: Optimizer = AdamW(weight_decay=0.1)
+        training = Training(
+            lr=0.02, optimizer=optimizer or (own if method.supports_optimizer(own.name) else SGD()), batch_size=8
+        )
+        self.method, self.tolerance = method, tolerance
+        self.model = method.extend(model, Key(5)) if method.extend else model
+        self.population = PooledPopulation(population) if method.pool else population
+        # One run with drift is enough: the baseline. It takes a tenth of the time and changes no result.
+        self.run = Run(method, training, rounds=ROUNDS, key=Key(7), cohort=1 if method.pool else 0.5, drift=False)
+        self.make = _maker(self.run, self.model, self.population)
+
+    @cached_property
+    def observed(self) -> Observation:
+        """A run with drift under all probes."""
+        found = probes.Violations()
+        transforms = tuple(probes.TransformProbe(each, found) for each in self.method.transforms)
+        run = replace(self.run, method=replace(self.method, transforms=transforms), drift=True)
+        before, store = probes.RandomStates(), None
+        try:
+            engine = _maker(run, self.model, self.population)()
+            store = engine.store
+            probe = probes.EngineProbe(self.run, self.model, engine, found)
+            trace, error = _run_rounds(run, self.model, engine, probe), None
+        except Exception as failure:
+            trace, error = None, failure
+        used = before.used()
+        broken = f"it draws from {' and '.join(used)} global random state"
+        found.require(probes.NO_GLOBAL_RANDOM, not used, broken)
+        return Observation(found, trace, error, store)
+
+    @property
+    def baseline(self) -> RunTrace:
+        """The run that others are compared with."""
+        if self.observed.trace is None:
+            raise NotTested("the run fails")
+        return self.observed.trace
+
+    @cached_property
+    def over_wire(self) -> RunTrace:
+        """The run with serialized messages, and clients that hold only what they were sent."""
+        return _run_rounds(self.run, self.model, self.make(wire=True))
+
+    @cached_property
+    def block_difference(self) -> float:
+        """The largest difference between blocks and single clients with SGD in float32."""
+        plain = SGD(momentum=0.9)
+        own = self.run.training.optimizer
+        optimizer = plain if self.method.supports_optimizer(plain.name) else own
+        run = replace(self.run, training=replace(self.run.training, optimizer=optimizer))
+        make = _maker(run, self.model, self.population)
+        return _compare_blocks(run, self.model, make, self._block(2), self.tolerance)[0]
+
+    @cached_property
+    def wide_blocks(self) -> RunTrace:
+        """The run in blocks with the method's own optimizer in float64, compared with single clients."""
+        return _compare_blocks(self.run, self.wide_model, self.wide_make, self._block(5), self.tolerance)[1]
+
+    @cached_property
+    def wide_model(self) -> Model:
+        """The model in float64."""
+        return Float64Model(self.model)
+
+    @property
+    def wide_make(self) -> Maker:
+        """Makes engines of the model in float64."""
+        return _maker(self.run, self.wide_model, Float64Population(self.population))
+
+    def resume_in_blocks(self) -> None:
+        """Resume the run of `wide_blocks` halfway, with state in memory."""
+        _check_resume(
+            self.run, self.wide_model, self.wide_make, self.wide_blocks, ROUNDS // 2, "memory", self._block(5)
+        )
+
+    def _block(self, most: int) -> int:
+        return min(most, self.run.cohort_size(len(self.population.clients)))
 
 
 def _faults(run: Run, clients: Sequence[str]) -> Availability:
@@ -150,11 +263,11 @@ def _run_rounds(
     run: Run,
     model: Model,
     engine: SimulationEngine,
-    probe: EngineProbe | None = None,
+    probe: probes.EngineProbe | None = None,
     server: Server | None = None,
     start: int = 0,
 ) -> RunTrace:
-    probed_engine: Engine = probe.over(engine) if probe else engine
+    probed_engine: Engine = probe or engine
     results = []
     for result in rounds(run, model, probed_engine, server, start):
         if probe:
@@ -173,181 +286,119 @@ def states_of(run: Run, engine: SimulationEngine) -> dict[str, Tensors]:
     return states
 
 
-class TransformProbe(UpdateTransform):
-    """Wraps a transform and checks that `encode` is pure. Purity is hard to see in the result of a run with memory."""
-
-    def __init__(self, inner: UpdateTransform) -> None:
-        self.inner, self.slots, self.hides = inner, inner.slots, inner.hides
-
-    def encode(self, update: Update, memory: Slots, key: Key) -> tuple[Update, Slots]:
-        name = type(self.inner).__name__
-        given: tuple[Slots, Slots] = {"delta": dict(update.delta), **update.slots}, memory
-        held = [{slot: tensors.clone_all(part) for slot, part in slots.items()} for slots in given]
-        sent, remembered = self.inner.encode(update, memory, key)
-        for slots, before in zip(given, held, strict=True):
-            _require(_equal_slots(slots, before), f"{name}.encode modifies the update or the memory that it is given")
-        again, twice = self.inner.encode(update, memory, key)
-        same = tensors.equal(sent.delta, again.delta) and _equal_slots(sent.slots, again.slots)
-        _require(
-            same and _equal_slots(remembered, twice), f"{name}.encode gives two results for the same update and memory"
-        )
-        stray = remembered.keys() - self.slots
-        _require(not stray, f"{name}.encode remembers '{_some(stray)}', which is not in its slots")
-        return sent, remembered
-
-    def decode_update(self, update: Update) -> Update:
-        return self.inner.decode_update(update)
-
-    def decode_aggregate(self, aggregate: Aggregate, key: Key) -> Aggregate:
-        return self.inner.decode_aggregate(aggregate, key)
+def _round_infos(trial: Trial) -> Iterator[RoundInfo]:
+    for round in range(ROUNDS):
+        for client in trial.population.clients:
+            yield RoundInfo(round, ROUNDS, client)
 
 
-class EngineProbe:
-    """Wraps an engine and checks every job, every update and the server after every round."""
-
-    def __init__(self, run: Run, model: Model) -> None:
-        self.run, self.model = run, model
-        self.server: Server | None = None
-        self.trained: set[str] = set()
-        self.before = {f"params/{name}": value for name, value in model.initial.items()}
-        self.held = tensors.clone_all(self.before)  # copies of the server's tensors before the round
-
-    def over(self, engine: SimulationEngine) -> EngineProbe:
-        """Wrap this engine."""
-        self.engine = engine
-        return self
-
-    def clients(self) -> Sequence[str]:
-        return self.engine.clients()
-
-    def evaluate(self, jobs: Iterable[Job], on: EvaluateOn = None) -> Iterator[tuple[str, dict[str, float]]]:
-        return self.engine.evaluate(jobs, on)
-
-    def train(self, jobs: Iterable[Job]) -> Iterator[Update | ClientFailure]:
-        for job in jobs:
-            held = {name: value.clone() for name, value in job.params.items()}
-            for reply in self.engine.train([job]):
-                _require(tensors.equal(held, job.params), "it modifies the tensors it was sent")
-                if isinstance(reply, Update):
-                    self._inspect(job, reply)
-                yield reply
-
-    def _inspect(self, job: Job, update: Update) -> None:
-        plan, _ = client_params(self.run, self.model, job, ClientState())
-        sent = serialization.unpack(serialization.pack({"delta": update.delta, **update.slots}))
-        names = {name for part in sent.values() for name in part}
-        _require(not names & plan.keep, f"'{_some(names & plan.keep)}' is kept by the client, but is in its update")
-        _require(names <= plan.up, f"'{_some(names - plan.up)}' is in an update, but the plan does not send it up")
-        self.trained |= plan.train
-
-    def after(self, result: RoundResult) -> None:
-        """Check that the round changed no tensor in place, and did not change or copy parameters that none trained."""
-        _require(
-            tensors.equal(self.held, self.before),
-            f"it modifies the server's tensors in place in round {result.number}, so no client is sent the change",
-        )
-        self.before = flatten(result.server)
-        self.held = tensors.clone_all(self.before)
-        before = self.model.initial if self.server is None else self.server.params
-        untouched = result.server.params.keys() - self.run.method.server_rule.affected_names(
-            self.model, frozenset(self.trained)
-        )
-        moved = {name for name in untouched if not torch.equal(before[name], result.server.params[name])}
-        _require(not moved, f"'{_some(moved)}' changed in round {result.number}, but no client trained it")
-        copied = {name for name in untouched if before[name] is not result.server.params[name]}
-        _require(
-            not copied,
-            f"'{_some(copied)}' did not change in round {result.number}, but was copied, so it is sent to all clients",
-        )
-        self.server, self.trained = result.server, set()
+def _check_plan_is_valid(trial: Trial) -> None:
+    for round_info in _round_infos(trial):
+        plan_for(trial.method.plan, trial.model, round_info)
 
 
-def _check_plan(run: Run, model: Model, population: Population) -> None:
-    """Check that the plan is a pure function of the model and the round."""
-    for round_info in (
-        RoundInfo(round, run.rounds, client) for round in range(run.rounds) for client in population.clients
-    ):
-        same = run.method.plan(model, round_info) == run.method.plan(model, round_info)
-        _require(
-            same, f"its plan for {round_info.client} in round {round_info.round} differs from one call to the next"
-        )
+def _check_plan_is_pure(trial: Trial) -> None:
+    for round_info in _round_infos(trial):
+        same = trial.method.plan(trial.model, round_info) == trial.method.plan(trial.model, round_info)
+        require(same, f"its plan for {round_info.client} in round {round_info.round} differs from one call to the next")
 
 
-def _check_hooks(run: Run, model: Model, population: Population, server: Server, store: ClientStore) -> None:
-    """Check that `start` and `step_gradient` are pure. In a run, what they modify may never be read again."""
-    for client in population.clients:
-        job, _ = make_job(run, model, server, run.rounds - 1, client)
-        state = store.load(client, run.rounds)
-        each = begin_round(run, model, job, state, population[client].train, trains=False)
-        for rule in run.method.client_rules:
-            if overrides(rule, "start"):
-                _check_pure(f"{type(rule).__name__}.start", partial(_started, rule, each), each.ctx)
-            if overrides(rule, "step_gradient"):
-                _check_pure(f"{type(rule).__name__}.step_gradient", partial(_step_gradient, rule, each), each.ctx)
+def _observed(name: str, text: str) -> Promise[Trial]:
+    """Return a promise that the probes watch."""
+
+    def test(trial: Trial) -> None:
+        if name in trial.observed.found:
+            raise ConformanceError(trial.observed.found[name])
+        if trial.observed.error:
+            raise NotTested("the run fails")
+        if name not in trial.observed.found.tested:
+            raise NotApplicable(probes.NOTHING_TO_TEST[name])
+
+    return Promise(name, text, test, (VALID_PLAN,))
 
 
-def _check_pure(name: str, hook: Callable[[Tensors], Slots], ctx: Context) -> None:
-    given: Slots = {"params": tensors.clone_all(ctx.anchor), "anchor": ctx.anchor, **ctx.sent, **ctx.memory}
-    held = {slot: tensors.clone_all(part) for slot, part in given.items()}
-    one, two = (hook(given["params"]) for _ in range(2))
-    _require(_equal_slots(given, held), f"{name} modifies the tensors that it is given")
-    _require(_equal_slots(one, two), f"{name} gives two results for the same arguments")
+def _check_finishes(trial: Trial) -> None:
+    if trial.observed.error:
+        raise trial.observed.error
 
 
-def _started(rule: ClientRule, each: ClientRound, params: Tensors) -> Slots:
-    values, notes = rule.start(params, each.examples, each.ctx, each.key)
-    return {"values": values, **notes}
+def _check_hooks(trial: Trial) -> None:
+    server = trial.baseline.rounds[-1].server
+    assert trial.observed.store is not None
+    check_hooks(trial.run, trial.model, trial.population, server, trial.observed.store)
 
 
-def _step_gradient(rule: ClientRule, each: ClientRound, params: Tensors) -> Slots:
-    batch = each.examples.take(torch.arange(min(8, len(each.examples))))
-    ctx = each.ctx
-    ctx = Context(ctx.model, ctx.plan, ctx.anchor, ctx.sent, ctx.memory, ctx.lr)  # as in a step
-
-    def gradient_at(point: Tensors) -> Tensors:
-        whole = {**params, **point}
-        live = {name: whole[name].detach().requires_grad_() for name in sorted(ctx.plan.train)}
-        with torch.enable_grad():
-            loss = ctx.model.losses(ctx.model({**whole, **live}, batch.inputs), batch.targets).mean()
-        grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
-        return {name: grad for name, grad in zip(live, grads, strict=True) if grad is not None}
-
-    with torch.no_grad():
-        return {"grads": rule.step_gradient(gradient_at, params, ctx)}
-
-
-def _check_wire(run: Run, model: Model, make: Maker, baseline: RunTrace) -> None:
-    """Check that the result is the same with serialized messages and clients that hold only what they were sent.
-
-    The result of a second run is then the same, too. Only if it differs, a plain run tells why.
-    """
-    packed = _run_rounds(run, model, make(wire=True))
-    if not _same(baseline, packed):
-        _require(
-            _same(baseline, _run_rounds(run, model, make())),
+def _check_repeatable(trial: Trial) -> None:
+    """If the result over the wire is the same, so is that of a plain second run."""
+    if not _same(trial.baseline, trial.over_wire):
+        require(
+            _same(trial.baseline, _run_rounds(trial.run, trial.model, trial.make())),
             "the same run gives two results, so it depends on outside state",
         )
-        raise ConformanceError("its messages are incomplete: with serialized messages the result differs")
-    for one, two in zip(baseline.rounds, packed.rounds, strict=True):
-        _require(one.traffic == two.traffic, f"bytes differ with serialized messages in round {one.number}")
 
 
-def _check_dry_run(run: Run, model: Model, population: Population, baseline: RunTrace) -> None:
-    dry_run = DryRunEngine(run, model, population.clients, _faults(run, population.clients))
-    for one, two in zip(baseline.rounds, rounds(replace(run, drift=False), model, dry_run), strict=True):
-        _require(one.traffic == two.traffic, f"the dry run predicts other bytes than were sent in round {one.number}")
+def _check_messages(trial: Trial) -> None:
+    require(
+        _same(trial.baseline, trial.over_wire),
+        "its messages are incomplete: with serialized messages the result differs",
+    )
 
 
-def _check_order(run: Run, model: Model, make: Maker, server: Server) -> None:
-    """Check that a client's update does not depend on the clients before it."""
-    jobs = [make_job(run, model, server, 1, client)[0] for client in make().clients()]
-    forward = {reply.client: reply for reply in make().train(jobs)}
-    for reply in make().train(reversed(jobs)):
+def _check_byte_count(trial: Trial) -> None:
+    for one, two in zip(trial.baseline.rounds, trial.over_wire.rounds, strict=True):
+        require(one.traffic == two.traffic, f"bytes differ with serialized messages in round {one.number}")
+
+
+def _check_dry_run(trial: Trial) -> None:
+    # A dry run cannot predict choices that depend on clients' data or on what the server has seen.
+    if any(overrides(rule, "narrow") for rule in trial.method.client_rules):
+        raise NotApplicable("clients choose what they send by their data")
+    if type(trial.method.server_rule).signal is not ServerRule.signal:
+        raise NotApplicable("the plan depends on what the server has seen")
+    clients = trial.population.clients
+    dry_run = DryRunEngine(trial.run, trial.model, clients, _faults(trial.run, clients))
+    for one, two in zip(trial.baseline.rounds, rounds(trial.run, trial.model, dry_run), strict=True):
+        require(one.traffic == two.traffic, f"the dry run predicts other bytes than were sent in round {one.number}")
+
+
+def _check_order(trial: Trial) -> None:
+    _refuse_single_client(trial)
+    server = trial.baseline.rounds[0].server
+    jobs = [make_job(trial.run, trial.model, server, 1, client)[0] for client in trial.population.clients]
+    forward = {reply.client: reply for reply in trial.make().train(jobs)}
+    for reply in trial.make().train(reversed(jobs)):
         other = forward[reply.client]
         if isinstance(reply, Update) and isinstance(other, Update):
-            _require(
+            require(
                 tensors.equal(reply.delta, other.delta), f"the update of {reply.client} depends on the order of clients"
             )
+
+
+def _check_resume_from_disk(trial: Trial) -> None:
+    _check_resume(trial.run, trial.model, trial.make, trial.baseline, 1, "disk")
+
+
+def _check_resume_from_memory(trial: Trial) -> None:
+    _refuse_single_client(trial)
+    trial.resume_in_blocks()
+
+
+def _check_blocks(trial: Trial) -> None:
+    """Compare blocks with single clients: with SGD in float32, and with the method's own optimizer in float64.
+
+    AdamW divides by the gradient's magnitude. Where the gradient is pure rounding error (a key bias, to which softmax
+    is invariant), float32 error becomes a full-size step, so any two ways of computing differ. In float64, the error
+    falls below AdamW's eps.
+
+    The block sizes differ: of a cohort of three, one comparison has blocks of two and one, the other a single block.
+    """
+    _refuse_single_client(trial)
+    _ = trial.block_difference, trial.wide_blocks  # computing them compares them
+
+
+def _refuse_single_client(trial: Trial) -> None:
+    if trial.method.pool:
+        raise NotApplicable("all data is in one place, so there is a single client")
 
 
 def _check_resume(
@@ -368,33 +419,9 @@ def _check_resume(
         )
         done, server = checkpoint.load(path, initial=InitialValues(initial_server(run, model)))
         again = _run_rounds(run, model, make(store=DiskStore(disk.folder), block=block), server=server, start=done)
-    _require(_same(baseline, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
+    require(_same(baseline, again), f"resumed after round {stop - 1} with state in {kind}, the result differs")
     late = [result.traffic for result in baseline.rounds[stop:]]
-    _require(late == [result.traffic for result in again.rounds], f"resumed after round {stop - 1}, bytes differ")
-
-
-def _check_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
-    """Compare blocks with single clients: with SGD in float32, and with the method's own optimizer in float64.
-
-    AdamW divides by the gradient's magnitude. Where the gradient is pure rounding error (a key bias, to which softmax
-    is invariant), float32 error becomes a full-size step, so any two ways of computing differ. In float64, the error
-    falls below AdamW's eps.
-
-    The block sizes differ: of a cohort of three, one comparison has blocks of two and one, the other a single block.
-    The run in a single block is also resumed halfway, with state in memory.
-    """
-    plain = SGD(momentum=0.9)
-    own = run.training.optimizer
-    single = replace(
-        run, training=replace(run.training, optimizer=plain if run.method.supports_optimizer(plain.name) else own)
-    )
-    cohort = run.cohort_size(len(population.clients))
-    worst, _ = _compare_blocks(single, model, _maker(single, model, population), min(2, cohort), tolerance)
-    wide, block = Float64Model(model), min(5, cohort)
-    make = _maker(run, wide, Float64Population(population))
-    _, together = _compare_blocks(run, wide, make, block, tolerance)
-    _check_resume(run, wide, make, together, run.rounds // 2, "memory", block)
-    return worst
+    require(late == [result.traffic for result in again.rounds], f"resumed after round {stop - 1}, bytes differ")
 
 
 def _compare_blocks(run: Run, model: Model, make: Maker, block: int, tolerance: float) -> tuple[float, RunTrace]:
@@ -408,7 +435,7 @@ def _compare_blocks(run: Run, model: Model, make: Maker, block: int, tolerance: 
             scale = max(float(tensor.abs().max()) for tensor in slot)
             difference = float((value - two[name]).abs().max()) / (scale or 1.0)
             worst = max(worst, difference)
-            _require(difference <= tolerance, f"in blocks of {block}, {owner} '{name}' differs by {difference:.1e}")
+            require(difference <= tolerance, f"in blocks of {block}, {owner} '{name}' differs by {difference:.1e}")
     return worst, other
 
 
@@ -421,14 +448,83 @@ def _same(one: RunTrace, two: RunTrace) -> bool:
     return states and tensors.equal(one.params, two.params)
 
 
-def _equal_slots(one: Slots, two: Slots) -> bool:
-    return one.keys() == two.keys() and all(tensors.equal(one[slot], two[slot]) for slot in one)
+VALID_PLAN = "valid plan"
+RUNS = "a run finishes"
+REPEATABLE = "repeatable"
+BLOCKS = "blocks equal single clients"
+_PURE = (probes.CLIENT_INPUTS, probes.SERVER_INPUTS, RUNS)
 
-
-def _some(names: Iterable[str]) -> str:
-    return next(iter(sorted(names)), "")
-
-
-def _require(kept: bool, broken: str) -> None:
-    if not kept:
-        raise ConformanceError(broken)
+PROMISES: tuple[Promise[Trial], ...] = (
+    Promise(
+        VALID_PLAN,
+        "The plan has only names of the model, and its sets do not contradict each other.",
+        _check_plan_is_valid,
+    ),
+    Promise(
+        "pure plan",
+        "The plan depends only on the model, the round and the client.",
+        _check_plan_is_pure,
+        (VALID_PLAN,),
+    ),
+    _observed(
+        probes.PURE_TRANSFORMS,
+        "UpdateTransform.encode changes nothing it is given, and gives one result for the same arguments.",
+    ),
+    _observed(probes.OWN_SLOTS, "UpdateTransform.encode remembers only the slots that the transform declares."),
+    _observed(probes.CLIENT_INPUTS, "Client rules do not change in place what the server sent."),
+    _observed(probes.SERVER_INPUTS, "The server rule returns new tensors and does not change the old ones in place."),
+    _observed(probes.KEPT_STAYS, "Parameters that the plan keeps with the client never appear in a message."),
+    _observed(probes.ONLY_PLANNED, "An update has only names that the plan sends up."),
+    _observed(probes.FROZEN_STAYS, "The server's parameters that no client trained stay the same, bit for bit."),
+    _observed(
+        probes.NOT_COPIED, "Parameters that did not change remain the same objects, so that they are not sent again."
+    ),
+    _observed(
+        probes.NO_GLOBAL_RANDOM, "Random numbers come from keys, not from the global state of torch, numpy or Python."
+    ),
+    Promise(RUNS, f"A run of {ROUNDS} rounds with dropouts and stragglers finishes.", _check_finishes, (VALID_PLAN,)),
+    Promise(
+        "pure hooks",
+        "ClientRule.start and step_gradient change nothing they are given, and give one result for the same arguments.",
+        _check_hooks,
+        (RUNS,),
+    ),
+    Promise(REPEATABLE, "The same run gives the same result, bit for bit.", _check_repeatable, _PURE),
+    Promise(
+        "complete messages",
+        "Clients that hold only what they were sent, serialized, give the same result.",
+        _check_messages,
+        (REPEATABLE,),
+    ),
+    Promise(
+        "exact byte count",
+        "The bytes that are recorded are the bytes that are sent.",
+        _check_byte_count,
+        (REPEATABLE,),
+    ),
+    Promise("predictable bytes", "A dry run, without training, predicts the bytes.", _check_dry_run, (REPEATABLE,)),
+    Promise(
+        "any order of clients",
+        "A client's update does not depend on the clients before it.",
+        _check_order,
+        (REPEATABLE,),
+    ),
+    Promise(
+        "resume from disk",
+        "A run that is resumed from its checkpoint gives the same result and bytes, bit for bit.",
+        _check_resume_from_disk,
+        (REPEATABLE,),
+    ),
+    Promise(
+        BLOCKS,
+        "Clients that train together in a block give the result of single clients, up to rounding.",
+        _check_blocks,
+        (REPEATABLE,),
+    ),
+    Promise(
+        "resume from memory",
+        "So does a run in blocks, with client state in memory.",
+        _check_resume_from_memory,
+        (BLOCKS,),
+    ),
+)

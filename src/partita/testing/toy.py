@@ -171,6 +171,20 @@ class Float64Population:
         return ClientData(Float64Examples(data.train), Float64Examples(data.validation), Float64Examples(data.test))
 
 
+@dataclass(frozen=True)
+class PooledExamples:
+    """All examples of a batch in memory."""
+
+    batch: Batch
+
+    def __len__(self) -> int:
+        return len(self.batch.targets)
+
+    def take(self, indices: Tensor) -> Batch:
+        inputs = {name: value[indices] for name, value in self.batch.inputs.items()}
+        return Batch(inputs, self.batch.targets[indices])
+
+
 class PooledPopulation:
     """The training data of all clients, pooled into a single client."""
 
@@ -180,7 +194,8 @@ class PooledPopulation:
         parts = [
             population[client].train.take(torch.arange(len(population[client].train))) for client in population.clients
         ]
-        part = ToyExamples(torch.cat([p.inputs["x"] for p in parts]), torch.cat([p.targets for p in parts]))
+        inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
+        part = PooledExamples(Batch(inputs, torch.cat([part.targets for part in parts])))
         self.data = ClientData(part, part, part)
 
     def __getitem__(self, client: str) -> ClientData:
