@@ -84,6 +84,8 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "core/model.py": ("tests/core/test_model.py",),
     "core/optim.py": ("tests/core/test_optim.py",),
+    "core/own_code.py": ("tests/core/test_own_code.py",),
+    "core/registry.py": ("tests/core/test_own_code.py",),
     "core/options.py": ("tests/core/test_option_types.py", "tests/core/test_options.py"),
     "core/personal_copy.py": ("tests/core/test_personal_copy.py",),
     "core/plan.py": (*DETAILS, "tests/core/test_laws_of_small_parts.py"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import partita
 from partita.core.options import Count, PositiveShare
+from partita.core.sampling import Uniform
 from partita.data import Table, Task
 
 
@@ -54,6 +55,18 @@ def stripes(key: partita.Key, examples: Annotated[Count, "number of images"] = 1
 def in_turn(task: Task, key: partita.Key, sites: Annotated[Count, "number of sites"] = 3) -> dict[str, Any]:
     """Deal the rows to sites in turn."""
     return {f"site-{place}": range(place, len(task.train), sites) for place in range(sites)}
+
+
+@dataclass(frozen=True)
+class TakeTurns(Uniform):
+    name: ClassVar[str] = "take_turns"
+
+    def draw(self, key: Any, round: int, clients: Any, size: int, info: Any) -> list[str]:
+        return [clients[(round * size + place) % len(clients)] for place in range(size)]
+
+
+def take_turns() -> TakeTurns:
+    return TakeTurns()
 
 
 def top2(logits: Tensor, targets: Tensor) -> float:

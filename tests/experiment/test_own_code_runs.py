@@ -202,7 +202,7 @@ def test_options_of_own_functions_are_checked_and_explained(tmp_path: Path, run_
         ("data.example=3", "unknown key 'data.example'; did you mean 'examples'?"),
         ("split.sites=0", "split.sites is 0; it must be a whole number from 1 to"),
         (f"evaluate.metrics=['{tmp_path}/mine.py:top3']", "has no function 'top3'; did you mean 'top2'?"),
-        (f"track.to=['{tmp_path}/mine.py:top2']", "mine.py:top2' failed: line 54: AttributeError"),
+        (f"track.to=['{tmp_path}/mine.py:top2']", "mine.py:top2' failed: line 65: AttributeError"),
         (f"method.name={tmp_path}/mine.py:stripes", "'method.key' is missing"),
     ):
         code, _, errors = run_partita("run", "-c", config, "--out", tmp_path / "run", "--set", change)
@@ -212,6 +212,16 @@ def test_options_of_own_functions_are_checked_and_explained(tmp_path: Path, run_
     assert code == 0
     assert "share: a number above 0 and up to 1; default 0.5" in out
     assert "how far the server moves" in out
+
+
+def test_own_sampling_rule_draws_the_cohorts(tmp_path: Path) -> None:
+    config = write_own_code(tmp_path / "lab")
+    own = [f"sampling.name={tmp_path}/lab/mine.py:take_turns", "federation.cohort=1"]
+    list(start(load(config, own), tmp_path / "run"))
+    assert [row["cohort"] for row in run_folder.read_rows(tmp_path / "run")] == [["site-0"], ["site-1"], ["site-0"]]
+    private = [*own, 'privacy={unit="client", clip=1.0, noise=1.0, delta=1e-3}']
+    with pytest.raises(ValueError, match="'take_turns' does not draw all clients with the same probability"):
+        build(load(config, private))
 
 
 def test_wrong_splits_are_refused(tmp_path: Path) -> None:
