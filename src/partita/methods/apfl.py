@@ -54,9 +54,9 @@ class APFLClient(ClientRule):
         at_mixture = {name: grad for name, grad in gradient_at(mixed_values(params)).items() if name in own}
         grads = {**gradient_at({}), **{copy_name(name): alpha * grad for name, grad in at_mixture.items()}}
         if self.adaptive:
-            slope = sum(((own[name] - params[name]) * grad).sum() for name, grad in at_mixture.items())
+            along = sum(((own[name] - params[name]) * grad).sum() for name, grad in at_mixture.items())
             # The gradient of a step that ends in [0, 1].
-            grads[ALPHA] = (alpha - torch.clamp(alpha - ctx.lr * slope, 0, 1)) / ctx.lr
+            grads[ALPHA] = (alpha - torch.clamp(alpha - ctx.lr * along, 0, 1)) / ctx.lr
         return grads
 
 
