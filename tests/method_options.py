@@ -12,5 +12,6 @@ BRIEF |= {
     "vpfl": {"vision_tokens": 2},
     "coop": {"text_tokens": 2},
 }
+BRIEF |= {"fedala": {"passes": 2, "batch_size": 8}}
 BRIEF |= {"fedotp": {"text_tokens": 2, "iterations": 5}, "fedpgp": {"text_tokens": 2, "rank": 1}}
 BRIEF |= {"pfedme": {"inner_steps": 2}}

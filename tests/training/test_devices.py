@@ -44,10 +44,11 @@ def rows_and_digest(folder: Path) -> tuple[list[dict[str, Any]], str]:
 @on_a_gpu
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("block", [1, 4])
-def test_cuda_graphs_match_eager_training_on_a_gpu(block: int, compile: bool) -> None:
+@pytest.mark.parametrize("method", ["fedavg", "fedsam", "fedlesam"])
+def test_cuda_graphs_match_eager_training_on_a_gpu(method: str, block: int, compile: bool) -> None:
     graphs = choose_graphs(True, compile, torch.device("cuda"))
-    recorded = play_graphs("fedavg", AdamW(), graphs, block, device="cuda")
-    assert max_relative_difference(recorded, play_graphs("fedavg", AdamW(), None, block, device="cuda")) < 1e-3
+    recorded = play_graphs(method, AdamW(), graphs, block, device="cuda")
+    assert max_relative_difference(recorded, play_graphs(method, AdamW(), None, block, device="cuda")) < 1e-3
 
 
 @pytest.mark.parametrize("method", METHODS)

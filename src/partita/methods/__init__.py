@@ -44,6 +44,7 @@ INDEX = {
     "fedrep": "partita.methods.fedrep:fedrep",
     "fedbabu": "partita.methods.fedbabu:fedbabu",
     "fedtp": "partita.methods.fedtp:fedtp",
+    "fedala": "partita.methods.fedala:fedala",
     "ditto": "partita.methods.ditto:ditto",
     "apfl": "partita.methods.apfl:apfl",
     "pfedme": "partita.methods.pfedme:pfedme",
@@ -96,6 +97,8 @@ COMPOSITIONS = (
     "fedfrozen+ditto",
     "ditto+fedadam",
     "lora+ditto",
+    "scaffold+fedala",
+    "fedala+fedadam",
     "pfeddc+fedprox",
     "promptfl+fedadam",
 )
