@@ -6,9 +6,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import count
 from typing import Any
 
 import image_fixtures
+import numpy as np
 import pytest
 import torch
 from helpers import Clients, ServerMomentum, toy_model
@@ -39,6 +41,7 @@ from partita.methods import COMPOSITIONS, INDEX, build
 from partita.methods.fedfrozen import fedfrozen
 from partita.methods.fedprox import fedprox
 from partita.testing.conformance import ConformanceError, ConformanceReport, check_method
+from partita.testing.toy import PooledPopulation
 
 
 def check_on_small_federation(
@@ -186,6 +189,9 @@ def test_method_that_selects_by_data_conforms() -> None:
     check_on_small_federation(Method("largest", client_rules=(LargestGradients(),)))
 
 
+CALLS = count()
+
+
 @dataclass(frozen=True)
 class StartsAhead(ClientRule):
     """Starts one gradient step ahead on its own data, remembers where, and steps by a gradient further ahead."""
@@ -199,8 +205,8 @@ class StartsAhead(ClientRule):
 
     def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
         shift = 1e-2 * len(examples) + 1e-2 * (key / "shift").uniform()
-        if self.mistake == "global noise":
-            shift += random.random()
+        if self.mistake == "counts calls":
+            shift += next(CALLS)
         values = {name: params[name] + shift * ctx.memory["start"][name] for name in sorted(ctx.plan.train)}
         if self.mistake == "writes memory":
             next(iter(ctx.memory["start"].values())).mul_(0.5)
@@ -220,6 +226,16 @@ class StartsAhead(ClientRule):
 
 def test_method_that_starts_elsewhere_and_evaluates_gradients_itself_conforms() -> None:
     check_on_small_federation(Method("ahead", client_rules=(StartsAhead(),)))
+
+
+def test_data_of_any_inputs_can_be_pooled() -> None:
+    pooled = PooledPopulation(image_fixtures.FOUR)["pooled"].train
+    parts = [image_fixtures.FOUR[client].train for client in image_fixtures.FOUR.clients]
+    assert len(pooled) == sum(map(len, parts))
+    last = parts[-1].take(torch.tensor([2]))
+    batch = pooled.take(torch.tensor([len(pooled) - len(parts[-1]) + 2]))
+    assert torch.equal(batch.inputs["pixel_values"], last.inputs["pixel_values"])
+    assert torch.equal(batch.targets, last.targets)
 
 
 # ---- wrong methods
@@ -259,6 +275,40 @@ class GlobalNoise(ClientRule):
 
     def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
         return {name: grad + 0.1 * torch.randn(grad.shape, dtype=grad.dtype) for name, grad in grads.items()}
+
+
+@dataclass(frozen=True)
+class NumpyNoise(ClientRule):
+    """Draws from numpy's global state."""
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        return {name: grad + 0.1 * float(np.random.random()) for name, grad in grads.items()}
+
+
+@dataclass(frozen=True)
+class PythonNoise(ClientRule):
+    """Draws from Python's global state."""
+
+    def gradient(self, grads: Tensors, ctx: Context) -> Tensors:
+        return {name: grad + 0.1 * random.random() for name, grad in grads.items()}
+
+
+@dataclass(frozen=True)
+class SendsHint(ServerRule):
+    """Sends the parameters again as a slot."""
+
+    def send(self, server: Server, client: str, names: Names) -> tuple[Tensors, Slots]:
+        params, _ = super().send(server, client, names)
+        return params, {"hint": {name: value.clone() for name, value in params.items()}}
+
+
+@dataclass(frozen=True)
+class WritesHint(ClientRule):
+    """Changes a slot that the server sent in place."""
+
+    def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
+        ctx.sent["hint"]["head.weight"].add_(1e-3)
+        return {}, {}
 
 
 @dataclass(frozen=True)
@@ -414,6 +464,12 @@ class CopiesUnchanged(ServerRule):
 WRONG_METHODS: dict[str, tuple[Method, str]] = {
     "hidden memory": (Method("m", client_rules=(HiddenMemory(),)), "the same run gives two results"),
     "global noise": (Method("m", client_rules=(GlobalNoise(),)), "torch's global random state"),
+    "numpy's noise": (Method("m", client_rules=(NumpyNoise(),)), "numpy's global random state"),
+    "python's noise in a rule": (Method("m", client_rules=(PythonNoise(),)), "Python's global random state"),
+    "changes a slot it was sent": (
+        Method("m", client_rules=(WritesHint(),), server_rule=SendsHint()),
+        "it modifies the tensors it was sent",
+    ),
     "python's noise": (Method("m", transforms=(OtherNoise(),)), "OtherNoise.encode gives two results for the same"),
     "a velocity in self": (Method("m", server_rule=ForgetsOnResume()), "resumed after round 0 .* the result differs"),
     "a plan with a counter": (Method("m", plan=PlanWithCounter()), "its plan for .* differs from one call to the next"),
@@ -460,8 +516,8 @@ WRONG_METHODS: dict[str, tuple[Method, str]] = {
         Method("m", transforms=(MemoryInSelf(),)),
         r"MemoryInSelf\.encode gives two results for the same update and memory",
     ),
-    "starts at random": (
-        Method("m", client_rules=(StartsAhead("global noise"),)),
+    "starts elsewhere at each call": (
+        Method("m", client_rules=(StartsAhead("counts calls"),)),
         r"StartsAhead\.start gives two results for the same arguments",
     ),
     "writes its memory at the start": (
