@@ -10,8 +10,9 @@ A method combines four independent choices:
 The hooks run in this order in every round:
 
 1. For each client of the cohort, the server calls `ServerRule.signal`, the plan, and `ServerRule.send`.
-2. At the client: `ClientRule.memory`, `ClientRule.narrow`, then in every step `ClientRule.penalty` and
-   `ClientRule.gradient`, then `ClientRule.finish` and `UpdateTransform.encode`.
+2. At the client: `ClientRule.memory`, `ClientRule.narrow`, `ClientRule.optimizer_state`, then in every step
+   `ClientRule.penalty`, `ClientRule.gradient` and `ClientRule.after_step`, then `ClientRule.finish` and
+   `UpdateTransform.encode`.
 3. At the server, as updates arrive: `UpdateTransform.decode_update`, then `ServerRule.reduce` over the stream.
 4. Once for the round: `UpdateTransform.decode_aggregate`, then `ServerRule.apply`.
 
@@ -64,6 +65,8 @@ class Context:
             any access raises MethodError.
         round_info: Round and client, for `narrow` and `finish`. In `penalty` and `gradient` any access raises
             MethodError.
+        optimizer: The optimizer state by slot after training, for `finish`, if a rule overrides `optimizer_state`. It
+            is empty in dry runs and in the server's check of updates, and can lack names.
     """
 
     model: Model
@@ -76,6 +79,7 @@ class Context:
     # later rounds, so neither value would be right there.
     notes: Slots = field(default_factory=lambda: cast(Slots, UnavailableInSteps("notes")))
     round_info: RoundInfo = field(default_factory=lambda: cast(RoundInfo, UnavailableInSteps("round_info")))
+    optimizer: Slots = field(default_factory=dict)
 
 
 class UnavailableInSteps:
@@ -206,6 +210,21 @@ class ClientRule:
         """
         return LayerSelection(plan.train)
 
+    def optimizer_state(self, ctx: Context) -> Slots:
+        """Return the optimizer state from which training starts.
+
+        Called once per client round before training, and only if overridden. A method with such a rule does not keep
+        the clients' own optimizer state.
+
+        Args:
+            ctx: The context, with the narrowed plan and the notes of `narrow`.
+
+        Returns:
+            Slots of the optimizer, such as "first" and "second" of AdamW, and "age", the number of earlier steps as a
+            scalar on the CPU. A slot or name that is missing starts as usual, from zero.
+        """
+        return {}
+
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         """Return a term of the loss.
 
@@ -240,6 +259,21 @@ class ClientRule:
             out.
         """
         return grads
+
+    def after_step(self, params: Tensors, ctx: Context) -> Tensors:
+        """Change the parameters after the optimizer step.
+
+        Called in every training step, in the order of `Method.client_rules`, and only if overridden. Runs without
+        autograd and possibly inside `torch.vmap`.
+
+        Args:
+            params: The parameters that the optimizer stepped.
+            ctx: The context, without `notes` and `round_info`.
+
+        Returns:
+            The parameters by name, for all names in `params`.
+        """
+        return params
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
         """Return what to send besides the delta, and what to remember.
@@ -458,12 +492,22 @@ class Method:
                 if slot in owners:
                     raise MethodError(f"{self.name}: {owners[slot]} and {owner} use the slot '{slot}'; use one of them")
                 owners[slot] = owner
+        if self.carry_optimizer and self.sets_optimizer_state:
+            raise MethodError(
+                f"{self.name}: its clients start from an optimizer state that the server sends, so they cannot keep "
+                "their own; leave out training.keep_optimizer, or the method that keeps it"
+            )
         for rule in self.client_rules:
             if self.privacy and rule.uses_data and rule.release is None:
                 raise MethodError(
                     f"{self.name}: {type(rule).__name__} selects by a client's examples and adds no noise to the "
                     "selection; with privacy, add noise to it or select without reading examples"
                 )
+
+    @property
+    def sets_optimizer_state(self) -> bool:
+        """Whether a rule says from which optimizer state training starts."""
+        return any(type(rule).optimizer_state is not ClientRule.optimizer_state for rule in self.client_rules)
 
     def supports_optimizer(self, optimizer: str) -> bool:
         """Whether all rules are valid for this local optimizer."""
@@ -475,7 +519,7 @@ class Method:
             if optimizer not in valid:
                 raise MethodError(
                     f"{self.name}: {rule} is derived for {' or '.join(sorted(valid))}, not for {optimizer}; set "
-                    f"training.optimizer = '{min(valid)}', without momentum"
+                    f"training.optimizer = '{min(valid)}', without momentum, warmup_steps or layer_decay"
                 )
 
     def _restricted_rules(self) -> list[tuple[str, Names]]:

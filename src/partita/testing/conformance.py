@@ -328,20 +328,18 @@ def _check_resume(
 
 
 def _check_blocks(run: Run, model: Model, population: Population, tolerance: float) -> float:
-    """Compare blocks with single clients: with SGD in float32, and with the method's own optimizer in float64.
+    """Compare blocks with single clients: with a smooth optimizer in float32, and with the method's own in float64.
 
     AdamW divides by the gradient's magnitude. Where the gradient is pure rounding error (a key bias, to which softmax
     is invariant), float32 error becomes a full-size step, so any two ways of computing differ. In float64, the error
-    falls below AdamW's eps.
+    falls below AdamW's eps. In float32, SGD is used, or AdamW with a large eps for methods that need AdamW.
 
     The block sizes differ: of a cohort of three, one comparison has blocks of two and one, the other a single block.
     The run in a single block is also resumed halfway, with state in memory.
     """
-    plain = SGD(momentum=0.9)
-    own = run.training.optimizer
-    single = replace(
-        run, training=replace(run.training, optimizer=plain if run.method.supports_optimizer(plain.name) else own)
-    )
+    candidates: tuple[Optimizer, ...] = (SGD(momentum=0.9), AdamW(eps=0.1), run.training.optimizer)
+    smooth = next(optimizer for optimizer in candidates if run.method.supports_optimizer(optimizer.name))
+    single = replace(run, training=replace(run.training, optimizer=smooth))
     cohort = run.cohort_size(len(population.clients))
     worst, _ = _compare_blocks(single, model, _maker(single, model, population), min(2, cohort), tolerance)
     wide, block = Float64Model(model), min(5, cohort)
