@@ -21,7 +21,6 @@ from partita.core.client import (
     LocalResult,
     adaptation_round,
     begin_round,
-    carried_optimizer_state,
     finish_round,
 )
 from partita.core.data import Batch, Examples
@@ -343,7 +342,7 @@ def test_optimizer_state_is_carried_only_if_the_method_asks(carry: bool) -> None
     slot = f"{OPTIMIZER_PREFIX}momentum"
     stored = ClientState({}, {slot: {"b": torch.tensor(1.0)}, "other": {}})
     begun = begin(run, stored)
-    assert carried_optimizer_state(run, begun) == ({"momentum": stored.memory[slot]} if carry else {})
+    assert begun.optimizer == ({"momentum": stored.memory[slot]} if carry else {})
     _, state = finish_round(run, begun, trained(optimizer={"momentum": {"w": torch.ones(2)}}))
     assert state.memory[slot].keys() == (BOTH if carry else B)
 

@@ -56,6 +56,10 @@ def test_run_has_documented_defaults() -> None:
         ("steps", 0),
         ("clip", 0.0),
         ("precision", "half"),
+        ("accumulate", 0),
+        ("warmup_steps", -1),
+        ("layer_decay", 0.0),
+        ("layer_decay", 1.5),
     ],
 )
 def test_invalid_training_settings_are_refused(setting: str, value: Any) -> None:
@@ -135,3 +139,19 @@ def test_learning_rate_of_a_round_follows_the_schedule() -> None:
     wanted = [0.3 * run.training.schedule.factor(number, 4) for number in range(4)]
     assert [run.lr(number) for number in range(4)] == wanted
     assert len(set(wanted)) > 2
+
+
+@pytest.mark.parametrize("unequal", [{"warmup_steps": 1}, {"layer_decay": 0.9}])
+def test_rules_for_one_learning_rate_refuse_unequal_ones(unequal: dict[str, Any]) -> None:
+    said = r"derived for sgd, not for sgd with unequal learning rates; .* without momentum, warmup_steps or layer_decay"
+    with pytest.raises(MethodError, match=said):
+        toy_run(scaffold(), **unequal)
+    assert toy_run(fedavg(), **unequal).training.optimizer_name == "sgd with unequal learning rates"
+    assert toy_run(scaffold(), decay_norms_and_biases=False, accumulate=2).training.optimizer_name == "sgd"
+
+
+def test_training_defaults_change_nothing() -> None:
+    training = Training(0.1)
+    assert (training.accumulate, training.warmup_steps, training.layer_decay) == (1, 0, 1.0)
+    assert training.decay_norms_and_biases
+    assert training.examples_per_step == training.batch_size

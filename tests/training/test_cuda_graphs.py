@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ CASES = {
     "nesterov": ("fedprox", SGD(0.9, nesterov=True), 4),
     "slots": ("scaffold", SGD(), 4),
     "own state": ("local-only", AdamW(), 4),
+    "sent state": ("fedadamw", AdamW(), 4),
 }
 
 
@@ -82,6 +84,24 @@ def test_recorded_steps_follow_the_learning_rate_schedule() -> None:
     recorded = train_with_graphs("fedavg", AdamW(), GraphCache(ReplayingRecorder()), 4, schedule=schedule)
     assert max_relative_difference(recorded, train_with_graphs("fedavg", AdamW(), None, 4, schedule=schedule)) < 1e-4
     assert max_relative_difference(recorded, train_with_graphs("fedavg", AdamW(), None, 4)) > 1e-2
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "warm-up": {"warmup_steps": 3},
+    "layer decay": {"layer_decay": 0.5},
+    "norms and biases": {"decay_norms_and_biases": False},
+    "accumulation": {"accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_recorded_steps_follow_the_options_of_training(options: dict[str, Any]) -> None:
+    optimizer = AdamW(eps=1e-4, weight_decay=0.5)
+    again = ReplayingRecorder()
+    recorded = train_with_graphs("fedavg", optimizer, GraphCache(again), 4, **options)
+    assert again.recorded
+    assert max_relative_difference(recorded, train_with_graphs("fedavg", optimizer, None, 4, **options)) < 1e-3
+    assert max_relative_difference(recorded, train_with_graphs("fedavg", optimizer, None, 4)) > 1e-2
 
 
 def test_each_shape_is_recorded_once() -> None:

@@ -20,6 +20,7 @@ from partita.core.packed import PackedTensors
 from partita.core.plan import NO_NAMES, Phase, Plan
 from partita.core.tensors import Names, Slots, Tensors
 from partita.training import phase_trainer
+from partita.training.parameter_groups import ParameterGroup
 from partita.training.phase_trainer import EagerOptimizer, PhaseTrainer, leaves
 from partita.training.phase_work import PhaseWork
 
@@ -158,16 +159,20 @@ class RecordingOptimizer:
         self.calls.append((lr, dict(step_counts)))
 
 
+def group(recorder: RecordingOptimizer, lr_factor: float = 1.0, *names: str) -> ParameterGroup:
+    return ParameterGroup(recorder, lr_factor, names or ("b", "w"))  # type: ignore[arg-type]
+
+
 def test_eager_optimizer_counts_steps_from_the_initial_ones() -> None:
     recorder, initial = RecordingOptimizer(), {"w": 4, "b": 0}
-    optimizer = EagerOptimizer(recorder)  # type: ignore[arg-type]
+    optimizer, grads = EagerOptimizer([group(recorder)]), {"w": torch.zeros(2)}
     optimizer.reset(0.5, initial)
-    optimizer.step({}, {}, {})
-    optimizer.step({}, {}, {})
+    optimizer.step({}, grads, {})
+    optimizer.step({}, grads, {})
     assert recorder.calls == [(0.5, {"w": 5, "b": 1}), (0.5, {"w": 6, "b": 2})]
     assert initial == {"w": 4, "b": 0}
     optimizer.reset(0.25, initial)
-    optimizer.step({}, {}, {})
+    optimizer.step({}, grads, {})
     assert recorder.calls[-1] == (0.25, {"w": 5, "b": 1})
 
 
@@ -179,7 +184,7 @@ def test_trainer_uses_a_given_optimizer_and_gradients() -> None:
         asked.append(count)
         return trainable, torch.tensor(3.0)
 
-    trainer = PhaseTrainer(make_work(), gradients, EagerOptimizer(recorder))  # type: ignore[arg-type]
+    trainer = PhaseTrainer(make_work(), gradients, EagerOptimizer([group(recorder)]))
     assert trainer.step(line_batch()).tolist() == [3.0]
     assert asked == [1]
     assert recorder.calls == [(LR, {"w": 1, "b": 1})]

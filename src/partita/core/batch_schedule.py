@@ -54,10 +54,10 @@ def count_steps(count: int, training: Training, epochs: int | None, fraction: fl
     Raises:
         SizeError: If the order of examples would not fit into memory.
     """
-    per_epoch = -(-count // training.batch_size)
+    per_epoch = -(-count // training.examples_per_step)
     total = training.steps if training.steps is not None and epochs is None else (epochs or training.epochs) * per_epoch
     steps = max(1, int(total * fraction))
-    numbers = steps * min(count, training.batch_size)
+    numbers = steps * min(count, training.examples_per_step)
     if numbers > MANY_EXAMPLES:  # querying free memory takes longer than most calls of this function
         memory.require(
             16 * numbers, f"the order of examples in {steps:,} steps", "train fewer epochs or steps per round"
@@ -79,7 +79,7 @@ def shuffled_batches(
         key: The random key of this client, round and phase.
         fraction: The fraction of the steps that the client completes.
     """
-    sizes = _batch_sizes(count, training.batch_size, count_steps(count, training, epochs, fraction))
+    sizes = _batch_sizes(count, training.examples_per_step, count_steps(count, training, epochs, fraction))
     orders = [(key / epoch).permutation(count) for epoch in range(-(-sum(sizes) // count))]
     return BatchSchedule((orders[0] if len(orders) == 1 else torch.cat(orders))[: sum(sizes)], sizes)
 

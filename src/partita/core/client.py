@@ -85,6 +85,7 @@ class ClientRound:
         metrics: The metrics of all `LayerSelection` results.
         dp_settings: The DP-SGD settings; None for training without example-level privacy.
         start: The values of `ClientRule.start`, which replace those of the anchor as the start of training.
+        optimizer: The optimizer state by slot from which training starts; empty to start with a new state.
     """
 
     job: Job
@@ -97,6 +98,7 @@ class ClientRound:
     metrics: Mapping[str, float] = field(default_factory=dict)
     dp_settings: DPSGDSettings | None = None
     start: Tensors = field(default_factory=dict)
+    optimizer: Slots = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ def begin_round(
     schedules = _batch_schedules(
         run, job, plan, examples, key, poisson_batches if poisson else shuffled_batches, fraction
     )
-    return ClientRound(job, state, plan, ctx, examples, schedules, key, metrics, dp_settings, start)
+    optimizer = _optimizer_state(run, state, ctx)
+    return ClientRound(job, state, plan, ctx, examples, schedules, key, metrics, dp_settings, start, optimizer)
 
 
 def _start_values(run: Run, ctx: Context, examples: Examples, key: Key) -> tuple[Tensors, Slots]:
@@ -315,6 +318,8 @@ def finish_round(run: Run, client_round: ClientRound, learned: LocalResult) -> t
             )
     slots: dict[str, Tensors] = {}
     memory = {slot: dict(part) for slot, part in client_round.state.memory.items()}
+    if run.method.sets_optimizer_state:
+        ctx = replace(ctx, optimizer=learned.optimizer)
     for rule in run.method.client_rules:
         if not overrides(rule, "finish"):
             continue  # do not build the dict of all parameters for a hook that does not use it
@@ -359,11 +364,15 @@ def _check_own_slots(client: str, owner: ClientRule | UpdateTransform, returned:
         )
 
 
-def carried_optimizer_state(run: Run, each: ClientRound) -> dict[str, Tensors]:
-    """Return the optimizer state from the client's last round by slot; empty without `Method.carry_optimizer`."""
-    if not run.method.carry_optimizer:
-        return {}
-    memory = each.state.memory
-    return {
-        slot.removeprefix(OPTIMIZER_PREFIX): part for slot, part in memory.items() if slot.startswith(OPTIMIZER_PREFIX)
-    }
+def _optimizer_state(run: Run, state: ClientState, ctx: Context) -> Slots:
+    """The state from the client's last round with `Method.carry_optimizer`, or that of the rules; empty for none."""
+    found: dict[str, Tensors] = {}
+    if run.method.carry_optimizer:
+        for slot, part in state.memory.items():
+            if slot.startswith(OPTIMIZER_PREFIX):
+                found[slot.removeprefix(OPTIMIZER_PREFIX)] = part
+    for rule in run.method.client_rules:
+        if overrides(rule, "optimizer_state"):
+            for slot, part in rule.optimizer_state(ctx).items():
+                found[slot] = {**found.get(slot, {}), **part}
+    return found

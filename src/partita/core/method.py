@@ -10,9 +10,9 @@ A method combines four independent choices:
 The hooks run in this order in every round:
 
 1. For each client of the cohort, the server calls `ServerRule.signal`, the plan, and `ServerRule.send`.
-2. At the client: `ClientRule.memory`, `ClientRule.narrow`, `ClientRule.start`, then in every step
-   `ClientRule.step_gradient`, `ClientRule.penalty` in each gradient that it evaluates, and `ClientRule.gradient`, then
-   `ClientRule.finish` and `UpdateTransform.encode`.
+2. At the client: `ClientRule.memory`, `ClientRule.narrow`, `ClientRule.start` and `ClientRule.optimizer_state`, then in
+   every step `ClientRule.step_gradient`, `ClientRule.penalty` in each gradient that it evaluates, `ClientRule.gradient`
+   and `ClientRule.after_step`, then `ClientRule.finish` and `UpdateTransform.encode`.
 3. At the server, as updates arrive: `UpdateTransform.decode_update`, then `ServerRule.reduce` over the stream.
 4. Once for the round: `UpdateTransform.decode_aggregate`, then `ServerRule.apply`.
 
@@ -68,6 +68,8 @@ class Context:
             of `narrow`. In the hooks of a step (`step_gradient`, `penalty`, `gradient`) any access raises MethodError.
         round_info: Round and client, for `narrow`, `start` and `finish`. In the hooks of a step any access raises
             MethodError.
+        optimizer: The optimizer state by slot after training, for `finish`, if a rule overrides `optimizer_state`. It
+            is empty in dry runs and in the server's check of updates, and can lack names.
     """
 
     model: Model
@@ -80,6 +82,7 @@ class Context:
     # rounds, so neither value would be right there.
     notes: Slots = field(default_factory=lambda: cast(Slots, UnavailableInSteps("notes")))
     round_info: RoundInfo = field(default_factory=lambda: cast(RoundInfo, UnavailableInSteps("round_info")))
+    optimizer: Slots = field(default_factory=dict)
 
 
 class UnavailableInSteps:
@@ -256,6 +259,21 @@ class ClientRule:
         """
         return gradient_at({})
 
+    def optimizer_state(self, ctx: Context) -> Slots:
+        """Return the optimizer state from which training starts.
+
+        Called once per client round before training, and only if overridden. A method with such a rule does not keep
+        the clients' own optimizer state.
+
+        Args:
+            ctx: The context, with the narrowed plan and the notes of `narrow`.
+
+        Returns:
+            Slots of the optimizer, such as "first" and "second" of AdamW, and "age", the number of earlier steps as a
+            scalar on the CPU. A slot or name that is missing starts as usual, from zero.
+        """
+        return {}
+
     def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
         """Return a term of the loss.
 
@@ -290,6 +308,21 @@ class ClientRule:
             out.
         """
         return grads
+
+    def after_step(self, params: Tensors, ctx: Context) -> Tensors:
+        """Change the parameters after the optimizer step.
+
+        Called in every training step, in the order of `Method.client_rules`, and only if overridden. Runs without
+        autograd and possibly inside `torch.vmap`.
+
+        Args:
+            params: The parameters that the optimizer stepped.
+            ctx: The context, without `notes` and `round_info`.
+
+        Returns:
+            The parameters by name, for all names in `params`.
+        """
+        return params
 
     def finish(self, params: Tensors, steps: Mapping[str, int], ctx: Context) -> tuple[Slots, Slots]:
         """Return what to send besides the delta, and what to remember.
@@ -521,6 +554,11 @@ class Method:
                 "not train; set method.finetune = 0"
             )
         self._check_step_gradient()
+        if self.carry_optimizer and self.sets_optimizer_state:
+            raise MethodError(
+                f"{self.name}: its clients start from an optimizer state that the server sends, so they cannot keep "
+                "their own; leave out training.keep_optimizer, or the method that keeps it"
+            )
         for rule in self.client_rules:
             if self.privacy and rule.uses_data and rule.release is None:
                 raise MethodError(
@@ -528,8 +566,13 @@ class Method:
                     "with privacy, add noise, or start and select without reading examples"
                 )
 
+    @property
+    def step_rules(self) -> list[str]:
+        """The rules that compute the gradient of a step themselves."""
+        return [type(rule).__name__ for rule in self.client_rules if overrides(rule, "step_gradient")]
+
     def _check_step_gradient(self) -> None:
-        owners = [type(rule).__name__ for rule in self.client_rules if overrides(rule, "step_gradient")]
+        owners = self.step_rules
         if len(owners) > 1:
             raise MethodError(
                 f"{self.name}: {owners[0]} and {owners[1]} both compute the gradient of a step (step_gradient); use "
@@ -541,6 +584,11 @@ class Method:
                 "one more release; use another method with example-level privacy, or privacy.unit = 'client'"
             )
 
+    @property
+    def sets_optimizer_state(self) -> bool:
+        """Whether a rule says from which optimizer state training starts."""
+        return any(overrides(rule, "optimizer_state") for rule in self.client_rules)
+
     def supports_optimizer(self, optimizer: str) -> bool:
         """Whether all rules are valid for this local optimizer."""
         return all(optimizer in valid for _, valid in self._restricted_rules())
@@ -551,7 +599,7 @@ class Method:
             if optimizer not in valid:
                 raise MethodError(
                     f"{self.name}: {rule} is derived for {' or '.join(sorted(valid))}, not for {optimizer}; set "
-                    f"training.optimizer = '{min(valid)}', without momentum"
+                    f"training.optimizer = '{min(valid)}', without momentum, warmup_steps or layer_decay"
                 )
 
     def _restricted_rules(self) -> list[tuple[str, Names]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -45,6 +45,10 @@ class Optimizer(Protocol):
 
     def init(self, params: Tensors) -> dict[str, Tensors]:
         """Return the initial state by slot, for these parameters."""
+        ...
+
+    def without_weight_decay(self) -> Optimizer:
+        """Return the same optimizer without weight decay; its state has the same slots."""
         ...
 
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
@@ -103,6 +107,9 @@ class SGD:
     def init(self, params: Tensors) -> dict[str, Tensors]:
         return {"momentum": zeros_like(params)} if self.momentum else {}
 
+    def without_weight_decay(self) -> SGD:
+        return replace(self, weight_decay=0.0)
+
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         values, gradients = self._gradients(params, grads, state)
         foreach_add_(values, gradients, alpha=-lr)
@@ -145,6 +152,9 @@ class AdamW:
 
     def init(self, params: Tensors) -> dict[str, Tensors]:
         return {"first": zeros_like(params), "second": zeros_like(params)}
+
+    def without_weight_decay(self) -> AdamW:
+        return replace(self, weight_decay=0.0)
 
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         values, gradients = [params[name] for name in grads], list(grads.values())
@@ -200,6 +210,11 @@ class Schedule:
                 return 1.0 - (1 - self.floor) * done
             case "step":
                 return float(self.gamma ** ((round - self.warmup) // self.every))
+
+
+def warmup_factor(step: int, steps: int) -> float:
+    """Return the factor on the learning rate at `step`, from 0, of a linear warm-up over `steps` steps."""
+    return min(1.0, (step + 1) / (steps + 1))
 
 
 def clip_gradients(grads: Tensors, norm: Tensor, limit: float) -> Tensors:

@@ -31,6 +31,11 @@ def copy_name(name: str) -> str:
     return PREFIX + name
 
 
+def original_name(name: str) -> str:
+    """Return the name of the parameter of which `name` is the personal copy; `name` itself if it is none."""
+    return name.removeprefix(PREFIX)
+
+
 def personal_values(params: Mapping[str, Tensor]) -> Tensors:
     """Return the values of the personal copies under the names of their originals."""
     return {name: params[copy] for name in params if (copy := copy_name(name)) in params}

@@ -30,9 +30,15 @@ class Training:
         steps: Steps per round; overrides `epochs`.
         clip: The maximum norm of a client's gradient, and of that of its personal copy; None for no clipping.
         precision: "float32", or "bfloat16" for mixed precision with the weights in float32.
+        accumulate: Batches per optimizer step. Their gradients are averaged over all examples of the step.
+        warmup_steps: Steps of linear learning-rate warm-up at the start of each phase of a client's round. Step t, from
+            0, has the factor (t + 1) / (warmup_steps + 1).
+        layer_decay: The factor between the learning rates of adjacent layers. The head has the full rate, the last
+            layer `layer_decay` times that, and the embeddings the lowest.
+        decay_norms_and_biases: Whether weight decay applies to norms and biases too.
 
     Raises:
-        RunError: If a number is not above 0, or if the precision is unknown.
+        RunError: If a number is out of its range, or if the precision is unknown.
     """
 
     lr: float
@@ -43,16 +49,39 @@ class Training:
     steps: int | None = None
     clip: float | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
+    accumulate: int = 1
+    warmup_steps: int = 0
+    layer_decay: float = 1.0
+    decay_norms_and_biases: bool = True
 
     def __post_init__(self) -> None:
-        for setting, value in (("lr", self.lr), ("batch_size", self.batch_size), ("epochs", self.epochs)):
-            if not value > 0:
+        for setting in ("lr", "batch_size", "epochs", "accumulate"):
+            if not (value := getattr(self, setting)) > 0:
                 raise RunError(f"training.{setting} is {value}; it must be above 0")
+        if self.warmup_steps < 0:
+            raise RunError(f"training.warmup_steps is {self.warmup_steps}; it must be 0 or more")
+        if not 0 < self.layer_decay <= 1:
+            raise RunError(f"training.layer_decay is {self.layer_decay}; it must be above 0 and at most 1")
         for setting, limit in (("steps", self.steps), ("clip", self.clip)):
             if limit is not None and not limit > 0:
                 raise RunError(f"training.{setting} is {limit}; it must be above 0, or left out")
         if self.precision not in ("float32", "bfloat16"):
             raise RunError(f"training.precision is '{self.precision}'; it can be float32 or bfloat16 (mixed)")
+
+    @property
+    def examples_per_step(self) -> int:
+        """The number of examples of one optimizer step, over all its batches."""
+        return self.batch_size * self.accumulate
+
+    @property
+    def optimizer_name(self) -> str:
+        """The name that rules list in `optimizers`.
+
+        It differs if the learning rate does between steps or layers: rules derived for one learning rate are not valid
+        then.
+        """
+        equal_rates = self.warmup_steps == 0 and self.layer_decay == 1
+        return self.optimizer.name if equal_rates else f"{self.optimizer.name} with unequal learning rates"
 
 
 @dataclass(frozen=True)
@@ -111,11 +140,21 @@ class Run:
                 "federation.max_norm and client-level privacy are both set; privacy.clip already bounds every update, "
                 "so leave federation.max_norm out"
             )
-        self.method.check_optimizer(self.training.optimizer.name)
+        self.method.check_optimizer(self.training.optimizer_name)
         if self.method.privacy and self.training.clip is not None:
             raise RunError(
                 "training.clip and privacy are both set; under privacy each example's gradient is clipped by "
                 "privacy.clip, so leave training.clip out"
+            )
+        if self.method.privacy and self.training.accumulate > 1:
+            raise RunError(
+                "training.accumulate and privacy are both set; DP-SGD is accounted by training.batch_size, so leave "
+                "training.accumulate out and raise training.batch_size"
+            )
+        if self.method.step_rules and self.training.accumulate > 1:
+            raise RunError(
+                f"training.accumulate is {self.training.accumulate}, but {self.method.step_rules[0]} evaluates "
+                "gradients of whole steps (step_gradient); leave it out"
             )
 
     def lr(self, round: int) -> float:

@@ -186,6 +186,7 @@ class SimulationEngine:
             return start_training(run, client_rounds, self.make_trainer)
         except torch.OutOfMemoryError as error:
             remedy = "lower engine.clients_per_block" if len(client_rounds) > 1 else "lower training.batch_size"
+            remedy += " and raise training.accumulate" if len(client_rounds) == 1 else ""
             remedy += ", or set engine.cuda_graphs = false" if isinstance(self.make_trainer, GraphCache) else ""
             raise RunError(f"out of memory while training {len(client_rounds)} clients together; {remedy}") from error
         except RuntimeError as error:

@@ -38,6 +38,7 @@ from partita.privacy.secret import draw, from_file
 from partita.storage.client_store import ClientStore
 from partita.storage.initial_values import InitialValues
 from partita.training.cuda_graphs import GraphCache
+from partita.training.parameter_groups import parameter_groups
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def build_run(
     """
     federate = config.federation
     run = Run(
-        method,
+        replace(method, carry_optimizer=method.carry_optimizer or config.training.keep_optimizer),
         config.training.build(),
         config.rounds,
         key,
@@ -208,7 +209,8 @@ def _availability(federation: FederationConfig, method: Method) -> Availability:
 def _check_plan(run: Run, model: Model, client: str) -> None:
     """Compute the plan of the first and last round and the adaptation, so that errors come before any training."""
     for round in (0, run.rounds - 1):
-        plan_for(run.method.plan, model, RoundInfo(round, run.rounds, client))
+        plan = plan_for(run.method.plan, model, RoundInfo(round, run.rounds, client))
+        parameter_groups(run.training, model, plan.train)
     if run.method.adapt:
         run.method.adapt(model)
 

@@ -61,7 +61,23 @@ class TrainingConfig:
     weight_decay: Annotated[NotNegative, "weight decay; AdamW decouples it from the gradient"] = AdamW.weight_decay
     momentum: Annotated[PartialShare, "momentum; `sgd` only"] = 0.0
     nesterov: Annotated[bool, "Nesterov momentum; `sgd` only"] = False
+    decay_norms_and_biases: Annotated[
+        bool, "apply weight decay to norms and biases too; `false` leaves them out, as transformers' Trainer does"
+    ] = Training.decay_norms_and_biases
+    layer_decay: Annotated[
+        PositiveShare,
+        "factor on the learning rate from layer to layer, from the head down to the embeddings; 1 for none",
+    ] = Training.layer_decay
+    warmup_steps: Annotated[
+        Whole, "steps of linear learning rate warm-up at the start of each client's round (each phase of it)"
+    ] = Training.warmup_steps
+    keep_optimizer: Annotated[
+        bool, "each client keeps its optimizer state (momentum, AdamW's moments) from round to round"
+    ] = False
     batch_size: Annotated[Count, "examples per batch"] = Training.batch_size
+    accumulate: Annotated[Count, "batches per optimizer step; their gradients are averaged over all examples"] = (
+        Training.accumulate
+    )
     epochs: Annotated[Count, "local epochs per round"] = Training.epochs
     steps: Annotated[Count | None, "local steps per round, instead of epochs"] = None
     clip: Annotated[Positive | None, "clipping norm for a client's gradient"] = None
@@ -91,7 +107,18 @@ class TrainingConfig:
             self.schedule, self.schedule_warmup, self.schedule_floor, self.schedule_every, self.schedule_gamma
         )
         return Training(
-            self.lr, optimizer, schedule, self.batch_size, self.epochs, self.steps, self.clip, self.precision
+            self.lr,
+            optimizer,
+            schedule,
+            self.batch_size,
+            self.epochs,
+            self.steps,
+            self.clip,
+            self.precision,
+            self.accumulate,
+            self.warmup_steps,
+            self.layer_decay,
+            self.decay_norms_and_biases,
         )
 
 

@@ -58,6 +58,9 @@ class GradientRecorder:
     def init(self, params: Tensors) -> dict[str, Tensors]:
         return {}
 
+    def without_weight_decay(self) -> GradientRecorder:
+        return self
+
     def step(self, params: Tensors, grads: Tensors, state: Slots, lr: float, step_counts: Mapping[str, int]) -> None:
         self.blocks[-1][1].append({name: value.detach().cpu() for name, value in grads.items()})
 
@@ -187,7 +190,9 @@ def _grouped(run: Run, client_rounds: Sequence[ClientRound], block: int) -> list
 
 def _replay(run: Run, client_rounds: Sequence[ClientRound]) -> dict[tuple[str, int, int], Tensors]:
     recorder = GradientRecorder(run.training.optimizer.name)
-    train_clients(replace(run, training=replace(run.training, optimizer=recorder)), client_rounds, recorder.block)
+    # One group of parameters, so that each step records all gradients at once.
+    training = replace(run.training, optimizer=recorder, layer_decay=1.0, decay_norms_and_biases=True)
+    train_clients(replace(run, training=training), client_rounds, recorder.block)
     return recorder.gradients()
 
 

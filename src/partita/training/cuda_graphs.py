@@ -18,11 +18,11 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.optim import Optimizer
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_
 from partita.training.client_axis import VmapError
 from partita.training.compilation import SMALL_MODEL, CompiledVmap
+from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
 from partita.training.phase_trainer import PhaseTrainer, Step
 from partita.training.phase_work import PhaseWork
 from partita.training.rule_gradients import step_gradients
@@ -70,7 +70,8 @@ class GraphCache:
         return trainer
 
     def _trainer(self, work: PhaseWork) -> PhaseTrainer:
-        what = str(work.objective)
+        objective = work.objective
+        what = str(objective)
         lift = None
         if self.compile:
             size = work.axis.count * sum(work.start_params[0][name].numel() for name in work.names)
@@ -78,8 +79,13 @@ class GraphCache:
             lift = CompiledVmap(work.axis, what, combine)
         return PhaseTrainer(
             work,
-            step_gradients(work.objective, work.axis, lift),
-            CapturableOptimizer(work.run.training.optimizer, work.names, work.device),
+            step_gradients(objective, work.axis, lift),
+            CapturableOptimizer(
+                parameter_groups(work.run.training, objective.model, work.names),
+                work.names,
+                work.device,
+                work.run.training.warmup_steps,
+            ),
             GraphedSteps(lambda step: self.record(step, what)),
             reused=True,
         )
@@ -173,16 +179,29 @@ class GraphedSteps:
 
 
 class CapturableOptimizer:
-    """Optimizer steps that a CUDA graph can replay: learning rate and step counts are tensors with fixed addresses."""
+    """Optimizer steps that a CUDA graph can replay: learning rate and step counts are tensors with fixed addresses.
 
-    def __init__(self, optimizer: Optimizer, names: Sequence[str], device: torch.device) -> None:
-        self.optimizer, self.names = optimizer, names
+    Args:
+        groups: The parameters, by how they are stepped.
+        names: All names of the groups.
+        device: The device.
+        warmup_steps: `Training.warmup_steps`.
+    """
+
+    def __init__(
+        self, groups: Sequence[ParameterGroup], names: Sequence[str], device: torch.device, warmup_steps: int = 0
+    ) -> None:
+        self.groups, self.names, self.warmup_steps = groups, names, warmup_steps
         self.lr = torch.empty((), device=device)
+        self.lr_factors = torch.tensor([group.lr_factor for group in groups], device=device)
+        self.rates = torch.empty(len(groups), device=device)  # of the current step
+        self.taken = torch.empty((), device=device)
         self.buffer = torch.empty(len(names), device=device)
         self.step_counts = dict(zip(names, self.buffer.unbind(), strict=True))
 
     def reset(self, lr: float, initial_steps: Mapping[str, int]) -> None:
         self.lr.fill_(lr)
+        self.taken.zero_()
         counts = [float(initial_steps[name]) for name in self.names]
         if len({*counts}) == 1:  # as usual; a copy may wait for the GPU
             self.buffer.fill_(counts[0])
@@ -191,7 +210,12 @@ class CapturableOptimizer:
 
     def step(self, trainable: Tensors, grads: Tensors, moments: Slots) -> None:
         self.buffer.add_(1)
-        self.optimizer.capturable_step(trainable, grads, moments, self.lr, self.step_counts)
+        self.taken.add_(1)
+        warm = self.lr * (self.taken / (self.warmup_steps + 1)).clamp(max=1.0) if self.warmup_steps else self.lr
+        rates = torch.mul(self.lr_factors, warm, out=self.rates).unbind()
+        for group, own, rate in zip(self.groups, split_by_group(self.groups, grads), rates, strict=True):
+            if own:
+                group.optimizer.capturable_step(trainable, own, moments, rate, self.step_counts)
 
 
 def _tensors(batch: Batch) -> Iterator[Tensor]:

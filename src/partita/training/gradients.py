@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from partita.core import tensors
 from partita.core.tensors import Tensors
 from partita.training.client_axis import ClientAxis, ClientVmap
 from partita.training.objective import Objective
@@ -75,3 +76,40 @@ class PlainGradients:
         with torch.no_grad(), self.objective.autocast():
             task: Tensor = self.lift(self.objective.loss, dims)(trainable, *values)[1]
         return task
+
+
+class AccumulatedGradients:
+    """The gradient of a step in several batches, one after another, so that only one of them needs memory at a time.
+
+    It is the mean over all examples of the step, up to rounding that of one large batch.
+
+    Args:
+        gradients: Computes the gradient of one batch.
+        axis: The clients.
+        batch_size: The largest number of examples per batch.
+    """
+
+    def __init__(self, gradients: GradientEstimator, axis: ClientAxis, batch_size: int) -> None:
+        self.gradients, self.axis, self.batch_size = gradients, axis, batch_size
+
+    def __call__(
+        self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
+    ) -> tuple[Tensors, Tensor]:
+        *fixed, inputs, targets, mask = values
+        dim = int(self.axis.many)  # of the examples
+        # The clients of a block can have different numbers of examples, which the mask says.
+        counted = torch.ones(targets.shape[: dim + 1], device=targets.device) if mask is None else mask
+        shares = [part.sum(dim) / counted.sum(dim).clamp(min=1) for part in counted.split(self.batch_size, dim)]
+        columns = {name: value.split(self.batch_size, dim) for name, value in inputs.items()}
+        answers = targets.split(self.batch_size, dim)
+        masks = [None] * len(answers) if mask is None else mask.split(self.batch_size, dim)
+        grads: Tensors = {}
+        loss: Tensor | None = None
+        for place, (share, answer, own_mask) in enumerate(zip(shares, answers, masks, strict=True)):
+            batch = {name: parts[place] for name, parts in columns.items()}
+            found, task = self.gradients(trainable, [*fixed, batch, answer, own_mask], dims, count)
+            scaled = {name: grad * self.axis.broadcast(share, grad) for name, grad in found.items()}
+            grads = tensors.add(scaled, grads)
+            loss = share * task if loss is None else loss + share * task
+        assert loss is not None
+        return grads, loss

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.client import ClientRound, LocalResult, carried_optimizer_state
+from partita.core.client import ClientRound, LocalResult
 from partita.core.plan import Phase
 from partita.core.settings import Run
 from partita.core.update import DeltaFacts
@@ -52,7 +52,7 @@ def start_training(
     phases, dp_settings = client_rounds[0].plan.phases, client_rounds[0].dp_settings
     trained: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]  # for each client, by phase
     deltas: list[list[Mapping[str, Tensor]]] = [[] for _ in client_rounds]
-    moments = [carried_optimizer_state(run, client_round) for client_round in client_rounds]
+    moments = [client_round.optimizer for client_round in client_rounds]
     pending: list[_PendingPhase] = []
     for index, phase in enumerate(phases):
         # Clients with the most steps first: the clients that still train are then always a leading slice.
@@ -78,7 +78,7 @@ def start_training(
         for place, params, delta in zip(order, trainer.params(), moved.deltas, strict=True):
             trained[place].append(params)
             deltas[place].append(delta)
-        if run.method.carry_optimizer or len(phases) > 1:
+        if run.method.carry_optimizer or run.method.sets_optimizer_state or len(phases) > 1:
             for place, state in zip(order, trainer.states([len(schedule) for schedule in schedules]), strict=True):
                 moments[place] = {slot: {**moments[place].get(slot, {}), **part} for slot, part in state.items()}
         pending.append(_PendingPhase(order, losses, moved))
@@ -169,7 +169,7 @@ def group_key(run: Run, each: ClientRound) -> Hashable:
     memory = frozenset((slot, frozenset(part)) for slot, part in each.ctx.memory.items())
     if not run.training.optimizer.uses_step_count:
         return model_and_plan, memory
-    step_counts = carried_optimizer_state(run, each).get("age", {})
+    step_counts = each.optimizer.get("age", {})
     initial_steps = (
         tuple(int(step_counts[name]) if name in step_counts else 0 for name in sorted(each.plan.train))
         if step_counts

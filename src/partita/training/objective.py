@@ -142,6 +142,25 @@ class Objective:
         clipped = (clip_gradients(part, tensors.norm(part), limit) for part in models if part)
         return {name: grad for part in clipped for name, grad in part.items()}
 
+    @property
+    def moves(self) -> bool:
+        """Whether `move` changes parameters at all."""
+        return any(overrides(rule, "after_step") for rule in self.run.method.client_rules)
+
+    def move(self, params: Tensors, anchor: Tensors, sent: Slots, memory: Slots) -> Tensors:
+        """Apply the rules' `after_step` in order.
+
+        Args:
+            params: The parameters that the optimizer stepped.
+            anchor: All parameters at the start of the client's round.
+            sent: The slots from the server.
+            memory: The slots from the client's last round.
+        """
+        ctx = self.context(anchor, sent, memory)
+        for rule in self.run.method.client_rules:
+            params = rule.after_step(params, ctx)
+        return params
+
 
 def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean of the losses of shape (example,), over the examples that the mask does not exclude."""

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.optim import Optimizer
+from partita.core.optim import warmup_factor
 from partita.core.packed import layout_for
 from partita.core.tensors import Slots, Tensors
 from partita.core.torch_private import foreach_copy_, foreach_zero_
 from partita.training.client_axis import ClientVmap, leading_clients
-from partita.training.gradients import GradientEstimator
+from partita.training.gradients import AccumulatedGradients, GradientEstimator
+from partita.training.parameter_groups import ParameterGroup, parameter_groups, split_by_group
 from partita.training.phase_work import PhaseWork
 from partita.training.private_gradients import PrivateGradients
 from partita.training.rule_gradients import step_gradients
@@ -53,18 +54,27 @@ class OptimizerSteps(Protocol):
 
 
 class EagerOptimizer:
-    """Optimizer steps with the learning rate and the step counts as Python numbers."""
+    """Optimizer steps with the learning rate and the step counts as Python numbers.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    Args:
+        groups: The parameters, by how they are stepped.
+        warmup_steps: `Training.warmup_steps`.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], warmup_steps: int = 0) -> None:
+        self.groups, self.warmup_steps = groups, warmup_steps
 
     def reset(self, lr: float, initial_steps: Mapping[str, int]) -> None:
-        self.lr, self.step_counts = lr, dict(initial_steps)
+        self.lr, self.step_counts, self.taken = lr, dict(initial_steps), 0
 
     def step(self, trainable: Tensors, grads: Tensors, moments: Slots) -> None:
         for name in self.step_counts:
             self.step_counts[name] += 1
-        self.optimizer.step(trainable, grads, moments, self.lr, self.step_counts)
+        warmup = warmup_factor(self.taken, self.warmup_steps)
+        self.taken += 1
+        for group, own in zip(self.groups, split_by_group(self.groups, grads), strict=True):
+            if own:
+                group.optimizer.step(trainable, own, moments, self.lr * group.lr_factor * warmup, self.step_counts)
 
 
 def run_eagerly(step: Step, batch: Batch) -> Tensor:
@@ -111,8 +121,13 @@ class PhaseTrainer:
     ) -> None:
         self.run, self.axis, self.names, self.device = work.run, work.axis, work.names, work.device
         self.objective = work.objective
+        training, model = work.run.training, work.objective.model
         self.gradients = gradients or _estimator(work)
-        self.optimizer = optimizer or EagerOptimizer(work.run.training.optimizer)
+        if training.accumulate > 1:
+            self.gradients = AccumulatedGradients(self.gradients, self.axis, training.batch_size)
+        self.optimizer = optimizer or EagerOptimizer(
+            parameter_groups(training, model, work.names), training.warmup_steps
+        )
         self.lift = ClientVmap(self.axis, str(self.objective))
         self.run_step, self.reused = run_step, reused
         self.trainable, self.moments = work.stacked()
@@ -162,6 +177,10 @@ class PhaseTrainer:
                 grads = self.lift(self.objective.correct, dims[:1] + dims[2:5])(grads, *values[1:])
             moments = {slot: self._leading(part, count) for slot, part in self.moments.items()}
             self.optimizer.step(trainable, grads, moments)
+            if self.objective.moves:
+                stepped = {name: trainable[name] for name in grads}
+                moved = self.lift(self.objective.move, [0, *dims[2:5]])(stepped, *values[1:])
+                foreach_copy_(list(stepped.values()), [moved[name] for name in stepped])
         return task.detach() if self.axis.many else task.detach().unsqueeze(0)  # (client,)
 
     def params(self) -> list[Mapping[str, Tensor]]:
