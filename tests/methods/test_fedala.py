@@ -199,8 +199,7 @@ def test_client_whose_model_is_the_received_one_learns_nothing() -> None:
     ids=["converged", "most passes", "never converged", "later rounds"],
 )
 def test_number_of_passes(options: dict[str, Any], known: bool, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With constant weights the loss is the same in every pass. Four of five examples
-    make a batch of three and one of one."""
+    """With constant weights the loss is the same in every pass. Four of five examples make two batches."""
     sizes: list[int] = []
 
     def counted(params: Tensors, names: Any, batch: Any, ctx: Any) -> Any:
