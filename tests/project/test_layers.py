@@ -67,6 +67,7 @@ LIBRARIES = {
     "datasets": ["data"],
     "flwr_datasets": ["data"],
     "PIL": ["data"],
+    "pandas": ["runs"],
     "pyarrow": ["data"],
     "tomli_w": ["experiment"],
     "flwr": ["engines.flower", "experiment.flower_app"],
