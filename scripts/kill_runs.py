@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from partita.core.tensors import digest
 from partita.experiment import run_folder
 from partita.experiment.config import Config, load, parse
 from partita.experiment.runner import resume, start
@@ -68,7 +70,7 @@ privacy = { noise = 2.0, accountant = "rdp", repeatable = true }
     "fedfrozen, automatic": 'method.name = "fedfrozen"\nmethod.warmup = "auto"',
     "feddyn": 'method.name = "feddyn"',
     "fedfrozen+moon": 'method.name = "fedfrozen+moon"\nmethod.warmup = 20',
-    "fedper, sampling by loss, best and stop": """
+    "fedper, by loss, stop": """
 method.name = "fedper"
 engine.client_state = "disk"
 sampling = { name = "power_of_choice", candidates = 5 }
@@ -133,9 +135,9 @@ def kill_after(config: Config, folder: Path, seconds: float, wait: bool) -> bool
 
 
 def result(folder: Path) -> tuple[str, list[object]]:
-    """The end but for its time, the best checkpoint by name, and the rows but for their times."""
+    """The end but for its time, the values in the best checkpoint, and the rows but for their times."""
     end = {**(run_folder.finished(folder) or {}), "seconds": 0}
-    best = [path.name for path in list_checksummed(folder / run_folder.CHECKPOINTS / BEST)[-1:]]
+    best = [digest(load_file(path)) for path in list_checksummed(folder / run_folder.CHECKPOINTS / BEST)[-1:]]
     rows = [{**row, "seconds": 0} for row in run_folder.read_rows(folder)]
     return json.dumps([end, best]), list(rows)
 
@@ -148,7 +150,7 @@ def try_setting(config: Config, kills: int, seed: str, root: Path) -> Outcome:
     draws, done, early = random.Random(seed), 0, 0
     while done < kills:
         # A life is a share of the rounds still to come, so that the run is not over before the last kill.
-        left = 1 - run_folder.count_rows(killed) / config.rounds
+        left = 1 - run_folder.count_rows(killed) / len(ends)
         if run_folder.finished(killed):
             raise RuntimeError(f"the run ended after {done} kills; give it more rounds")
         wait = draws.random() < 0.8  # the others come while the run is built or prepared
