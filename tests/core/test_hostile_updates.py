@@ -22,6 +22,7 @@ from partita.core.data import Examples
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.method import Method, Server, ServerRule
 from partita.core.model import Model
+from partita.core.optim import SGD, AdamW, Optimizer
 from partita.core.rounds import ClientFailure, RoundResult, initial_server, rounds
 from partita.core.settings import Run, RunError
 from partita.core.tensors import Slots, Tensors
@@ -88,7 +89,8 @@ class FederationAfterOneRound:
 @cache
 def federation_after_one_round(name: str) -> FederationAfterOneRound:
     method = PRIVATE[name]() if name in PRIVATE else build(name, BRIEF.get(name, {}))
-    run = toy_run(method, 3, skip_failed_clients=True, drift=False, examples=SIZES)
+    optimizer: Optimizer = SGD() if method.supports_optimizer("sgd") else AdamW()
+    run = toy_run(method, 3, optimizer, skip_failed_clients=True, drift=False, examples=SIZES)
     model = ToyTransformer(width=WIDTH.get(name, 4), layers=1)
     engine = SimulationEngine(run, model, THREE_CLIENTS)
     server = next(rounds(run, model, engine)).server

@@ -40,6 +40,8 @@ def settings(method: Mapping[str, Any], rounds: int, **tables: Any) -> Config:
     raw = tomllib.loads(SMALL_VIT + SMALL_TASK) | {"rounds": rounds, "method": dict(method)}
     raw["data"]["examples"] = 60
     raw |= {"federation": {"cohort": 2}, "engine": {"clients_per_block": 1}, "evaluate": {"every": 3}}
+    if method["name"] == "fedadamw":
+        raw["training"] |= {"optimizer": "adamw"}
     if method["name"] in NEEDS_DUAL_ENCODER:
         raw |= {"model": {"name": "clip", "shape": "tiny"}}
     return parse(raw | tables)

@@ -47,7 +47,11 @@ def test_resumed_run_goes_on_with_the_moments(state: str, tmp_path: Path) -> Non
     rest = list(resume(settings, tmp_path / "parts"))
     assert rest
     for row, expected in zip(rest, whole[-len(rest) :], strict=True):
-        assert (row["round"], row["loss"], row["test"]) == (expected["round"], expected["loss"], expected["test"])
+        assert (row["round"], row["train_loss"], row["test"]) == (
+            expected["round"],
+            expected["train_loss"],
+            expected["test"],
+        )
 
 
 def test_method_that_sends_the_state_refuses_clients_that_keep_it() -> None:

@@ -597,9 +597,11 @@ class Method:
         """Raise MethodError if a rule is not valid for this local optimizer."""
         for rule, valid in self._restricted_rules():
             if optimizer not in valid:
+                known = sorted({name.partition(" with ")[0] for name in valid})
+                only = "" if len(known) < len(valid) else ", without momentum, warmup_steps or layer_decay"
                 raise MethodError(
-                    f"{self.name}: {rule} is derived for {' or '.join(sorted(valid))}, not for {optimizer}; set "
-                    f"training.optimizer = '{min(valid)}', without momentum, warmup_steps or layer_decay"
+                    f"{self.name}: {rule} is derived for {' or '.join(known)}, not for {optimizer}; set "
+                    f"training.optimizer = '{known[0]}'{only}"
                 )
 
     def _restricted_rules(self) -> list[tuple[str, Names]]:

@@ -19,7 +19,7 @@ from partita.core.settings import Run
 from partita.core.tensors import select
 from partita.engines.availability import Availability
 from partita.engines.dry_run import dry_run, null_update
-from partita.experiment.builder import Experiment, build
+from partita.experiment.builder import Experiment, build, build_method
 from partita.experiment.config import Config, parse
 from partita.methods import NEEDS_DUAL_ENCODER
 
@@ -112,12 +112,13 @@ def _preview(experiment: Experiment, round: int, client: str | None = None, by: 
 
 def plan_section(name: str) -> str:
     """Return the plan section of a method's card: the table of the first round and, if it differs, of the last."""
-    # Every method supports plain SGD, and the plan does not depend on the optimizer.
     method = {"name": name, **DATA_DEPENDENT.get(name, {})}
     model, kind = {"name": "vit"}, "a ViT (2 layers, width 64)"
     if name in NEEDS_DUAL_ENCODER:
         model, kind = {"name": "clip", "shape": "tiny"}, "a randomly initialized CLIP (image width 32, text width 16)"
-    config = parse({"method": method, "model": model, "training": {"optimizer": "sgd"}, "rounds": 10})
+    # The plan does not depend on the optimizer.
+    optimizer = "sgd" if build_method(method).supports_optimizer("sgd") else "adamw"
+    config = parse({"method": method, "model": model, "training": {"optimizer": optimizer}, "rounds": 10})
     experiment = build(config)
     first, last = (_preview(experiment, round) for round in (0, 9))
     same = (first.bytes_up, first.bytes_down) == (last.bytes_up, last.bytes_down)
