@@ -349,3 +349,20 @@ def test_which_rounds_and_clients_of_a_run_are_replayed(monkeypatch: pytest.Monk
     assert found(private(sampling="shuffle")).keys() == {"clip", "noise"}
     monkeypatch.setattr(mechanism, "_streams", lambda run, settings, group: [])
     assert found(private()).keys() == {"clip", "sampling"}, "a plan may train nothing"
+
+
+def test_replay_records_whole_gradients_of_parameters_with_unequal_rates() -> None:
+    """One record per step, although the optimizer steps each layer by itself."""
+    method = replace(fedavg(), privacy=DPSGDSettings(1.0, 1.0))
+    clients, model = Clients(a=6), toy_model()
+    options: tuple[dict[str, Any], ...] = ({}, {"layer_decay": 0.5, "decay_norms_and_biases": False})
+    found = []
+    for more in options:
+        run = toy_run(method, 1, **more)
+        server = initial_server(run, model)
+        begun = mechanism._begin_client_round(run, model, clients, server, 0, "a")
+        found.append(mechanism._replay(run, [begun]))
+    assert found[0].keys() == found[1].keys()
+    for step, grads in found[0].items():
+        assert grads.keys() == found[1][step].keys() == model.initial.keys()
+        assert all(torch.equal(grads[name], found[1][step][name]) for name in grads)
