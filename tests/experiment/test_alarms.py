@@ -175,7 +175,7 @@ def test_model_that_hardly_trains_raises_the_alarm_in_its_rows(unit: str | None,
         "method": {"name": "fedavg"},
         "evaluate": {"every": 2, "personal_every": 0},
     }
-    private = {} if unit is None else {"privacy": {"unit": unit, "noise": 1.0, "accountant": "rdp"}}
+    private = {} if unit is None else {"privacy": {"unit": unit, "clip": 1e-6, "noise": 1.0, "accountant": "rdp"}}
     rows = list(start(parse({**config, **private}), tmp_path / "run"))
     raised = ["one predicted class" in row.get("alarms", {}) for row in rows]
     assert raised == [False] * 5 + [True, True], rows[-1]["test"]
