@@ -63,9 +63,8 @@ def test_fork_does_not_hold_the_lock_of_a_dead_parent(tmp_path: Path) -> None:
     hear, tell = os.pipe()
     if (parent := os.fork()) == 0:
         with run_folder.lock(tmp_path):
-            if (child := os.fork()) == 0:
-                time.sleep(60)
-            os.write(tell, str(child).encode())
+            if os.fork() == 0:
+                os.write(tell, str(os.getpid()).encode())  # from here, so that the child has released what it inherited
             time.sleep(60)
     child = int(os.read(hear, 20))
     try:

@@ -204,7 +204,7 @@ def test_options_of_own_functions_are_checked_and_explained(tmp_path: Path, run_
         ("split.sites=0", "split.sites is 0; it must be a whole number from 1 to"),
         (f"evaluate.metrics=['{tmp_path}/mine.py:top3']", "has no function 'top3'; did you mean 'top2'?"),
         (f"track.to=['{tmp_path}/mine.py:top2']", f"mine.py:top2' failed: line {line}: AttributeError"),
-        (f"method.name={tmp_path}/mine.py:stripes", "'method.key' is missing"),
+        (f"method.name={tmp_path}/mine.py:stripes", "unknown key 'method.share'; it can be: key, examples"),
     ):
         code, _, errors = run_partita("run", "-c", config, "--out", tmp_path / "run", "--set", change)
         assert (code, errors.count("\n")) == (1, 1), errors

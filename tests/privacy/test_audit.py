@@ -292,7 +292,7 @@ def test_budget_and_audit_commands_print_results_and_exit_codes(
         "claim": {"planned": 2.0},
         "bound": {"epsilon": 1.4, "right": 9, "guesses": 10},
     }
-    monkeypatch.setattr("partita.experiment.audit.audit", lambda folder, canaries, shadows: found)
+    monkeypatch.setattr("partita.experiment.audit.audit", lambda folder, canaries, shadows, trust_code: found)
     assert app(["audit", "runs/x", "--canaries", "20"], standalone_mode=False) == 0
     out = capsys.readouterr().out
     assert "yes  noise multiplier: measured 1.99, charged 2 (9 samples)" in out

@@ -196,7 +196,7 @@ MODULES = {
         ("evaluation", "if TYPE_CHECKING:\n    import matplotlib", "evaluation.py:2: imports matplotlib;"),
         ("core.client", 'importlib.import_module("partita.cli.main")', "imports partita.cli.main;"),
         ("core.client", 'need("flwr", "flower")', "only these may: engines.flower"),
-        ("data.text", "import pandas", "imports pandas, which has no rule"),
+        ("data.text", "import polars", "imports polars, which has no rule"),
         ("core.extra", "import torch", "no rule for partita.core.extra"),
     ],
 )

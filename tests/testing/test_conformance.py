@@ -206,7 +206,7 @@ class StartsAhead(ClientRule):
     def start(self, params: Tensors, examples: Examples, ctx: Context, key: Key) -> tuple[Tensors, Slots]:
         shift = 1e-2 * len(examples) + 1e-2 * (key / "shift").uniform()
         if self.mistake == "counts calls":
-            shift += next(CALLS)
+            shift += 1e-4 * next(CALLS)
         values = {name: params[name] + shift * ctx.memory["start"][name] for name in sorted(ctx.plan.train)}
         if self.mistake == "writes memory":
             next(iter(ctx.memory["start"].values())).mul_(0.5)
