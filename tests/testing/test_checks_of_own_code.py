@@ -59,7 +59,7 @@ def empty_test(key: Key) -> Task:
 
 WRONG_TASKS: dict[str, tuple[Callable[[Key], Task], str, str]] = {
     "no test rows": (empty_test, "a task", "its test part has no rows"),
-    "fails": (lambda key: 1 / 0, "a task", "ZeroDivisionError: division by zero (test_own_code.py, line "),  # type: ignore[dict-item,return-value]
+    "fails": (lambda key: 1 / 0, "a task", "ZeroDivisionError: division by zero (test_checks_of_own_code.py, line "),  # type: ignore[dict-item,return-value]
     "not finite": (
         with_pixels(lambda pixels: pixels / 0),
         "inputs",
