@@ -79,6 +79,9 @@ SKIPPED = (
         "src/partita/methods/*.md", "partita compare --config studies/prompts/", "needs images and encoders of the Hub"
     ),
     NotAsWritten(
+        "src/partita/methods/fedadamw.md", "partita compare --config studies/adamw/", "needs data and a model"
+    ),
+    NotAsWritten(
         "src/partita/methods/*.md", "partita compare --config studies/safl/", "needs notes and a model of the Hub"
     ),
 )
