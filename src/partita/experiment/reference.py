@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from partita import data, methods, models
+from partita import methods
 from partita.core.options import (
     MISSING,
     Option,
@@ -19,17 +19,9 @@ from partita.core.options import (
     format_value,
 )
 from partita.core.registry import find_function, find_reference
-from partita.core.sampling import SAMPLING
 from partita.experiment.config import headings, options_under
+from partita.experiment.config_code import NAMED_TABLES
 from partita.methods.cards import meanings
-
-INDEXES = {
-    "method": methods.INDEX,
-    "data": data.INDEX,
-    "split": data.SPLITS,
-    "model": models.INDEX,
-    "sampling": SAMPLING,
-}
 
 
 @dataclass(frozen=True)
@@ -63,10 +55,10 @@ def keys_under(heading: str) -> list[Key]:
 def about(heading: str) -> str:
     """Return one sentence on what a heading names, such as a method or a split. Empty for tables without names."""
     table, _, name = heading.partition(" ")
-    if table not in INDEXES:
+    if table not in NAMED_TABLES:
         return ""
     # A method is described by the first line of its file, the others by that of their function.
-    function = find_function(INDEXES[table], name, table)
+    function = find_function(NAMED_TABLES[table], name, table)
     owner = inspect.getmodule(function) if table == "method" and name in methods.INDEX else function
     return (inspect.getdoc(owner) or "").partition("\n\n")[0].replace("\n", " ")
 
@@ -74,9 +66,9 @@ def about(heading: str) -> str:
 def _documented(heading: str) -> dict[str, str]:
     """Return the meaning of each option of a named function, from the section `Args:` of its docstring."""
     table, _, name = heading.partition(" ")
-    if table not in INDEXES:
+    if table not in NAMED_TABLES:
         return {}
-    text = inspect.getdoc(find_function(INDEXES[table], name, table)) or ""
+    text = inspect.getdoc(find_function(NAMED_TABLES[table], name, table)) or ""
     section = text.partition("Args:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
     return {option: " ".join(meaning.split()) for option, meaning in found}

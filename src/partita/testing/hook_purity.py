@@ -19,6 +19,7 @@ from partita.core.rounds import make_job
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
 from partita.storage.client_store import ClientStore
+from partita.testing.probes import equal_slots
 from partita.testing.promises import NotApplicable, require
 
 Hook = Callable[[Tensors], Slots]
@@ -60,8 +61,8 @@ def _check_pure(name: str, hook: Hook, ctx: Context) -> None:
     given: Slots = {"params": tensors.clone_all(ctx.anchor), "anchor": ctx.anchor, **ctx.sent, **ctx.memory}
     held = {slot: tensors.clone_all(part) for slot, part in given.items()}
     one, two = (hook(given["params"]) for _ in range(2))
-    require(_equal_slots(given, held), f"{name} modifies the tensors that it is given")
-    require(_equal_slots(one, two), f"{name} gives two results for the same arguments")
+    require(equal_slots(given, held), f"{name} modifies the tensors that it is given")
+    require(equal_slots(one, two), f"{name} gives two results for the same arguments")
 
 
 def _started(rule: ClientRule, each: ClientRound, params: Tensors) -> Slots:
@@ -84,7 +85,3 @@ def _step_gradient(rule: ClientRule, each: ClientRound, params: Tensors) -> Slot
 
     with torch.no_grad():
         return {"grads": rule.step_gradient(gradient_at, params, ctx)}
-
-
-def _equal_slots(one: Slots, two: Slots) -> bool:
-    return one.keys() == two.keys() and all(tensors.equal(one[slot], two[slot]) for slot in one)

@@ -71,14 +71,14 @@ class TransformProbe(UpdateTransform):
         for slots, before in zip(given, held, strict=True):
             self.found.require(
                 PURE_TRANSFORMS,
-                _equal_slots(slots, before),
+                equal_slots(slots, before),
                 f"{name}.encode modifies the update or the memory that it is given",
             )
         again, twice = self.inner.encode(update, memory, key)
-        same = tensors.equal(sent.delta, again.delta) and _equal_slots(sent.slots, again.slots)
+        same = tensors.equal(sent.delta, again.delta) and equal_slots(sent.slots, again.slots)
         self.found.require(
             PURE_TRANSFORMS,
-            same and _equal_slots(remembered, twice),
+            same and equal_slots(remembered, twice),
             f"{name}.encode gives two results for the same update and memory",
         )
         stray = remembered.keys() - self.slots
@@ -115,7 +115,7 @@ class EngineProbe:
             sent: Slots = {"params": job.params, **job.slots}
             held = {slot: tensors.clone_all(part) for slot, part in sent.items()}
             for reply in self.engine.train([job]):
-                self.found.require(CLIENT_INPUTS, _equal_slots(held, sent), "it modifies the tensors it was sent")
+                self.found.require(CLIENT_INPUTS, equal_slots(held, sent), "it modifies the tensors it was sent")
                 if isinstance(reply, Update):
                     self._inspect(job, reply)
                 yield reply
@@ -191,5 +191,6 @@ def first_of(names: Iterable[str]) -> str:
     return next(iter(sorted(names)), "")
 
 
-def _equal_slots(one: Slots, two: Slots) -> bool:
+def equal_slots(one: Slots, two: Slots) -> bool:
+    """Whether two sets of slots have the same names and values."""
     return one.keys() == two.keys() and all(tensors.equal(one[slot], two[slot]) for slot in one)
