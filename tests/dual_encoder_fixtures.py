@@ -115,7 +115,9 @@ def folder(pair: str) -> str:
         elif pair == "siglip":
             tokenizer = end_token_tokenizer()
             words = {"hidden_size": 16, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16}
-            module = SiglipModel(SiglipConfig(text_config={**words, "projection_size": 16}, vision_config=VISION_CONFIG))
+            module = SiglipModel(
+                SiglipConfig(text_config={**words, "projection_size": 16}, vision_config=VISION_CONFIG)
+            )
         else:
             tokenizer = word_tokenizer()
             words = {"hidden_size": 12, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16}

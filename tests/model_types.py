@@ -205,7 +205,9 @@ def check(case: str) -> Checked:
     check_round(model, kind, together=not reason)
     roles = {tag for tags in model.tags.values() for tag in tags}
     found = tuple(role for role in (*ROLE_ORDER, "other") if role in roles)
-    return Checked(model_type, kind, len(layer_tags(model)), found, reason, check_attention(model, params, plain, inputs))
+    return Checked(
+        model_type, kind, len(layer_tags(model)), found, reason, check_attention(model, params, plain, inputs)
+    )
 
 
 ROLE_ORDER = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head")

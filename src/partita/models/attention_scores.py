@@ -82,7 +82,9 @@ def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
     if tokens == "cls" and is_decoder:
         raise ModelError(f"tokens = 'cls' is for encoders, but {model.name} is a decoder; {_remedy(model)}")
     if tokens == "cls" and not _has_first_token(model):
-        raise ModelError(f"tokens = 'cls' needs a first token for the whole input, which {model.name} lacks; {_remedy(model)}")
+        raise ModelError(
+            f"tokens = 'cls' needs a first token for the whole input, which {model.name} lacks; {_remedy(model)}"
+        )
     if tokens == "content" and model.kind.inputs == "image" and not _has_first_token(model):
         raise ModelError(
             f"tokens = 'content' does not distinguish layers: all tokens of {model.name} are patches; {_remedy(model)}"
