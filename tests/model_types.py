@@ -62,53 +62,50 @@ TOWERS = {
         "text_config": {"vocab_size": VOCABULARY, "max_position_embeddings": TOKENS},
     }.items()
 }
-# By kind of task: the model types, each with the options that differ from TINY.
-TYPES: dict[str, dict[str, dict[str, Any]]] = {
-    "text": {
-        **dict.fromkeys(("albert", "bart", "bert", "big_bird", "camembert", "canine", "convbert", "data2vec-text"), {}),
-        **dict.fromkeys(("deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert"), {}),
-        **dict.fromkeys(("fnet", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "longformer", "mbart"), {}),
-        **dict.fromkeys(("megatron-bert", "mobilebert", "modernbert", "mpnet", "mt5", "mvp", "nomic_bert"), {}),
-        **dict.fromkeys(("nystromformer", "plbart", "rembert", "roberta", "roberta-prelayernorm", "roformer"), {}),
-        **dict.fromkeys(("tapas", "umt5", "xlm", "xlm-roberta", "xlm-roberta-xl"), {}),
-        "esm": {"position_embedding_type": "rotary", "mask_token_id": 3},
-        "luke": {"entity_vocab_size": 8, "entity_emb_size": 8},
-        "squeezebert": {"embedding_size": 16},
-        "t5": {"decoder_start_token_id": START},
-        "xlnet": {"d_head": 8, "d_inner": 24, "max_position_embeddings": None},
-    },
-    "image": {
-        **dict.fromkeys(("beit", "data2vec-vision", "deit", "dinov2", "dinov2_with_registers", "ijepa", "vit"), {}),
-        "clip": TOWERS,
-        "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-        "convnextv2": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-        "focalnet": {"embed_dim": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "focal_levels": [1, 1]}
-        | {"focal_windows": [3, 3]},
-        "poolformer": {"hidden_sizes": [8, 16], "depths": [1, 1], "patch_sizes": [3, 3], "strides": [2, 2]}
-        | {"padding": [1, 1], "num_encoder_blocks": 2, "mlp_ratio": 2.0},
-        "segformer": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_attention_heads": [1, 2], "sr_ratios": [2, 1]}
-        | {"patch_sizes": [3, 3], "strides": [2, 2], "num_encoder_blocks": 2, "mlp_ratios": [2, 2]},
-        "siglip": {**TOWERS},
-        "swin": WINDOWS,
-        "swinv2": WINDOWS,
-        "vit_msn": {},
-    },
-    "lm": {
-        **dict.fromkeys(("apertus", "arcee", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "ctrl"), {}),
-        **dict.fromkeys(("ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"), {}),
-        **dict.fromkeys(("gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "llama"), {}),
-        **dict.fromkeys(("ministral", "mistral", "mixtral", "modernbert-decoder", "mpt", "nemotron", "olmo"), {}),
-        **dict.fromkeys(("olmo2", "olmo3", "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe"), {}),
-        **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"), {}),
-        **dict.fromkeys(("starcoder2", "xglm"), {}),
-        "falcon": {"head_dim": None, "new_decoder_architecture": False},
-        "gpt_neo": {"attention_types": [[["global"], 2]]},
-        "gptj": {"rotary_dim": 4},
-        "mamba": {},
-        "rwkv": {},
-    },
+# By kind of task: the model types.
+TYPES = {
+    "text": """
+        albert bart bert big_bird camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra
+        ernie eurobert fnet gte ibert jina_embeddings_v3 layoutlm longformer mbart megatron-bert mobilebert
+        modernbert mpnet mt5 mvp nomic_bert nystromformer plbart rembert roberta roberta-prelayernorm roformer tapas
+        umt5 xlm xlm-roberta xlm-roberta-xl esm luke squeezebert t5 xlnet
+    """,
+    "image": """
+        beit data2vec-vision deit dinov2 dinov2_with_registers ijepa vit clip convnext convnextv2 focalnet
+        poolformer segformer siglip swin swinv2 vit_msn
+    """,
+    "lm": """
+        apertus arcee biogpt bitnet bloom cohere cohere2 ctrl ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4
+        gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe helium llama modernbert-decoder
+        ministral mistral mixtral mpt
+        nemotron olmo olmo2 olmo3 olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+        qwen3_moe seed_oss smollm3 stablelm starcoder2 xglm falcon gpt_neo gptj mamba rwkv
+    """,
 }
-CASES = [f"{model_type}-{kind}" for kind, types in TYPES.items() for model_type in types]
+# By model type: the options that differ from TINY.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "esm": {"position_embedding_type": "rotary", "mask_token_id": 3},
+    "luke": {"entity_vocab_size": 8, "entity_emb_size": 8},
+    "squeezebert": {"embedding_size": 16},
+    "t5": {"decoder_start_token_id": START},
+    "xlnet": {"d_head": 8, "d_inner": 24, "max_position_embeddings": None},
+    "clip": TOWERS,
+    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "convnextv2": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "focalnet": {"embed_dim": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "focal_levels": [1, 1]}
+    | {"focal_windows": [3, 3]},
+    "poolformer": {"hidden_sizes": [8, 16], "depths": [1, 1], "patch_sizes": [3, 3], "strides": [2, 2]}
+    | {"padding": [1, 1], "num_encoder_blocks": 2, "mlp_ratio": 2.0},
+    "segformer": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_attention_heads": [1, 2], "sr_ratios": [2, 1]}
+    | {"patch_sizes": [3, 3], "strides": [2, 2], "num_encoder_blocks": 2, "mlp_ratios": [2, 2]},
+    "siglip": TOWERS,
+    "swin": WINDOWS,
+    "swinv2": WINDOWS,
+    "falcon": {"head_dim": None, "new_decoder_architecture": False},
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "gptj": {"rotary_dim": 4},
+}
+CASES = [f"{model_type}-{kind}" for kind, types in TYPES.items() for model_type in types.split()]
 
 
 @dataclass(frozen=True)
@@ -122,11 +119,20 @@ class Checked:
     one_by_one: str  # why clients train one at a time; "" if they train in blocks
     attention: bool  # whether attention depends only on query and key; False if the module returns no maps
 
+    def to_markdown(self) -> str:
+        """Return the row of the table in docs/reference/models.md."""
+        missing = [role for role in ("query", "key", "value", "output", "mlp") if role not in self.roles]
+        roles = "all" if not missing else f"without {', '.join(missing)}"
+        roles += ", other" if "other" in self.roles else ""
+        blocks = "one at a time" if self.one_by_one else "in blocks"
+        scores = "yes" if self.attention else "–"
+        return f"| `{self.model_type}` | {self.kind} | {self.layers} | {roles} | {scores} | {blocks} |"
+
 
 def module_of(case: str) -> PreTrainedModel:
     """Build a tiny random module."""
     model_type, _, kind = case.rpartition("-")
-    make, own = CONFIG_MAPPING[model_type], TYPES[kind][model_type]
+    make, own = CONFIG_MAPPING[model_type], OPTIONS.get(model_type, {})
     known = {field for field in TINY if hasattr(make(), field)} if "vision_config" not in own else set()
     options = {**{field: TINY[field] for field in known}, **own}
     config = make(**{field: value for field, value in options.items() if value is not None})

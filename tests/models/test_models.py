@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import (
     AttentionMaskInterface,
-    T5Config,
     BertConfig,
     BertForMaskedLM,
     CLIPConfig,
@@ -42,6 +41,7 @@ from transformers import (
     GPT2Model,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    T5Config,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 
 from partita.cli import check as check_command
-from partita.cli import model as model_command
 from partita.cli import configs, flower, new
+from partita.cli import model as model_command
 from partita.cli.progress import Verbosity, follow, follow_all
 from partita.cli.stopping import Stopped, stop_on_signals
 from partita.storage.safe_text import printable

@@ -122,8 +122,8 @@ class ModelTable:
 
 
 NOTE = (
-    "The last of ten rounds; safl with layers drawn at random. Bytes are those of parameters, without headers and a method's own slots. Memory is for weights, gradients and two moments in float32, without "
-    "activations.\n"
+    "The last of ten rounds; safl with layers drawn at random. Bytes are those of parameters, without headers and a\n"
+    "method's own slots. Memory is for weights, gradients and two moments in float32, without activations.\n"
 )
 
 

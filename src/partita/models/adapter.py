@@ -100,7 +100,7 @@ class FunctionalModel(Model):
         return attention_to(self, params, batch, tokens)
 
     def attention_maps(self, params: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
-        """Return the attention maps of all layers, (example, head, query, key), as the module's own code computes them."""
+        """Return the attention maps of all layers, (example, head, query, key), by the module's own code."""
         with self._installed(params):
             return tuple(self.module(**inputs, **self.fixed, output_attentions=True).attentions or ())
 

@@ -95,8 +95,8 @@ def check_kind(path: str, config: Any, auto_class: Any, task: TaskInfo) -> None:
         heads = dict.fromkeys(kind.name for kind in fit)
         remedy = f"it can be trained on tasks of kind {', '.join(heads)}" if heads else "choose another model"
         raise ModelError(
-            f"'{path}' is a '{config.model_type}', for which transformers has no {auto_class.__name__}, which a task of "
-            f"kind '{task.kind.name}' needs; {remedy}"
+            f"'{path}' is a '{config.model_type}', for which transformers has no {auto_class.__name__}, which a task "
+            f"of kind '{task.kind.name}' needs; {remedy}"
         )
 
 

@@ -27,8 +27,8 @@ __all__ = [
     "tags_of",
 ]
 
-# Keyed by transformers' config.model_type: exact tables of roles, checked against every parameter, and forward functions
-# that torch.vmap can lift. All other types use `GENERAL`.
+# Keyed by transformers' config.model_type: exact tables of roles, which every parameter must match, and forward
+# functions that torch.vmap can lift. All other types use `GENERAL`.
 ARCHITECTURES = {
     "vit": vision.like_vit("vit"),
     "deit": vision.like_vit("deit"),

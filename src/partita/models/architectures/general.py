@@ -242,7 +242,8 @@ class _HeadInputs:
     def __init__(self, module: nn.Module) -> None:
         body = _body_path(module).partition(".")[0]
         parts = [part for name, part in module.named_children() if (name != body if body else _matches(IS_HEAD, name))]
-        self.parts, self.first = parts, None
+        self.parts = parts
+        self.first: Tensor | None = None
 
     def __enter__(self) -> _HeadInputs:
         self.hooks = [part.register_forward_pre_hook(self._record) for part in self.parts]
@@ -258,7 +259,7 @@ class _HeadInputs:
 
     def pooled(self, mask: Tensor | None) -> Tensor | None:
         """Return the mean over tokens that are not padding, or over pixels, (example, width); None if unknown."""
-        state: Tensor | None = self.first
+        state = self.first
         if state is None or state.ndim == 2:
             return state
         if state.ndim == 4:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def clip(
         config = loading.config_for(path, task)
         check_dual_encoder(path, config.model_type)
         loading.check_images(path, config, task)
-        module = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
+        module: Any = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
         length = full_length(module.text_model.config)
         return freeze(config.model_type, module, _tokenizer(path, length), task.classes, template, DTYPES[dtype])
     assert shape is not None
