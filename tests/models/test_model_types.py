@@ -129,6 +129,15 @@ def test_split_projection_computes_the_same_and_joins_bit_for_bit(case: str) -> 
     assert all(torch.equal(joined[name], value) for name, value in state.items())
 
 
+def test_frozen_embedding_is_everything_before_the_first_layer() -> None:
+    for case in ("xlm-roberta-text", "deberta-v2-text", "swin-image"):
+        model_type, _, kind = case.rpartition("-")
+        model = from_module(model_type, module_of(case), ["embedding"], kind=KINDS[kind])
+        assert [name for name in model.frozen_tags if "LayerNorm" in name or "embeddings.norm" in name], case
+        assert not [name for name in model.initial if ".embeddings." in name], case
+        assert "head" in {tag for tags in model.tags.values() for tag in tags}
+
+
 # Two speeds
 
 

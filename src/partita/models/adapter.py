@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.utils import logging
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.model import Model, Output
+from partita.core.model import Model, Output, layer_tag
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
@@ -260,7 +261,9 @@ def embedding_names(module: PreTrainedModel, names: Iterable[str]) -> Names:
     """
     start = architecture(str(module.config.model_type)).start
     if start is None:
-        return frozenset()
+        tags = tags_of(module)
+        before = takewhile(lambda name: layer_tag(tags[name]) is None, tags)
+        return frozenset(name for name in before if "head" not in tags[name])
     body = next((path for path, part in module.named_modules() if part is module.base_model), "")
     stems = tuple(f"{body}.{part}.".lstrip(".") for part in start.embeds)
     return frozenset(name for name in names if name.startswith(stems))
