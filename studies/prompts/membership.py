@@ -69,7 +69,7 @@ def attack(config: Found, seed: int, numbers: int, most: int, device: str) -> li
     clients keep as it was loaded; where clients keep something, one who knows that too is tried beside.
     """
     # For images of another size than a tower knows, the way back to its places has no deterministic form on GPUs.
-    engine_table = {"device": device, "block": 1, "deterministic": False}
+    engine_table = {"device": device, "clients_per_block": 1, "deterministic": False}
     experiment = build(parse({**config, "seed": seed, "rounds": numbers, "engine": engine_table}))
     run, model, federation = experiment.run, experiment.model, experiment.federation
     engine = SimulationEngine(run, model, federation, device=experiment.device)

@@ -16,6 +16,7 @@ from partita.core.packed import PackedTensors, shapes
 from partita.core.tensors import Tensors
 
 Message = Mapping[str, Mapping[str, Tensor]]  # slot name -> tensors by parameter name, possibly PackedTensors
+ALIGNMENT = 64  # bytes, of tensors that torch creates on a CPU
 HEADER = ""  # the name under which the header of a message is counted
 
 # In the order in which safetensors writes tensors.
@@ -71,13 +72,23 @@ def save(tensors: Tensors, about: dict[str, str] | None = None) -> bytes:
     return safetensors.torch.save(separate, about)
 
 
+def load(data: bytes) -> Tensors:
+    """Deserialize tensors, aligned in memory like those that torch creates.
+
+    safetensors aligns them by chance, and some matrix products on a CPU round differently by alignment. A run that
+    resumes from a file would then differ in the last bit from one that was never stopped.
+    """
+    found = safetensors.torch.load(data)
+    return {name: value.clone() if value.data_ptr() % ALIGNMENT else value for name, value in found.items()}
+
+
 def unpack(data: bytes) -> dict[str, Tensors]:
     """Deserialize the slots of a message.
 
     Names are sorted: the order in which safetensors returns them differs from call to call, and sums depend on it.
     """
     slots: dict[str, Tensors] = {}
-    for key, value in sorted(safetensors.torch.load(data).items()):
+    for key, value in sorted(load(data).items()):
         slot, _, name = key.partition("/")
         slots.setdefault(slot, {})[name] = value
     return slots

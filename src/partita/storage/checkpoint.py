@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import safetensors
 import torch
 
 from partita.core import serialization
@@ -161,7 +161,7 @@ def read(
     if missing := unchanged.keys() - known.keys():
         raise InitialValueError(f"{path} does not store '{min(missing)}', which has its initial value; give `initial`")
     with _expect_format(path, remedy):
-        saved = _parse(about, {**safetensors.torch.load(data), **known}, device)
+        saved = _parse(about, {**serialization.load(data), **known}, device)
     if like is not None and _layout(saved.server) != _layout(like):
         raise DamageError(f"{path} is a checkpoint of another model or method; {remedy}")
     return saved

@@ -149,6 +149,24 @@ def stack_or_share(parts: Sequence[Any]) -> tuple[Any, Any]:
     return torch.stack(list(parts)), 0
 
 
+def stack_all(parts: Sequence[Any]) -> tuple[Any, Any]:
+    """Stack the clients' nested dicts of tensors, also where all clients have the same object.
+
+    For what belongs to each client: after a restart, each has a copy of its own. Results must not depend on that, and
+    a shared tensor can round differently from a stacked one.
+
+    Returns:
+        `(value, dims)` as from `stack_or_share`. A single client's value stays as it is.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first, None
+    if isinstance(first, Mapping):
+        pairs = {name: stack_all([part[name] for part in parts]) for name in first}
+        return {name: value for name, (value, _) in pairs.items()}, {name: dim for name, (_, dim) in pairs.items()}
+    return torch.stack(list(parts)), 0
+
+
 def _same_objects(left: Any, right: Any) -> bool:
     """Whether both are the same object, or dicts with the same objects as values."""
     if isinstance(left, Mapping):

@@ -14,7 +14,7 @@ from partita.core.method import Context
 from partita.core.plan import Phase
 from partita.core.settings import Run
 from partita.core.tensors import Slots, Tensors
-from partita.training.client_axis import ClientAxis, stack_or_share
+from partita.training.client_axis import ClientAxis, stack_all, stack_or_share
 from partita.training.dp_sgd import NoiseSource
 from partita.training.objective import Objective
 
@@ -73,17 +73,27 @@ class PhaseWork:
     @cached_property
     def anchor(self) -> tuple[Any, Any]:
         """The anchors, as `(value, dims)` of `stack_or_share`."""
-        return stack_or_share([ctx.anchor for ctx in self.contexts])
+        return self._stack([ctx.anchor for ctx in self.contexts])
 
     @cached_property
     def fixed(self) -> list[tuple[Any, Any]]:
         """What steps read and do not change: frozen parameters, anchor, sent slots and memory; each `(value, dims)`."""
         frozen = [name for name in self.start_params[0] if name not in self.phase.names]
-        params = stack_or_share([{name: params[name] for name in frozen} for params in self.start_params])
+        params = self._stack([{name: params[name] for name in frozen} for params in self.start_params])
         if not self.run.method.client_rules:  # only rules read the others
             return [params, UNUSED, UNUSED, UNUSED]
         sent, memory = ([getattr(ctx, part) for ctx in self.contexts] for part in ("sent", "memory"))
-        return [params, self.anchor, stack_or_share(sent), stack_or_share(memory)]
+        return [params, self.anchor, stack_or_share(sent), stack_all(memory)]
+
+    def _stack(self, parts: Sequence[Tensors]) -> tuple[Any, Any]:
+        """Stack the clients' parameters, as `(value, dims)`. Those that clients keep are always stacked."""
+        kept = self.contexts[0].plan.keep
+        if kept.isdisjoint(parts[0]):
+            return stack_or_share(parts)
+        pairs = {
+            name: (stack_all if name in kept else stack_or_share)([part[name] for part in parts]) for name in parts[0]
+        }
+        return {name: value for name, (value, _) in pairs.items()}, {name: dim for name, (_, dim) in pairs.items()}
 
     def stacked(self) -> tuple[Tensors, dict[str, Tensors]]:
         """Return copies of the trained parameters and of the optimizer state, which steps update in place."""
