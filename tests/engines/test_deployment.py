@@ -36,6 +36,7 @@ from partita.engines.simulation import SimulationEngine
 from partita.experiment import builder, flower_app, run_folder, runner
 from partita.experiment.config import load
 from partita.storage.client_store import DiskStore
+from partita.storage.safe_text import label_folder
 
 LONG = 300.0  # seconds; nothing takes this long, even on a busy machine
 
@@ -318,7 +319,7 @@ def test_flower_deployment_gives_the_tensors_of_a_simulation(
         assert tensors.equal(part, ends[1].state[slot])
     for client in ("c0", "c1", "c2"):
         here = DiskStore(tmp_path / "here" / "clients").load(client, config.rounds)
-        [site] = (federation.folder / "sites").glob(f"{method}-*/{client}")
+        [site] = (federation.folder / "sites").glob(f"{label_folder(config.label)}-*/{client}")
         there = DiskStore(site / "states").load(client, config.rounds)
         for slot, part in {"personal": here.personal, **here.memory}.items():
             assert tensors.equal(part, {"personal": there.personal, **there.memory}[slot])
