@@ -16,7 +16,7 @@ from partita.data.errors import DataError, need
 from partita.data.images import Channels, PixelMean, PixelStd, Size, normalization, read_images, side_of
 from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.task import Task, text_task
-from partita.data.text import MaxLength, Tokenizer, read_texts
+from partita.data.text import MaxLength, Pair, Tokenizer, read_texts
 from partita.tasks import IMAGE_REGRESSION, TEXT_REGRESSION
 
 Target = Annotated[str | tuple[str, ...], "column with the number to predict, or a list of columns"]
@@ -27,6 +27,7 @@ def text_regression(
     key: Key,
     text: Annotated[str, "text column"] = "text",
     target: Target = "target",
+    pair: Pair = None,
     tokenizer: Tokenizer = None,
     max_length: MaxLength = 256,
     config: HubConfig = None,
@@ -35,12 +36,12 @@ def text_regression(
 ) -> Task:
     """Regression on texts: one number per text, or several if `target` is a list of columns.
 
-    Targets are not scaled. Longer texts are truncated to `max_length` tokens.
+    Targets are not scaled. Longer texts are truncated to `max_length` tokens. `pair` is as in the task `text`.
     """
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
-    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
-    columns = source.train.columns(text, *names)
+    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length, pair)
+    columns = source.train.columns(text, *names, pair or text)
     return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used)
 
 

@@ -31,19 +31,58 @@ class TextEncoder:
         """Tokenize texts with special tokens, truncated to the limit."""
         return self._encode(texts, truncation=True, max_length=self.limit)
 
+    def pairs(self, texts: Sequence[str], seconds: Sequence[str]) -> tuple[list[list[int]], list[list[int]] | None]:
+        """Tokenize pairs of texts with special tokens. The longer text of a pair is truncated first.
+
+        Returns:
+            The tokens of each pair, and which text each token belongs to; None if the tokenizer's model does not use
+            that (`token_type_ids`).
+
+        Raises:
+            DataError: If the tokenizer puts nothing between two texts, or the limit has no room for both.
+        """
+        name, special = self.tokenizer.name_or_path, self.tokenizer.num_special_tokens_to_add(pair=True)
+        if not special:
+            raise DataError(
+                f"the tokenizer '{name}' puts nothing between the two texts of a pair; join them in one column, or use "
+                "a model that takes pairs, such as BERT or RoBERTa"
+            )
+        if self.limit < special + 2:
+            raise DataError(
+                f"max_length = {self.limit} has no room for a pair of texts; '{name}' needs at least {special + 2} "
+                "tokens; raise data.max_length"
+            )
+        typed = "token_type_ids" in self.tokenizer.model_input_names
+        encoded = self.tokenizer(
+            list(texts),
+            list(seconds),
+            truncation="longest_first",
+            max_length=self.limit,
+            return_attention_mask=False,
+            return_token_type_ids=typed,
+            verbose=False,
+        )
+        return encoded["input_ids"], encoded["token_type_ids"] if typed else None
+
     def with_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts with special tokens and without truncation."""
         return self._encode(texts)
 
-    def count_longer(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> int:
+    def count_longer(
+        self, texts: Sequence[str], rows: Sequence[Sequence[int]], seconds: Sequence[str] | None = None
+    ) -> int:
         """Count the texts that are longer than the limit.
 
         Args:
             texts: The texts.
             rows: Their tokens, truncated to the limit.
+            seconds: The second text of each pair, if the texts are pairs.
         """
-        full = [text for text, ids in zip(texts, rows, strict=True) if len(ids) == self.limit]
-        return sum(len(ids) > self.limit for ids in self.with_special_tokens(full)) if full else 0
+        full = [place for place, ids in enumerate(rows) if len(ids) == self.limit]
+        if not full:
+            return 0
+        pairs = {} if seconds is None else {"text_pair": [seconds[place] for place in full]}
+        return sum(len(ids) > self.limit for ids in self._encode([texts[place] for place in full], **pairs))
 
     def without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts without special tokens and without truncation."""
