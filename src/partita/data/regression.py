@@ -68,7 +68,9 @@ def image_regression(
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
     columns = source.train.columns(image, *names)
-    opened = replace(source, train=_opened(source, source.train, image), test=_opened(source, source.test, image))
+    opened = replace(
+        source, train=open_images(source, source.train, image), test=open_images(source, source.test, image)
+    )
     train, held_out = read_images(opened, image, targets, size, channels, normalize)
     return Task(
         source.name,
@@ -139,8 +141,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _opened(source: Dataset, part: DatasetPart, column: str) -> DatasetPart:
-    """Return a part with its images. A column of texts holds the paths of image files."""
+def open_images(source: Dataset, part: DatasetPart, column: str) -> DatasetPart:
+    """Return a part with only a column of images. A column of texts holds the paths of image files.
+
+    Args:
+        source: The dataset, to whose folder paths are relative.
+        part: Its train or test part.
+        column: The column of images or of paths.
+
+    Raises:
+        DataError: If the column holds neither, or a file does not exist.
+    """
     datasets = need("datasets", "data")
     part.need(column)
     feature = part.data.features[column]
@@ -148,8 +159,7 @@ def _opened(source: Dataset, part: DatasetPart, column: str) -> DatasetPart:
         return part
     if "string" not in getattr(feature, "dtype", ""):
         raise DataError(
-            f"column '{column}' of {part.where} holds neither images nor paths of image files; set image = '...' to a "
-            "column that does"
+            f"column '{column}' of {part.where} holds neither images nor paths of image files; name a column that does"
         )
     folder = Path(source.path) if Path(source.path).is_dir() else Path(source.path).parent
     files = [folder / name for name in part.texts(column)]

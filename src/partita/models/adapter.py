@@ -92,6 +92,16 @@ class FunctionalModel(Model):
 
         return attention_to(self, params, batch, tokens)
 
+    def generate(self, params: Tensors, inputs: Tensors, max_new_tokens: int) -> list[str]:
+        from partita.models.generation import generate
+
+        return generate(self, params, inputs, max_new_tokens)
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        from partita.models.generation import decode
+
+        return decode(self, tokens)
+
     def head_dimensions(self) -> dict[str, tuple[int, int]]:
         from partita.models.attention_scores import head_dimensions
 
@@ -110,6 +120,12 @@ class FunctionalModel(Model):
         """Write the tokenizer or the image processor, if the task has one. `transformers.pipeline` needs it."""
         if self.processor is not None:
             self.processor.save_pretrained(folder)
+
+    @contextmanager
+    def installed(self, params: Tensors) -> Iterator[None]:
+        """Put the parameters into the module inside the block, in the dtype of the forward pass."""
+        with self._installed(params if self.dtype is None else _cast(params, self.dtype)):
+            yield
 
     @contextmanager
     def _installed(self, params: Tensors) -> Iterator[None]:
