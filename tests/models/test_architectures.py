@@ -38,7 +38,7 @@ from partita.core.tensors import Tensors
 from partita.methods.fedfrozen import fedfrozen
 from partita.models import ModelError, split_qkv
 from partita.models.adapter import FunctionalModel, from_module
-from partita.models.architectures import tags_of
+from partita.models.architectures import table_tags
 from partita.tasks import LM, MULTI_LABEL_TEXT
 from partita.tasks.losses import token_cross_entropy
 from partita.testing.conformance import check_method
@@ -358,7 +358,7 @@ def test_tied_weights_stay_tied_when_frozen_saved_and_loaded(case: str, tmp_path
 def test_older_parameter_names_have_the_same_role() -> None:
     layer = "dinov2.encoder.layer.0.attention."
     old = {"attention.query": "query", "attention.key": "key", "attention.value": "value", "output.dense": "output"}
-    tags = tags_of("dinov2", [f"{layer}{name}.weight" for name in old])
+    tags = table_tags("dinov2", [f"{layer}{name}.weight" for name in old])
     assert list(tags.values()) == [frozenset({role, "layer.0"}) for role in old.values()]
 
 

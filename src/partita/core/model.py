@@ -15,7 +15,8 @@ from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
 
 ATTENTION = "attention"  # the note that holds, by layer, a client's attention scores (head,) for the selected tokens
-TOWERS = frozenset({"vision", "text"})  # tags of the two towers of a vision-language model
+# Tags of the two towers of a vision-language model, and of the two stacks of a sequence-to-sequence model.
+TOWERS = frozenset({"vision", "text", "encoder", "decoder"})
 
 
 class TagError(ValueError):
@@ -70,6 +71,14 @@ class Model:
 
     def to(self, device: torch.device) -> None:
         """Move the initial parameters, and any frozen parameters inside the model, to a device in place."""
+
+    def why_one_by_one(self, inputs: Tensors) -> str:
+        """Return why clients cannot train together in a block; "" if they can, as far as the model knows.
+
+        Args:
+            inputs: The inputs of a batch, to try the forward pass on.
+        """
+        return ""
 
     def low_rank(self, rank: int, alpha: float, roles: tuple[str, ...], key: Key) -> Model:
         """Return this model with low-rank factors, tagged "lora", for the weights with the given role tags.

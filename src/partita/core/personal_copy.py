@@ -70,6 +70,9 @@ class PersonalCopyModel(Model):
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.base(self.shared(params), inputs)
 
+    def why_one_by_one(self, inputs: Tensors) -> str:
+        return self.base.why_one_by_one(inputs)
+
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.base.losses(out, targets)
 

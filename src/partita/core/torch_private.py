@@ -11,6 +11,7 @@ public replacement, where there is one.
     is_batchedtensor       whether a function runs under torch.vmap
     is_gradtrackingtensor  whether a function runs under torch.func.grad
     own_parameters         the dict that a module reads its parameters from             torch.func.functional_call
+    vmap_fallback_warnings torch.vmap warns where it runs an operation client by client
     create_jit_fn          compiles a CUDA kernel from source
     limit_recompiles       number of programs that torch.compile may make of a function
 """
@@ -50,6 +51,17 @@ class RecompileLimitError(RuntimeError):
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor shares the memory of another."""
     return tensor._is_view()
+
+
+@contextmanager
+def vmap_fallback_warnings() -> Iterator[None]:
+    """Make torch.vmap warn where it has no batching rule and runs an operation for one element after another."""
+    show = torch._C._debug_only_display_vmap_fallback_warnings
+    show(True)
+    try:
+        yield
+    finally:
+        show(False)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

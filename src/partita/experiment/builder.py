@@ -24,7 +24,14 @@ from partita.core.sampling import SAMPLING, Uniform
 from partita.core.settings import Run, RunError
 from partita.data import Federation, Task
 from partita.engines.attackers import add_attack, choose_attackers
-from partita.engines.autotune import bf16_slowdown, check_block, choose_block, choose_graphs, configure_backends
+from partita.engines.autotune import (
+    bf16_slowdown,
+    check_block,
+    choose_block,
+    choose_graphs,
+    configure_backends,
+    first_with_examples,
+)
 from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
@@ -56,6 +63,7 @@ class Experiment:
     evaluator: Evaluator
     guard: PrivacyGuard | None = None
     graphs: GraphCache | None = None
+    one_by_one: str = ""  # why clients cannot train together
 
     @cached_property
     def initial_values(self) -> InitialValues:
@@ -93,6 +101,13 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     block = config.engine.clients_per_block
     if block == "auto":
         block = choose_block(run, raw_model, raw_federation, device, bool(graphs), config.engine.workers)
+    reason = _why_one_by_one(raw_model, raw_federation) if block > 1 else ""
+    if reason and config.engine.clients_per_block != "auto":
+        raise RunError(
+            f"engine.clients_per_block is {block}, but clients of this model train one at a time: {reason}; set it to "
+            "1 or 'auto'"
+        )
+    block = 1 if reason else block
     if device.type == "cpu":
         check_block(run, model, federation.clients, block)
     _check_plan(run, model, federation.clients[0])
@@ -101,7 +116,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
     evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
-    return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs)
+    return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs, reason)
 
 
 def build_method(options: Mapping[str, Any]) -> Method:
@@ -202,6 +217,14 @@ def _with_attackers(config: Config, method: Method, federation: Federation, key:
     if attackers and settings.attack == "label-flip":
         return method, federation.with_flipped_labels(attackers)
     return add_attack(method, settings.attack, attackers, settings.attack_strength), federation
+
+
+def _why_one_by_one(model: Model, federation: Federation) -> str:
+    """Return why clients cannot train in a block; "" if they can, or if no client trains here."""
+    client = first_with_examples(federation)
+    if client is None:
+        return ""
+    return model.why_one_by_one(federation[client].train.take(torch.zeros(1, dtype=torch.long)).inputs)
 
 
 def _availability(federation: FederationConfig, method: Method) -> Availability:

@@ -161,6 +161,8 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     trust(references)
     run_folder.write(folder / run_folder.CONFIG, derived.pop(run_folder.CONFIG))
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
+    if experiment.one_by_one:
+        chosen["one_by_one"] = experiment.one_by_one
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
     for name, data in derived.items():
         run_folder.write(folder / name, data)
@@ -205,6 +207,8 @@ def describe_compute(config: Config, folder: Path) -> str:
     env = read_json(folder / run_folder.ENVIRONMENT)
     auto = [name for name in ("device", "clients_per_block", "cuda_graphs") if getattr(config.engine, name) == "auto"]
     text = f"on {env['device']}, {env['threads']} threads, blocks of {env['block']}, steps {env['steps']}"
+    if reason := env.get("one_by_one"):
+        text += f"; clients train one at a time, because {reason}"
     return text + (f" (auto: {', '.join(auto)})" if auto else "")
 
 

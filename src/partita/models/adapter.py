@@ -22,7 +22,7 @@ from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
-from partita.models.architectures import architecture, forward_of, tags_of
+from partita.models.architectures import architecture, forward_of, is_known, tags_of
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
 
@@ -44,6 +44,7 @@ class FunctionalModel(Model):
         tags: Tags of each trainable parameter.
         parameter_slots: Slots of each trainable parameter in the module. Tied parameters have several.
         kind: Kind of task that the model is for.
+        frozen_tags: Tags of each permanently frozen parameter.
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass. Trainable parameters stay in float32 and are cast in each call.
         processor: Tokenizer or image processor of transformers, saved with the model.
@@ -56,6 +57,7 @@ class FunctionalModel(Model):
     tags: Mapping[str, Names]
     parameter_slots: Mapping[str, tuple[ParameterSlot, ...]]
     kind: TaskKind = field(kw_only=True)
+    frozen_tags: Mapping[str, Names] = field(default_factory=dict, kw_only=True)
     fixed: Tensors = field(default_factory=dict, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     processor: Any = field(default=None, kw_only=True)
@@ -76,6 +78,11 @@ class FunctionalModel(Model):
         self.module.to(device)  # type: ignore[arg-type]
         self.initial.update(tensors.to(self.initial, device))
         self.fixed.update(tensors.to(self.fixed, device))
+
+    def why_one_by_one(self, inputs: Tensors) -> str:
+        from partita.models.lifting import why_one_by_one
+
+        return "" if is_known(str(self.module.config.model_type)) else why_one_by_one(self, inputs)
 
     def skip_layers(self, without: Names) -> FunctionalModel:
         from partita.models.skip_layers import skip_layers
@@ -101,6 +108,11 @@ class FunctionalModel(Model):
         from partita.models.generation import decode
 
         return decode(self, tokens)
+
+    def attention_maps(self, params: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
+        """Return the attention maps of all layers, (example, head, query, key), as the module's own code computes them."""
+        with self._installed(params):
+            return tuple(self.module(**inputs, **self.fixed, output_attentions=True).attentions or ())
 
     def head_dimensions(self) -> dict[str, tuple[int, int]]:
         from partita.models.attention_scores import head_dimensions
@@ -167,24 +179,23 @@ def from_module(
         processor: Tokenizer or image processor, saved with the model.
 
     Raises:
-        ModelError: If the architecture is unknown, or `frozen` matches no parameter or all parameters.
+        ModelError: If the architecture does not support the kind, or `frozen` matches no parameter or all parameters.
     """
     model_type = str(module.config.model_type)
     if kind is None:
-        kind = IMAGE if IMAGE.head in architecture(model_type).heads else TEXT
+        kind = IMAGE if module.main_input_name == "pixel_values" else TEXT
     forward = forward_of(model_type, kind.head)
-    if split := architecture(model_type).split:
-        split(module)
+    split_qkv.split(module)
     # Every random draw must come from a key, but dropout draws from global state. So it stays off (decision 0003).
     module.train(False).requires_grad_(False)
-    with without_logs():
+    with without_logs():  # a module whose attention cannot be replaced keeps its own
         module.set_attn_implementation(attention.NAME)
     _treat_padding_as_any_token(module)
     use_vmap_layers(module)
     if checkpointing:
         checkpoint_layers(module)
     own = dict(module.named_parameters())
-    tags = _tags(model_type, module)
+    tags = tags_of(module)
     frozen_names = _frozen(name, tags, frozen, embedding_names(module, own))
     param_dtype = None if dtype is None else torch.float32  # in half precision, small updates would be lost to rounding
     initial = {
@@ -201,6 +212,7 @@ def from_module(
         forward=forward,
         initial=initial,
         tags={path: tags[path] for path in initial},
+        frozen_tags={path: tags[path] for path in frozen_names},
         parameter_slots=parameter_slots,
         kind=kind,
         fixed=dict(fixed or {}),
@@ -217,16 +229,6 @@ def _treat_padding_as_any_token(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             part.padding_idx = None
-
-
-def _tags(model_type: str, module: nn.Module) -> dict[str, Names]:
-    """Return the tags of each parameter. A tied parameter, such as GPT-2's embedding and head, has the tags of both."""
-    paths = dict(module.named_parameters(remove_duplicate=False))
-    by_path, first = tags_of(model_type, paths), _first_names(module)
-    tags = dict.fromkeys(first.values(), frozenset[str]())
-    for path, value in paths.items():
-        tags[first[id(value)]] |= by_path[path]
-    return tags
 
 
 def _first_names(module: nn.Module) -> dict[int, str]:
@@ -273,9 +275,11 @@ def embedding_names(module: PreTrainedModel, names: Iterable[str]) -> Names:
     That norm has the role "norm", so methods treat it like the other norms.
     """
     start = architecture(str(module.config.model_type)).start
+    if start is None:
+        return frozenset()
     body = next((path for path, part in module.named_modules() if part is module.base_model), "")
-    stems = tuple(f"{body}.{part}.".lstrip(".") for part in (start.embeds if start else ()))
-    return frozenset(name for name in names if name.startswith(stems)) if stems else frozenset()
+    stems = tuple(f"{body}.{part}.".lstrip(".") for part in start.embeds)
+    return frozenset(name for name in names if name.startswith(stems))
 
 
 def _cast(values: Tensors, dtype: torch.dtype) -> Tensors:

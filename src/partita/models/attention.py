@@ -19,10 +19,9 @@ from partita.models import ModelError
 NAME = "partita"
 ALIGNMENT = {"cuda": 8}  # half-precision matmuls are slow on CUDA unless the row length is a multiple of 8
 SHORT = 256  # up to this many tokens, the CPU's fused backward in bfloat16 is slower than matmuls
-REFUSED = ("softcap", "position_bias", "s_aux")  # score modifications of other architectures, not supported here
 
 # Replaces `scaled_dot_product` in a layer. The first argument is the layer's attention module.
-AttentionHook = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, float | None, bool], Tensor]
+AttentionHook = Callable[..., Tensor]
 _hook: ContextVar[AttentionHook | None] = ContextVar("attention_hook", default=None)
 
 
@@ -37,7 +36,15 @@ def attention_hook(hook: AttentionHook) -> Iterator[None]:
 
 
 def scaled_dot_product(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool = False,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(query keyᵀ · scale) value.
 
@@ -48,18 +55,24 @@ def scaled_dot_product(
         mask: Boolean, true where a token attends; or a float mask that is added to the scores.
         scale: Factor of the scores. Default: 1 / sqrt(width).
         causal: Whether a token attends only to itself and earlier tokens. Requires `mask` to be None.
+        softcap: If set, scores are softcap · tanh(score / softcap), as in Gemma 2.
+        sinks: If set, (head,), the score of one more token with value zero, as in gpt-oss.
 
     Returns:
         (example, head, token, width).
     """
     if torch.compiler.is_compiling():  # the compiler fuses it, and cannot trace the checks for transforms below
-        return _unfused(query, key, value, mask, scale, causal)
+        return _unfused(query, key, value, mask, scale, causal, softcap, sinks)
+    if softcap is not None or sinks is not None:  # no fused kernel has them
+        return _unfused(query, key, value, mask, scale, causal, softcap, sinks)
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(map(is_batchedtensor, tensors)):
         return _FoldClients.apply(query, key, value, mask, scale, causal)
     if any(map(is_gradtrackingtensor, tensors)):  # torch.func.grad: the fused backward has no batching rule
         return _unfused(query, key, value, mask, scale, causal)
     if query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16 and key.shape[2] <= SHORT:
+        return _unfused(query, key, value, mask, scale, causal)
+    if mask is not None and mask.requires_grad:  # a bias that trains: not every fused kernel has its gradient
         return _unfused(query, key, value, mask, scale, causal)
     if mask is not None:  # no fused CUDA kernel supports both a mask and grouped-query attention
         key, value = _for_each_head(query, key, value)
@@ -118,7 +131,14 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def _unfused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     key, value = _for_each_head(query, key, value)
     if causal:
@@ -128,12 +148,26 @@ def _unfused(
         mask = functional.pad(full_mask, (0, padding), value=False if full_mask.dtype == torch.bool else -torch.inf)
         key, value = (functional.pad(part, (0, 0, 0, padding)) for part in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     if mask is not None and mask.dtype == torch.bool:
         # Not -inf: an example with only padding would become NaN.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
     return scores.softmax(-1) @ value
+
+
+def _add_bias(bias: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """Add a position bias (1 or example, head, query, key) to a mask, which may be missing, Boolean or float."""
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
 def _attention(
@@ -145,6 +179,9 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer."""
@@ -153,15 +190,16 @@ def _attention(
             f"{type(module).__name__} uses attention dropout {dropout}, which draws from the global random state; "
             "put the module in eval mode"
         )
-    if unsupported := [name for name in REFUSED if others.get(name) is not None]:
-        raise ModelError(f"{type(module).__name__} uses {unsupported[0]}, which {NAME} attention does not support")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1  # a mask already includes causality
+    if position_bias is not None:
+        attention_mask, causal = _add_bias(position_bias, attention_mask, query, key, causal), False
+    modified: dict[str, Any] = {} if softcap is None and s_aux is None else {"softcap": softcap, "sinks": s_aux}
     hook = None if torch.compiler.is_compiling() else _hook.get()  # hooks are never used in compiled code
     if hook is None:
-        out = scaled_dot_product(query, key, value, attention_mask, scaling, causal)
+        out = scaled_dot_product(query, key, value, attention_mask, scaling, causal, **modified)
     else:
-        out = hook(module, query, key, value, attention_mask, scaling, causal)
+        out = hook(module, query, key, value, attention_mask, scaling, causal, **modified)
     return out.transpose(1, 2), None  # (example, token, head, width)
 
 

@@ -10,6 +10,7 @@ sum over both, divided by heads x tokens: padding and sequence length do not cha
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX, Batch
-from partita.core.model import role_tag
+from partita.core.model import TagError, layer_number, layer_tag, role_tag
 from partita.core.options import closest_match
 from partita.core.tensors import Tensors
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel
-from partita.models.architectures import architecture
+from partita.models import attention as partita_attention
+from partita.models.architectures import architecture, is_known
 from partita.models.attention import attention_hook, scaled_dot_product
 
 ATTENTION_MASK = "attention_mask"
+CROSS_ATTENTION = r"(?i)encdec|encoder_attn|crossattention|cross_attn"
 KERNEL_WIDTH = 8  # fused kernels need widths that are a multiple of 8
-TOKENS = ("auto", "cls", "entities", "content")
+TOKENS = ("auto", "cls", "entities", "content", "salient")
 DEGENERATE = {
     "all": "softmax makes attention to all tokens 1 in every layer",
     "last": "in a decoder only the last token attends to the last token; in an encoder it is a token like any other",
@@ -58,9 +61,11 @@ def attention_to(model: FunctionalModel, params: Tensors, batch: Batch, tokens: 
     if attention_mask is not None and bool(attention_mask.all()):
         attention_mask, inputs = None, {name: value for name, value in inputs.items() if name != ATTENTION_MASK}
     hook = _Scores(model, batch, resolve_tokens(model, tokens), attention_mask, _layers(model))
+    if model.module.config._attn_implementation != partita_attention.NAME:
+        return hook.from_maps(model.attention_maps(params, inputs))
     with attention_hook(hook):
         model(params, inputs)
-    return hook.scores
+    return dict(sorted(hook.scores.items(), key=lambda score: layer_number(score[0])))
 
 
 def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
@@ -76,11 +81,23 @@ def resolve_tokens(model: FunctionalModel, tokens: str) -> str:
         raise ModelError(f"tokens is '{tokens}'; {closest_match(tokens, TOKENS)}")
     if tokens == "cls" and is_decoder:
         raise ModelError(f"tokens = 'cls' is for encoders, but {model.name} is a decoder; {_remedy(model)}")
+    if tokens == "cls" and not _has_first_token(model):
+        raise ModelError(
+            f"tokens = 'cls' needs a first token for the whole input, which {model.name} lacks; {_remedy(model)}"
+        )
+    if tokens == "content" and model.kind.inputs == "image" and not _has_first_token(model):
+        raise ModelError(
+            f"tokens = 'content' does not distinguish layers: all tokens of {model.name} are patches; {_remedy(model)}"
+        )
     if tokens == "entities" and model.kind.head != "tokens":
         raise ModelError(f"tokens = 'entities' is for token classification tasks; {_remedy(model)}")
     if tokens != "auto":
         return tokens
-    return "entities" if model.kind.head == "tokens" else "content" if is_decoder else "cls"
+    if model.kind.head == "tokens":
+        return "entities"
+    if is_decoder:
+        return "content"
+    return "cls" if _has_first_token(model) else "salient" if model.kind.inputs == "image" else "content"
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,33 +120,80 @@ class _Scores:
         mask: Tensor | None,
         scale: float | None,
         causal: bool,
+        **modified: Any,
     ) -> Tensor:
         if module not in self.layers:
-            return scaled_dot_product(query, key, value, mask, scale, causal)
+            return scaled_dot_product(query, key, value, mask, scale, causal, **modified)
         width = value.shape[-1]
         padding = (0, KERNEL_WIDTH - width % KERNEL_WIDTH)
-        chosen = _chosen_tokens(self.model, self.batch, self.tokens, self.attention_mask, key.shape[2]).to(value)
+        if self.tokens == "salient":
+            chosen = _salient(value)
+        else:
+            chosen = _chosen_tokens(self.model, self.batch, self.tokens, self.attention_mask, key.shape[2])[:, None]
         value = functional.pad(value, padding)
-        value[..., width] = chosen[:, None]  # (example, head, token)
+        value[..., width] = chosen.to(value)  # (example, head or 1, token)
         # Fused kernels need query and key as wide as the value. Zero padding does not change their product.
         query, key = functional.pad(query, padding), functional.pad(key, padding)
-        out = scaled_dot_product(query, key, value, mask, width**-0.5 if scale is None else scale, causal)
-        received = out[..., width].float()  # (example, head, token)
-        if self.attention_mask is None:
-            self.scores[self.layers[module]] = received.mean(-1)
-        else:
-            attention_mask = self.attention_mask[:, None].to(received)  # (example, 1, token)
-            self.scores[self.layers[module]] = (received * attention_mask).sum(-1) / attention_mask.sum(-1).clamp(min=1)
+        out = scaled_dot_product(query, key, value, mask, width**-0.5 if scale is None else scale, causal, **modified)
+        self.scores[self.layers[module]] = self._mean_over_queries(out[..., width].float())
         return out[..., :width]
+
+    def from_maps(self, maps: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Compute the scores from the attention maps of all layers, (example, head, query, key) each.
+
+        Raises:
+            ModelError: If the module does not return one map for each layer.
+        """
+        tags = sorted({*self.layers.values()}, key=layer_number)
+        if len(maps) != len(tags) or self.tokens == "salient":
+            raise ModelError(
+                f"{self.model.name} cannot report its attention; use another model, or rank its layers in another way"
+            )
+        for tag, attention in zip(tags, maps, strict=True):
+            chosen = _chosen_tokens(self.model, self.batch, self.tokens, self.attention_mask, attention.shape[-1])
+            self.scores[tag] = self._mean_over_queries((attention.float() * chosen[:, None, None]).sum(-1))
+        return self.scores
+
+    def _mean_over_queries(self, received: Tensor) -> Tensor:
+        """Average (example, head, query) over the queries that are not padding, and over the windows of an image."""
+        examples = len(self.batch.targets)
+        if received.shape[0] != examples:  # Swin attends within windows: (example x window, head, query)
+            return received.mean(-1).unflatten(0, (examples, -1)).mean(1)
+        if self.attention_mask is None or self.attention_mask.shape[1] != received.shape[-1]:
+            return received.mean(-1)
+        attention_mask = self.attention_mask[:, None].to(received)  # (example, 1, token)
+        return (received * attention_mask).sum(-1) / attention_mask.sum(-1).clamp(min=1)
 
 
 def _layers(model: FunctionalModel) -> dict[nn.Module, str]:
-    """Map the modules inside layers to layer tags. Each layer makes one attention call, from one of these modules."""
+    """Map the modules inside layers to layer tags. Each layer makes one attention call, from one of these modules.
+
+    The text tower of a CLIP is left out, and so is the self-attention of a decoder that attends to an encoder.
+    """
+    every_tag = {**model.frozen_tags, **model.tags}
+    of_module: dict[str, set[str | None]] = {}  # the layer tags of all parameters in a module
+    for name, tags in every_tag.items():
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            of_module.setdefault(".".join(parts[:count]), set()).add(None if "text" in tags else layer_tag(tags))
+    crossing = any(re.search(CROSS_ATTENTION, path) for path in of_module)
     layers = {}
     for path, part in model.module.named_modules():
-        if not path.startswith("text_model.") and (number := re.search(r"\.(\d+)\.", path)):
-            layers[part] = f"layer.{number[1]}"
+        found = of_module.get(path, {None})
+        if len(found) == 1 and (tag := next(iter(found))) is not None:
+            in_decoder = crossing and re.search(r"(^|\.)decoder\.", path)
+            if not in_decoder or re.search(CROSS_ATTENTION, path):
+                layers[part] = tag
     return layers
+
+
+def _salient(value: Tensor) -> Tensor:
+    """Choose the half of the tokens with the longest values, (example, head, token).
+
+    The output of attention is a sum of values, so tokens with long values count for more in it.
+    """
+    lengths = torch.linalg.vector_norm(value.float(), dim=-1)
+    return lengths > lengths.median(-1, keepdim=True).values
 
 
 def _chosen_tokens(
@@ -174,12 +238,29 @@ def _patches(model: FunctionalModel, pixels: Tensor) -> int:
 
 
 def _is_decoder(model: FunctionalModel) -> bool:
-    return "lm" in architecture(str(model.module.config.model_type)).heads
+    model_type = str(model.module.config.model_type)
+    if is_known(model_type):
+        return "lm" in architecture(model_type).heads
+    if model.module.config.is_encoder_decoder:
+        return False
+    return any(getattr(part, "is_causal", False) for part in model.module.modules())
+
+
+def _has_first_token(model: FunctionalModel) -> bool:
+    """Return whether the first token stands for the whole input, as in BERT and ViT."""
+    names = [*model.frozen_tags, *model.tags]
+    if model.kind.inputs == "image":
+        return any(re.search(r"cls_token|class_embedding|class_token", name) for name in names)
+    return not _is_decoder(model) and not model.module.config.is_encoder_decoder
 
 
 def _remedy(model: FunctionalModel) -> str:
-    supported = [word for word in TOKENS[1:] if word != ("cls" if _is_decoder(model) else "")]
-    fit = [word for word in supported if word != "entities" or model.kind.head == "tokens"]
+    first = _has_first_token(model)
+    unfit = {"cls"} if not first else set()
+    unfit |= {"content"} if model.kind.inputs == "image" and not first else set()
+    unfit |= {"entities"} if model.kind.head != "tokens" else set()
+    unfit |= {"salient"} if model.kind.inputs != "image" else set()
+    fit = [word for word in TOKENS[1:] if word not in unfit]
     return f"set it to 'auto', {' or '.join(repr(word) for word in fit)}"
 
 
@@ -194,7 +275,9 @@ def head_dimensions(model: FunctionalModel) -> dict[str, tuple[int, int]]:
     """
     config: Any = model.module.config
     config = getattr(config, "vision_config", config)
-    heads = int(config.num_attention_heads)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise TagError(f"{model.name} has no one number of heads for all layers; prune in another way")
     shared = int(getattr(config, "num_key_value_heads", None) or heads)
     transposed = architecture(str(model.module.config.model_type)).transposed
     dimensions = {}

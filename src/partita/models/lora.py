@@ -19,7 +19,6 @@ from partita.core.tensors import Names, Tensors
 from partita.core.torch_private import own_parameters
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, ParameterSlot
-from partita.models.architectures import tags_of
 
 FACTORS = ("lora_A", "lora_B")  # (rank, in) and (out, rank)
 ADAPTER = "default"  # PEFT's name for a single adapter
@@ -115,7 +114,7 @@ def low_rank(adapted: FunctionalModel, rank: int, alpha: float, roles: tuple[str
     if not alpha > 0:
         raise ModelError(f"alpha is {alpha}; it must be above 0")
     weights = {**dict(adapted.module.named_parameters()), **adapted.initial}  # the module holds the frozen parameters
-    every_tag = tags_of(str(adapted.module.config.model_type), weights)
+    every_tag = {**adapted.frozen_tags, **adapted.tags}
     sites = _sites(adapted, every_tag, roles)
     initial, tags = dict(adapted.initial), dict(adapted.tags)
     for site in sites:

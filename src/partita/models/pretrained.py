@@ -27,9 +27,10 @@ from partita.core.tensors import Tensors
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module, without_logs
 from partita.models.architectures import forward_of, head_names
-from partita.tasks import TaskInfo
+from partita.tasks import KINDS, TaskInfo
 
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
+FULLY_CONVOLUTIONAL = ("swin", "swinv2", "segformer")  # they take images of any size that their windows divide
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 REMEDY = "give a folder written by save_pretrained, or the id of a model on the Hub"
 TOKENIZER_REMEDY = "copy the files of the original model's tokenizer into the folder"
@@ -58,7 +59,8 @@ def pretrained(
     if kind.inputs == "image":
         check_has_images(task)
     config = config_for(path, task)
-    forward_of(config.model_type, kind.head)  # reject unsupported architectures before loading weights
+    auto_class = AutoModel if prompt is not None else getattr(transformers, kind.auto_class)
+    check_kind(path, config, auto_class, task)  # before loading weights
     if kind.inputs == "image":
         check_images(path, config, task)
     _check_tokens(path, config, task)
@@ -72,7 +74,6 @@ def pretrained(
     if fresh_head and (prompt is not None or kind.outputs == "vocabulary"):
         raise ModelError("fresh_head = true, but this model has no head to initialize; remove fresh_head")
     has_head = prompt is None and kind.outputs != "vocabulary"
-    auto_class = AutoModel if prompt is not None else getattr(transformers, kind.auto_class)
     module = load_module(path, config, auto_class, key, has_head, fresh_head)
     return from_module(
         config.model_type,
@@ -84,6 +85,19 @@ def pretrained(
         checkpointing=checkpointing,
         processor=processor_of(task),
     )
+
+
+def check_kind(path: str, config: Any, auto_class: Any, task: TaskInfo) -> None:
+    """Raise a ModelError if transformers or partita has no model of this type for the kind of task."""
+    forward_of(config.model_type, task.kind.head)
+    if type(config) not in auto_class._model_mapping:
+        fit = [kind for kind in KINDS.values() if type(config) in getattr(transformers, kind.auto_class)._model_mapping]
+        heads = dict.fromkeys(kind.name for kind in fit)
+        remedy = f"it can be trained on tasks of kind {', '.join(heads)}" if heads else "choose another model"
+        raise ModelError(
+            f"'{path}' is a '{config.model_type}', for which transformers has no {auto_class.__name__}, which a task of "
+            f"kind '{task.kind.name}' needs; {remedy}"
+        )
 
 
 def check_has_images(task: TaskInfo) -> None:
@@ -143,6 +157,11 @@ def config_for(path: str, task: TaskInfo) -> Any:
         with without_logs():
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline is not None)
     except (OSError, ValueError) as error:
+        if "model type" in str(error) and "does not recognize" in str(error):
+            raise ModelError(
+                f"'{path}' has a model type that transformers {transformers.__version__} does not know: "
+                f"{_first_line(error)}; upgrade transformers, or choose a model whose code is part of it"
+            ) from error
         if folder:
             raise ModelError(f"the config.json in '{path}' cannot be read: {_first_line(error)}") from error
         if offline:
@@ -174,12 +193,15 @@ def check_images(path: str, config: Any, task: TaskInfo) -> None:
         task: The task.
     """
     config = getattr(config, "vision_config", config)
-    if config.num_channels != task.channels:
+    channels = getattr(config, "num_channels", task.channels)
+    if channels != task.channels:
         raise ModelError(
-            f"'{path}' takes images with {config.num_channels} channels, but the task's have {task.channels}; "
-            f"load the task's images with {config.num_channels} channels"
+            f"'{path}' takes images with {channels} channels, but the task's have {task.channels}; "
+            f"load the task's images with {channels} channels"
         )
-    size, patch = config.image_size, config.patch_size
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if not isinstance(patch, int) or size is None or config.model_type in FULLY_CONVOLUTIONAL:
+        return  # the module checks the size itself, or takes any
     if config.model_type in ANY_SIZE:
         if task.size % patch:
             fit = -(-task.size // patch) * patch
@@ -235,7 +257,7 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
         except OSError as error:
             raise ModelError(f"'{path}' has no weights that can be loaded: {_first_line(error)}; {REMEDY}") from error
     own = dict(module.named_parameters())
-    head = head_names(config.model_type, own) if has_head else frozenset[str]()
+    head = head_names(module) if has_head else frozenset[str]()
     mismatched = {name for name, *_ in report["mismatched_keys"]}
     missing = {*report["missing_keys"]} - mismatched
     _refuse(path, "lacks", missing - head)

@@ -1,41 +1,111 @@
-"""Split GPT-2's fused query-key-value projection into three parameters, because a plan never slices a parameter."""
+"""Split a fused query-key-value projection into three parameters, because a plan never slices a parameter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from partita.core.tensors import Tensors
 
 PARTS, LEAVES = ("query", "key", "value"), ("weight", "bias")
+Outputs = tuple[Tensor, Tensor, Tensor]  # which outputs of the fused projection are queries, keys and values
+
+
+def _thirds(attention: Any, count: int) -> Outputs:
+    """All queries, then all keys, then all values."""
+    query, key, value = torch.arange(count).chunk(3)
+    return query, key, value
+
+
+def _grouped(attention: Any, count: int) -> Outputs:
+    """As `_thirds`, with fewer key and value heads than query heads."""
+    shared = attention.num_key_value_heads * attention.head_dim
+    query, key, value = torch.arange(count).split([count - 2 * shared, shared, shared])
+    return query, key, value
+
+
+def _by_head(attention: Any, count: int) -> Outputs:
+    """For each head its query, its key and its value."""
+    heads = getattr(attention, "num_heads", None) or attention.config.num_attention_heads
+    query, key, value = torch.arange(count).view(heads, 3, -1).transpose(0, 1).flatten(1)
+    return query, key, value
+
+
+# By model type: the name of the fused projection in an attention module, and how its outputs are ordered.
+FUSED: dict[str, tuple[str, Callable[[Any, int], Outputs]]] = {
+    "gpt2": ("c_attn", _thirds),
+    "openai-gpt": ("c_attn", _thirds),
+    "modernbert": ("Wqkv", _thirds),
+    "mpt": ("Wqkv", _thirds),
+    "phi3": ("qkv_proj", _grouped),
+    "gpt_neox": ("query_key_value", _by_head),
+    "bloom": ("query_key_value", _by_head),
+    "persimmon": ("query_key_value", _by_head),
+}
 
 
 class _Part(nn.Module):
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+        self.weight = nn.Parameter(weight.clone())
+        self.bias = None if bias is None else nn.Parameter(bias.clone())
 
 
 class SplitQKV(nn.Module):
-    """Replaces a fused Conv1D, whose weight is (in, out). It computes the same in one matmul."""
+    """Replaces a fused Conv1D or nn.Linear. It computes the same in one matmul.
 
-    def __init__(self, fused: Conv1D) -> None:
+    Args:
+        fused: The fused projection.
+        outputs: Which of its outputs are queries, keys and values.
+    """
+
+    def __init__(self, fused: Conv1D | nn.Linear, outputs: Outputs) -> None:
         super().__init__()
-        weights, biases = (value.detach().chunk(len(PARTS), -1) for value in (fused.weight, fused.bias))
-        for name, weight, bias in zip(PARTS, weights, biases, strict=True):
-            self.add_module(name, _Part(weight, bias))
+        self.transposed = isinstance(fused, Conv1D)  # its weight is (in, out)
+        self.has_bias = fused.bias is not None
+        weight = fused.weight.detach()
+        for name, chosen in zip(PARTS, outputs, strict=True):
+            chosen = chosen.to(weight.device)
+            part = weight.index_select(1 if self.transposed else 0, chosen)
+            bias = fused.bias.detach().index_select(0, chosen) if self.has_bias else None
+            self.add_module(name, _Part(part, bias))
+        order = torch.cat(outputs)
+        in_order = torch.equal(order, torch.arange(len(order)))
+        # Not a buffer: it must not be saved, and it must exist on every device.
+        self.order = None if in_order else torch.argsort(order)
 
     def forward(self, state: Tensor) -> Tensor:  # (example, token, width)
-        weight, bias = (torch.cat([getattr(self.get_submodule(p), leaf) for p in PARTS], -1) for leaf in LEAVES)
+        weight, bias = self.fused("weight"), self.fused("bias") if self.has_bias else None
+        if not self.transposed:
+            return functional.linear(state, weight, bias)
         return torch.addmm(bias, state.flatten(0, 1), weight).unflatten(0, state.shape[:2])
 
+    def fused(self, leaf: str, values: dict[str, Tensor] | None = None) -> Tensor:
+        """Return the fused weight or bias.
 
-def split(module: nn.Module) -> None:
-    """Replace each fused projection in a module by a SplitQKV, in place."""
+        Args:
+            leaf: "weight" or "bias".
+            values: The three parts by name. Default: those of this module.
+        """
+        parts = [getattr(self.get_submodule(name), leaf) if values is None else values[name] for name in PARTS]
+        dim = 1 if self.transposed and leaf == "weight" else 0
+        joined = torch.cat(parts, dim)
+        return joined if self.order is None else joined.index_select(dim, self.order.to(joined.device))
+
+
+def split(module: Any) -> None:
+    """Replace each fused projection in a module by a SplitQKV, in place. Most architectures have none."""
+    name, outputs = FUSED.get(str(module.config.model_type), ("", _thirds))
     for part in list(module.modules()):
-        if isinstance(fused := getattr(part, "c_attn", None), Conv1D):
-            part.c_attn = SplitQKV(fused)
+        fused = getattr(part, name, None) if name else None
+        if isinstance(fused, Conv1D | nn.Linear):
+            count = fused.nf if isinstance(fused, Conv1D) else fused.out_features
+            setattr(part, name, SplitQKV(fused, outputs(part, count)))
 
 
 def join(module: nn.Module, state: Tensors) -> Tensors:
@@ -43,6 +113,7 @@ def join(module: nn.Module, state: Tensors) -> Tensors:
     joined = dict(state)
     for path, part in module.named_modules():
         if isinstance(part, SplitQKV):
-            for leaf in LEAVES:
-                joined[f"{path}.{leaf}"] = torch.cat([joined.pop(f"{path}.{name}.{leaf}") for name in PARTS], -1)
+            for leaf in LEAVES if part.has_bias else LEAVES[:1]:
+                values = {name: joined.pop(f"{path}.{name}.{leaf}") for name in PARTS}
+                joined[f"{path}.{leaf}"] = part.fused(leaf, values)
     return joined

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from transformers import PreTrainedModel
+
 from partita.core.tensors import Names
 from partita.models import ModelError
 from partita.models.architectures import clip, decoders, encoders, vision
+from partita.models.architectures.general import GENERAL, general_tags
 from partita.models.architectures.spec import ROLES, Architecture, Forward
 from partita.tasks import Head
 
@@ -19,10 +22,13 @@ __all__ = [
     "architecture",
     "forward_of",
     "head_names",
+    "is_known",
+    "table_tags",
     "tags_of",
 ]
 
-# Keyed by transformers' config.model_type. To add an architecture, add an entry.
+# Keyed by transformers' config.model_type: exact tables of roles, checked against every parameter, and forward functions
+# that torch.vmap can lift. All other types use `GENERAL`.
 ARCHITECTURES = {
     "vit": vision.like_vit("vit"),
     "deit": vision.like_vit("deit"),
@@ -41,25 +47,21 @@ ARCHITECTURES = {
 }
 
 
-def architecture(model_type: str) -> Architecture:
-    """Return the architecture of a model type.
+def is_known(model_type: str) -> bool:
+    """Return whether a model type has a table of its own, and not the general naming patterns."""
+    return model_type in ARCHITECTURES
 
-    Raises:
-        ModelError: If the model type is not supported.
-    """
-    if model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"partita does not support the architecture '{model_type}', only: {', '.join(ARCHITECTURES)}; "
-            f"add '{model_type}' with its heads and its table of roles to ARCHITECTURES in {__name__}"
-        )
-    return ARCHITECTURES[model_type]
+
+def architecture(model_type: str) -> Architecture:
+    """Return the architecture of a model type; the general one for a type without a table."""
+    return ARCHITECTURES.get(model_type, GENERAL)
 
 
 def forward_of(model_type: str, head: Head) -> Forward:
     """Return the forward function of an architecture for a head.
 
     Raises:
-        ModelError: If the model type is not supported, or not with this head.
+        ModelError: If the model type is not supported with this head.
     """
     heads = architecture(model_type).heads
     if head in heads:
@@ -70,28 +72,43 @@ def forward_of(model_type: str, head: Head) -> Forward:
     )
 
 
-def head_names(model_type: str, names: Iterable[str]) -> Names:
-    """Return the parameter names that belong to the head.
+def head_names(module: PreTrainedModel) -> Names:
+    """Return the names of the parameters that belong to the head."""
+    return frozenset(name for name, tags in tags_of(module).items() if "head" in tags and "embedding" not in tags)
+
+
+def tags_of(module: PreTrainedModel) -> dict[str, Names]:
+    """Return the tags of each parameter: exactly one role, "layer.N" inside a layer, and further tags.
+
+    A tied parameter has the tags of all its names.
 
     Args:
-        model_type: The `model_type` in the config of transformers.
-        names: The names of all parameters.
+        module: The module. It may be on the meta device.
+
+    Raises:
+        ModelError: If the table of the architecture does not give a parameter exactly one role.
     """
-    patterns = [re.compile(pattern) for pattern, role, *_ in architecture(model_type).roles if role == "head"]
-    return frozenset(name for name in names if any(pattern.fullmatch(name) for pattern in patterns))
+    paths = dict(module.named_parameters(remove_duplicate=False))
+    model_type = str(module.config.model_type)
+    by_path = table_tags(model_type, paths) if is_known(model_type) else general_tags(module)
+    first = {id(value): name for name, value in module.named_parameters()}
+    tags = dict.fromkeys(first.values(), frozenset[str]())
+    for path, value in paths.items():
+        tags[first[id(value)]] |= by_path[path]
+    return tags
 
 
-def tags_of(model_type: str, names: Iterable[str]) -> dict[str, Names]:
-    """Return the tags of each parameter name: exactly one role, "layer.N" inside a layer, and extra tags of its rule.
+def table_tags(model_type: str, names: Iterable[str]) -> dict[str, Names]:
+    """Return the tags of each parameter name by the table of an architecture.
 
     Args:
-        model_type: The `model_type` in the config of transformers.
+        model_type: The `model_type` in the config of transformers, a key of `ARCHITECTURES`.
         names: The names of all parameters.
 
     Raises:
         ModelError: If a name does not match exactly one rule.
     """
-    table = [(re.compile(pattern), tags) for pattern, *tags in architecture(model_type).roles]
+    table = [(re.compile(pattern), tags) for pattern, *tags in ARCHITECTURES[model_type].roles]
     return {name: _tags(model_type, name, table) for name in names}
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
-from partita.models import split_qkv
 from partita.models.architectures.spec import Architecture, InputSide, tag_rules
 
 
@@ -23,7 +22,7 @@ def _state(module: Any, inputs: Tensors) -> Tensor:
     return state
 
 
-def _last(state: Tensor, inputs: Tensors) -> Tensor:
+def last_token(state: Tensor, inputs: Tensors) -> Tensor:
     """Return the state of the last token that is not padding, (example, width). Padding may be on either side."""
     mask = inputs.get("attention_mask")
     if mask is None:
@@ -33,19 +32,19 @@ def _last(state: Tensor, inputs: Tensors) -> Tensor:
 
 
 def _classes(module: Any, inputs: Tensors) -> Output:
-    features = _last(_state(module, inputs), inputs)
+    features = last_token(_state(module, inputs), inputs)
     return Output(module.score(features), features)
 
 
 def _tokens(module: Any, inputs: Tensors) -> Output:
     state = _state(module, inputs)
     head = module.classifier if hasattr(module, "classifier") else module.score
-    return Output(head(state), _last(state, inputs))
+    return Output(head(state), last_token(state, inputs))
 
 
 def _next(module: Any, inputs: Tensors) -> Output:
     state = _state(module, inputs)
-    return Output(module.lm_head(state), _last(state, inputs))
+    return Output(module.lm_head(state), last_token(state, inputs))
 
 
 GPT2 = Architecture(
@@ -66,7 +65,6 @@ GPT2 = Architecture(
         (r"(score|classifier|lm_head)\..+", "head"),
     ),
     heads={"text": _classes, "tokens": _tokens, "lm": _next},
-    split=split_qkv.split,
     transposed=True,
     start=InputSide("input_ids", ("wte", "wpe"), "h"),
 )

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from partita.core.model import Output
 from partita.core.tensors import Tensors
 from partita.tasks import Head
 
-ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head")
+ROLES = ("query", "key", "value", "output", "mlp", "norm", "embedding", "head")  # and "other", for no role
 
 TagRule = tuple[str, ...]  # pattern of the full parameter name, role, further tags
 Forward = Callable[[Any, Tensors], Output]
@@ -34,14 +32,12 @@ class Architecture:
     Attributes:
         roles: Tag rules. The group "layer" of a pattern becomes the tag "layer.N".
         heads: Forward function for each supported head.
-        split: Splits fused parameters of a module, in place.
         transposed: Whether weights are (in, out), as GPT-2's Conv1D holds them, and not (out, in) as nn.Linear does.
         start: The input side. Without it, frozen layers cannot be cached and no layers can be skipped.
     """
 
     roles: tuple[TagRule, ...]
     heads: Mapping[Head, Forward]
-    split: Callable[[nn.Module], None] | None = None
     transposed: bool = False
     start: InputSide | None = None
 
