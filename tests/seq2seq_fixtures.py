@@ -23,16 +23,9 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def write_t5(folder: Path, ends: bool = True) -> None:
-    """Write a tiny T5. If not `ends`, its tokenizer adds no special tokens."""
+def write_t5(folder: Path) -> None:
+    """Write a tiny T5."""
     write_tiny_seq2seq(folder, VOCABULARY, Key(0), layers=1, width=16)
-    if not ends:
-        from tokenizers import Tokenizer, processors
-
-        file = folder / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(file))
-        tokenizer.post_processor = processors.Sequence([])
-        tokenizer.save(str(file))
 
 
 def write_bart(folder: Path) -> None:

@@ -35,7 +35,8 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(path: Path, model: Path, rows: list[dict[str, Any]] | None = None, **options: Any) -> Task:
     file = path / "texts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows)))
-    return load("seq2seq", Key(0), path=str(file), **{"tokenizer": str(model), **options})
+    given = {"tokenizer": str(model), "max_length": 24, "max_target_length": 24}
+    return load("seq2seq", Key(0), path=str(file), **{**given, **options})
 
 
 def test_inputs_and_targets_are_those_of_transformers(tmp_path: Path, folder: Path) -> None:
@@ -58,24 +59,30 @@ def test_inputs_and_targets_are_those_of_transformers(tmp_path: Path, folder: Pa
     assert task.vocabulary_size <= module.config.vocab_size
 
 
+def token_of_two(model: Path) -> int:
+    from transformers import AutoTokenizer
+
+    return int(AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("two"))
+
+
 def test_the_prefix_is_read_before_every_source(tmp_path: Path, t5: Path) -> None:
-    plain, prefixed = (read(tmp_path, t5, prefix=prefix).train.take(torch.arange(3)) for prefix in ("", "two "))
-    word = prefixed.inputs["input_ids"][:, 0]
-    assert word.unique().numel() == 1
-    assert torch.equal(prefixed.inputs["input_ids"][:, 1:6], plain.inputs["input_ids"][:, :5])
+    plain, prefixed = (read(tmp_path, t5, prefix=prefix).train.take(torch.arange(3)) for prefix in (None, "two "))
+    word = prefixed.inputs["input_ids"][:, 1]  # after the first special token
+    assert set(word.tolist()) == {token_of_two(t5)}
+    assert torch.equal(prefixed.inputs["input_ids"][:, 2:6], plain.inputs["input_ids"][:, 1:5])
     assert torch.equal(prefixed.targets, plain.targets)
 
 
 def test_long_texts_are_cut_with_a_warning_and_still_end(tmp_path: Path, t5: Path) -> None:
-    with pytest.warns(UserWarning) as told:
-        task = read(tmp_path, t5, max_length=3, max_target_length=2)
+    with pytest.warns(UserWarning, match="are longer than") as told:
+        task = read(tmp_path, t5, max_length=4, max_target_length=3)
     said = sorted(str(warning.message) for warning in told)
     assert "source texts" in said[0]
     assert said[0].endswith("raise data.max_length")
     assert "target texts" in said[1]
     assert said[1].endswith("raise data.max_target_length")
     batch = task.train.take(torch.arange(4))
-    assert batch.inputs["input_ids"].shape[1] == 3
+    assert batch.inputs["input_ids"].shape[1] == 4
     assert set(batch.targets[:, -1].tolist()) <= {task.tokenizer.eos_token_id, -100}
 
 
@@ -88,7 +95,7 @@ def test_limit_draws_pairs(tmp_path: Path, t5: Path) -> None:
     [
         (None, {"target": "answer"}, "has no column 'answer'"),
         ([*ROWS[:5], {"source": "1", "target": " "}], {}, "row 5 of the train part .* has no text in 'target'"),
-        (None, {"max_target_length": 1}, r"takes rows of 2 to \d+ tokens, not 1; set data.max_target_length"),
+        (None, {"max_target_length": 1}, r"takes rows of 3 to \d+ tokens, not 1; set data.max_target_length"),
         (None, {"tokenizer": None}, "a text task needs a tokenizer"),
     ],
 )
@@ -106,6 +113,8 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_does_not_end_texts_is_refused(tmp_path: Path) -> None:
-    write_t5(tmp_path / "endless", ends=False)
-    with pytest.raises(DataError, match=r"does not end a text with the token \d+, .*use the model's own tokenizer"):
+    write_t5(tmp_path / "endless")
+    file = tmp_path / "endless" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": 7}))
+    with pytest.raises(DataError, match=r"does not end a text with the token 7, .*use the model's own tokenizer"):
         read(tmp_path, tmp_path / "endless")

@@ -21,6 +21,7 @@ from partita.data.errors import DataError, need, reading
 from partita.data.images import Channels, PixelMean, PixelStd, Size, normalization, read_images, side_of
 from partita.data.loading import (
     IMAGE_SUFFIXES,
+    TABLES,
     DataPath,
     Dataset,
     DatasetPart,
@@ -97,7 +98,9 @@ def _each_part(pictures: Dataset, masks: Dataset) -> list[tuple[DatasetPart, Dat
 
 
 def _folders(path: Path, image: str, mask: str) -> dict[str, Opener] | None:
-    """Find images/ and masks/, below train/ and test/ or not; None if the path has another layout."""
+    """Find images/ and masks/, below train/ and test/ or not; None if the path has another layout, such as a table."""
+    if any(file.suffix.lstrip(".") in TABLES for file in path.glob("*")):
+        return None
     parts = {part.name: part for part in sorted(path.glob("*")) if _has_folders(part)}
     if _has_folders(path):
         parts = {"train": path}

@@ -24,7 +24,7 @@ def seq2seq(
     key: Key,
     source: Annotated[str, "column with the text to read"] = "source",
     target: Annotated[str, "column with the text to write"] = "target",
-    prefix: Annotated[str, "put before every source text, such as `summarize: ` for T5"] = "",
+    prefix: Annotated[str | None, "put before every source text, such as `summarize: ` for T5"] = None,
     tokenizer: Tokenizer = None,
     max_length: MaxLength = 256,
     max_target_length: Annotated[Count, "longer target texts are truncated to this number of tokens"] = 64,
@@ -43,7 +43,7 @@ def seq2seq(
     cut = {"source": 0, "target": 0}
 
     def read(part: DatasetPart) -> Seq2SeqExamples:
-        texts, answers = [prefix + text for text in part.texts(source)], part.texts(target)
+        texts, answers = [(prefix or "") + text for text in part.texts(source)], part.texts(target)
         read, written = sources.texts(texts), targets.target_texts(answers)
         if any(row[-1] != end for row in written):
             raise DataError(
