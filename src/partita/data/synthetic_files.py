@@ -1,7 +1,4 @@
-"""Small data sets as files, for the examples: notes by hospital, pictures by class, dates by country, digits by scanner.
-
-All but the strokes of the digits is synthetic.
-"""
+"""Small data sets as files, for the examples. All is synthetic, except the strokes of the digits."""
 
 from __future__ import annotations
 
