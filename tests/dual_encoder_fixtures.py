@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from image_fixtures import Images
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -23,6 +27,9 @@ from transformers import (
     Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipModel,
     VisionTextDualEncoderModel,
 )
 
@@ -37,7 +44,7 @@ CLASSES = ("cat", "golden_eagle", "dog")
 WORDS = ("photo", "cat", "dog", "of", "golden", "eagle")
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 VISION_CONFIG = {"hidden_size": 16, **LAYERS, "image_size": SIZE, "patch_size": 4, "num_channels": 1}
-PAIRS = ("clip", "dinov2+bert", "registers+bert", "clip+bert")
+PAIRS = ("clip", "dinov2+bert", "registers+bert", "clip+bert", "siglip")
 
 
 def images(count: int = 5, seed: int = 3) -> Tensor:
@@ -71,6 +78,21 @@ def word_tokenizer() -> BertTokenizer:
     return BertTokenizer(vocab={word: place for place, word in enumerate(words)})
 
 
+def end_token_tokenizer() -> PreTrainedTokenizerFast:
+    """Like SigLIP's: no start token, and an end token."""
+    words = ["[PAD]", "[UNK]", "[SEP]", ".", "a", *WORDS]
+    made = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = BertPreTokenizer()
+    made.post_processor = TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 2)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", sep_token="[SEP]")
+
+
+def tokenizer_of(pair: str) -> Any:
+    """The tokenizer of a pair."""
+    kinds = {"clip": byte_pair_tokenizer, "siglip": end_token_tokenizer}
+    return kinds.get(pair, word_tokenizer)()
+
+
 def _vision_model(kind: str) -> Any:
     if kind == "clip":
         return CLIPVisionModel(CLIPVisionConfig(**VISION_CONFIG))
@@ -90,6 +112,12 @@ def folder(pair: str) -> str:
             ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
             words = {"hidden_size": 12, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16, **ids}
             module: Any = CLIPModel(CLIPConfig(text_config=words, vision_config=VISION_CONFIG, projection_dim=8))
+        elif pair == "siglip":
+            tokenizer = end_token_tokenizer()
+            words = {"hidden_size": 16, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16}
+            module = SiglipModel(
+                SiglipConfig(text_config={**words, "projection_size": 16}, vision_config=VISION_CONFIG)
+            )
         else:
             tokenizer = word_tokenizer()
             words = {"hidden_size": 12, **LAYERS, "vocab_size": len(tokenizer), "max_position_embeddings": 16}
@@ -106,9 +134,10 @@ def folder(pair: str) -> str:
 
 
 def transformers_model(pair: str) -> Any:
-    """The same weights in transformers, with eager attention, in float64."""
-    kind = CLIPModel if pair == "clip" else VisionTextDualEncoderModel
-    return kind.from_pretrained(folder(pair), attn_implementation="eager").eval().double()
+    """The same weights in transformers, in float64. SigLIP's eager attention computes softmax in float32."""
+    kind = {"clip": CLIPModel, "siglip": SiglipModel}.get(pair, VisionTextDualEncoderModel)
+    attention = "sdpa" if pair == "siglip" else "eager"
+    return kind.from_pretrained(folder(pair), attn_implementation=attention).eval().double()
 
 
 def load_pair(pair: str = "clip", dtype: Any = "float64", **options: Any) -> DualEncoder:

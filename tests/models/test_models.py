@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import (
     AttentionMaskInterface,
-    BeitConfig,
     BertConfig,
     BertForMaskedLM,
     CLIPConfig,
@@ -42,6 +41,7 @@ from transformers import (
     GPT2Model,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    T5Config,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -371,8 +371,8 @@ def break_folder(folder: Path, fault: str) -> Images:
         edit_config(folder, model_type="nonsense")
     elif fault == "other type":
         BertConfig().save_pretrained(folder)
-    elif fault == "unknown type":
-        BeitConfig().save_pretrained(folder)
+    elif fault == "other head":
+        T5Config().save_pretrained(folder)
     elif fault == "missing":
         edit_weights(folder, {}, drop="layernorm.weight")
     elif fault == "unexpected":
@@ -391,9 +391,9 @@ def break_folder(folder: Path, fault: str) -> Images:
     [
         ("no config", "has no config.json; give a folder written by save_pretrained"),
         ("no weights", r"has no weights that can be loaded: .*model.safetensors"),
-        ("unreadable", r"the config.json in .* cannot be read: .*nonsense"),
+        ("unreadable", r"has a model type that transformers \S+ does not know: .*nonsense.*; upgrade transformers, or"),
         ("other type", "supports 'bert' for tasks of kind text or tokens, not image; choose another model"),
-        ("unknown type", "does not support the architecture 'beit', only: "),
+        ("other head", "is a 't5', for which transformers has no AutoModelForImageClassification.* tasks of kind text"),
         ("missing", "lacks: vit.layernorm.weight;"),
         ("unexpected", "has, but this model does not have: vit.novel;"),
         ("shape", "has with another shape: vit.layernorm.weight;"),
@@ -800,13 +800,35 @@ def test_no_attention_mask_is_built_when_lengths_suffice(recording: bool, monkey
     assert seen == [None, None]
 
 
-def test_unsupported_attention_option_is_refused() -> None:
+@pytest.mark.parametrize("bias", [None, "float", "with Boolean mask"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_changed_scores_match_their_formula_with_equal_gradients(
+    bias: str | None, softcap: float | None, sinks: bool, causal: bool
+) -> None:
+    """T5 adds a position bias to the scores, Gemma 2 caps them, and gpt-oss adds the score of an empty token."""
     from transformers import AttentionInterface
 
     attention = AttentionInterface._global_mapping["partita"]
-    query, module = noise(0, 2, 1, 3, 4), torch.nn.Identity()
-    with pytest.raises(ModelError, match="Identity uses softcap"):
-        attention(module, query, query, query, None, softcap=3.0)
+    query, key, value = (noise(seed, 2, 3, 5, 4).requires_grad_() for seed in range(3))
+    position_bias, sink = noise(3, 1, 3, 5, 5).requires_grad_(), noise(4, 3).requires_grad_()
+    mask = (torch.arange(5) < torch.tensor([[5], [3]]))[:, None, None] if bias == "with Boolean mask" else None
+    given = {"softcap": softcap, "s_aux": sink if sinks else None, "position_bias": position_bias if bias else None}
+    causal = causal and mask is None
+    out, _ = attention(torch.nn.Identity(), query, key, value, mask, is_causal=causal, **given)
+
+    scores = query @ key.mT / 2
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = scores + position_bias if bias else scores
+    seen = torch.ones(5, 5).tril().bool() if causal else mask if mask is not None else torch.ones(5, 5).bool()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    column = sink.view(1, 3, 1, 1).expand(2, 3, 5, 1) if sinks else torch.full((2, 3, 5, 1), -torch.inf)
+    reference = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
+    assert close(out, reference.transpose(1, 2))
+    leaves = [query, key, value, *([position_bias] if bias else []), *([sink] if sinks else [])]
+    ours, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (out, reference))
+    assert all(map(close, ours, theirs))
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ LIBRARIES = {
     "numpy": ["*"],
     "filelock": ["experiment.run_folder", "engines.flower.answered_rounds"],
     "scipy": OUTSIDE_CORE,
-    "rich": ["cli", "experiment.preview", "report", "lab.commands"],
+    "rich": ["cli", "experiment.preview", "experiment.model_table", "report", "lab.commands"],
     "typer": ["cli"],
     "matplotlib": ["report", "lab.figures"],
     "transformers": ["models", "data.tokenization"],

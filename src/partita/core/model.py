@@ -188,6 +188,8 @@ class Model:
             if tag not in known:
                 near = difflib.get_close_matches(tag, known)
                 hint = f" Did you mean '{near[0]}'?" if near else ""
+                if unknown := [name for name, tags in self.tags.items() if "other" in tags]:
+                    hint += f" Parameters without a role, such as '{unknown[0]}', are tagged 'other'."
                 raise TagError(f"no parameter of {self.name} is tagged '{tag}'; it has: {', '.join(known)}.{hint}")
         return frozenset(name for name, tags in self.tags.items() if not tags.isdisjoint(wanted))
 

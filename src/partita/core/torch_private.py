@@ -56,7 +56,7 @@ def is_view(tensor: Tensor) -> bool:
 @contextmanager
 def vmap_fallback_warnings() -> Iterator[None]:
     """Make torch.vmap warn where it has no batching rule and runs an operation for one element after another."""
-    show = torch._C._debug_only_display_vmap_fallback_warnings
+    show = torch._C._debug_only_display_vmap_fallback_warnings  # type: ignore[attr-defined]
     show(True)
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.utils import logging
 
 from partita.core import tensors
 from partita.core.data import Batch
-from partita.core.model import Model, Output
+from partita.core.model import Model, Output, layer_tag
 from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.tensors import Names, Tensors
@@ -110,7 +111,7 @@ class FunctionalModel(Model):
         return decode(self, tokens)
 
     def attention_maps(self, params: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
-        """Return the attention maps of all layers, (example, head, query, key), as the module's own code computes them."""
+        """Return the attention maps of all layers, (example, head, query, key), by the module's own code."""
         with self._installed(params):
             return tuple(self.module(**inputs, **self.fixed, output_attentions=True).attentions or ())
 
@@ -276,7 +277,9 @@ def embedding_names(module: PreTrainedModel, names: Iterable[str]) -> Names:
     """
     start = architecture(str(module.config.model_type)).start
     if start is None:
-        return frozenset()
+        tags = tags_of(module)
+        before = takewhile(lambda name: layer_tag(tags[name]) is None, tags)
+        return frozenset(name for name in before if "head" not in tags[name])
     body = next((path for path, part in module.named_modules() if part is module.base_model), "")
     stems = tuple(f"{body}.{part}.".lstrip(".") for part in start.embeds)
     return frozenset(name for name in names if name.startswith(stems))

@@ -23,8 +23,8 @@ from partita.core.model import TagError, layer_number, layer_tag, role_tag
 from partita.core.options import closest_match
 from partita.core.tensors import Tensors
 from partita.models import ModelError
-from partita.models.adapter import FunctionalModel
 from partita.models import attention as partita_attention
+from partita.models.adapter import FunctionalModel
 from partita.models.architectures import architecture, is_known
 from partita.models.attention import attention_hook, scaled_dot_product
 

@@ -97,8 +97,8 @@ def check_kind(path: str, config: Any, auto_class: Any, task: TaskInfo) -> None:
         heads = dict.fromkeys(kind.name for kind in fit)
         remedy = f"it can be trained on tasks of kind {', '.join(heads)}" if heads else "choose another model"
         raise ModelError(
-            f"'{path}' is a '{config.model_type}', for which transformers has no {auto_class.__name__}, which a task of "
-            f"kind '{task.kind.name}' needs; {remedy}"
+            f"'{path}' is a '{config.model_type}', for which transformers has no {auto_class.__name__}, which a task "
+            f"of kind '{task.kind.name}' needs; {remedy}"
         )
 
 
@@ -149,6 +149,23 @@ def config_for(path: str, task: TaskInfo) -> Any:
     Raises:
         ModelError: If there is no config, or it cannot be read.
     """
+    config = load_config(path)
+    config.architectures = []  # if a head has several classes in transformers, use the plain one
+    if task.kind.outputs != "vocabulary":
+        set_labels(config, task)
+    if task.kind.head == "text" and getattr(config, "pad_token_id", None) is None:
+        # partita marks padding by the mask, but transformers rejects batches for a decoder without a padding token.
+        ends = getattr(config, "eos_token_id", None)
+        config.pad_token_id = ends[0] if isinstance(ends, list) else ends
+    return config
+
+
+def load_config(path: str) -> Any:
+    """Load the config of a model as it is.
+
+    Raises:
+        ModelError: If there is no config, or it cannot be read.
+    """
     folder = Path(path).is_dir()
     if folder and not (Path(path) / "config.json").is_file():
         raise ModelError(f"the folder '{path}' has no config.json; give a folder written by save_pretrained")
@@ -176,13 +193,6 @@ def config_for(path: str, task: TaskInfo) -> Any:
         ) from error
     if isinstance(config, CLIPVisionConfig):  # a CLIP checkpoint with only the image tower
         config = CLIPConfig(vision_config=config.to_dict())
-    config.architectures = []  # if a head has several classes in transformers, use the plain one
-    if task.kind.outputs != "vocabulary":
-        set_labels(config, task)
-    if task.kind.head == "text" and config.pad_token_id is None:
-        # partita marks padding by the mask, but transformers rejects batches for a decoder without a padding token.
-        ends = config.eos_token_id
-        config.pad_token_id = ends[0] if isinstance(ends, list) else ends
     return config
 
 

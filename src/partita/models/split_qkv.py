@@ -83,6 +83,7 @@ class SplitQKV(nn.Module):
         weight, bias = self.fused("weight"), self.fused("bias") if self.has_bias else None
         if not self.transposed:
             return functional.linear(state, weight, bias)
+        assert bias is not None, "a Conv1D has a bias"
         return torch.addmm(bias, state.flatten(0, 1), weight).unflatten(0, state.shape[:2])
 
     def fused(self, leaf: str, values: dict[str, Tensor] | None = None) -> Tensor:

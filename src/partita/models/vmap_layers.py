@@ -46,7 +46,8 @@ def use_vmap_layers(module: nn.Module) -> None:
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Linear layer that casts the bias itself: under vmap, autocast misses it and later layers would run in float32."""
     batched = torch.compiler.is_compiling() or is_batchedtensor(inputs) or is_batchedtensor(weight)
-    if bias is not None and batched and torch.is_autocast_enabled(inputs.device.type):
+    autocasts = not inputs.is_meta and torch.is_autocast_enabled(inputs.device.type)
+    if bias is not None and batched and autocasts:
         bias = bias.to(torch.get_autocast_dtype(inputs.device.type))
     if torch.compiler.is_compiling() and inputs.ndim > 2:
         # Flatten to rows: with more dimensions, vmap needs a count that torch before 2.13 lacks for symbolic shapes.

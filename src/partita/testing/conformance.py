@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+import torch
+
 from partita.core import tensors
 from partita.core.data import Population
 from partita.core.method import Method, Server, ServerRule, overrides
@@ -91,7 +93,7 @@ def check_method(
     raise_first(PROMISES, trial)
     traffic = [result.traffic for result in trial.baseline.rounds]
     return ConformanceReport(
-        0.0 if method.pool else trial.block_difference,
+        0.0 if method.pool or trial.one_by_one else trial.block_difference,
         sum(sum(each.up.values()) for each in traffic),
         sum(sum(each.down.values()) for each in traffic),
     )
@@ -173,6 +175,12 @@ class Trial:
         # One run with drift is enough: the baseline. It takes a tenth of the time and changes no result.
         self.run = Run(method, training, rounds=ROUNDS, key=Key(7), cohort=1 if method.pool else 0.5, drift=False)
         self.make = _maker(self.run, self.model, self.population)
+
+    @cached_property
+    def one_by_one(self) -> str:
+        """Why clients of the model cannot train in a block; "" if they can."""
+        first = self.population[self.population.clients[0]].train
+        return self.model.why_one_by_one(first.take(torch.zeros(1, dtype=torch.long)).inputs)
 
     @cached_property
     def observed(self) -> Observation:
@@ -398,6 +406,8 @@ def _check_blocks(trial: Trial) -> None:
 def _refuse_single_client(trial: Trial) -> None:
     if trial.method.pool:
         raise NotApplicable("all data is in one place, so there is a single client")
+    if trial.one_by_one:
+        raise NotApplicable(f"clients of {trial.model.name} train one at a time: {trial.one_by_one}")
 
 
 def _check_resume(

@@ -27,8 +27,8 @@ __all__ = [
     "tags_of",
 ]
 
-# Keyed by transformers' config.model_type: exact tables of roles, checked against every parameter, and forward functions
-# that torch.vmap can lift. All other types use `GENERAL`.
+# Keyed by transformers' config.model_type: exact tables of roles, which every parameter must match, and forward
+# functions that torch.vmap can lift. All other types use `GENERAL`.
 ARCHITECTURES = {
     "vit": vision.like_vit("vit"),
     "deit": vision.like_vit("deit"),
@@ -73,8 +73,12 @@ def forward_of(model_type: str, head: Head) -> Forward:
 
 
 def head_names(module: PreTrainedModel) -> Names:
-    """Return the names of the parameters that belong to the head."""
-    return frozenset(name for name, tags in tags_of(module).items() if "head" in tags and "embedding" not in tags)
+    """Return the names of the parameters that belong to the head. Fused projections need not be split yet."""
+    names, model_type = dict(module.named_parameters()), str(module.config.model_type)
+    if not is_known(model_type):
+        return frozenset(name for name, tags in general_tags(module).items() if "head" in tags) & names.keys()
+    patterns = [re.compile(pattern) for pattern, role, *_ in architecture(model_type).roles if role == "head"]
+    return frozenset(name for name in names if any(pattern.fullmatch(name) for pattern in patterns))
 
 
 def tags_of(module: PreTrainedModel) -> dict[str, Names]:

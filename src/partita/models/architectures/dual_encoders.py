@@ -1,6 +1,6 @@
 """Dual encoders: an image tower and a text tower, run layer by layer so that prompts can be inserted between layers.
 
-CLIP and transformers' VisionTextDualEncoderModel use the same names for the towers.
+CLIP, SigLIP and transformers' VisionTextDualEncoderModel use the same names for the towers.
 """
 
 from __future__ import annotations
@@ -11,21 +11,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from partita.core.options import closest_match
 from partita.models import ModelError
+from partita.models.attention import scaled_dot_product
 
-DUAL_ENCODERS = ("clip", "vision-text-dual-encoder")
+DUAL_ENCODERS = ("clip", "siglip", "vision-text-dual-encoder")
 
 
 @dataclass(frozen=True)
 class ImageTowerSpec:
-    """How to run an image tower. States are (example, token, width); the first token represents the image."""
+    """How to run an image tower. States are (example, token, width).
+
+    The first token represents the image, unless the tower has a function to `pool` all tokens.
+    """
 
     first_states: Callable[[Any, Tensor], Tensor]  # from pixels to the input of the first layer
     layers: str  # path of the layers
     finish: Callable[[Any, Tensor], Tensor]  # applied to each token after the last layer
     layer_args: tuple[None, ...] = ()  # further positional arguments of a layer: CLIP's requires a mask, here None
+    pool: Callable[[Any, Tensor], Tensor] | None = None  # from finished states to (example, width)
+
+    @property
+    def image_tokens(self) -> int:
+        """The number of tokens before the patches that stand for the image."""
+        return 0 if self.pool else 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,8 @@ class TextTowerSpec:
     layers: str  # path of the layers
     causal: bool  # whether tokens attend only to earlier tokens
     pool: Callable[[Any, Tensor, Tensor], Tensor]  # from states and the attention mask to (text, width)
+    start_tokens: int = 1  # special tokens before a text
+    full_length: bool = False  # whether texts are padded to the tower's length, and it attends to the padding
 
 
 def _add_positions(tower: Any, states: Tensor) -> Tensor:
@@ -51,6 +64,21 @@ def _last_token(tower: Any, states: Tensor, attention_mask: Tensor) -> Tensor:
     ends = positions == attention_mask.sum(1, keepdim=True) - 1  # (text, token)
     normalized: Tensor = tower.final_layer_norm((states * ends.unsqueeze(-1)).sum(1))
     return normalized
+
+
+def _pool_by_attention(tower: Any, states: Tensor) -> Tensor:
+    """Attend to the image's tokens from a learned query, as SigLIP does, (example, width)."""
+    head = tower.head
+    attention = head.attention
+    weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+    inputs = (head.probe.expand(len(states), -1, -1), states, states)
+    query, key, value = (
+        functional.linear(part, weight, bias).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+        for part, weight, bias in zip(inputs, weights, biases, strict=True)
+    )
+    pooled = attention.out_proj(scaled_dot_product(query, key, value, None, None).transpose(1, 2).flatten(2))
+    image: Tensor = (pooled + head.mlp(head.layernorm(pooled)))[:, 0]
+    return image
 
 
 IMAGE_TOWERS = {
@@ -70,6 +98,14 @@ IMAGE_TOWERS = {
     ),
 }
 
+IMAGE_TOWERS["siglip_vision_model"] = ImageTowerSpec(
+    first_states=lambda tower, pixels: tower.embeddings(pixels),
+    layers="encoder.layers",
+    finish=lambda tower, states: tower.post_layernorm(states),
+    layer_args=(None,),
+    pool=_pool_by_attention,
+)
+
 TEXT_TOWERS = {
     "clip_text_model": TextTowerSpec(
         token_embedding="embeddings.token_embedding",
@@ -77,6 +113,15 @@ TEXT_TOWERS = {
         layers="encoder.layers",
         causal=True,
         pool=_last_token,
+    ),
+    "siglip_text_model": TextTowerSpec(
+        token_embedding="embeddings.token_embedding",
+        first_states=_add_positions,
+        layers="encoder.layers",
+        causal=False,
+        pool=lambda tower, states, attention_mask: tower.head(tower.final_layer_norm(states[:, -1])),
+        start_tokens=0,
+        full_length=True,
     ),
     "bert": TextTowerSpec(
         token_embedding="embeddings.word_embeddings",
@@ -108,6 +153,11 @@ def text_tower_spec(model_type: str) -> TextTowerSpec:
     if model_type not in TEXT_TOWERS:
         raise ModelError(f"partita does not support prompts in the text tower '{model_type}'; {_known(TEXT_TOWERS)}")
     return TEXT_TOWERS[model_type]
+
+
+def full_length(config: Any) -> int | None:
+    """Return the number of tokens to which a text tower's texts are padded; None for the longest of a batch."""
+    return int(config.max_position_embeddings) if text_tower_spec(str(config.model_type)).full_length else None
 
 
 def check_dual_encoder(path: str, model_type: str) -> None:

@@ -30,6 +30,7 @@ PROJECTIONS = {
 }
 # One parameter for queries, keys and values together. A plan cannot take it apart, so it has the role "other".
 FUSED = r"qkv(_proj)?|wqkv|query_key_value|c_attn|in_proj(_weight|_bias)?|kv(_proj)?|attn_qkv|key_value|kv_[ab]_proj.*"
+MIXED = "bottleneck"  # MobileBERT's projection before the queries and keys, and the feed-forward blocks
 # What else sets attention scores is frozen with queries and keys: their norms and scales, and biases of the scores.
 SCORES = {
     r"(q|query)(_a)?_(layer_?norm|norm|ln)|norm_q|logit_scale|q_scale": "query",
@@ -133,6 +134,8 @@ def _number(module: nn.Module, layers: Iterable[tuple[str, ...]]) -> list[Layer]
 def _layer_role(module: nn.Module, path: str, within: str) -> str:
     """Return the role of a parameter inside a layer. `within` is the path from the layer on."""
     parts = within.split(".")
+    if any(_matches(MIXED, part) for part in parts):
+        return OTHER
     in_attention = any(_matches(IS_ATTENTION, part) for part in parts)
     if in_attention and (role := next(filter(None, (_first_match(SCORES, part) for part in reversed(parts))), None)):
         return role
@@ -256,7 +259,8 @@ class _HeadInputs:
     def __init__(self, module: nn.Module) -> None:
         body = _body_path(module).partition(".")[0]
         parts = [part for name, part in module.named_children() if (name != body if body else _matches(IS_HEAD, name))]
-        self.parts, self.first = parts, None
+        self.parts = parts
+        self.first: Tensor | None = None
 
     def __enter__(self) -> _HeadInputs:
         self.hooks = [part.register_forward_pre_hook(self._record) for part in self.parts]
@@ -272,7 +276,7 @@ class _HeadInputs:
 
     def pooled(self, mask: Tensor | None) -> Tensor | None:
         """Return the mean over tokens that are not padding, or over pixels, (example, width); None if unknown."""
-        state: Tensor | None = self.first
+        state = self.first
         if state is None or state.ndim == 2:
             return state
         if state.ndim == 4:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers import AutoModel, CLIPConfig, CLIPModel
 from partita.core.rng import Key
 from partita.models import ModelError
 from partita.models import pretrained as loading
-from partita.models.architectures.dual_encoders import check_dual_encoder
+from partita.models.architectures.dual_encoders import check_dual_encoder, full_length
 from partita.models.prompts.dual_encoder import DualEncoder, Tokenize, freeze
 from partita.tasks import TaskInfo
 
@@ -65,8 +65,9 @@ def clip(
         config = loading.config_for(path, task)
         check_dual_encoder(path, config.model_type)
         loading.check_images(path, config, task)
-        module = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
-        return freeze(config.model_type, module, _tokenizer(path), task.classes, template, DTYPES[dtype])
+        module: Any = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
+        length = full_length(module.text_model.config)
+        return freeze(config.model_type, module, _tokenizer(path, length), task.classes, template, DTYPES[dtype])
     assert shape is not None
     words = sorted({word for text in (template.format(""), *task.classes) for word in _words(text)})
     with loading.seeded(key):
@@ -74,11 +75,15 @@ def clip(
     return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, DTYPES[dtype])
 
 
-def _tokenizer(path: str) -> Tokenize:
+def _tokenizer(path: str, length: int | None) -> Tokenize:
+    """Return a tokenizer that pads texts to the longest, or to `length` tokens."""
     tokenizer = loading.tokenizer_of(path)
+    padding = {"padding": True} if length is None else {"padding": "max_length", "max_length": length}
 
     def tokenize(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        tokens = tokenizer(list(texts), padding=True, padding_side="right", return_tensors="pt")
+        tokens = tokenizer(
+            list(texts), **padding, padding_side="right", return_tensors="pt", return_attention_mask=True
+        )
         return tokens["input_ids"], tokens["attention_mask"].bool()
 
     return tokenize

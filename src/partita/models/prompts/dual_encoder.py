@@ -31,7 +31,7 @@ class DualEncoder(Model):
 
     Attributes:
         name: Name of the model.
-        module: A CLIPModel or VisionTextDualEncoderModel.
+        module: A CLIPModel, SiglipModel or VisionTextDualEncoderModel.
         tokenize: Tokenizes texts.
         precomputed: Tensors computed once: "texts", the features of each class's template text (class, feature);
             "token_embeddings", the embedded tokens of each class name (class, token, width); "attention_mask", their
@@ -69,6 +69,10 @@ class DualEncoder(Model):
     def depth(self) -> int:
         """Return the number of layers of the image tower."""
         return int(self.module.vision_model.config.num_hidden_layers)
+
+    def start_tokens(self) -> int:
+        """Return the number of special tokens before a text."""
+        return text_tower_spec(str(self.module.text_model.config.model_type)).start_tokens
 
     def width(self, tower: str) -> int:
         """Return the hidden size of a tower, "vision" or "text"."""
@@ -109,18 +113,27 @@ class DualEncoder(Model):
         tower: Any = self.module.vision_model
         spec, settings = image_tower_spec(str(tower.config.model_type)), tower.config
         states = spec.first_states(tower, pixels.to(self.module.dtype))  # (example, token, width)
-        length = 0 if prompts is None else prompts.shape[-2]
+        length, own_tokens = 0 if prompts is None else prompts.shape[-2], spec.image_tokens
         for number, layer in enumerate(tower.get_submodule(spec.layers)):
             if prompts is not None and number < len(prompts):
                 own = prompts[number].to(states.dtype).expand(len(states), -1, -1)
-                states = torch.cat([states[:, :1], own, states[:, 1 + (length if number else 0) :]], 1)
+                rest = states[:, own_tokens + (length if number else 0) :]
+                states = torch.cat([states[:, :own_tokens], own, rest], 1)
             states = layer(states, *spec.layer_args)
-        if patches:
-            first = 1 + length + getattr(settings, "num_register_tokens", 0)
-            states = torch.cat([states[:, :1], states[:, first:]], 1)
+        first = own_tokens + length + getattr(settings, "num_register_tokens", 0)
+        if spec.pool is not None:
+            states = spec.finish(tower, states)
+            image = spec.pool(tower, states).unsqueeze(1)
         else:
-            states = states[:, :1]
-        return tensors.upcast(self.module.visual_projection(spec.finish(tower, states)))
+            image = spec.finish(tower, states[:, :1])
+            states = spec.finish(tower, states[:, first:]) if patches else states
+        found = torch.cat([image, states if spec.pool is None else states[:, first:]], 1) if patches else image
+        return tensors.upcast(self._project("visual_projection", found))
+
+    def _project(self, name: str, features: Tensor) -> Tensor:
+        """Apply a projection of the module. SigLIP has none, because its towers end in the shared width."""
+        projection = getattr(self.module, name, None)
+        return features if projection is None else projection(features)
 
     def gray_image_states(self, tokens: int, depth: int) -> Tensor:
         """Run a gray image, the mean color of the data, through the image tower.
@@ -139,7 +152,7 @@ class DualEncoder(Model):
         inputs = []
         with torch.no_grad():
             states = spec.first_states(tower, gray)  # (1, token, width)
-            first = 1 + getattr(settings, "num_register_tokens", 0)
+            first = spec.image_tokens + getattr(settings, "num_register_tokens", 0)
             positions = torch.linspace(first, states.shape[1] - 1, tokens).round().long()
             for layer in tower.get_submodule(spec.layers)[:depth]:
                 inputs.append(states[0, positions])
@@ -149,10 +162,14 @@ class DualEncoder(Model):
     def text_features(self, context: Tensor) -> Tensor:
         """Return the text features (class, feature) with `context` (token, width) before each class name."""
         embeddings, attention_mask = self.precomputed["token_embeddings"], self.precomputed["attention_mask"]
+        settings = self.module.text_model.config
+        spec = text_tower_spec(str(settings.model_type))
+        start, limit = spec.start_tokens, int(settings.max_position_embeddings)
         own = context.to(embeddings.dtype).expand(len(embeddings), -1, -1)
-        states = torch.cat([embeddings[:, :1], own, embeddings[:, 1:]], 1)  # (class, token, width)
+        # If texts are padded to the tower's length, padding makes room for the context.
+        states = torch.cat([embeddings[:, :start], own, embeddings[:, start:]], 1)[:, :limit]  # (class, token, width)
         context_mask = attention_mask.new_ones(len(attention_mask), len(context))
-        return self.encode_text(states, torch.cat([context_mask, attention_mask], 1))
+        return self.encode_text(states, torch.cat([context_mask, attention_mask], 1)[:, :limit])
 
     def encode_text(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """Run the text tower.
@@ -169,10 +186,11 @@ class DualEncoder(Model):
         states = spec.first_states(tower, states)
         for layer in tower.get_submodule(spec.layers):
             # In a causal tower, tokens do not attend to later tokens, so padding at the end needs no mask.
-            states = (
-                layer(states, None, is_causal=True) if spec.causal else layer(states, attention_mask[:, None, None])
-            )
-        return tensors.upcast(self.module.text_projection(spec.pool(tower, states, attention_mask)))
+            if spec.causal:
+                states = layer(states, None, is_causal=True)
+            else:
+                states = layer(states, None if spec.full_length else attention_mask[:, None, None])
+        return tensors.upcast(self._project("text_projection", spec.pool(tower, states, attention_mask)))
 
     def embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return embedded tokens (text, token, width) and their padding mask (text, token), false for padding."""
@@ -196,7 +214,7 @@ def freeze(
 
     Args:
         name: Name of the model.
-        module: A CLIPModel or VisionTextDualEncoderModel.
+        module: A CLIPModel, SiglipModel or VisionTextDualEncoderModel.
         tokenize: Tokenizes texts.
         classes: Class names. Underscores are replaced by spaces.
         template: Text of a class, with {} for its name.
@@ -212,7 +230,7 @@ def freeze(
     image_tower_spec(str(module.vision_model.config.model_type))
     text_tower_spec(str(module.text_model.config.model_type))
     module.train(False).requires_grad_(False)
-    scale = module.logit_scale.detach().float().clone()
+    scale = module.logit_scale.detach().float().reshape(()).clone()  # SigLIP's has the shape (1,)
     module.to(dtype)
     with without_logs():
         module.set_attn_implementation(attention.NAME)

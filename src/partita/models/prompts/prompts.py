@@ -187,7 +187,8 @@ def _attend(params: Tensors, name: str, prompts: Mapping[str, Tensor], query_own
 
 
 def _start_from_text(towers: DualEncoder, init_text: str, context: Tensor) -> Tensor:
-    embeddings = towers.embed([init_text])[0][0, 1:-1].to(context)  # without the start and end tokens
+    states, mask = towers.embed([init_text])
+    embeddings = states[0, towers.start_tokens() : int(mask.sum()) - 1].to(context)  # without special tokens
     if len(embeddings) > len(context):
         raise ModelError(
             f"init_text '{init_text}' has {len(embeddings)} tokens; set text_tokens to {len(embeddings)} or more"

@@ -1,0 +1,30 @@
+"""`partita model`: what a model consists of, before any weights are loaded."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file to the app."""
+    app.command()(model)
+
+
+def model(
+    path: Annotated[str, typer.Argument(help="Folder written by save_pretrained, or Hugging Face Hub id.")],
+    task: Annotated[
+        str | None, typer.Option(help="Kind of task, e.g. text, tokens, image or lm. Default: the checkpoint's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show the roles and layers of a model, whether its clients can train in blocks, and what methods cost on it.
+
+    Only the config is read; no weights are downloaded or loaded.
+    """
+    from partita.experiment.model_table import model_table
+
+    shown = model_table(path, task)
+    print(json.dumps(shown.to_json(), indent=1) if as_json else shown.to_text())

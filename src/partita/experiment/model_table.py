@@ -1,0 +1,187 @@
+"""What a model consists of, and what some methods would cost on it, before any weights are loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from partita.core.model import Model, layer_tags, role_tag
+from partita.core.rng import Key
+from partita.core.rounds import initial_server, make_job
+from partita.core.settings import Run, Training
+from partita.engines.dry_run import null_update
+from partita.experiment.builder import build_method
+from partita.experiment.preview import DATA_DEPENDENT
+from partita.models.without_weights import blocks_of, model_without_weights
+
+METHODS = ("fedavg", "fedfrozen", "safl", "fedper", "lora")
+CLIENT, ROUNDS = "client", 10
+# Bytes per parameter in float32: the value, and for a trained one also its gradient and two moments.
+FROZEN_BYTES, TRAINED_BYTES = 4, 16
+
+
+@dataclass(frozen=True)
+class RoleRow:
+    """All parameters of one role.
+
+    Attributes:
+        role: The role.
+        layers: The number of layers with such parameters; 0 if they are outside the layers.
+        tensors: The number of parameters.
+        parameters: The number of their elements.
+        example: The name of one of them.
+    """
+
+    role: str
+    layers: int
+    tensors: int
+    parameters: int
+    example: str
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """One client's last round of a method.
+
+    Attributes:
+        method: The name of the method.
+        trains: The number of elements that train.
+        up: Bytes of the parameters that the client sends.
+        down: Bytes of the parameters that the client receives.
+        memory: Bytes for weights, gradients and two moments, without activations.
+        problem: Why the method does not fit the model; "" if it does.
+    """
+
+    method: str
+    trains: int = 0
+    up: int = 0
+    down: int = 0
+    memory: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """What `partita model` prints.
+
+    Attributes:
+        path: Folder or Hub id.
+        model_type: The `model_type` of transformers.
+        kind: The kind of task.
+        layers: The number of layers.
+        roles: One row per role.
+        blocks: Whether clients can train in blocks; None if a run must try it.
+        why: Why not.
+        methods: One row per method.
+    """
+
+    path: str
+    model_type: str
+    kind: str
+    layers: int
+    roles: tuple[RoleRow, ...]
+    blocks: bool | None
+    why: str
+    methods: tuple[MethodRow, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields as a dict for JSON."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """Format the two tables."""
+        text = StringIO()
+        console = Console(file=text, width=110)
+        title = f"{self.path} · {self.model_type} · {self.kind} · {self.layers} layers"
+        roles = _table(title, ("role", "layers", "tensors", "parameters", "for example"))
+        for row in self.roles:
+            roles.add_row(row.role, str(row.layers or "–"), f"{row.tensors:,}", f"{row.parameters:,}", row.example)
+        total = [sum(getattr(row, of) for row in self.roles) for of in ("tensors", "parameters")]
+        roles.add_row("all", "", *(f"{count:,}" for count in total), "", style="bold")
+        console.print(roles)
+        console.print(f"\n{self._blocks()}\n", soft_wrap=True)
+        costs = _table("One client's round", ("method", "trains", "up, bytes", "down, bytes", "memory, MiB"))
+        for cost in self.methods:
+            if not cost.problem:
+                numbers = (cost.trains, cost.up, cost.down, -(-cost.memory // 2**20))
+                costs.add_row(cost.method, *(f"{number:,}" for number in numbers))
+        console.print(costs)
+        for cost in self.methods:
+            if cost.problem:
+                console.print(f"{cost.method}: {cost.problem}", soft_wrap=True, highlight=False)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n" + NOTE
+
+    def _blocks(self) -> str:
+        if self.blocks is None:
+            return f"Blocks of clients: not known without weights; {self.why}."
+        return "Blocks of clients: yes." if self.blocks else f"Blocks of clients: no, one at a time: {self.why}."
+
+
+NOTE = (
+    "The last of ten rounds; safl with layers drawn at random. Bytes are those of parameters, without headers and a\n"
+    "method's own slots. Memory is for weights, gradients and two moments in float32, without activations.\n"
+)
+
+
+def model_table(path: str, kind: str | None = None) -> ModelTable:
+    """Describe a model from its config alone.
+
+    Args:
+        path: Folder or Hub id.
+        kind: Name of the kind of task. Default: the first that fits.
+
+    Raises:
+        ModelError: If there is no such model, or it does not fit the kind.
+    """
+    model = model_without_weights(path, kind)
+    blocks, why = blocks_of(model)
+    return ModelTable(
+        path=path,
+        model_type=str(model.module.config.model_type),
+        kind=model.kind.name,
+        layers=len(layer_tags(model)),
+        roles=_roles(model),
+        blocks=blocks,
+        why=why,
+        methods=tuple(_cost(name, model) for name in METHODS),
+    )
+
+
+def _roles(model: Model) -> tuple[RoleRow, ...]:
+    names: dict[str, list[str]] = {}
+    for name, tags in model.tags.items():
+        names.setdefault(role_tag(tags), []).append(name)
+    rows = []
+    for role, own in names.items():
+        layers = Counter(tag for name in own for tag in model.tags[name] if tag.startswith("layer."))
+        elements = sum(model.initial[name].numel() for name in own)
+        rows.append(RoleRow(role, len(layers), len(own), elements, own[0]))
+    return tuple(rows)
+
+
+def _cost(name: str, base: Model) -> MethodRow:
+    """Compute the plan of the last round of a method. What does not fit the model is said, and not an error."""
+    try:
+        method = build_method({"name": name, **DATA_DEPENDENT.get(name, {})})
+        model = method.extend(base, Key(0)) if method.extend else base
+        run = Run(method, Training(lr=0.1), ROUNDS, Key(0))
+        job, plan = make_job(run, model, initial_server(run, model), ROUNDS - 1, CLIENT)
+        plan = plan.narrow(frozenset(null_update(run, model, job).steps))
+    except ValueError as error:
+        return MethodRow(name, problem=str(error))
+    trains, up, down, every = (
+        sum(model.initial[each].numel() for each in names) for names in (plan.train, plan.up, plan.down, model.initial)
+    )
+    memory = TRAINED_BYTES * trains + FROZEN_BYTES * (every - trains)
+    return MethodRow(name, trains, FROZEN_BYTES * up, FROZEN_BYTES * down, memory)
+
+
+def _table(title: str, headings: tuple[str, ...]) -> Table:
+    table = Table(title=title, box=None, header_style="bold", title_style="bold", title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("role", "method", "for example") else "right")
+    return table

@@ -1,0 +1,69 @@
+"""`partita model`: tables from the config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, FalconConfig, MPNetConfig, SwinConfig, T5Config
+from typer.testing import CliRunner
+
+from partita.cli.main import app
+from partita.experiment.model_table import model_table
+from partita.models import ModelError
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 50}
+
+
+def save(config: object, folder: Path) -> str:
+    config.save_pretrained(folder)  # type: ignore[attr-defined]
+    assert [file.name for file in folder.iterdir()] == ["config.json"], "there are no weights to load"
+    return str(folder)
+
+
+def test_roles_layers_and_costs_are_those_of_the_model(tmp_path: Path) -> None:
+    table = model_table(save(BertConfig(**SMALL), tmp_path))
+    assert (table.model_type, table.kind, table.layers, table.blocks) == ("bert", "text", 2, True)
+    rows = {row.role: row for row in table.roles}
+    assert (rows["query"].layers, rows["query"].tensors, rows["query"].parameters) == (2, 4, 2 * (16 * 16 + 16))
+    assert rows["head"].layers == 0
+    every = sum(row.parameters for row in table.roles)
+    kernel = rows["query"].parameters + rows["key"].parameters
+    costs = {row.method: row for row in table.methods}
+    assert (costs["fedavg"].trains, costs["fedavg"].up, costs["fedavg"].down) == (every, 4 * every, 4 * every)
+    assert costs["fedavg"].memory == 16 * every
+    assert costs["fedfrozen"].up == 4 * (every - kernel)
+    assert costs["fedfrozen"].memory == 16 * (every - kernel) + 4 * kernel
+    assert 0 < costs["safl"].up < costs["fedavg"].up
+    assert costs["lora"].up < costs["fedper"].up < costs["fedavg"].up
+
+
+def test_type_without_blocks_says_why(tmp_path: Path) -> None:
+    swin = model_table(save(SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=7), tmp_path / "swin"))
+    assert swin.blocks is False
+    assert "client by client" in swin.why
+    mpnet = model_table(save(MPNetConfig(**SMALL), tmp_path / "mpnet"))
+    assert (mpnet.blocks, mpnet.why) == (None, "a run tries it when it starts")
+
+
+def test_method_that_does_not_fit_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    path = save(FalconConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50), tmp_path)
+    result = CliRunner().invoke(app, ["model", path])
+    assert result.exit_code == 0, result.output
+    assert "fedfrozen: no parameter of falcon is tagged 'query'; it has: embedding, head" in result.output
+    assert "query_key_value.weight', are tagged 'other'" in result.output
+    assert "other" in {
+        row["role"] for row in json.loads(CliRunner().invoke(app, ["model", path, "--json"]).output)["roles"]
+    }
+
+
+def test_task_is_that_of_the_checkpoint_unless_given(tmp_path: Path) -> None:
+    path = save(BertConfig(**SMALL, architectures=["BertForTokenClassification"]), tmp_path / "bert")
+    assert model_table(path).kind == "tokens"
+    assert model_table(path, "text").kind == "text"
+    with pytest.raises(ModelError, match=r"no kind of task 'tokns'; did you mean 'tokens'"):
+        model_table(path, "tokns")
+    t5 = save(T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=50), tmp_path / "t5")
+    with pytest.raises(ModelError, match=r"is a 't5', for which transformers has no AutoModelForImageClassification"):
+        model_table(t5, "image")
