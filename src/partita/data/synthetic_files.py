@@ -127,11 +127,11 @@ def write_dates(folder: Path, key: Key, dates: int = 1200) -> None:
 
 
 ANSWERS = ("contradicts", "entails", "says nothing of it")
-STATEMENT_WORDS = ("has",)  # beside `WORDS`
+STATEMENT_WORDS = ("free", "has", "is")  # beside `WORDS`
 
 
 def write_statements(folder: Path, key: Key, pairs: int = 600) -> None:
-    """Write train.jsonl: a note, a statement about a sign, whether the note supports it, and the hospital.
+    """Write train.jsonl: a note, a statement about a sign or a drug, what the note says of it, and the hospital.
 
     Nothing is taken from real notes.
 
@@ -144,12 +144,14 @@ def write_statements(folder: Path, key: Key, pairs: int = 600) -> None:
     folder.mkdir(parents=True)
     with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
         for number in range(pairs):
-            present, absent, other = (str(sign) for sign in draws.choice(SIGNS, 3, replace=False))
+            sign, drug = str(draws.choice(SIGNS)), str(draws.choice(DRUGS))
             place = " ".join(PLACES[draws.integers(len(PLACES))])
-            note = f"patient reports {present} in the {place} . no {absent} today ."
-            answer = int(draws.integers(len(ANSWERS)))
-            sign = (absent, present, other)[answer]
-            row = {"note": note, "statement": f"patient has {sign} .", "label": ANSWERS[answer]}
+            present, claimed, of_drug = (int(draws.integers(count)) for count in (2, 2, 3))
+            note = (f"no {sign} today .", f"patient reports {sign} in the {place} .")[present]
+            statement = (f"patient is free of {sign} .", f"patient has {sign} .")[claimed]
+            row = {"note": note, "statement": statement, "label": ANSWERS[int(present == claimed)]}
+            if of_drug == 0:
+                row |= {"statement": f"{drug} was given .", "label": ANSWERS[2]}
             file.write(json.dumps({**row, "hospital": HOSPITALS[number % len(HOSPITALS)]}) + "\n")
 
 

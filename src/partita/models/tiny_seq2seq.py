@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from transformers import BertTokenizer, T5Config, T5ForConditionalGeneration
 
@@ -24,7 +25,8 @@ def write_tiny_seq2seq(folder: Path, words: Iterable[str], key: Key, layers: int
         width: Hidden size.
     """
     vocabulary = {word: place for place, word in enumerate((*SPECIAL, *sorted(set(words))))}
-    end = vocabulary["[SEP]"]  # the tokenizer puts it at the end of every text
+    # The tokenizer puts [SEP] at the end of every text.
+    ends: dict[str, Any] = {"decoder_start_token_id": vocabulary["[PAD]"], "eos_token_id": vocabulary["[SEP]"]}
     config = T5Config(
         vocab_size=len(vocabulary),
         d_model=width,
@@ -33,8 +35,7 @@ def write_tiny_seq2seq(folder: Path, words: Iterable[str], key: Key, layers: int
         num_layers=layers,
         num_heads=4,
         pad_token_id=vocabulary["[PAD]"],
-        decoder_start_token_id=vocabulary["[PAD]"],
-        eos_token_id=end,
+        **ends,
     )
     with without_logs(), seeded(key):
         T5ForConditionalGeneration(config).save_pretrained(folder)
