@@ -123,6 +123,33 @@ def test_a_saved_model_works_in_a_pipeline_of_transformers(tmp_path: Path) -> No
         assert (mask == (predicted == CLASSES.index(label))).all()
 
 
+def test_a_new_head_starts_with_scales_of_one_and_fresh_statistics(tmp_path: Path) -> None:
+    """With scales of zero, no gradient would reach anything below the batch norm."""
+    write_tiny_segformer(tmp_path, Key(0), width=8)
+    task = task_of()
+    model = model_of(str(tmp_path), task)
+    norm = "decode_head.batch_norm"
+    assert torch.equal(model.initial[f"{norm}.weight"], torch.ones(8))
+    assert torch.equal(model.initial[f"{norm}.bias"], torch.zeros(8))
+    buffers = dict(model.module.named_buffers())
+    assert torch.equal(buffers[f"{norm}.running_mean"], torch.zeros(8))
+    assert torch.equal(buffers[f"{norm}.running_var"], torch.ones(8))
+    logits = model(model.initial, task.train.take(torch.arange(2)).inputs).logits
+    assert float(logits.detach().std((2, 3)).min()) > 0
+    again = model_of(str(tmp_path), task)
+    assert all(torch.equal(value, again.initial[name]) for name, value in model.initial.items())
+
+
+def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
+    write_tiny_segformer(tmp_path, Key(0), width=8)
+    task = task_of()
+    inputs = task.train.take(torch.arange(2)).inputs
+    full, half = (model_of(str(tmp_path), task, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    params = perturbed(full.initial)
+    expected = full(params, inputs).logits
+    assert (half(params, inputs).logits - expected).abs().max() < 0.1 * expected.abs().max()
+
+
 def test_the_loss_is_a_mean_over_labeled_pixels_by_hand() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 2, 2, generator=generator)

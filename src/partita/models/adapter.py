@@ -205,6 +205,9 @@ def from_module(
     if dtype is not None:
         for path in frozen_names:
             own[path].data = own[path].data.to(dtype)
+        for path, value in module.named_buffers():
+            if path.endswith(("running_mean", "running_var")):  # batch norms need all their values in one dtype
+                value.data = value.data.to(dtype)
     parameter_slots = _parameter_slots(module, initial.keys())
     _empty(parameter_slots)
     return FunctionalModel(

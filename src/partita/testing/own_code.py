@@ -60,6 +60,7 @@ def _check_has_rows(trial: TaskTrial) -> None:
 def _check_inputs(trial: TaskTrial) -> None:
     task = trial.task
     wanted = {"pixel_values"} if task.kind.inputs == "image" else {"input_ids", "attention_mask"}
+    wanted |= {"decoder_input_ids"} if task.kind.head == "seq2seq" else set()
     for name, batch in trial.parts.items():
         require(
             wanted <= batch.inputs.keys(),
@@ -98,7 +99,15 @@ def _check_targets(trial: TaskTrial) -> None:
             )
             require(bool(targets.isfinite().all()), f"its {name} targets are not all finite")
             continue
-        require(targets.dtype == torch.int64, f"its {name} targets are {targets.dtype}; they must be torch.int64")
+        if task.kind.head == "segmentation":
+            shape = tuple(targets.shape[1:])
+            require(
+                not targets.is_floating_point() and shape == (task.size, task.size),
+                f"its {name} targets are {targets.dtype} of shape (row, {', '.join(map(str, shape))}); they must be "
+                f"integers of shape (row, {task.size}, {task.size}), a class for each pixel",
+            )
+        else:
+            require(targets.dtype == torch.int64, f"its {name} targets are {targets.dtype}; they must be torch.int64")
         require(
             targets.ndim == 1 or not task.kind.one_class,
             f"its {name} targets have the shape {tuple(targets.shape)}; they must be one class per example",
