@@ -101,7 +101,7 @@ WRONG_TASKS: dict[str, tuple[Callable[[Key], Task], str, str]] = {
     "no start of the answer": (
         lambda key: replace(synthetic(key), kind=SEQ2SEQ),
         "inputs",
-        "the inputs of its train part are 'pixel_values'; a task of kind 'seq2seq' needs 'attention_mask', 'decoder_input_ids', 'input_ids'",
+        "the inputs of its train part are 'pixel_values'; a task of kind 'seq2seq' needs 'attention_mask', 'decoder_i",
     ),
     "global noise": (with_pixels(torch.rand_like), "same key, same task", "it gives two results for the same key"),
 }
