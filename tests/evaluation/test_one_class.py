@@ -12,9 +12,9 @@ from torch import Tensor
 
 from partita.core.model import Model
 from partita.data import Table
-from partita.evaluation import Evaluator, evaluate, score
+from partita.evaluation import METRIC_NAMES, Evaluator, evaluate, score
+from partita.evaluation.generation import GeneratedText
 from partita.evaluation.metrics import (
-    METRIC_NAMES,
     Accuracy,
     Entities,
     Metric,
@@ -23,6 +23,7 @@ from partita.evaluation.metrics import (
     Regression,
     SingleLabel,
 )
+from partita.evaluation.segmentation import Segmentation
 from partita.report.metric import metric_named
 
 ONE, OTHER = [0.0, 2.0, 1.0], [3.0, 2.0, 1.0]
@@ -85,6 +86,7 @@ def test_the_check_takes_no_second_forward_pass() -> None:
 def test_reports_know_direction_and_unit_of_every_metric() -> None:
     """Only the direction of a run's own metric is recorded, so the report must know the others by name."""
     classes: tuple[Any, ...] = (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
+    classes += (GeneratedText, Segmentation)
     metrics: set[Metric] = {metric for evaluator in classes for metric in evaluator.metrics}
     assert {metric.name for metric in metrics} == set(METRIC_NAMES)
     for metric in metrics:

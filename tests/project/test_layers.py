@@ -64,6 +64,7 @@ LIBRARIES = {
     "peft": ["models.lora"],
     "sklearn": ["data", "evaluation"],
     "seqeval": ["evaluation"],
+    "rouge_score": ["evaluation.generation"],
     "datasets": ["data"],
     "flwr_datasets": ["data"],
     "PIL": ["data"],

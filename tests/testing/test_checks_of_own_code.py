@@ -16,6 +16,7 @@ from partita.core.model import Model, Output
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.data.task import Federation, Partition, Table, Task
+from partita.tasks import SEGMENTATION, SEQ2SEQ
 from partita.testing.own_code import (
     MODEL_PROMISES,
     SPLIT_PROMISES,
@@ -57,6 +58,13 @@ def empty_test(key: Key) -> Task:
     return replace(task, test=Table({"pixel_values": torch.zeros(0, 1, 2, 2)}, torch.zeros(0, dtype=torch.int64)))
 
 
+def masked(key: Key, targets: Tensor) -> Task:
+    """A segmentation task with these train masks."""
+    task = change_train(synthetic(key), targets=targets)
+    test = Table(task.test.inputs, torch.zeros(6, 2, 2, dtype=torch.int16))  # type: ignore[union-attr]
+    return replace(task, test=test, kind=SEGMENTATION)
+
+
 WRONG_TASKS: dict[str, tuple[Callable[[Key], Task], str, str]] = {
     "no test rows": (empty_test, "a task", "its test part has no rows"),
     "fails": (lambda key: 1 / 0, "a task", "ZeroDivisionError: division by zero (test_checks_of_own_code.py, line "),  # type: ignore[dict-item,return-value]
@@ -85,6 +93,16 @@ WRONG_TASKS: dict[str, tuple[Callable[[Key], Task], str, str]] = {
         "targets",
         "its train targets are torch.float32; they must be torch.int64",
     ),
+    "masks of another size": (
+        lambda key: masked(key, torch.zeros(30, 1, 2, dtype=torch.int16)),
+        "targets",
+        "its train targets are torch.int16 of shape (row, 1, 2); they must be integers of shape (row, 2, 2), a class",
+    ),
+    "no start of the answer": (
+        lambda key: replace(synthetic(key), kind=SEQ2SEQ),
+        "inputs",
+        "the inputs of its train part are 'pixel_values'; a task of kind 'seq2seq' needs 'attention_mask', 'decoder_i",
+    ),
     "global noise": (with_pixels(torch.rand_like), "same key, same task", "it gives two results for the same key"),
 }
 
@@ -97,6 +115,10 @@ def test_correct_task_keeps_all_promises() -> None:
 def test_wrong_task_is_named(kind: str) -> None:
     load, promise, reason = WRONG_TASKS[kind]
     assert broken(TASK_PROMISES, TaskTrial(load)).get(promise, "").startswith(reason)
+
+
+def test_masks_may_be_small_integers() -> None:
+    assert broken(TASK_PROMISES, TaskTrial(lambda key: masked(key, torch.ones(30, 2, 2, dtype=torch.int16)))) == {}
 
 
 def test_task_too_small_to_split_is_not_applicable() -> None:

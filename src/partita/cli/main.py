@@ -424,7 +424,7 @@ def _check_metric(metric: str | None, own: Iterable[str] = ()) -> None:
     """Refuse a metric that neither a task has nor the config adds, before anything runs."""
     from partita.core.options import OptionError, closest_match
     from partita.core.own_code import short_name
-    from partita.evaluation.metrics import METRIC_NAMES
+    from partita.evaluation import METRIC_NAMES
 
     known = {*METRIC_NAMES, *map(short_name, own)}
     if metric is not None and metric not in known:

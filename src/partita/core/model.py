@@ -142,6 +142,27 @@ class Model:
         """
         raise TagError(f"{self.name} does not support prompts; use a two-tower model, model.name = 'clip'")
 
+    def generate(self, params: Tensors, inputs: Tensors, max_new_tokens: int) -> list[str]:
+        """Generate a text for each example, token by token, each time the most probable one.
+
+        Args:
+            params: All parameters in `initial`.
+            inputs: The inputs of a batch by name, each of shape (example, ...).
+            max_new_tokens: The maximum number of tokens of a text.
+
+        Raises:
+            TagError: If the model cannot generate text.
+        """
+        raise TagError(f"{self.name} cannot generate text; use a Hugging Face model such as T5 or BART")
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        """Return the texts of token ids, of shape (example, token), without special tokens and padding.
+
+        Raises:
+            TagError: If the model has no tokenizer.
+        """
+        raise TagError(f"{self.name} has no tokenizer; use a Hugging Face model with a text task")
+
     def personal(self, params: Tensors) -> Tensors:
         """Return the parameters with which a client's own model is evaluated; by default they are unchanged.
 

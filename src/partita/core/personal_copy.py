@@ -87,6 +87,12 @@ class PersonalCopyModel(Model):
     def attention(self, params: Tensors, batch: Batch, tokens: str) -> dict[str, Tensor]:
         return self.base.attention(self.shared(params), batch, tokens)
 
+    def generate(self, params: Tensors, inputs: Tensors, max_new_tokens: int) -> list[str]:
+        return self.base.generate(self.shared(params), inputs, max_new_tokens)
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        return self.base.decode(tokens)
+
     def head_dimensions(self) -> dict[str, tuple[int, int]]:
         return self.base.head_dimensions()
 

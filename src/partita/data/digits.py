@@ -15,9 +15,8 @@ from partita.data.task import Table, Task
 
 def digits(key: Key) -> Task:
     """The handwritten digits of scikit-learn: 1,797 grayscale images. A fifth of each class is the central test set."""
-    table = torch.tensor(np.loadtxt(_file(), np.float32, delimiter=","))  # (row, pixels + class)
-    pixels = table[:, :-1].reshape(-1, 1, 8, 8) / 8 - 1  # (row, channel, height, width)
-    targets = table[:, -1].long()
+    pixels, targets = read_digits()
+    pixels = pixels / 8 - 1
     train, test = _stratified(targets, 5, key)
     return Task(
         "digits",
@@ -27,6 +26,12 @@ def digits(key: Key) -> Task:
         channels=1,
         size=8,
     )
+
+
+def read_digits() -> tuple[Tensor, Tensor]:
+    """Return the pixels, from 0 to 16, (row, channel, height, width), and the digits, (row,)."""
+    table = torch.tensor(np.loadtxt(_file(), np.float32, delimiter=","))  # (row, pixels + class)
+    return table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].long()
 
 
 def _file() -> Path:

@@ -120,7 +120,13 @@ class Dataset:
     cut: bool  # whether the test part was split off the train part
 
 
-def load_dataset(path: str | Path, key: Key, config: str | None = None, test: float | str = 0.2) -> Dataset:
+def load_dataset(
+    path: str | Path,
+    key: Key,
+    config: str | None = None,
+    test: float | str = 0.2,
+    parts: Mapping[str, Opener] | None = None,
+) -> Dataset:
     """Load the train and test parts of a dataset.
 
     Args:
@@ -128,12 +134,13 @@ def load_dataset(path: str | Path, key: Key, config: str | None = None, test: fl
         key: Key for the random train/test split.
         config: Configuration of a Hub dataset.
         test: Name of the part to test on. A number is the share of the rows to hold out if there is no part "test".
+        parts: Opens each part, by name. Default: as the path says.
 
     Raises:
         DataError: If the dataset cannot be read or a part is missing.
     """
     need("datasets", "data")
-    parts = _parts(path, config)
+    parts = _parts(path, config) if parts is None else parts
     place = Path(path).resolve()
     name = str(path) if not place.exists() else place.stem if place.is_file() else place.name
     if "train" not in parts:

@@ -31,6 +31,7 @@ class RaggedExamples:
     targets: Tensor  # (row, ...), or (token,) with `each_token`
     limit: int  # maximum length of a row and of a padded batch
     each_token: bool = False  # whether each token has a target
+    segments: Tensor | None = None  # (token,): 1 for the second text of a pair, for models that tell the texts apart
 
     def __post_init__(self) -> None:
         lengths = self.offsets.diff()
@@ -60,13 +61,19 @@ class RaggedExamples:
             "input_ids": self.ids[places].long().masked_fill_(~real, 0),
             "attention_mask": real.long(),
         }
+        if self.segments is not None:
+            inputs["token_type_ids"] = self.segments[places].long().masked_fill_(~real, 0)
         if self.each_token:
             return Batch(inputs, self.targets[places].long().masked_fill_(~real, IGNORE_INDEX))
         return Batch(inputs, self.targets[indices])
 
 
 def ragged(
-    rows: Sequence[Sequence[int]], limit: int, targets: Tensor | None = None, tags: Sequence[Sequence[int]] = ()
+    rows: Sequence[Sequence[int]],
+    limit: int,
+    targets: Tensor | None = None,
+    tags: Sequence[Sequence[int]] = (),
+    segments: Sequence[Sequence[int]] | None = None,
 ) -> RaggedExamples:
     """Build RaggedExamples from lists.
 
@@ -75,9 +82,11 @@ def ragged(
         limit: Maximum length of a row.
         targets: One target per row, (row, ...).
         tags: One target per token. Used if `targets` is None.
+        segments: For pairs of texts, which text each token belongs to; None if the model does not tell them apart.
     """
     ids = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32)
     offsets = torch.tensor([0, *accumulate(map(len, rows))])
     if targets is not None:
-        return RaggedExamples(ids, offsets, targets, limit)
+        packed = None if segments is None else torch.tensor(list(chain.from_iterable(segments)), dtype=torch.int8)
+        return RaggedExamples(ids, offsets, targets, limit, segments=packed)
     return RaggedExamples(ids, offsets, torch.tensor(list(chain.from_iterable(tags)), dtype=torch.int32), limit, True)

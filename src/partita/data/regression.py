@@ -16,7 +16,7 @@ from partita.data.errors import DataError, need
 from partita.data.images import Channels, PixelMean, PixelStd, Size, normalization, read_images, side_of
 from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.task import Task, text_task
-from partita.data.text import MaxLength, Tokenizer, read_texts
+from partita.data.text import MaxLength, Pair, Tokenizer, read_texts
 from partita.tasks import IMAGE_REGRESSION, TEXT_REGRESSION
 
 Target = Annotated[str | tuple[str, ...], "column with the number to predict, or a list of columns"]
@@ -27,6 +27,7 @@ def text_regression(
     key: Key,
     text: Annotated[str, "text column"] = "text",
     target: Target = "target",
+    pair: Pair = None,
     tokenizer: Tokenizer = None,
     max_length: MaxLength = 256,
     config: HubConfig = None,
@@ -35,12 +36,12 @@ def text_regression(
 ) -> Task:
     """Regression on texts: one number per text, or several if `target` is a list of columns.
 
-    Targets are not scaled. Longer texts are truncated to `max_length` tokens.
+    Targets are not scaled. Longer texts are truncated to `max_length` tokens. `pair` is as in the task `text`.
     """
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
-    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
-    columns = source.train.columns(text, *names)
+    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length, pair)
+    columns = source.train.columns(text, *names, pair or text)
     return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used)
 
 
@@ -67,7 +68,9 @@ def image_regression(
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
     columns = source.train.columns(image, *names)
-    opened = replace(source, train=_opened(source, source.train, image), test=_opened(source, source.test, image))
+    opened = replace(
+        source, train=open_images(source, source.train, image), test=open_images(source, source.test, image)
+    )
     train, held_out = read_images(opened, image, targets, size, channels, normalize)
     return Task(
         source.name,
@@ -138,8 +141,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _opened(source: Dataset, part: DatasetPart, column: str) -> DatasetPart:
-    """Return a part with its images. A column of texts holds the paths of image files."""
+def open_images(source: Dataset, part: DatasetPart, column: str) -> DatasetPart:
+    """Return a part with only a column of images. A column of texts holds the paths of image files.
+
+    Args:
+        source: The dataset, to whose folder paths are relative.
+        part: Its train or test part.
+        column: The column of images or of paths.
+
+    Raises:
+        DataError: If the column holds neither, or a file does not exist.
+    """
     datasets = need("datasets", "data")
     part.need(column)
     feature = part.data.features[column]
@@ -147,8 +159,7 @@ def _opened(source: Dataset, part: DatasetPart, column: str) -> DatasetPart:
         return part
     if "string" not in getattr(feature, "dtype", ""):
         raise DataError(
-            f"column '{column}' of {part.where} holds neither images nor paths of image files; set image = '...' to a "
-            "column that does"
+            f"column '{column}' of {part.where} holds neither images nor paths of image files; name a column that does"
         )
     folder = Path(source.path) if Path(source.path).is_dir() else Path(source.path).parent
     files = [folder / name for name in part.texts(column)]

@@ -1,4 +1,4 @@
-"""Small synthetic data sets as files, for the examples: tagged notes by hospital, and pictures by class."""
+"""Small data sets as files, for the examples. All is synthetic, except the strokes of the digits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from partita.core.rng import Key
+from partita.data.digits import read_digits
 from partita.data.errors import need
 
 HOSPITALS = ("east", "north", "south", "west")
@@ -94,3 +95,105 @@ def write_pictures(folder: Path, key: Key, each: int = 40, size: int = 32) -> No
             pixels[top : top + size // 2, left : left + size // 2] += np.array(color) - 128
             picture = image.fromarray(pixels.clip(0, 255).astype(np.uint8))
             picture.save(folder / "train" / name / f"{number}.png")
+
+
+MONTHS = (
+    "january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november",
+    "december",
+)  # fmt: skip
+YEARS = tuple(str(year) for year in range(2010, 2030))
+# How each country writes the 7th of March 2024. The registries of dates are the clients.
+COUNTRIES = {"germany": "{day}.{month}.{year}", "sweden": "{year}-{month}-{day}", "usa": "{month}/{day}/{year}"}
+DATE_WORDS = (*MONTHS, *YEARS, *(str(day) for day in range(1, 32)), *(f"{day:02}" for day in range(1, 10)), *"-./")
+
+
+def write_dates(folder: Path, key: Key, dates: int = 1200) -> None:
+    """Write train.jsonl: dates as a country writes them, the same in words ("march 7 2024"), and the country.
+
+    Args:
+        folder: Folder to create.
+        key: Key for all random draws.
+        dates: Number of dates.
+    """
+    draws = np.random.default_rng(key.seed())
+    folder.mkdir(parents=True)
+    with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
+        for number in range(dates):
+            country = tuple(COUNTRIES)[number % len(COUNTRIES)]
+            month, day, year = int(draws.integers(12)), int(draws.integers(1, 29)), str(draws.choice(YEARS))
+            source = COUNTRIES[country].format(day=f"{day:02}", month=f"{month + 1:02}", year=year)
+            row = {"source": source, "target": f"{MONTHS[month]} {day} {year}", "country": country}
+            file.write(json.dumps(row) + "\n")
+
+
+ANSWERS = ("contradicts", "entails", "says nothing of it")
+STATEMENT_WORDS = ("free", "has", "is")  # beside `WORDS`
+
+
+def write_statements(folder: Path, key: Key, pairs: int = 600) -> None:
+    """Write train.jsonl: a note, a statement about a sign or a drug, what the note says of it, and the hospital.
+
+    Nothing is taken from real notes.
+
+    Args:
+        folder: Folder to create.
+        key: Key for all random draws.
+        pairs: Number of notes with a statement.
+    """
+    draws = np.random.default_rng(key.seed())
+    folder.mkdir(parents=True)
+    with (folder / "train.jsonl").open("x", encoding="utf-8") as file:
+        for number in range(pairs):
+            sign, drug = str(draws.choice(SIGNS)), str(draws.choice(DRUGS))
+            place = " ".join(PLACES[draws.integers(len(PLACES))])
+            present, claimed, of_drug = (int(draws.integers(count)) for count in (2, 2, 3))
+            note = (f"no {sign} today .", f"patient reports {sign} in the {place} .")[present]
+            statement = (f"patient is free of {sign} .", f"patient has {sign} .")[claimed]
+            row = {"note": note, "statement": statement, "label": ANSWERS[int(present == claimed)]}
+            if of_drug == 0:
+                row |= {"statement": f"{drug} was given .", "label": ANSWERS[2]}
+            file.write(json.dumps({**row, "hospital": HOSPITALS[number % len(HOSPITALS)]}) + "\n")
+
+
+SCANNERS = {"bright": (90.0, 10.0), "dark": (20.0, 10.0), "noisy": (50.0, 40.0)}  # ground and noise of the pixels
+SCENE_CLASSES = ("ground", "zero", "one")
+
+
+def write_scenes(folder: Path, key: Key, scenes: int = 180, size: int = 32) -> None:
+    """Write images/N.png, masks/N.png and train.csv: handwritten zeros and ones at random places, and the scanner.
+
+    The strokes are those of real digits. A mask holds 0 for the ground, 1 for a zero and 2 for a one.
+
+    Args:
+        folder: Folder to create.
+        key: Key for all random draws.
+        scenes: Number of images.
+        size: Side of an image in pixels.
+    """
+    image = need("PIL.Image", "data")
+    draws = np.random.default_rng(key.seed())
+    for name in ("images", "masks"):
+        (folder / name).mkdir(parents=True)
+    lines = ["image,mask,scanner"]
+    pixels, labels = (values.squeeze().numpy() for values in read_digits())
+    for number in range(scenes):
+        scanner = tuple(SCANNERS)[number % len(SCANNERS)]
+        ground, noise = SCANNERS[scanner]
+        canvas, mask = np.full((size, size), ground), np.zeros((size, size), np.uint8)
+        for top, left in _places(draws, size):
+            digit = int(draws.integers(2))
+            strokes = pixels[draws.choice(np.flatnonzero(labels == digit))].repeat(2, 0).repeat(2, 1)
+            inside = (slice(top, top + 16), slice(left, left + 16))
+            canvas[inside] += strokes * 9
+            mask[inside][strokes > 7] = 1 + digit
+        canvas = (canvas + draws.normal(0, noise, canvas.shape)).clip(0, 255).astype(np.uint8)
+        image.fromarray(canvas).convert("RGB").save(folder / "images" / f"{number}.png")
+        image.fromarray(mask).save(folder / "masks" / f"{number}.png")
+        lines.append(f"images/{number}.png,masks/{number}.png,{scanner}")
+    (folder / "train.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _places(draws: np.random.Generator, size: int) -> list[tuple[int, int]]:
+    """Draw the corners of two digits that do not touch, one in each half of the canvas."""
+    half = size // 2
+    return [(int(draws.integers(0, size - 16 + 1)), left) for left in (0, half)]

@@ -20,6 +20,7 @@ from partita.core.tensors import Tensors
 from partita.data.client_ids import NamedClients
 from partita.data.errors import DataError
 from partita.data.ragged import RaggedExamples
+from partita.data.seq2seq_examples import Seq2SeqExamples
 from partita.tasks import IMAGE, Normalization, TaskKind
 
 Ints = NDArray[np.int64]
@@ -79,7 +80,7 @@ class Table:
 class Subset:
     """A view of some rows of a table. It stores only the row indices."""
 
-    table: Table | RaggedExamples
+    table: Table | RaggedExamples | Seq2SeqExamples
     indices: Tensor  # (row,)
 
     def __len__(self) -> int:
@@ -111,8 +112,8 @@ class Task:
     """
 
     name: str
-    train: Table | RaggedExamples
-    test: Table | RaggedExamples
+    train: Table | RaggedExamples | Seq2SeqExamples
+    test: Table | RaggedExamples | Seq2SeqExamples
     classes: tuple[str, ...]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     channels: int = 0
@@ -144,8 +145,8 @@ class Task:
 
 def text_task(
     name: str,
-    train: RaggedExamples,
-    test: RaggedExamples,
+    train: RaggedExamples | Seq2SeqExamples,
+    test: RaggedExamples | Seq2SeqExamples,
     classes: tuple[str, ...],
     columns: Mapping[str, NDArray[Any]],
     kind: TaskKind,
@@ -278,7 +279,8 @@ class Federation:
         for client in clients:
             rows, _, _ = self.parts[self.clients.index(client)]
             targets[rows] = (len(self.classes) - 1 - labels[rows]).to(targets)
-        return replace(self, task=replace(self.task, train=replace(self.task.train, targets=targets)))
+        train: Any = self.task.train  # with one class per example, which only a table and ragged rows can have
+        return replace(self, task=replace(self.task, train=replace(train, targets=targets)))
 
     def pooled(self) -> Federation:
         """Return a federation with a single client whose parts are the concatenated parts of all clients."""

@@ -19,6 +19,7 @@ from partita.tasks import MULTI_LABEL_TEXT, TEXT
 
 Tokenizer = Annotated[str | None, "folder or Hub id; default: the model's tokenizer"]
 MaxLength = Annotated[Count, "longer texts are truncated to this number of tokens"]
+Pair = Annotated[str | None, "column with the second text of a pair, such as a hypothesis; left out: single texts"]
 
 
 def text(
@@ -26,6 +27,7 @@ def text(
     key: Key,
     text: Annotated[str, "text column"] = "text",
     label: Annotated[str, "label column; lists of labels make the task multi-label"] = "label",
+    pair: Pair = None,
     tokenizer: Tokenizer = None,
     max_length: MaxLength = 256,
     config: HubConfig = None,
@@ -34,20 +36,26 @@ def text(
 ) -> Task:
     """Text classification. If the label column holds lists, the task is multi-label.
 
-    Labels are class labels with names, texts or integers. Longer texts are truncated to `max_length` tokens.
+    Labels are class labels with names, texts or integers. Longer texts are truncated to `max_length` tokens. With
+    `pair`, a text and a second one are read together, as the model's tokenizer joins them.
     """
     source = load_dataset(path, key, config, test)
     source.train.need(label)
     multi = is_list(source.train, label)
     classes, *labels = (many_labels if multi else one_label)(source, label)
     source, targets = limit_rows(source, limit, key, labels)
-    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
-    columns = source.train.columns(text, label)
+    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length, pair)
+    columns = source.train.columns(text, label, pair or text)
     return text_task(source.name, train, held_out, classes, columns, MULTI_LABEL_TEXT if multi else TEXT, used)
 
 
 def read_texts(
-    source: Dataset, column: str, targets: Iterable[Tensor], tokenizer: str | None, max_length: int
+    source: Dataset,
+    column: str,
+    targets: Iterable[Tensor],
+    tokenizer: str | None,
+    max_length: int,
+    pair: str | None = None,
 ) -> tuple[RaggedExamples, RaggedExamples, Any]:
     """Tokenize a text column.
 
@@ -56,20 +64,30 @@ def read_texts(
         column: The text column.
         targets: The targets of the train rows and of the test rows, each (row, ...).
         tokenizer: The tokenizer, as in `text_encoder`.
-        max_length: Maximum number of tokens of a text.
+        max_length: Maximum number of tokens of a text, or of both texts of a pair.
+        pair: The column of the second texts; None for single texts.
 
     Returns:
         The train examples, the test examples, and the tokenizer.
     """
     texts = [part.texts(column) for part in (source.train, source.test)]
+    seconds = [None if pair is None else part.texts(pair) for part in (source.train, source.test)]
     encode = text_encoder(tokenizer, max_length)
-    encoded = [encode.texts(rows) for rows in texts]
-    cut = sum(encode.count_longer(rows, ids) for rows, ids in zip(texts, encoded, strict=True))
+    encoded = [
+        (encode.texts(rows), None) if others is None else encode.pairs(rows, others)
+        for rows, others in zip(texts, seconds, strict=True)
+    ]
+    cut = sum(
+        encode.count_longer(rows, ids, others) for rows, (ids, _), others in zip(texts, encoded, seconds, strict=True)
+    )
     if cut:
         warnings.warn(
             f"{cut:,} of {sum(map(len, texts)):,} texts of '{source.path}' are longer than {max_length} tokens, and "
             f"their rest is not read; to read more, raise data.max_length (up to {encode.longest:,} with this model)",
             stacklevel=2,
         )
-    train, test = (ragged(ids, max_length, of_rows) for ids, of_rows in zip(encoded, targets, strict=True))
+    train, test = (
+        ragged(ids, max_length, of_rows, segments=segments)
+        for (ids, segments), of_rows in zip(encoded, targets, strict=True)
+    )
     return train, test, encode.tokenizer

@@ -31,19 +31,80 @@ class TextEncoder:
         """Tokenize texts with special tokens, truncated to the limit."""
         return self._encode(texts, truncation=True, max_length=self.limit)
 
-    def with_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts with special tokens and without truncation."""
-        return self._encode(texts)
+    def pairs(self, texts: Sequence[str], seconds: Sequence[str]) -> tuple[list[list[int]], list[list[int]] | None]:
+        """Tokenize pairs of texts with special tokens. The longer text of a pair is truncated first.
 
-    def count_longer(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> int:
-        """Count the texts that are longer than the limit.
+        Returns:
+            The tokens of each pair, and which text each token belongs to; None if the tokenizer's model does not use
+            that (`token_type_ids`).
+
+        Raises:
+            DataError: If the tokenizer puts nothing between two texts, or the limit has no room for both.
+        """
+        name, special = self.tokenizer.name_or_path, self.tokenizer.num_special_tokens_to_add(pair=True)
+        if not special:
+            raise DataError(
+                f"the tokenizer '{name}' puts nothing between the two texts of a pair; join them in one column, or use "
+                "a model that takes pairs, such as BERT or RoBERTa"
+            )
+        if self.limit < special + 2:
+            raise DataError(
+                f"max_length = {self.limit} has no room for a pair of texts; '{name}' needs at least {special + 2} "
+                "tokens; raise data.max_length"
+            )
+        typed = "token_type_ids" in self.tokenizer.model_input_names
+        encoded = self.tokenizer(
+            list(texts),
+            list(seconds),
+            truncation="longest_first",
+            max_length=self.limit,
+            return_attention_mask=False,
+            return_token_type_ids=typed,
+            verbose=False,
+        )
+        return encoded["input_ids"], encoded["token_type_ids"] if typed else None
+
+    def target_texts(self, texts: Sequence[str], truncated: bool = True) -> list[list[int]]:
+        """Tokenize texts that a decoder writes, with special tokens. Some models have other tokens for them."""
+        options: dict[str, Any] = {"truncation": True, "max_length": self.limit} if truncated else {}
+        rows: list[list[int]] = self.tokenizer(
+            text_target=list(texts),
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+            **options,
+        )["input_ids"]
+        return rows
+
+    def count_longer_targets(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> int:
+        """Count the texts that a decoder writes and that are longer than the limit.
 
         Args:
             texts: The texts.
             rows: Their tokens, truncated to the limit.
         """
         full = [text for text, ids in zip(texts, rows, strict=True) if len(ids) == self.limit]
-        return sum(len(ids) > self.limit for ids in self.with_special_tokens(full)) if full else 0
+        return sum(len(ids) > self.limit for ids in self.target_texts(full, truncated=False)) if full else 0
+
+    def with_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize texts with special tokens and without truncation."""
+        return self._encode(texts)
+
+    def count_longer(
+        self, texts: Sequence[str], rows: Sequence[Sequence[int]], seconds: Sequence[str] | None = None
+    ) -> int:
+        """Count the texts that are longer than the limit.
+
+        Args:
+            texts: The texts.
+            rows: Their tokens, truncated to the limit.
+            seconds: The second text of each pair, if the texts are pairs.
+        """
+        full = [place for place, ids in enumerate(rows) if len(ids) == self.limit]
+        if not full:
+            return 0
+        pairs = {} if seconds is None else {"text_pair": [seconds[place] for place in full]}
+        return sum(len(ids) > self.limit for ids in self._encode([texts[place] for place in full], **pairs))
 
     def without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts without special tokens and without truncation."""
@@ -148,16 +209,37 @@ def load_tokenizer(path: str, words: bool = False) -> tuple[Any, int, int]:
     return tokenizer, tokenizer.num_special_tokens_to_add() + 1, min(tokenizer.model_max_length, _positions(path))
 
 
-def _positions(path: str) -> int:
-    """Return the maximum row length of the model in the tokenizer's folder, or 10**9 if there is no model."""
+def decoder_tokens(path: str) -> tuple[int, int]:
+    """Return the tokens with which the decoder of the model in the tokenizer's folder starts and ends a text.
+
+    Raises:
+        DataError: If there is no config of a model that writes texts.
+    """
+    config = _config(path)
+    start, end = (getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "eos"))
+    if not getattr(config, "is_encoder_decoder", False) or start is None or end is None:
+        raise DataError(
+            f"the config of '{path}' is not that of an encoder-decoder with decoder_start_token_id and eos_token_id; "
+            "set model.path, or data.tokenizer, to a folder or Hub id of one, such as 'google-t5/t5-small'"
+        )
+    return int(start), int(end[0] if isinstance(end, list) else end)
+
+
+def _config(path: str) -> Any:
+    """Return the config of the model in the tokenizer's folder, or None if there is no model."""
     from transformers import AutoConfig
 
     folder = Path(path).is_dir()
     if folder and not (Path(path) / "config.json").is_file():
-        return 10**9
+        return None
     offline = folder or offline_reason() is not None
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
     except (OSError, ValueError):
-        return 10**9
+        return None
+
+
+def _positions(path: str) -> int:
+    """Return the maximum row length of the model in the tokenizer's folder, or 10**9 if there is no model."""
+    config = _config(path)
     return int(getattr(config, "max_position_embeddings", None) or 10**9)

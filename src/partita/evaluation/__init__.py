@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,11 +13,22 @@ from partita.core import tensors
 from partita.core.data import Examples
 from partita.core.model import Model
 from partita.core.tensors import Tensors
+from partita.evaluation import metrics
+from partita.evaluation.generation import GeneratedText, ModelPredictions
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
+from partita.evaluation.segmentation import Segmentation
 
-__all__ = ["ACCURACY", "Evaluation", "EvaluationError", "Evaluator", "Metric", "evaluate", "score"]
+__all__ = ["ACCURACY", "METRIC_NAMES", "Evaluation", "EvaluationError", "Evaluator", "Metric", "evaluate", "score"]
 
 ACCURACY = Accuracy()
+METRIC_NAMES = tuple(
+    dict.fromkeys(
+        (
+            *metrics.METRIC_NAMES,
+            *(metric.name for evaluator in (GeneratedText, Segmentation) for metric in evaluator.metrics),
+        )
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,16 @@ def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -
     device = next(iter(params.values())).device
     for indices in torch.arange(len(examples)).split(size):
         batch = examples.take(indices)
-        targets = batch.targets.to(device)
-        out = model(params, tensors.to(batch.inputs, device))
-        yield Predictions(out.logits, targets, model.losses(out, targets))
+        inputs, targets = tensors.to(batch.inputs, device), batch.targets.to(device)
+        out = model(params, inputs)
+        yield ModelPredictions(
+            out.logits, targets, model.losses(out, targets), partial(_generate, model, params, inputs, targets)
+        )
+
+
+def _generate(
+    model: Model, params: Tensors, inputs: Tensors, targets: Tensor, examples: int, max_new_tokens: int
+) -> tuple[list[str], list[str]]:
+    """Generate texts for the first examples of a batch, and return them with the target texts."""
+    first = {name: value[:examples] for name, value in inputs.items()}
+    return model.generate(params, first, max_new_tokens), model.decode(targets[:examples])

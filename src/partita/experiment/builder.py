@@ -35,6 +35,7 @@ from partita.engines.autotune import (
 from partita.engines.availability import Availability, read_trace
 from partita.engines.simulation import SimulationEngine
 from partita.evaluation import Evaluator
+from partita.evaluation.generation import with_generation
 from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment import early_stopping
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
@@ -111,7 +112,9 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
         check_block(run, model, federation.clients, block)
     _check_plan(run, model, federation.clients[0])
     task = raw_federation.task
-    evaluator = with_own_metrics(task.kind.evaluator(task.classes), config.evaluate.metrics)
+    wanted = config.evaluate
+    evaluator = with_generation(task.kind.evaluator(task.classes), wanted.max_new_tokens, wanted.generate_examples)
+    evaluator = with_own_metrics(evaluator, wanted.metrics)
     early_stopping.check(config, evaluator, federation, guard)
     return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs, reason)
 

@@ -185,6 +185,14 @@ class EvaluateConfig:
     ] = None
     max_clients: Annotated[Count, "maximum number of clients evaluated; they are drawn once per run"] = 100
     drift: Annotated[bool, "measure client drift in every round"] = True
+    max_new_tokens: Annotated[
+        Count | None, "maximum number of tokens of a generated text; tasks that generate only; left out: 64"
+    ] = None
+    generate_examples: Annotated[
+        Count | None,
+        "generate texts for at most this many examples of a test set, the first ones; tasks that generate only; left "
+        "out: all",
+    ] = None
     metrics: Annotated[
         tuple[str, ...], "your own metrics, such as `mine.py:recall`: functions of all logits and targets"
     ] = ()

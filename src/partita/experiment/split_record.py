@@ -18,11 +18,13 @@ def describe_split(federation: Federation) -> dict[str, Any] | None:
 
     Returns:
         "population": number of all clients. "classes": their names; absent if examples have no classes, or each token
-        has its own, or there are more than `MAX_CLASSES`. "clients": for each of the first `MAX_CLIENTS` its "name",
-        the sizes "train", "validation" and "test", and with classes the counts "labels" in its training examples.
+        or pixel has its own, or there are more than `MAX_CLASSES`. "clients": for each of the first `MAX_CLIENTS` its
+        "name", the sizes "train", "validation" and "test", and with classes the counts "labels" in its training
+        examples.
     """
     task = federation.task
-    counted = task.kind.outputs == "classes" and task.kind.head != "tokens" and len(task.classes) <= MAX_CLASSES
+    each_part = task.kind.head in ("tokens", "segmentation")
+    counted = task.kind.outputs == "classes" and not each_part and len(task.classes) <= MAX_CLASSES
     clients = []
     for name in federation.clients[:MAX_CLIENTS]:
         data = federation[name]

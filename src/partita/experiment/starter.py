@@ -14,14 +14,29 @@ from partita.core.options import OptionError, closest_match
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.inspection import Findings
-from partita.data.synthetic_files import WORDS, write_notes, write_pictures
+from partita.data.synthetic_files import (
+    DATE_WORDS,
+    STATEMENT_WORDS,
+    WORDS,
+    write_dates,
+    write_notes,
+    write_pictures,
+    write_scenes,
+    write_statements,
+)
 from partita.experiment.config import ConfigError, headings, parse
 from partita.experiment.reference import about, keys_under
 from partita.methods import NEEDS_DUAL_ENCODER
 
-EXAMPLES = ("clinical", "digits", "prompts", "ten_thousand")
+EXAMPLES = ("clinical", "dates", "digits", "prompts", "scenes", "statements", "ten_thousand")
 # Folders that an example's config names, which are written with it.
-FOLDERS = {"clinical": ("notes", "tiny-encoder"), "prompts": ("pictures",)}
+FOLDERS = {
+    "clinical": ("notes", "tiny-encoder"),
+    "dates": ("dates", "tiny-t5"),
+    "prompts": ("pictures",),
+    "scenes": ("scenes", "tiny-segformer"),
+    "statements": ("statements", "tiny-encoder"),
+}
 ENCODER, DECODER = "distilbert/distilbert-base-uncased", "distilbert/distilgpt2"
 CLIENTS = 4
 BUILT_IN = ("digits", "synthetic")  # tasks without a path
@@ -164,6 +179,21 @@ def write_example(name: str, file: Path) -> list[Path]:
 
         write_notes(folders[0], key / "notes")
         write_tiny_encoder(folders[1], WORDS, key / "model")
+    elif name == "dates":
+        from partita.models.tiny_seq2seq import write_tiny_seq2seq
+
+        write_dates(folders[0], key / "dates")
+        write_tiny_seq2seq(folders[1], DATE_WORDS, key / "model")
     elif name == "prompts":
         write_pictures(folders[0], key / "pictures")
+    elif name == "scenes":
+        from partita.models.tiny_segformer import write_tiny_segformer
+
+        write_scenes(folders[0], key / "scenes")
+        write_tiny_segformer(folders[1], key / "model")
+    elif name == "statements":
+        from partita.models.tiny_encoder import write_tiny_encoder
+
+        write_statements(folders[0], key / "statements")
+        write_tiny_encoder(folders[1], (*WORDS, *STATEMENT_WORDS), key / "model")
     return [file, *folders]

@@ -100,6 +100,16 @@ class FunctionalModel(Model):
 
         return attention_to(self, params, batch, tokens)
 
+    def generate(self, params: Tensors, inputs: Tensors, max_new_tokens: int) -> list[str]:
+        from partita.models.generation import generate
+
+        return generate(self, params, inputs, max_new_tokens)
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        from partita.models.generation import decode
+
+        return decode(self, tokens)
+
     def attention_maps(self, params: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
         """Return the attention maps of all layers, (example, head, query, key), by the module's own code."""
         with self._installed(params):
@@ -123,6 +133,12 @@ class FunctionalModel(Model):
         """Write the tokenizer or the image processor, if the task has one. `transformers.pipeline` needs it."""
         if self.processor is not None:
             self.processor.save_pretrained(folder)
+
+    @contextmanager
+    def installed(self, params: Tensors) -> Iterator[None]:
+        """Put the parameters into the module inside the block, in the dtype of the forward pass."""
+        with self._installed(params if self.dtype is None else _cast(params, self.dtype)):
+            yield
 
     @contextmanager
     def _installed(self, params: Tensors) -> Iterator[None]:
@@ -189,6 +205,9 @@ def from_module(
     if dtype is not None:
         for path in frozen_names:
             own[path].data = own[path].data.to(dtype)
+        for path, value in module.named_buffers():
+            if path.endswith(("running_mean", "running_var")):  # batch norms need all their values in one dtype
+                value.data = value.data.to(dtype)
     parameter_slots = _parameter_slots(module, initial.keys())
     _empty(parameter_slots)
     return FunctionalModel(

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 import transformers
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,7 +25,7 @@ from transformers import (
 from partita.core import memory
 from partita.core.hub import offline_reason
 from partita.core.rng import Key
-from partita.core.tensors import Tensors
+from partita.core.tensors import Names, Tensors
 from partita.models import ModelError
 from partita.models.adapter import FunctionalModel, from_module, without_logs
 from partita.models.architectures import forward_of, head_names
@@ -122,12 +124,12 @@ def processor_of(task: TaskInfo) -> Any:
         return task.tokenizer
     mean, std = (list(values) * (3 // len(values)) for values in task.normalization)
     with without_logs():
-        from transformers import ViTImageProcessor  # here, because it logs that it works without torchvision too
+        # Here, because they log that they work without torchvision too.
+        from transformers import SegformerImageProcessor, ViTImageProcessor
 
+        processor: Any = SegformerImageProcessor if task.kind.head == "segmentation" else ViTImageProcessor
         # resample = 3 is bicubic, with which tasks resize images.
-        return ViTImageProcessor(
-            size={"height": task.size, "width": task.size}, image_mean=mean, image_std=std, resample=3
-        )
+        return processor(size={"height": task.size, "width": task.size}, image_mean=mean, image_std=std, resample=3)
 
 
 @contextmanager
@@ -269,7 +271,7 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
     own = dict(module.named_parameters())
     head = head_names(module) if has_head else frozenset[str]()
     mismatched = {name for name, *_ in report["mismatched_keys"]}
-    missing = {*report["missing_keys"]} - mismatched
+    missing = {*report["missing_keys"]} - mismatched - _reset_statistics(module, head, {*report["missing_keys"]})
     _refuse(path, "lacks", missing - head)
     _refuse(path, "has with another shape", mismatched - head)
     _refuse(path, "has, but this model does not have", {n for n in report["unexpected_keys"] if _in_body(module, n)})
@@ -280,8 +282,25 @@ def load_module(path: str, config: Any, kind: Any, key: Key, has_head: bool, fre
                 width = getattr(config, "initializer_range", 0.02)
                 own[name].normal_(std=width, generator=(key / "head" / name).generator())
             else:
-                own[name].zero_()
+                own[name].fill_(1.0 if _scales(module, name) else 0.0)
     return module
+
+
+def _scales(module: PreTrainedModel, name: str) -> bool:
+    """Return whether a parameter is the scale of a norm, such as the batch norm in SegFormer's head."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf == "weight" and isinstance(module.get_submodule(owner), BatchNorm | nn.LayerNorm | nn.GroupNorm)
+
+
+def _reset_statistics(module: PreTrainedModel, head: Names, missing: set[str]) -> set[str]:
+    """Give the batch norms of a new head the statistics 0 and 1, and return the names of these buffers."""
+    owners = {name.rpartition(".")[0] for name in head}
+    reset = {name for name in missing if name.rpartition(".")[0] in owners and name not in head}
+    for owner in {name.rpartition(".")[0] for name in reset}:
+        part = module.get_submodule(owner)
+        if isinstance(part, BatchNorm):
+            part.reset_running_stats()
+    return reset
 
 
 def _check_size(path: str, config: Any, kind: Any) -> None:

@@ -8,11 +8,15 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from partita.evaluation.generation import GeneratedText
 from partita.evaluation.metrics import Accuracy, Entities, Evaluator, MultiLabel, NextToken, Regression, SingleLabel
+from partita.evaluation.segmentation import Segmentation
 from partita.tasks import losses
 
 Inputs = Literal["image", "text"]
-Head = Literal["image", "text", "tokens", "lm"]  # one prediction per image, text or token; logits of the next token
+# One prediction per image, text, token or pixel. "lm" and "seq2seq": logits of the next token, of the text itself or of
+# the text that answers it.
+Head = Literal["image", "text", "tokens", "lm", "seq2seq", "segmentation"]
 Outputs = Literal["classes", "numbers", "vocabulary"]
 ProblemType = Literal["multi_label_classification", "regression"]
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, per channel or one for all
@@ -36,7 +40,8 @@ class TaskKind:
     Attributes:
         name: Name for error messages.
         inputs: "image": "pixel_values" (example, channel, size, size).
-            "text": "input_ids" and "attention_mask" (example, token).
+            "text": "input_ids" and "attention_mask" (example, token). Pairs of texts may also have "token_type_ids",
+            and sequence to sequence has "decoder_input_ids".
         head: What the model predicts. Selects the forward function of an architecture.
         auto_class: Class of transformers that loads a pretrained model with this head.
         loss: Loss of each example.
@@ -171,7 +176,35 @@ TEXT_REGRESSION = TaskKind(
     outputs="numbers",
     problem_type="regression",
 )
+SEQ2SEQ = TaskKind(
+    name="seq2seq",
+    inputs="text",
+    head="seq2seq",
+    auto_class="AutoModelForSeq2SeqLM",
+    loss=losses.token_cross_entropy,
+    evaluator=AnyClasses(GeneratedText()),
+    outputs="vocabulary",
+)
+SEGMENTATION = TaskKind(
+    name="segmentation",
+    inputs="image",
+    head="segmentation",
+    auto_class="AutoModelForSemanticSegmentation",
+    loss=losses.pixel_cross_entropy,
+    evaluator=AnyClasses(Segmentation()),
+)
 KINDS = {
     kind.name: kind
-    for kind in (IMAGE, MULTI_LABEL_IMAGE, IMAGE_REGRESSION, TEXT, MULTI_LABEL_TEXT, TEXT_REGRESSION, TOKENS, LM)
+    for kind in (
+        IMAGE,
+        MULTI_LABEL_IMAGE,
+        IMAGE_REGRESSION,
+        SEGMENTATION,
+        TEXT,
+        MULTI_LABEL_TEXT,
+        TEXT_REGRESSION,
+        TOKENS,
+        LM,
+        SEQ2SEQ,
+    )
 }

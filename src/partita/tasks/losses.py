@@ -32,6 +32,16 @@ def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return per_token.sum(1) / (targets != IGNORE_INDEX).sum(1).clamp(min=1)
 
 
+def pixel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy over the labeled pixels of each example.
+
+    Args:
+        logits: (example, class, height, width).
+        targets: Class indices (example, height, width). Pixels with IGNORE_INDEX do not count.
+    """
+    return token_cross_entropy(logits.flatten(2).transpose(1, 2), targets.flatten(1).long())
+
+
 def squared_error(predictions: Tensor, targets: Tensor) -> Tensor:
     """Return the squared error as a mean over targets. Predictions and targets are (example, target)."""
     return (predictions - targets).square().mean(-1)

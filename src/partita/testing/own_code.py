@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partita import data
 from partita.core import serialization, tensors
-from partita.core.data import IGNORE_INDEX, Batch
+from partita.core.data import IGNORE_INDEX, Batch, Examples
 from partita.core.method import Method
 from partita.core.model import Model, layer_number, layer_tags
 from partita.core.optim import SGD
@@ -19,8 +19,7 @@ from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
-from partita.data.ragged import RaggedExamples
-from partita.data.task import Federation, Table, Task
+from partita.data.task import Federation, Task
 from partita.engines.simulation import SimulationEngine
 from partita.testing.probes import RandomStates, first_of
 from partita.testing.promises import NotApplicable, Promise, require
@@ -49,7 +48,7 @@ class TaskTrial:
         return {"train": _rows(self.task.train), "test": _rows(self.task.test)}
 
 
-def _rows(examples: Table | RaggedExamples) -> Batch:
+def _rows(examples: Examples) -> Batch:
     return examples.take(torch.arange(min(ROWS, len(examples))))
 
 
@@ -61,6 +60,7 @@ def _check_has_rows(trial: TaskTrial) -> None:
 def _check_inputs(trial: TaskTrial) -> None:
     task = trial.task
     wanted = {"pixel_values"} if task.kind.inputs == "image" else {"input_ids", "attention_mask"}
+    wanted |= {"decoder_input_ids"} if task.kind.head == "seq2seq" else set()
     for name, batch in trial.parts.items():
         require(
             wanted <= batch.inputs.keys(),
@@ -99,7 +99,15 @@ def _check_targets(trial: TaskTrial) -> None:
             )
             require(bool(targets.isfinite().all()), f"its {name} targets are not all finite")
             continue
-        require(targets.dtype == torch.int64, f"its {name} targets are {targets.dtype}; they must be torch.int64")
+        if task.kind.head == "segmentation":
+            shape = tuple(targets.shape[1:])
+            require(
+                not targets.is_floating_point() and shape == (task.size, task.size),
+                f"its {name} targets are {targets.dtype} of shape (row, {', '.join(map(str, shape))}); they must be "
+                f"integers of shape (row, {task.size}, {task.size}), a class for each pixel",
+            )
+        else:
+            require(targets.dtype == torch.int64, f"its {name} targets are {targets.dtype}; they must be torch.int64")
         require(
             targets.ndim == 1 or not task.kind.one_class,
             f"its {name} targets have the shape {tuple(targets.shape)}; they must be one class per example",

@@ -13,6 +13,7 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from partita.core.model import Output
 from partita.core.tensors import Names, Tensors
@@ -236,6 +237,22 @@ def _classes(module: Any, inputs: Tensors) -> Output:
     return Output(module.score(features), features)
 
 
+def _next_answer_tokens(module: Any, inputs: Tensors) -> Output:
+    """Run an encoder-decoder. Features are the mean of the encoder's states, which do not depend on the answer."""
+    out = module(**inputs, **_without_cache(module))
+    weights = inputs["attention_mask"].to(out.logits).unsqueeze(-1)  # (example, token, 1)
+    state = out.encoder_last_hidden_state
+    return Output(out.logits, (state * weights).sum(1) / weights.sum(1).clamp(min=1))
+
+
+def _pixels(module: Any, inputs: Tensors) -> Output:
+    """Classify pixels. Logits of fewer pixels are enlarged to the image, as transformers does to compute its loss."""
+    out = _logits(module, inputs)
+    size = inputs["pixel_values"].shape[-2:]
+    logits = functional.interpolate(out.logits, size=size, mode="bilinear", align_corners=False)
+    return Output(logits, out.features)  # (example, class, height, width)
+
+
 class _HeadInputs:
     """Records the first tensor that enters a part of the head while the block runs."""
 
@@ -274,4 +291,14 @@ def _without_cache(module: nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in signature(module.forward).parameters else {}
 
 
-GENERAL = Architecture(roles=(), heads={"image": _logits, "text": _classes, "tokens": _logits, "lm": _logits})
+GENERAL = Architecture(
+    roles=(),
+    heads={
+        "image": _logits,
+        "text": _classes,
+        "tokens": _logits,
+        "lm": _logits,
+        "seq2seq": _next_answer_tokens,
+        "segmentation": _pixels,
+    },
+)
