@@ -50,6 +50,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "training/parameter_groups.py": ("tests/training/test_parameter_groups.py",),
     "training/private_gradients.py": ("tests/training/test_private_gradients.py", *PRIVATE),
     "core/hub.py": ("tests/core/test_hub.py",),
+    "core/keyed_bits.py": ("tests/core/test_keyed_bits.py",),
     "core/averaging.py": ("tests/core/test_averaging.py",),
     "core/traffic.py": ("tests/core/test_traffic.py", "tests/core/test_rounds.py"),
     "core/update.py": ("tests/core/test_update_checks.py",),

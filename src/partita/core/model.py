@@ -50,6 +50,14 @@ class Model:
     initial: Tensors
     tags: Mapping[str, Names]
 
+    def uses_dropout(self) -> bool:
+        """Return whether the model has dropout, which draws from the input `EXAMPLE_SEEDS` in training.
+
+        Raises:
+            ValueError: If it has dropout that cannot draw from seeds.
+        """
+        return False
+
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         """Run the forward pass. It must be pure and must work inside `torch.vmap`.
 

@@ -67,6 +67,9 @@ class PersonalCopyModel(Model):
     def personal(self, params: Tensors) -> Tensors:
         return {**params, **personal_values(params)}
 
+    def uses_dropout(self) -> bool:
+        return self.base.uses_dropout()
+
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.base(self.shared(params), inputs)
 

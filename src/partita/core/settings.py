@@ -36,6 +36,7 @@ class Training:
         layer_decay: The factor between the learning rates of adjacent layers. The head has the full rate, the last
             layer `layer_decay` times that, and the embeddings the lowest.
         decay_norms_and_biases: Whether weight decay applies to norms and biases too.
+        dropout: Whether the model's dropout is active in training. Its rates are those of the model.
 
     Raises:
         RunError: If a number is out of its range, or if the precision is unknown.
@@ -53,6 +54,7 @@ class Training:
     warmup_steps: int = 0
     layer_decay: float = 1.0
     decay_norms_and_biases: bool = True
+    dropout: bool = True
 
     def __post_init__(self) -> None:
         for setting in ("lr", "batch_size", "epochs", "accumulate"):

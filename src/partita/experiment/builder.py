@@ -80,8 +80,15 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     trained_method = build_method(config.method)
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
     raw_model = build_model(config.model, method, raw_federation.task, key)
+    drops = config.training.dropout and raw_model.uses_dropout()
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)
+        if drops:
+            warnings.warn(
+                "engine.cache_frozen: the cached layers run without dropout, because their outputs are computed once; "
+                "the layers above them have it",
+                stacklevel=2,
+            )
     else:
         model, federation = raw_model, raw_federation.to(device)
     run, guard = build_run(config, method, model, federation, key, secret)

@@ -71,6 +71,9 @@ class TrainingConfig:
     warmup_steps: Annotated[
         Whole, "steps of linear learning rate warm-up at the start of each client's round (each phase of it)"
     ] = Training.warmup_steps
+    dropout: Annotated[bool, "dropout in training, with the rates in the model's own config; `false` turns it off"] = (
+        Training.dropout
+    )
     keep_optimizer: Annotated[
         bool, "each client keeps its optimizer state (momentum, AdamW's moments) from round to round"
     ] = False
@@ -119,6 +122,7 @@ class TrainingConfig:
             self.warmup_steps,
             self.layer_decay,
             self.decay_norms_and_biases,
+            self.dropout,
         )
 
 

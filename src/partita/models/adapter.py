@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from partita.core import tensors
-from partita.core.data import Batch
+from partita.core.data import EXAMPLE_SEEDS, Batch
 from partita.core.model import Model, Output
 from partita.core.options import closest_match
 from partita.core.rng import Key
@@ -23,6 +23,7 @@ from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, tags_of
+from partita.models.dropout import DropoutDraws, use_keyed_dropout
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
 
@@ -47,6 +48,7 @@ class FunctionalModel(Model):
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass. Trainable parameters stay in float32 and are cast in each call.
         processor: Tokenizer or image processor of transformers, saved with the model.
+        draws: What the dropout layers of the module draw from; None if it has none.
     """
 
     name: str
@@ -59,15 +61,32 @@ class FunctionalModel(Model):
     fixed: Tensors = field(default_factory=dict, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     processor: Any = field(default=None, kw_only=True)
+    draws: DropoutDraws | None = field(default=None, kw_only=True)
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         inputs = {**inputs, **self.fixed}
+        seeds = inputs.pop(EXAMPLE_SEEDS, None)
+        if seeds is None or self.draws is None:
+            return self._run(params, inputs)
+        with self.draws.using(seeds):
+            return self._run(params, inputs)
+
+    def _run(self, params: Tensors, inputs: Tensors) -> Output:
         if self.dtype is None:
             with self._installed(params):
                 return self.forward(self.module, inputs)
         with self._installed(_cast(params, self.dtype)):
             out = self.forward(self.module, _cast(inputs, self.dtype))
         return Output(out.logits.float(), None if out.features is None else out.features.float())
+
+    def uses_dropout(self) -> bool:
+        if self.draws is not None and self.draws.refused:
+            raise ModelError(
+                f"training.dropout: {self.name} has random draws that cannot come from the examples' seeds: "
+                f"{', '.join(self.draws.refused[:3])}; set their rates to 0 in the model's config, or set "
+                "training.dropout = false"
+            )
+        return self.draws is not None
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.kind.loss(out.logits, targets)
@@ -159,14 +178,16 @@ def from_module(
     forward = forward_of(model_type, kind.head)
     if split := architecture(model_type).split:
         split(module)
-    # Every random draw must come from a key, but dropout draws from global state. So it stays off (decision 0003).
+    # Every random draw must come from a key, but torch's dropout draws from global state. So the module stays in eval
+    # mode, and its dropout is replaced (decision 0018).
     module.train(False).requires_grad_(False)
+    draws = use_keyed_dropout(module)
     with without_logs():
         module.set_attn_implementation(attention.NAME)
     _treat_padding_as_any_token(module)
     use_vmap_layers(module)
     if checkpointing:
-        checkpoint_layers(module)
+        checkpoint_layers(module, draws)
     own = dict(module.named_parameters())
     tags = _tags(model_type, module)
     frozen_names = _frozen(name, tags, frozen, embedding_names(module, own))
@@ -190,6 +211,7 @@ def from_module(
         fixed=dict(fixed or {}),
         dtype=dtype,
         processor=processor,
+        draws=draws,
     )
 
 

@@ -15,6 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from partita.core.torch_private import is_batchedtensor, is_gradtrackingtensor
 from partita.models import ModelError
+from partita.models.dropout import attention_factors
 
 NAME = "partita"
 ALIGNMENT = {"cuda": 8}  # half-precision matmuls are slow on CUDA unless the row length is a multiple of 8
@@ -118,8 +119,15 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def _unfused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    factors: Tensor | None = None,
 ) -> Tensor:
+    """`scaled_dot_product` as matrix products. The probabilities are multiplied by `factors`, if given."""
     key, value = _for_each_head(query, key, value)
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -127,13 +135,15 @@ def _unfused(
         full_mask = query.new_ones(1, key.shape[2], dtype=torch.bool) if mask is None else mask
         mask = functional.pad(full_mask, (0, padding), value=False if full_mask.dtype == torch.bool else -torch.inf)
         key, value = (functional.pad(part, (0, 0, 0, padding)) for part in (key, value))
+        factors = None if factors is None else functional.pad(factors, (0, padding))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None and mask.dtype == torch.bool:
         # Not -inf: an example with only padding would become NaN.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
-    return scores.softmax(-1) @ value
+    probabilities = scores.softmax(-1)
+    return (probabilities if factors is None else probabilities * factors) @ value
 
 
 def _attention(
@@ -148,17 +158,15 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer."""
-    if dropout:
-        raise ModelError(
-            f"{type(module).__name__} uses attention dropout {dropout}, which draws from the global random state; "
-            "put the module in eval mode"
-        )
     if unsupported := [name for name in REFUSED if others.get(name) is not None]:
         raise ModelError(f"{type(module).__name__} uses {unsupported[0]}, which {NAME} attention does not support")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1  # a mask already includes causality
     hook = None if torch.compiler.is_compiling() else _hook.get()  # hooks are never used in compiled code
-    if hook is None:
+    factors = attention_factors(module, dropout, query, key.shape[2]) if dropout else None
+    if factors is not None:
+        out = _unfused(query, key, value, attention_mask, scaling, causal, factors)
+    elif hook is None:
         out = scaled_dot_product(query, key, value, attention_mask, scaling, causal)
     else:
         out = hook(module, query, key, value, attention_mask, scaling, causal)

@@ -73,7 +73,11 @@ def start_training(
         trainer = make_trainer(work)
         schedules = [client_round.schedules[index] for client_round in ranked]
         examples = [client_round.examples for client_round in ranked]
-        losses = [trainer.step(batch) for batch in iterate_batches(examples, schedules, trainer.device)]
+        # A block has one model, so all its clients have dropout, or none has.
+        draws = run.training.dropout and ranked[0].ctx.model.uses_dropout()
+        seed_keys = [client_round.key / "dropout" / index for client_round in ranked] if draws else None
+        batches = iterate_batches(examples, schedules, trainer.device, seed_keys)
+        losses = [trainer.step(batch) for batch in batches]
         moved = trainer.deltas()
         for place, params, delta in zip(order, trainer.params(), moved.deltas, strict=True):
             trained[place].append(params)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.data import Batch
+from partita.core.data import EXAMPLE_SEEDS, Batch
 from partita.core.method import ClientRule, Context, ForbiddenData, overrides
 from partita.core.model import Model
 from partita.core.optim import clip_gradients
@@ -85,7 +85,7 @@ class Objective:
             return task, task
         ctx = self.context(anchor, sent, memory)
         penalties = (
-            rule.penalty(out, params, Batch(inputs, targets, mask), ctx) for rule in self.run.method.client_rules
+            rule.penalty(out, params, rule_batch(inputs, targets, mask), ctx) for rule in self.run.method.client_rules
         )
         return sum((penalty for penalty in penalties if penalty is not None), start=task), task
 
@@ -160,6 +160,11 @@ class Objective:
         for rule in self.run.method.client_rules:
             params = rule.after_step(params, ctx)
         return params
+
+
+def rule_batch(inputs: Tensors, targets: Tensor, mask: Tensor | None = None) -> Batch:
+    """Return the batch that rules see. It has no seeds: forward passes of other parameters run without dropout."""
+    return Batch({name: value for name, value in inputs.items() if name != EXAMPLE_SEEDS}, targets, mask)
 
 
 def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
