@@ -36,6 +36,8 @@ class Training:
         layer_decay: The factor between the learning rates of adjacent layers. The head has the full rate, the last
             layer `layer_decay` times that, and the embeddings the lowest.
         decay_norms_and_biases: Whether weight decay applies to norms and biases too.
+        loss_average: What the loss of a batch averages over: its "examples", each with the mean over its tokens, or all
+            its labeled "tokens", so that long texts count more.
         dropout: Whether the model's dropout is active in training. Its rates are those of the model.
 
     Raises:
@@ -55,6 +57,7 @@ class Training:
     layer_decay: float = 1.0
     decay_norms_and_biases: bool = True
     dropout: bool = True
+    loss_average: Literal["examples", "tokens"] = "examples"
 
     def __post_init__(self) -> None:
         for setting in ("lr", "batch_size", "epochs", "accumulate"):
@@ -67,6 +70,8 @@ class Training:
         for setting, limit in (("steps", self.steps), ("clip", self.clip)):
             if limit is not None and not limit > 0:
                 raise RunError(f"training.{setting} is {limit}; it must be above 0, or left out")
+        if self.loss_average not in ("examples", "tokens"):
+            raise RunError(f"training.loss_average is '{self.loss_average}'; it can be examples or tokens")
         if self.precision not in ("float32", "bfloat16"):
             raise RunError(f"training.precision is '{self.precision}'; it can be float32 or bfloat16 (mixed)")
 
@@ -152,6 +157,11 @@ class Run:
             raise RunError(
                 "training.accumulate and privacy are both set; DP-SGD is accounted by training.batch_size, so leave "
                 "training.accumulate out and raise training.batch_size"
+            )
+        if self.method.privacy and self.training.loss_average == "tokens":
+            raise RunError(
+                "training.loss_average is 'tokens' and privacy is set; DP-SGD clips the gradient of each example, and "
+                "all examples must count alike, so leave training.loss_average out"
             )
         if self.method.step_rules and self.training.accumulate > 1:
             raise RunError(

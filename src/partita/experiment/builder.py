@@ -80,6 +80,11 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     trained_method = build_method(config.method)
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
     raw_model = build_model(config.model, method, raw_federation.task, key)
+    if config.training.loss_average == "tokens" and raw_federation.task.kind.head not in ("tokens", "lm"):
+        raise RunError(
+            f"training.loss_average is 'tokens', but a task of kind '{raw_federation.task.kind.name}' has no labels of "
+            "tokens; leave it out"
+        )
     drops = config.training.dropout and raw_model.uses_dropout()
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)

@@ -71,6 +71,11 @@ class TrainingConfig:
     warmup_steps: Annotated[
         Whole, "steps of linear learning rate warm-up at the start of each client's round (each phase of it)"
     ] = Training.warmup_steps
+    loss_average: Annotated[
+        Literal["examples", "tokens"],
+        "what the training loss of a batch averages over: its examples, or all its labeled tokens, as transformers' "
+        "Trainer does; `tokens` and `lm` tasks only",
+    ] = Training.loss_average
     dropout: Annotated[bool, "dropout in training, with the rates in the model's own config; `false` turns it off"] = (
         Training.dropout
     )
@@ -123,6 +128,7 @@ class TrainingConfig:
             self.layer_decay,
             self.decay_norms_and_biases,
             self.dropout,
+            self.loss_average,
         )
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.data import EXAMPLE_SEEDS, Batch
+from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch
 from partita.core.method import ClientRule, Context, ForbiddenData, overrides
 from partita.core.model import Model
 from partita.core.optim import clip_gradients
 from partita.core.personal_copy import PERSONAL
 from partita.core.plan import Plan
-from partita.core.settings import Run
+from partita.core.settings import Run, RunError, Training
 from partita.core.tensors import Slots, Tensors
 
 
@@ -80,7 +80,7 @@ class Objective:
         """
         params = {**frozen, **trainable}
         out = self.model(params, inputs)
-        task = masked_mean(self.model.losses(out, targets), mask)
+        task = masked_mean(self.model.losses(out, targets), example_weights(self.run.training, targets, mask))
         if not self.run.method.client_rules:  # a compiled program must not depend on `lr` without need
             return task, task
         ctx = self.context(anchor, sent, memory)
@@ -167,6 +167,25 @@ def rule_batch(inputs: Tensors, targets: Tensor, mask: Tensor | None = None) -> 
     return Batch({name: value for name, value in inputs.items() if name != EXAMPLE_SEEDS}, targets, mask)
 
 
+def example_weights(training: Training, targets: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return the weight of each example in the loss of a batch, (..., example); None if all examples count alike.
+
+    Args:
+        training: The settings. With `loss_average` "tokens", the weight is the number of labeled tokens.
+        targets: The targets, (..., example, token) for such a setting.
+        mask: Shape (..., example), zero for padding; None if all examples count.
+
+    Raises:
+        RunError: If the targets are those of whole examples.
+    """
+    if training.loss_average == "examples":
+        return mask
+    if targets.ndim < 2:
+        raise RunError("training.loss_average is 'tokens', but the task has no labels of tokens; leave it out")
+    tokens = (targets != IGNORE_INDEX).sum(-1).float()
+    return tokens if mask is None else tokens * mask
+
+
 def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean of the losses of shape (example,), over the examples that the mask does not exclude."""
+    """Return the mean of the losses of shape (example,), weighted by the mask."""
     return losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
