@@ -87,8 +87,15 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _half_mixed(words: Tensor) -> Tensor:
-    words = words * _FIRST
-    return (words ^ _shifted(words, 15)) * _SECOND
+    words = _times(words, _FIRST)
+    return _times(words ^ _shifted(words, 15), _SECOND)
+
+
+def _times(words: Tensor, factor: int) -> Tensor:
+    """Multiply and keep the lowest 32 bits."""
+    if torch.compiler.is_compiling():  # the compiler's C++ may not assume that int32 wraps; it fuses the casts
+        return (words.long() * factor).to(torch.int32)
+    return words * factor
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:

@@ -37,6 +37,7 @@ from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
 from partita.storage.client_store import ClientStore
 from partita.storage.initial_values import InitialValues
+from partita.tasks.losses import CLASS_LOSSES
 from partita.training.cuda_graphs import GraphCache
 from partita.training.parameter_groups import parameter_groups
 
@@ -80,6 +81,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     trained_method = build_method(config.method)
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
     raw_model = build_model(config.model, method, raw_federation.task, key)
+    _check_class_loss(config, raw_federation.task)
     if config.training.loss_average == "tokens" and raw_federation.task.kind.head not in ("tokens", "lm"):
         raise RunError(
             f"training.loss_average is 'tokens', but a task of kind '{raw_federation.task.kind.name}' has no labels of "
@@ -158,7 +160,7 @@ def build_run(
     federate = config.federation
     run = Run(
         replace(method, carry_optimizer=method.carry_optimizer or config.training.keep_optimizer),
-        config.training.build(),
+        config.training.build(federation.task.classes),
         config.rounds,
         key,
         cohort=1.0 if method.pool else federate.cohort,
@@ -202,6 +204,15 @@ def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine
         evaluator=experiment.evaluator,
         graphs=experiment.graphs,
     )
+
+
+def _check_class_loss(config: Config, task: Task) -> None:
+    given = [key for key in ("label_smoothing", "class_weights") if getattr(config.training, key)]
+    if given and task.kind.loss not in CLASS_LOSSES:
+        raise RunError(
+            f"training.{given[0]} is for tasks in which a target is one class, not for a task of kind "
+            f"'{task.kind.name}'; leave it out"
+        )
 
 
 def _with_attackers(config: Config, method: Method, federation: Federation, key: Key) -> tuple[Method, Federation]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from partita.models.architectures import architecture, forward_of, tags_of
 from partita.models.dropout import DropoutDraws, use_keyed_dropout
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
+from partita.tasks.losses import CLASS_LOSSES, class_losses
 
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
@@ -90,6 +91,13 @@ class FunctionalModel(Model):
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.kind.loss(out.logits, targets)
+
+    def class_losses(
+        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> Tensor:
+        if self.kind.loss not in CLASS_LOSSES:
+            return super().class_losses(out, targets, label_smoothing, class_weights)
+        return class_losses(out.logits, targets, label_smoothing, class_weights)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]

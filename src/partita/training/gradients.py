@@ -12,7 +12,7 @@ from partita.core import tensors
 from partita.core.settings import Training
 from partita.core.tensors import Tensors
 from partita.training.client_axis import ClientAxis, ClientVmap
-from partita.training.objective import Objective, example_weights
+from partita.training.objective import TINY, Objective, example_weights
 
 Lift = Callable[[Callable[..., Any], Sequence[Any]], Callable[..., Any]]  # (function of one client, dims) -> of a block
 
@@ -100,9 +100,9 @@ class AccumulatedGradients:
         *fixed, inputs, targets, mask = values
         dim = int(self.axis.many)  # of the examples
         # The clients of a block can have different numbers of examples, which the mask says.
-        weights = example_weights(self.training, targets, mask)
+        weights = example_weights(self.training, targets, mask, self.axis.many)
         counted = torch.ones(targets.shape[: dim + 1], device=targets.device) if weights is None else weights
-        shares = [part.sum(dim) / counted.sum(dim).clamp(min=1) for part in counted.split(self.batch_size, dim)]
+        shares = [part.sum(dim) / counted.sum(dim).clamp(min=TINY) for part in counted.split(self.batch_size, dim)]
         columns = {name: value.split(self.batch_size, dim) for name, value in inputs.items()}
         answers = targets.split(self.batch_size, dim)
         masks = [None] * len(answers) if mask is None else mask.split(self.batch_size, dim)
