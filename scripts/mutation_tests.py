@@ -42,6 +42,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         f"{GRAPHS}::test_rounds_with_graphs_equal_eager_rounds",
         f"{GRAPHS}::test_results_are_not_overwritten_by_a_later_replay",
     ),
+    "training/augmentation.py": ("tests/training/test_augmentation.py",),
     "training/phase_work.py": ("tests/training/test_phase_work.py",),
     "training/client_axis.py": ("tests/training/test_client_axis.py",),
     "training/objective.py": ("tests/training/test_objective.py",),

@@ -9,8 +9,11 @@ from typing import Literal
 
 from partita.core.method import Method
 from partita.core.optim import SGD, Optimizer, Schedule
+from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.sampling import ClientInfo, Uniform
+
+AUGMENT = ("flip", "crop", "cutout", "contrast")  # what `Training.augment` can hold
 
 
 class RunError(ValueError):
@@ -41,6 +44,7 @@ class Training:
         label_smoothing: The share of a target that is spread over all classes, as in torch's `cross_entropy`.
         class_weights: The weight of each class in the loss, by index; empty for equal weights. As in torch, the loss of
             a batch is divided by the sum of the weights of its targets.
+        augment: The augmentations of training images, in order.
         dropout: Whether the model's dropout is active in training. Its rates are those of the model.
 
     Raises:
@@ -63,6 +67,7 @@ class Training:
     loss_average: Literal["examples", "tokens"] = "examples"
     label_smoothing: float = 0.0
     class_weights: tuple[float, ...] = ()
+    augment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for setting in ("lr", "batch_size", "epochs", "accumulate"):
@@ -75,6 +80,9 @@ class Training:
         for setting, limit in (("steps", self.steps), ("clip", self.clip)):
             if limit is not None and not limit > 0:
                 raise RunError(f"training.{setting} is {limit}; it must be above 0, or left out")
+        for name in self.augment:
+            if name not in AUGMENT:
+                raise RunError(f"training.augment has '{name}'; {closest_match(name, AUGMENT)}")
         if not 0 <= self.label_smoothing < 1:
             raise RunError(f"training.label_smoothing is {self.label_smoothing}; it must be from 0 to below 1")
         if not all(0 < weight < math.inf for weight in self.class_weights):

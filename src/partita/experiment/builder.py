@@ -82,6 +82,7 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
     raw_model = build_model(config.model, method, raw_federation.task, key)
     _check_class_loss(config, raw_federation.task)
+    _check_augmentation(config, raw_federation.task)
     if config.training.loss_average == "tokens" and raw_federation.task.kind.head not in ("tokens", "lm"):
         raise RunError(
             f"training.loss_average is 'tokens', but a task of kind '{raw_federation.task.kind.name}' has no labels of "
@@ -212,6 +213,16 @@ def _check_class_loss(config: Config, task: Task) -> None:
         raise RunError(
             f"training.{given[0]} is for tasks in which a target is one class, not for a task of kind "
             f"'{task.kind.name}'; leave it out"
+        )
+
+
+def _check_augmentation(config: Config, task: Task) -> None:
+    if config.training.augment and task.kind.inputs != "image":
+        raise RunError(f"training.augment is for images, not for a task of kind '{task.kind.name}'; leave it out")
+    if config.training.augment and config.engine.cache_frozen:
+        raise RunError(
+            "training.augment and engine.cache_frozen are both set; a cache needs the same images in every round, so "
+            "leave one of them out"
         )
 
 

@@ -78,6 +78,9 @@ class TrainingConfig:
     class_weights: Annotated[
         Mapping[str, Positive] | None, "weight of each class in the training loss, by name; 1 for classes left out"
     ] = None
+    augment: Annotated[
+        tuple[Literal["flip", "crop", "cutout", "contrast"], ...], "random changes of training images, in this order"
+    ] = Training.augment
     loss_average: Annotated[
         Literal["examples", "tokens"],
         "what the training loss of a batch averages over: its examples, or all its labeled tokens, as transformers' "
@@ -146,6 +149,7 @@ class TrainingConfig:
             self.loss_average,
             self.label_smoothing,
             tuple(float(given.get(name, 1.0)) for name in classes) if given and classes is not None else (),
+            tuple(self.augment),
         )
 
 
