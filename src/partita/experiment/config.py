@@ -80,7 +80,7 @@ class TrainingConfig:
     ] = None
     augment: Annotated[
         tuple[Literal["flip", "crop", "cutout", "contrast"], ...], "random changes of training images, in this order"
-    ] = Training.augment
+    ] = ()
     loss_average: Annotated[
         Literal["examples", "tokens"],
         "what the training loss of a batch averages over: its examples, or all its labeled tokens, as transformers' "
