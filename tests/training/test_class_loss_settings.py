@@ -1,8 +1,10 @@
-"""Training with label smoothing and class weights, and the settings that are refused."""
+"""Training with label smoothing and class weights, and the training settings that do not fit a task or an engine."""
 
 from __future__ import annotations
 
 import tomllib
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +20,12 @@ from partita.core.options import OptionError
 from partita.core.personal_copy import add_personal_copy
 from partita.core.settings import RunError, Training
 from partita.core.tensors import Tensors
+from partita.experiment import builder
 from partita.experiment.builder import build
 from partita.experiment.config import parse
 from partita.methods.fedavg import fedavg
+from partita.models.adapter import FunctionalModel
+from partita.tasks import MULTI_LABEL_IMAGE
 
 CASE = make_case("bert-text")
 OPTIONS: dict[str, Any] = {"label_smoothing": 0.2, "class_weights": (0.1, 0.5, 0.2)}
@@ -81,3 +86,26 @@ def test_class_weights_go_by_name() -> None:
     assert weights == tuple(3.0 if index == 1 else 1.0 for index in range(len(classes)))
     with pytest.raises(OptionError, match=r"training.class_weights names the class 'clas'"):
         build(small(class_weights={"clas": 2.0}))
+
+
+def test_settings_that_do_not_fit_the_task_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunError, match=r"loss_average is 'tokens', but a task of kind 'image' has no labels of tokens"):
+        build(small(loss_average="tokens"))
+    federation = build(small()).federation
+    other = replace(federation, task=replace(federation.task, kind=MULTI_LABEL_IMAGE))  # type: ignore[type-var]
+    monkeypatch.setattr(builder, "build_data", lambda *_: other)
+    for option in ({"label_smoothing": 0.1}, {"class_weights": {federation.task.classes[0]: 2.0}}):
+        with pytest.raises(RunError, match=r"is for tasks in which a target is one class, not .* 'multi-label image'"):
+            build(small(**option))
+
+
+def test_cached_layers_without_dropout_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small()
+    config = replace(config, engine=replace(config.engine, cache_frozen=True))
+    monkeypatch.setattr(FunctionalModel, "uses_dropout", lambda self: True)
+    monkeypatch.setattr(builder, "_cached", lambda model, federation: (model, federation))
+    with pytest.warns(UserWarning, match="the cached layers run without dropout"):
+        build(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(replace(config, training=replace(config.training, dropout=False)))
