@@ -16,7 +16,8 @@ from partita.core.client import ClientState, begin_round
 from partita.core.data import EXAMPLE_SEEDS, Batch, ClientData
 from partita.core.dp_settings import DPSGDSettings
 from partita.core.keyed_bits import example_seeds
-from partita.core.method import Method
+from partita.core.method import ClientRule, Context, Method
+from partita.core.model import Output
 from partita.core.optim import SGD
 from partita.core.personal_copy import add_personal_copy
 from partita.core.rounds import initial_server, make_job, rounds
@@ -193,3 +194,24 @@ def test_captured_steps_read_the_seeds_from_their_buffer(block: int) -> None:
         )
         < 1e-5
     )
+
+
+class Watching(ClientRule):
+    """Records the inputs that a penalty sees."""
+
+    per_example = True
+    seen: ClassVar[list[set[str]]] = []
+
+    def penalty(self, out: Output, params: Tensors, batch: Batch, ctx: Context) -> Tensor | None:
+        self.seen.append(set(batch.inputs))
+        return None
+
+
+@pytest.mark.parametrize("privacy", [None, DPSGDSettings(clip=1.0, noise=0.0)])
+def test_rules_see_the_batch_without_seeds(privacy: DPSGDSettings | None) -> None:
+    """So what a rule computes with other parameters, such as MOON's reference features, has no dropout."""
+    Watching.seen.clear()
+    method = Method("watching", client_rules=(Watching(),), privacy=privacy)
+    play(toy_run(method, 1, SGD()), bert(frozen=("embedding",)), POPULATION)
+    assert Watching.seen
+    assert all(names == {"input_ids", "attention_mask"} for names in Watching.seen)
