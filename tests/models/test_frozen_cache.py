@@ -13,7 +13,8 @@ from helpers import final_params, max_difference, play, toy_run
 from torch import Tensor
 
 from partita.core import memory
-from partita.core.data import ClientData, Examples
+from partita.core.data import EXAMPLE_SEEDS, ClientData, Examples
+from partita.core.keyed_bits import example_seeds
 from partita.core.memory import SizeError
 from partita.core.optim import AdamW
 from partita.core.rng import Key
@@ -92,7 +93,7 @@ def test_cached_states_match_transformers_hidden_states(case: str) -> None:
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.parametrize("block", [1, 3])
 def test_training_with_the_cache_equals_training_without(case: str, block: int) -> None:
-    run = toy_run(fedavg(), count=2, optimizer=AdamW(eps=1e-3), lr=0.01, batch_size=3, epochs=2)
+    run = toy_run(fedavg(), count=2, optimizer=AdamW(eps=1e-3), lr=0.01, batch_size=3, epochs=2, dropout=False)
     table = make_table(case)
     above, (cached,) = cache_frozen(frozen_model(case), table)
     without = final_params(play(run, frozen_model(case), ThreeClients(table), block=block))
@@ -120,7 +121,7 @@ def test_frozen_layers_run_once_per_example() -> None:
     model, table = frozen_model("vit-image"), make_table("vit-image")
     above, (cached,) = cache_frozen(model, table)
     lowest, highest = (record_batch_sizes(layer) for layer in frozen_cache._body(model).layers)
-    play(toy_run(fedavg(), count=3), above, ThreeClients(cached))
+    play(toy_run(fedavg(), count=3, dropout=False), above, ThreeClients(cached))
     assert sum(lowest) == ROWS
     assert sum(highest) == 3 * ROWS
 
@@ -193,7 +194,7 @@ def test_trainable_parameters_of_a_bfloat16_module_are_float32() -> None:
 def test_checkpointing_works_with_the_cache() -> None:
     model, table = frozen_model("bert-text", checkpointing=True), make_table("bert-text")
     above, (cached,) = cache_frozen(model, table)
-    run = toy_run(fedavg(), count=1, optimizer=AdamW(eps=1e-3))
+    run = toy_run(fedavg(), count=1, optimizer=AdamW(eps=1e-3), dropout=False)
     again, once = (
         final_params(play(run, each, ThreeClients(rows))) for each, rows in ((model, table), (above, cached))
     )
@@ -317,3 +318,15 @@ def test_cached_layers_are_not_computed_again(case: str) -> None:
     assert after.features is not None
     assert torch.isfinite(after.features).all()
     assert head or torch.equal(after.logits, before)
+
+
+def test_layers_above_the_cache_have_dropout_and_cached_layers_have_none() -> None:
+    model, table = frozen_model("bert-text"), make_table("bert-text")
+    above, (cached,) = cache_frozen(model, table)
+    rows, seeds = torch.arange(ROWS), example_seeds([Key(0)], 0, ROWS)[0]
+    params = perturbed(above.initial)
+    plain = above(params, cached.take(rows).inputs).logits
+    assert torch.allclose(plain, model(params, table.take(rows).inputs).logits, atol=1e-5)
+    assert above.uses_dropout()
+    dropped = above(params, {**cached.take(rows).inputs, EXAMPLE_SEEDS: seeds}).logits
+    assert not torch.allclose(dropped, plain, atol=1e-2)

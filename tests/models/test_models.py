@@ -185,7 +185,7 @@ def test_tied_weights_are_one_parameter_in_two_places() -> None:
     assert close(out.logits, tied(params)(**random_images()).logits)
 
 
-def test_dropout_stays_off() -> None:
+def test_dropout_is_off_without_seeds() -> None:
     model = small_vit()
     params = perturbed(model.initial)
     config = ViTConfig(
@@ -196,9 +196,10 @@ def test_dropout_stays_off() -> None:
     state = torch.get_rng_state()
     assert torch.equal(dropping(params, random_images()).logits, model(params, random_images()).logits)
     assert torch.equal(torch.get_rng_state(), state)
-    dropping.module.train()
+    model.module.train()
+    model.module.vit.layers[0].attention.attention_dropout = 0.5
     with pytest.raises(ModelError, match=r"attention dropout 0.5.*eval mode"):
-        dropping(params, random_images())
+        model(params, random_images())
 
 
 # Tags

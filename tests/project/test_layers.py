@@ -17,6 +17,7 @@ CORE = [
     ["core.torch_private", "core.hub"],
     ["core.packed", "core.chacha"],
     ["core.tensors", "core.rng", "core.options", "core.memory"],
+    ["core.keyed_bits"],
     ["core.own_code"],
     ["core.registry"],
     ["core.data", "core.noise", "core.dp_settings", "core.update", "core.sampling"],

@@ -62,7 +62,7 @@ def test_no_more_than_one_batch_is_computed_at_a_time() -> None:
 
     targets = torch.arange(10.0)
     values = [{}, {}, {}, {}, {"x": torch.zeros(10, 2)}, targets, None]
-    grads, loss = AccumulatedGradients(gradients, ClientAxis(1), 4)({}, values, [None] * 8, 1)
+    grads, loss = AccumulatedGradients(gradients, ClientAxis(1), Training(0.1, batch_size=4))({}, values, [None] * 8, 1)
     assert sizes == [4, 4, 2]
     assert float(grads["w"]) == float(loss) == pytest.approx(4.5)
 
@@ -78,7 +78,7 @@ def test_padding_has_no_weight() -> None:
 
     targets = torch.arange(12.0).reshape(2, 6)
     values = [{}, {}, {}, {}, {"x": torch.zeros(2, 6, 1)}, targets, mask]
-    grads, losses = AccumulatedGradients(gradients, ClientAxis(2), 4)({}, values, [0] * 8, 2)
+    grads, losses = AccumulatedGradients(gradients, ClientAxis(2), Training(0.1, batch_size=4))({}, values, [0] * 8, 2)
     assert losses.tolist() == pytest.approx([2.5, 7.0])
     assert grads["w"].flatten().tolist() == pytest.approx([2.5, 2.5, 7.0, 7.0])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from partita.core.tensors import Tensors
 
 IGNORE_INDEX = -100  # a target that the loss ignores: padding, or a token without a label
+EXAMPLE_SEEDS = "example_seeds"  # the input with a seed for each example's random draws (example,); only in training
 
 
 @dataclass(frozen=True)

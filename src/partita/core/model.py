@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,14 @@ class Model:
     initial: Tensors
     tags: Mapping[str, Names]
 
+    def uses_dropout(self) -> bool:
+        """Return whether the model has dropout, which draws from the input `EXAMPLE_SEEDS` in training.
+
+        Raises:
+            ValueError: If it has dropout that cannot draw from seeds.
+        """
+        return False
+
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         """Run the forward pass. It must be pure and must work inside `torch.vmap`.
 
@@ -68,6 +76,25 @@ class Model:
             targets: The targets of the batch, of shape (example, ...).
         """
         raise NotImplementedError
+
+    def class_losses(
+        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> Tensor:
+        """Return one training loss for each example, (example,), with smoothed labels and class weights.
+
+        Args:
+            out: The output of the forward pass.
+            targets: The targets of the batch, of shape (example, ...).
+            label_smoothing: `Training.label_smoothing`.
+            class_weights: `Training.class_weights`.
+
+        Raises:
+            ValueError: If the model does not train by the cross-entropy of classes.
+        """
+        raise TagError(
+            f"{self.name} does not train by the cross-entropy of classes; leave out training.label_smoothing and "
+            "training.class_weights"
+        )
 
     def to(self, device: torch.device) -> None:
         """Move the initial parameters, and any frozen parameters inside the model, to a device in place."""

@@ -7,7 +7,7 @@ their place when a client's own model is evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -67,6 +67,9 @@ class PersonalCopyModel(Model):
     def personal(self, params: Tensors) -> Tensors:
         return {**params, **personal_values(params)}
 
+    def uses_dropout(self) -> bool:
+        return self.base.uses_dropout()
+
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         return self.base(self.shared(params), inputs)
 
@@ -75,6 +78,11 @@ class PersonalCopyModel(Model):
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.base.losses(out, targets)
+
+    def class_losses(
+        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> Tensor:
+        return self.base.class_losses(out, targets, label_smoothing, class_weights)
 
     def to(self, device: torch.device) -> None:
         self.base.to(device)

@@ -9,8 +9,11 @@ from typing import Literal
 
 from partita.core.method import Method
 from partita.core.optim import SGD, Optimizer, Schedule
+from partita.core.options import closest_match
 from partita.core.rng import Key
 from partita.core.sampling import ClientInfo, Uniform
+
+AUGMENT = ("flip", "crop", "cutout", "contrast")  # what `Training.augment` can hold
 
 
 class RunError(ValueError):
@@ -36,6 +39,13 @@ class Training:
         layer_decay: The factor between the learning rates of adjacent layers. The head has the full rate, the last
             layer `layer_decay` times that, and the embeddings the lowest.
         decay_norms_and_biases: Whether weight decay applies to norms and biases too.
+        loss_average: What the loss of a batch averages over: its "examples", each with the mean over its tokens, or all
+            its labeled "tokens", so that long texts count more.
+        label_smoothing: The share of a target that is spread over all classes, as in torch's `cross_entropy`.
+        class_weights: The weight of each class in the loss, by index; empty for equal weights. As in torch, the loss of
+            a batch is divided by the sum of the weights of its targets.
+        augment: The augmentations of training images, in order.
+        dropout: Whether the model's dropout is active in training. Its rates are those of the model.
 
     Raises:
         RunError: If a number is out of its range, or if the precision is unknown.
@@ -53,6 +63,11 @@ class Training:
     warmup_steps: int = 0
     layer_decay: float = 1.0
     decay_norms_and_biases: bool = True
+    dropout: bool = True
+    loss_average: Literal["examples", "tokens"] = "examples"
+    label_smoothing: float = 0.0
+    class_weights: tuple[float, ...] = ()
+    augment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for setting in ("lr", "batch_size", "epochs", "accumulate"):
@@ -65,6 +80,15 @@ class Training:
         for setting, limit in (("steps", self.steps), ("clip", self.clip)):
             if limit is not None and not limit > 0:
                 raise RunError(f"training.{setting} is {limit}; it must be above 0, or left out")
+        for name in self.augment:
+            if name not in AUGMENT:
+                raise RunError(f"training.augment has '{name}'; {closest_match(name, AUGMENT)}")
+        if not 0 <= self.label_smoothing < 1:
+            raise RunError(f"training.label_smoothing is {self.label_smoothing}; it must be from 0 to below 1")
+        if not all(0 < weight < math.inf for weight in self.class_weights):
+            raise RunError(f"training.class_weights has {min(self.class_weights)}; weights must be above 0")
+        if self.loss_average not in ("examples", "tokens"):
+            raise RunError(f"training.loss_average is '{self.loss_average}'; it can be examples or tokens")
         if self.precision not in ("float32", "bfloat16"):
             raise RunError(f"training.precision is '{self.precision}'; it can be float32 or bfloat16 (mixed)")
 
@@ -150,6 +174,16 @@ class Run:
             raise RunError(
                 "training.accumulate and privacy are both set; DP-SGD is accounted by training.batch_size, so leave "
                 "training.accumulate out and raise training.batch_size"
+            )
+        if self.method.privacy and self.training.loss_average == "tokens":
+            raise RunError(
+                "training.loss_average is 'tokens' and privacy is set; DP-SGD clips the gradient of each example, and "
+                "all examples must count alike, so leave training.loss_average out"
+            )
+        if self.method.privacy and self.training.class_weights:
+            raise RunError(
+                "training.class_weights and privacy are both set; DP-SGD clips the gradient of each example, and all "
+                "examples must count alike, so leave training.class_weights out"
             )
         if self.method.step_rules and self.training.accumulate > 1:
             raise RunError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -207,3 +207,11 @@ class Mean:
     def over(self, total: float) -> Tensors:
         """Return the weighted sum divided by `total`, which may include the weight of additions without a name."""
         return {name: value * (self.weight[name] / total) for name, value in self.value.items()}
+
+
+def constants(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """Return numbers as a tensor (number,) with the dtype and device of `like`, without a copy from the host.
+
+    A CUDA graph cannot capture such a copy.
+    """
+    return torch.stack([like.new_full((), number) for number in numbers])

@@ -45,6 +45,7 @@ from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
 from partita.storage.client_store import ClientStore
 from partita.storage.initial_values import InitialValues
+from partita.tasks.losses import CLASS_LOSSES
 from partita.training.cuda_graphs import GraphCache
 from partita.training.parameter_groups import parameter_groups
 
@@ -89,8 +90,22 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     trained_method = build_method(config.method)
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
     raw_model = build_model(config.model, method, raw_federation.task, key)
+    _check_class_loss(config, raw_federation.task)
+    _check_augmentation(config, raw_federation.task)
+    if config.training.loss_average == "tokens" and raw_federation.task.kind.head not in ("tokens", "lm"):
+        raise RunError(
+            f"training.loss_average is 'tokens', but a task of kind '{raw_federation.task.kind.name}' has no labels of "
+            "tokens; leave it out"
+        )
+    drops = config.training.dropout and raw_model.uses_dropout()
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)
+        if drops:
+            warnings.warn(
+                "engine.cache_frozen: the cached layers run without dropout, because their outputs are computed once; "
+                "the layers above them have it",
+                stacklevel=2,
+            )
     else:
         model, federation = raw_model, raw_federation.to(device)
     run, guard = build_run(config, method, model, federation, key, secret)
@@ -164,7 +179,7 @@ def build_run(
     federate = config.federation
     run = Run(
         replace(method, carry_optimizer=method.carry_optimizer or config.training.keep_optimizer),
-        config.training.build(),
+        config.training.build(federation.task.classes),
         config.rounds,
         key,
         cohort=1.0 if method.pool else federate.cohort,
@@ -208,6 +223,25 @@ def build_engine(experiment: Experiment, store: ClientStore) -> SimulationEngine
         evaluator=experiment.evaluator,
         graphs=experiment.graphs,
     )
+
+
+def _check_class_loss(config: Config, task: Task) -> None:
+    given = [key for key in ("label_smoothing", "class_weights") if getattr(config.training, key)]
+    if given and task.kind.loss not in CLASS_LOSSES:
+        raise RunError(
+            f"training.{given[0]} is for tasks in which a target is one class, not for a task of kind "
+            f"'{task.kind.name}'; leave it out"
+        )
+
+
+def _check_augmentation(config: Config, task: Task) -> None:
+    if config.training.augment and task.kind.inputs != "image":
+        raise RunError(f"training.augment is for images, not for a task of kind '{task.kind.name}'; leave it out")
+    if config.training.augment and config.engine.cache_frozen:
+        raise RunError(
+            "training.augment and engine.cache_frozen are both set; a cache needs the same images in every round, so "
+            "leave one of them out"
+        )
 
 
 def _with_attackers(config: Config, method: Method, federation: Federation, key: Key) -> tuple[Method, Federation]:

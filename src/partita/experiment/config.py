@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +30,7 @@ from partita.core.options import (
     Share,
     Text,
     Whole,
+    closest_match,
     format_value,
     options_of,
     unknown_key,
@@ -71,6 +72,23 @@ class TrainingConfig:
     warmup_steps: Annotated[
         Whole, "steps of linear learning rate warm-up at the start of each client's round (each phase of it)"
     ] = Training.warmup_steps
+    label_smoothing: Annotated[
+        PartialShare, "share of a target that is spread over all classes; evaluation does not smooth"
+    ] = Training.label_smoothing
+    class_weights: Annotated[
+        Mapping[str, Positive] | None, "weight of each class in the training loss, by name; 1 for classes left out"
+    ] = None
+    augment: Annotated[
+        tuple[Literal["flip", "crop", "cutout", "contrast"], ...], "random changes of training images, in this order"
+    ] = ()
+    loss_average: Annotated[
+        Literal["examples", "tokens"],
+        "what the training loss of a batch averages over: its examples, or all its labeled tokens, as transformers' "
+        "Trainer does; `tokens` and `lm` tasks only",
+    ] = Training.loss_average
+    dropout: Annotated[bool, "dropout in training, with the rates in the model's own config; `false` turns it off"] = (
+        Training.dropout
+    )
     keep_optimizer: Annotated[
         bool, "each client keeps its optimizer state (momentum, AdamW's moments) from round to round"
     ] = False
@@ -92,12 +110,20 @@ class TrainingConfig:
     schedule_every: Annotated[Count, "`step`: rounds between learning rate drops"] = 10
     schedule_gamma: Annotated[Share, "`step`: factor applied at each drop"] = 0.1
 
-    def build(self) -> Training:
+    def build(self, classes: Sequence[str] | None = None) -> Training:
         """Create the training settings.
 
+        Args:
+            classes: The names of the task's classes, which `class_weights` needs; None to leave the weights out.
+
         Raises:
-            OptionError: `momentum` or `nesterov` is set, but the optimizer is AdamW.
+            OptionError: `momentum` or `nesterov` is set, but the optimizer is AdamW; or `class_weights` has an unknown
+                class.
         """
+        given = self.class_weights or {}
+        if classes is not None and (unknown := [name for name in given if name not in classes]):
+            remedy = closest_match(unknown[0], classes) if classes else "the task has no classes; leave it out"
+            raise OptionError(f"training.class_weights names the class '{unknown[0]}'; {remedy}")
         if self.optimizer == "adamw" and (self.momentum or self.nesterov):
             raise OptionError("training.momentum and training.nesterov are for optimizer = 'sgd'; leave them out")
         optimizer: Optimizer = AdamW(weight_decay=self.weight_decay)
@@ -119,6 +145,11 @@ class TrainingConfig:
             self.warmup_steps,
             self.layer_decay,
             self.decay_norms_and_biases,
+            self.dropout,
+            self.loss_average,
+            self.label_smoothing,
+            tuple(float(given.get(name, 1.0)) for name in classes) if given and classes is not None else (),
+            tuple(self.augment),
         )
 
 

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from partita.core.torch_private import is_batchedtensor, is_gradtrackingtensor, own_parameters
 from partita.models import ModelError
+from partita.models.dropout import DropoutDraws
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,7 @@ class _Recompute:
     """Checkpoints a layer. The backward pass runs after the parameters were removed, so it reinstalls them."""
 
     layer: nn.Module
+    draws: DropoutDraws | None
 
     def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
         if any(isinstance(item, Tensor) and (is_batchedtensor(item) or is_gradtrackingtensor(item)) for item in inputs):
@@ -26,6 +28,7 @@ class _Recompute:
                 "checkpointing does not work under vmap over clients or examples; set engine.clients_per_block = 1 "
                 "and turn off example-level privacy, or set model.checkpointing = false"
             )
+        seeds, calls = (None, {}) if self.draws is None else (self.draws.seeds, dict(self.draws.calls))
         saved = [(own_parameters(part), dict(own_parameters(part))) for part in self.layer.modules()]
 
         def compute(*inputs: Any) -> Any:
@@ -33,19 +36,27 @@ class _Recompute:
             for current, values in saved:
                 current.update(values)
             try:
-                return run(*inputs)
+                if self.draws is None or self.draws.seeds is not None:  # no dropout, or the first run
+                    return run(*inputs)
+                with self.draws.using(seeds, dict(calls)):  # the same masks again
+                    return run(*inputs)
             finally:
                 for (current, _), values in zip(saved, before, strict=True):
                     current.update(values)
 
-        # A layer draws no random numbers, because dropout is off.
+        # A layer draws no random numbers from torch's generator.
         return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def checkpoint_layers(module: nn.Module) -> None:
-    """Turn on activation checkpointing in all layers of a module that support it."""
+def checkpoint_layers(module: nn.Module, draws: DropoutDraws | None) -> None:
+    """Turn on activation checkpointing in all layers of a module that support it.
+
+    Args:
+        module: The module.
+        draws: What its dropout layers draw from; None if it has none.
+    """
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = True
-            object.__setattr__(layer, "_gradient_checkpointing_func", _Recompute(layer))
-            layer.training = True  # transformers requires it; the submodules, which hold dropout, stay in eval mode
+            object.__setattr__(layer, "_gradient_checkpointing_func", _Recompute(layer, draws))
+            layer.training = True  # transformers requires it; no layer reads it otherwise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from partita.core import tensors
-from partita.core.data import Batch
+from partita.core.data import EXAMPLE_SEEDS, Batch
 from partita.core.model import Model, Output, layer_tag
 from partita.core.options import closest_match
 from partita.core.rng import Key
@@ -24,8 +24,10 @@ from partita.core.torch_private import own_parameters
 from partita.models import ModelError, attention, split_qkv
 from partita.models.activation_checkpointing import checkpoint_layers
 from partita.models.architectures import architecture, forward_of, is_known, tags_of
+from partita.models.dropout import DropoutDraws, use_keyed_dropout
 from partita.models.vmap_layers import use_vmap_layers
 from partita.tasks import IMAGE, TEXT, TaskKind
+from partita.tasks.losses import CLASS_LOSSES, class_losses
 
 ParameterSlot = tuple[dict[str, Any], str]  # the `_parameters` dict of a submodule, and a name in it
 
@@ -49,6 +51,7 @@ class FunctionalModel(Model):
         fixed: Inputs that are the same for every example.
         dtype: If set, the dtype of the forward pass. Trainable parameters stay in float32 and are cast in each call.
         processor: Tokenizer or image processor of transformers, saved with the model.
+        draws: What the dropout layers of the module draw from; None if it has none.
     """
 
     name: str
@@ -62,9 +65,17 @@ class FunctionalModel(Model):
     fixed: Tensors = field(default_factory=dict, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     processor: Any = field(default=None, kw_only=True)
+    draws: DropoutDraws | None = field(default=None, kw_only=True)
 
     def __call__(self, params: Tensors, inputs: Tensors) -> Output:
         inputs = {**inputs, **self.fixed}
+        seeds = inputs.pop(EXAMPLE_SEEDS, None)
+        if seeds is None or self.draws is None:
+            return self._run(params, inputs)
+        with self.draws.using(seeds):
+            return self._run(params, inputs)
+
+    def _run(self, params: Tensors, inputs: Tensors) -> Output:
         if self.dtype is None:
             with self._installed(params):
                 return self.forward(self.module, inputs)
@@ -72,8 +83,24 @@ class FunctionalModel(Model):
             out = self.forward(self.module, _cast(inputs, self.dtype))
         return Output(out.logits.float(), None if out.features is None else out.features.float())
 
+    def uses_dropout(self) -> bool:
+        if self.draws is not None and self.draws.refused:
+            raise ModelError(
+                f"training.dropout: {self.name} has random draws that cannot come from the examples' seeds: "
+                f"{', '.join(self.draws.refused[:3])}; set their rates to 0 in the model's config, or set "
+                "training.dropout = false"
+            )
+        return self.draws is not None
+
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.kind.loss(out.logits, targets)
+
+    def class_losses(
+        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> Tensor:
+        if self.kind.loss not in CLASS_LOSSES:
+            return super().class_losses(out, targets, label_smoothing, class_weights)
+        return class_losses(out.logits, targets, label_smoothing, class_weights)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]
@@ -187,14 +214,16 @@ def from_module(
         kind = IMAGE if module.main_input_name == "pixel_values" else TEXT
     forward = forward_of(model_type, kind.head)
     split_qkv.split(module)
-    # Every random draw must come from a key, but dropout draws from global state. So it stays off (decision 0003).
+    # Every random draw must come from a key, but torch's dropout draws from global state. So the module stays in eval
+    # mode, and its dropout is replaced (decision 0018).
     module.train(False).requires_grad_(False)
+    draws = use_keyed_dropout(module)
     with without_logs():  # a module whose attention cannot be replaced keeps its own
         module.set_attn_implementation(attention.NAME)
     _treat_padding_as_any_token(module)
     use_vmap_layers(module)
     if checkpointing:
-        checkpoint_layers(module)
+        checkpoint_layers(module, draws)
     own = dict(module.named_parameters())
     tags = tags_of(module)
     frozen_names = _frozen(name, tags, frozen, embedding_names(module, own))
@@ -222,6 +251,7 @@ def from_module(
         fixed=dict(fixed or {}),
         dtype=dtype,
         processor=processor,
+        draws=draws,
     )
 
 

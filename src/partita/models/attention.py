@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from partita.core.torch_private import is_batchedtensor, is_gradtrackingtensor
-from partita.models import ModelError
+from partita.models.dropout import attention_factors
 
 NAME = "partita"
 ALIGNMENT = {"cuda": 8}  # half-precision matmuls are slow on CUDA unless the row length is a multiple of 8
@@ -139,7 +139,9 @@ def _unfused(
     causal: bool,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
+    """`scaled_dot_product` as matrix products. The probabilities are multiplied by `factors`, if given."""
     key, value = _for_each_head(query, key, value)
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -147,6 +149,7 @@ def _unfused(
         full_mask = query.new_ones(1, key.shape[2], dtype=torch.bool) if mask is None else mask
         mask = functional.pad(full_mask, (0, padding), value=False if full_mask.dtype == torch.bool else -torch.inf)
         key, value = (functional.pad(part, (0, 0, 0, padding)) for part in (key, value))
+        factors = None if factors is None else functional.pad(factors, (0, padding))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
@@ -157,8 +160,10 @@ def _unfused(
         scores = scores + mask
     if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)
-        return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
-    return scores.softmax(-1) @ value
+        probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        probabilities = scores.softmax(-1)
+    return (probabilities if factors is None else probabilities * factors) @ value
 
 
 def _add_bias(bias: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
@@ -185,18 +190,16 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer."""
-    if dropout:
-        raise ModelError(
-            f"{type(module).__name__} uses attention dropout {dropout}, which draws from the global random state; "
-            "put the module in eval mode"
-        )
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1  # a mask already includes causality
     if position_bias is not None:
         attention_mask, causal = _add_bias(position_bias, attention_mask, query, key, causal), False
     modified: dict[str, Any] = {} if softcap is None and s_aux is None else {"softcap": softcap, "sinks": s_aux}
     hook = None if torch.compiler.is_compiling() else _hook.get()  # hooks are never used in compiled code
-    if hook is None:
+    factors = attention_factors(module, dropout, query, key.shape[2]) if dropout else None
+    if factors is not None:
+        out = _unfused(query, key, value, attention_mask, scaling, causal, softcap, s_aux, factors)
+    elif hook is None:
         out = scaled_dot_product(query, key, value, attention_mask, scaling, causal, **modified)
     else:
         out = hook(module, query, key, value, attention_mask, scaling, causal, **modified)

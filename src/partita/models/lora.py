@@ -162,7 +162,8 @@ def _injected(
 
     PEFT wraps a layer without changing it, so the slots of its parameters stay valid.
     """
-    shared = {id(value): value for value in adapted.module.parameters()}  # do not copy frozen parameters
+    shared: dict[int, Any] = {id(value): value for value in adapted.module.parameters()}  # not frozen parameters
+    shared[id(adapted.draws)] = adapted.draws  # the copy's dropout layers read the seeds that the model sets
     module, parameter_slots = copy.deepcopy((adapted.module, dict(adapted.parameter_slots)), shared)
     _fill(parameter_slots, adapted.initial)  # PEFT reads the weights
     with torch.random.fork_rng(devices=[]):  # PEFT draws its own factors from the global generator

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.nn import functional
 
 from partita.core.data import IGNORE_INDEX
+from partita.core.tensors import constants
+
+TINY = 1e-12  # a sum of weights is at least this, so that nothing weighted is 0 and not NaN
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -45,3 +50,32 @@ def pixel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def squared_error(predictions: Tensor, targets: Tensor) -> Tensor:
     """Return the squared error as a mean over targets. Predictions and targets are (example, target)."""
     return (predictions - targets).square().mean(-1)
+
+
+CLASS_LOSSES = (cross_entropy, token_cross_entropy)  # the losses that `class_losses` can take the place of
+
+
+def class_losses(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()
+) -> Tensor:
+    """Return the cross-entropy with smoothed labels and class weights, as torch's `cross_entropy` has them.
+
+    The loss of an example is the mean over its tokens, weighted by the class weights of their targets.
+
+    Args:
+        logits: (example, class) or (example, token, class).
+        targets: Class indices, (example,) or (example, token). Targets with IGNORE_INDEX do not count.
+        label_smoothing: The share of a target that is spread over all classes.
+        class_weights: The weight of each class; empty for equal weights.
+    """
+    log_shares = functional.log_softmax(logits, -1)
+    labeled = targets != IGNORE_INDEX
+    indices = targets.clamp(min=0)
+    all_weights = constants(class_weights, logits) if class_weights else logits.new_ones(logits.shape[-1])
+    weights = all_weights[indices] * labeled
+    own = -log_shares.gather(-1, indices.unsqueeze(-1)).squeeze(-1) * weights
+    spread = -(log_shares * all_weights).mean(-1) * labeled
+    losses = (1 - label_smoothing) * own + label_smoothing * spread
+    if targets.ndim == 1:
+        return losses / weights.clamp(min=TINY)
+    return losses.sum(1) / weights.sum(1).clamp(min=TINY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -10,11 +11,16 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule
-from partita.core.data import IGNORE_INDEX, Batch, Examples, TableExamples
+from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch, Examples, TableExamples
+from partita.core.keyed_bits import example_seeds
+from partita.core.rng import Key
 
 
 def iterate_batches(
-    examples: Sequence[Examples], schedules: Sequence[BatchSchedule], device: torch.device
+    examples: Sequence[Examples],
+    schedules: Sequence[BatchSchedule],
+    device: torch.device,
+    seed_keys: Sequence[Key] | None = None,
 ) -> Iterator[Batch]:
     """Yield one batch per step, of shape (client, example, ...), or (example, ...) for a single client.
 
@@ -26,13 +32,14 @@ def iterate_batches(
         examples: The examples of each client.
         schedules: The batches of each client.
         device: The device for the batches.
+        seed_keys: The key of each client from which the seeds of its examples are drawn; None for no seeds.
     """
     table = _shared_table(examples) if len(examples) > 1 else None
     if table is not None:
         pairs = zip(examples, schedules, strict=True)
         rows = (part.indices.index_select(0, schedule.order) for part, schedule in pairs)  # type: ignore[attr-defined]
         schedules = [BatchSchedule(order, schedule.sizes) for order, schedule in zip(rows, schedules, strict=True)]
-    for step in zip_longest(*schedules):
+    for number, step in enumerate(zip_longest(*schedules)):
         current = [indices for indices in step if indices is not None]
         if table is not None:
             batch = _take_together(table, current)
@@ -40,6 +47,10 @@ def iterate_batches(
             batch = _take(examples[0], current[0])
         else:
             batch = collate([_take(part, indices) for part, indices in zip(examples, current, strict=False)])
+        if seed_keys is not None:
+            seeds = example_seeds(seed_keys[: len(current)], number, batch.targets.shape[int(len(examples) > 1)])
+            seeds = seeds if len(examples) > 1 else seeds[0]
+            batch = replace(batch, inputs={**batch.inputs, EXAMPLE_SEEDS: seeds})
         yield _place(batch, device)
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from partita.core import tensors
+from partita.core.settings import Training
 from partita.core.tensors import Tensors
 from partita.training.client_axis import ClientAxis, ClientVmap
-from partita.training.objective import Objective
+from partita.training.objective import TINY, Objective, example_weights
 
 Lift = Callable[[Callable[..., Any], Sequence[Any]], Callable[..., Any]]  # (function of one client, dims) -> of a block
 
@@ -81,16 +82,17 @@ class PlainGradients:
 class AccumulatedGradients:
     """The gradient of a step in several batches, one after another, so that only one of them needs memory at a time.
 
-    It is the mean over all examples of the step, up to rounding that of one large batch.
+    It is the mean over all examples or tokens of the step, up to rounding that of one large batch.
 
     Args:
         gradients: Computes the gradient of one batch.
         axis: The clients.
-        batch_size: The largest number of examples per batch.
+        training: The settings, with the largest number of examples per batch.
     """
 
-    def __init__(self, gradients: GradientEstimator, axis: ClientAxis, batch_size: int) -> None:
-        self.gradients, self.axis, self.batch_size = gradients, axis, batch_size
+    def __init__(self, gradients: GradientEstimator, axis: ClientAxis, training: Training) -> None:
+        self.gradients, self.axis, self.training = gradients, axis, training
+        self.batch_size = training.batch_size
 
     def __call__(
         self, trainable: Tensors, values: Sequence[Any], dims: Sequence[Any], count: int
@@ -98,8 +100,9 @@ class AccumulatedGradients:
         *fixed, inputs, targets, mask = values
         dim = int(self.axis.many)  # of the examples
         # The clients of a block can have different numbers of examples, which the mask says.
-        counted = torch.ones(targets.shape[: dim + 1], device=targets.device) if mask is None else mask
-        shares = [part.sum(dim) / counted.sum(dim).clamp(min=1) for part in counted.split(self.batch_size, dim)]
+        weights = example_weights(self.training, targets, mask, self.axis.many)
+        counted = torch.ones(targets.shape[: dim + 1], device=targets.device) if weights is None else weights
+        shares = [part.sum(dim) / counted.sum(dim).clamp(min=TINY) for part in counted.split(self.batch_size, dim)]
         columns = {name: value.split(self.batch_size, dim) for name, value in inputs.items()}
         answers = targets.split(self.batch_size, dim)
         masks = [None] * len(answers) if mask is None else mask.split(self.batch_size, dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,14 @@ from torch import Tensor
 
 from partita.core import tensors
 from partita.core.client import ClientRound, LocalResult
+from partita.core.data import Batch
 from partita.core.plan import Phase
 from partita.core.settings import Run
 from partita.core.update import DeltaFacts
+from partita.training.augmentation import augment
 from partita.training.batching import iterate_batches
 from partita.training.dp_sgd import NoiseSource
+from partita.training.objective import rule_batch
 from partita.training.phase_trainer import PhaseDeltas, PhaseTrainer
 from partita.training.phase_work import PhaseWork
 
@@ -73,7 +76,14 @@ def start_training(
         trainer = make_trainer(work)
         schedules = [client_round.schedules[index] for client_round in ranked]
         examples = [client_round.examples for client_round in ranked]
-        losses = [trainer.step(batch) for batch in iterate_batches(examples, schedules, trainer.device)]
+        # A block has one model, so all its clients have dropout, or none has.
+        drops = run.training.dropout and ranked[0].ctx.model.uses_dropout()
+        draws = drops or run.training.augment
+        seed_keys = [client_round.key / "dropout" / index for client_round in ranked] if draws else None
+        batches = iterate_batches(examples, schedules, trainer.device, seed_keys)
+        if run.training.augment:
+            batches = _augmented(batches, run.training.augment, drops)
+        losses = [trainer.step(batch) for batch in batches]
         moved = trainer.deltas()
         for place, params, delta in zip(order, trainer.params(), moved.deltas, strict=True):
             trained[place].append(params)
@@ -101,6 +111,13 @@ def start_training(
         ]
 
     return wait
+
+
+def _augmented(batches: Iterable[Batch], names: Sequence[str], drops: bool) -> Iterator[Batch]:
+    """Augment the images of each batch. Only a model with dropout needs the seeds afterwards."""
+    for batch in batches:
+        changed = augment(batch, names)
+        yield changed if drops else rule_batch(changed.inputs, changed.targets, changed.mask)
 
 
 @dataclass(frozen=True)

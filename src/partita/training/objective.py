@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.data import Batch
+from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch
 from partita.core.method import ClientRule, Context, ForbiddenData, overrides
-from partita.core.model import Model
+from partita.core.model import Model, Output
 from partita.core.optim import clip_gradients
 from partita.core.personal_copy import PERSONAL
 from partita.core.plan import Plan
-from partita.core.settings import Run
+from partita.core.settings import Run, RunError, Training
 from partita.core.tensors import Slots, Tensors
+
+TINY = 1e-12  # a sum of weights is at least this, so that a batch without weight has loss 0 and not NaN
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,26 @@ class Objective:
         """
         params = {**frozen, **trainable}
         out = self.model(params, inputs)
-        task = masked_mean(self.model.losses(out, targets), mask)
+        task = masked_mean(self.losses(out, targets), example_weights(self.run.training, targets, mask))
         if not self.run.method.client_rules:  # a compiled program must not depend on `lr` without need
             return task, task
         ctx = self.context(anchor, sent, memory)
         penalties = (
-            rule.penalty(out, params, Batch(inputs, targets, mask), ctx) for rule in self.run.method.client_rules
+            rule.penalty(out, params, rule_batch(inputs, targets, mask), ctx) for rule in self.run.method.client_rules
         )
         return sum((penalty for penalty in penalties if penalty is not None), start=task), task
+
+    def losses(self, out: Output, targets: Tensor) -> Tensor:
+        """Return the task's training loss of each example, (example,).
+
+        Args:
+            out: The output of the forward pass.
+            targets: The targets, of shape (example, ...).
+        """
+        training = self.run.training
+        if not training.label_smoothing and not training.class_weights:
+            return self.model.losses(out, targets)
+        return self.model.class_losses(out, targets, training.label_smoothing, training.class_weights)
 
     def penalties(self, out: Any, params: Tensors, batch: Any, ctx: Context, per_example: bool) -> Iterator[Tensor]:
         """Yield the penalties that read examples, or those that must not read any.
@@ -162,6 +176,36 @@ class Objective:
         return params
 
 
+def rule_batch(inputs: Tensors, targets: Tensor, mask: Tensor | None = None) -> Batch:
+    """Return the batch that rules see. It has no seeds: forward passes of other parameters run without dropout."""
+    return Batch({name: value for name, value in inputs.items() if name != EXAMPLE_SEEDS}, targets, mask)
+
+
+def example_weights(training: Training, targets: Tensor, mask: Tensor | None, clients: bool = False) -> Tensor | None:
+    """Return the weight of each example in the loss of a batch, (..., example); None if all examples count alike.
+
+    Args:
+        training: The settings. With `loss_average` "tokens", the weight is the sum over labeled tokens of their class
+            weights. Otherwise it is the class weight of a single target, and 1 for an example of many tokens.
+        targets: The targets, (..., example) or (..., example, token).
+        mask: Shape (..., example), zero for padding; None if all examples count.
+        clients: Whether the first dimension is the client.
+
+    Raises:
+        RunError: If `loss_average` is "tokens" and the targets are those of whole examples.
+    """
+    by_token = targets.ndim > 1 + clients
+    if training.loss_average == "tokens" and not by_token:
+        raise RunError("training.loss_average is 'tokens', but the task has no labels of tokens; leave it out")
+    if training.loss_average == "examples" and (by_token or not training.class_weights):
+        return mask
+    weights = (targets != IGNORE_INDEX).float()
+    if training.class_weights:
+        weights = weights * tensors.constants(training.class_weights, weights)[targets.clamp(min=0)]
+    weights = weights.sum(-1) if by_token else weights
+    return weights if mask is None else weights * mask
+
+
 def masked_mean(losses: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean of the losses of shape (example,), over the examples that the mask does not exclude."""
-    return losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=1)
+    """Return the mean of the losses of shape (example,), weighted by the mask."""
+    return losses.mean() if mask is None else (losses * mask).sum() / mask.sum().clamp(min=TINY)

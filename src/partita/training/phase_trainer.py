@@ -124,7 +124,7 @@ class PhaseTrainer:
         training, model = work.run.training, work.objective.model
         self.gradients = gradients or _estimator(work)
         if training.accumulate > 1:
-            self.gradients = AccumulatedGradients(self.gradients, self.axis, training.batch_size)
+            self.gradients = AccumulatedGradients(self.gradients, self.axis, training)
         self.optimizer = optimizer or EagerOptimizer(
             parameter_groups(training, model, work.names), training.warmup_steps
         )

@@ -15,7 +15,7 @@ from partita.core.tensors import Slots, Tensors
 from partita.training.client_axis import ClientAxis, ClientVmap, VmapError
 from partita.training.dp_sgd import Loss, NoiseSource, clipped_sum
 from partita.training.ghost_clipping import CHECKED_EXAMPLES, GhostError, check_norms, ghost_sum
-from partita.training.objective import Objective, masked_mean
+from partita.training.objective import Objective, masked_mean, rule_batch
 
 # With clipping = "auto", try ghost clipping if a batch's per-example gradients have more elements than this (1 GiB).
 GHOST_THRESHOLD = 2**28
@@ -84,8 +84,8 @@ class PrivateGradients:
             params = {**frozen, **trainable}
             with self.objective.autocast(cache=False):  # only here: norms, sums and noise stay in float32
                 out = model(params, inputs)
-                task = model.losses(out, targets).sum()
-                penalties = self.objective.penalties(out, params, Batch(inputs, targets), ctx, per_example=True)
+                task = self.objective.losses(out, targets).sum()
+                penalties = self.objective.penalties(out, params, rule_batch(inputs, targets), ctx, per_example=True)
                 return sum(penalties, start=task), task
 
         def of_none(trainable: Tensors) -> Tensor:
@@ -116,7 +116,7 @@ class PrivateGradients:
         model = self.objective.model
 
         def of_all(trainable: Tensors, inputs: Tensors, targets: Tensor) -> Tensor:
-            return model.losses(model({**frozen, **trainable}, inputs), targets)
+            return self.objective.losses(model({**frozen, **trainable}, inputs), targets)
 
         if not self.steps:
             few = {name: value[:CHECKED_EXAMPLES] for name, value in batch.inputs.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
-from partita.models.architectures.spec import Architecture, InputSide, tag_rules
+from partita.models.architectures.spec import Architecture, InputSide, head_dropout, tag_rules
 
 
 def _state(module: Any, inputs: Tensors) -> Tensor:
@@ -39,7 +39,7 @@ def _classes(module: Any, inputs: Tensors) -> Output:
 def _tokens(module: Any, inputs: Tensors) -> Output:
     state = _state(module, inputs)
     head = module.classifier if hasattr(module, "classifier") else module.score
-    return Output(head(state), last_token(state, inputs))
+    return Output(head(head_dropout(module, state)), last_token(state, inputs))
 
 
 def _next(module: Any, inputs: Tensors) -> Output:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from partita.core.model import Output
 from partita.core.tensors import Tensors
-from partita.models.architectures.spec import Architecture, Forward, InputSide, tag_rules
+from partita.models.architectures.spec import Architecture, Forward, InputSide, head_dropout, tag_rules
 
 _EMBEDDINGS = {
     r"embeddings\.(word|position|token_type)_embeddings\..+": "embedding",
@@ -48,7 +48,7 @@ def like_bert(body: str, text: Forward) -> Architecture:
 def pooled(module: Any, inputs: Tensors) -> Output:
     """Classify texts from the pooled first token. A `Forward` of `module` and `inputs`."""
     out = module.base_model(**inputs)
-    return Output(module.classifier(out.pooler_output), out.last_hidden_state[:, 0])
+    return Output(module.classifier(head_dropout(module, out.pooler_output)), out.last_hidden_state[:, 0])
 
 
 def all_tokens(module: Any, inputs: Tensors) -> Output:
@@ -57,12 +57,13 @@ def all_tokens(module: Any, inputs: Tensors) -> Output:
     A `Forward` of `module` and `inputs`.
     """
     state = module.base_model(**inputs).last_hidden_state  # (example, token, width)
-    return Output(module.classifier(state), state[:, 0])
+    return Output(module.classifier(head_dropout(module, state)), state[:, 0])
 
 
 def _through_relu(module: Any, inputs: Tensors) -> Output:
     features = module.base_model(**inputs).last_hidden_state[:, 0]  # first token of (example, token, width)
-    return Output(module.classifier(functional.relu(module.pre_classifier(features))), features)
+    hidden = functional.relu(module.pre_classifier(features))
+    return Output(module.classifier(head_dropout(module, hidden)), features)
 
 
 DISTILBERT = Architecture(

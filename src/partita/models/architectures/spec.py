@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from partita.core.model import Output
 from partita.core.tensors import Tensors
 from partita.tasks import Head
@@ -51,3 +53,14 @@ def tag_rules(stem: str, roles: Mapping[str, str], *tags: str) -> tuple[TagRule,
         *tags: Further tags of all rules.
     """
     return tuple((stem + pattern, role, *tags) for pattern, role in roles.items())
+
+
+def head_dropout(module: Any, states: Tensor) -> Tensor:
+    """Apply the dropout before the last layer of a head, if the module has one.
+
+    Args:
+        module: The module with the head.
+        states: The input of the head's last layer, with the example dimension first.
+    """
+    dropout = getattr(module, "dropout", None)
+    return states if dropout is None else dropout(states)

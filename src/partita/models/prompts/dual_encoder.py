@@ -18,7 +18,7 @@ from partita.core.tensors import Names, Tensors
 from partita.models import CACHED_STATES, ModelError, attention
 from partita.models.adapter import without_logs
 from partita.models.architectures.dual_encoders import image_tower_spec, text_tower_spec
-from partita.tasks.losses import cross_entropy
+from partita.tasks.losses import class_losses, cross_entropy
 
 SCALE = "logit_scale"
 # From texts to token ids and a mask that is false for padding, each (text, token).
@@ -52,6 +52,11 @@ class DualEncoder(Model):
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return cross_entropy(out.logits, targets)
+
+    def class_losses(
+        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> Tensor:
+        return class_losses(out.logits, targets, label_smoothing, class_weights)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)

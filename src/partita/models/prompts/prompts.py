@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -41,6 +41,11 @@ class PromptModel(Model):
 
     def losses(self, out: Output, targets: Tensor) -> Tensor:
         return self.towers.losses(out, targets)
+
+    def class_losses(
+        self, out: Output, targets: Tensor, label_smoothing: float, class_weights: Sequence[float]
+    ) -> Tensor:
+        return self.towers.class_losses(out, targets, label_smoothing, class_weights)
 
     def features_to_cache(self, inputs: Tensors) -> Tensor:
         """Return the image features to cache; see `DualEncoder.features_to_cache`."""

@@ -1,0 +1,108 @@
+"""Random words for single elements of a batch, as a function of seed, place and coordinates.
+
+Dropout and augmentation draw from these. A word depends on the seed of its example, on the place in the model, and on
+the coordinates of the element. It does not depend on padding, batch size, order, engine or device. All operations are
+plain integer arithmetic on int32, which wraps, so that they work under `vmap`, `torch.compile` and in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from partita.core.rng import Key
+
+# The multipliers of lowbias32, a hash in which every bit of the input changes every bit of the output equally often.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+_GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
+
+
+def example_seeds(keys: Sequence[Key], step: int, count: int) -> Tensor:
+    """Return a seed for each example of a step, of shape (client, example).
+
+    Args:
+        keys: The key of each client, round and phase.
+        step: The step of the phase, from 0.
+        count: The number of examples. A longer batch starts with the same seeds.
+    """
+    start = np.array([[int.from_bytes(key.digest(8), "big")] for key in keys], np.uint64)
+    with np.errstate(over="ignore"):  # the arithmetic of splitmix64 wraps
+        of_step = _splitmix64(start + np.uint64(step) * _GOLDEN_64)
+        seeds = _splitmix64(of_step + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN_64)
+    return torch.from_numpy(seeds.view(np.int64))
+
+
+def _splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def place_id(name: str) -> int:
+    """Return the 64-bit id of a place in the model, such as the path of a dropout layer."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+
+
+def random_words(seeds: Tensor, place: int, sizes: Sequence[int]) -> Tensor:
+    """Return uniform random int32 words.
+
+    Args:
+        seeds: The seed of each example, int64 of shape (example,).
+        place: The id of the place, from `place_id`.
+        sizes: The sizes of the dimensions after the example.
+
+    Returns:
+        Shape (example, *sizes). Use the high bits; the low ones are less random.
+    """
+    words = _mixed(seeds.to(torch.int32) ^ _signed(place))
+    words = _mixed(words ^ (seeds >> 32).to(torch.int32) ^ _signed(place >> 32))  # (example,)
+    for depth, size in enumerate(sizes):
+        coordinates = torch.arange(size, dtype=torch.int32, device=seeds.device)
+        joined = words.unsqueeze(-1) ^ _mixed(coordinates + _signed((depth + 1) * 0x9E3779B9))
+        # The last mix has no final shift, which only changes the low bits: it is the only one on all elements.
+        words = _mixed(joined) if depth < len(sizes) - 1 else _half_mixed(joined)
+    return words
+
+
+def keep_factors(words: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
+    """Return 0 with probability `rate`, otherwise 1 / (1 - rate), for each word."""
+    if rate >= 1:
+        return torch.zeros_like(words, dtype=dtype)
+    return (words >= round(rate * 2**32) - 2**31).to(dtype) * (1 / (1 - rate))
+
+
+def uniforms(words: Tensor) -> Tensor:
+    """Return the words as uniform float32 numbers in [0, 1), with 24 bits."""
+    return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def _mixed(words: Tensor) -> Tensor:
+    words = _half_mixed(words ^ _shifted(words, 16))
+    return words ^ _shifted(words, 16)
+
+
+def _half_mixed(words: Tensor) -> Tensor:
+    words = _times(words, _FIRST)
+    return _times(words ^ _shifted(words, 15), _SECOND)
+
+
+def _times(words: Tensor, factor: int) -> Tensor:
+    """Multiply and keep the lowest 32 bits."""
+    if torch.compiler.is_compiling():  # the compiler's C++ may not assume that int32 wraps; it fuses the casts
+        return (words.long() * factor).to(torch.int32)
+    return words * factor
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros; `>>` alone would copy the sign."""
+    return (words >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """Return the lowest 32 bits of a number as an int32."""
+    return (number + 2**31) % 2**32 - 2**31

@@ -1,0 +1,205 @@
+"""Dropout that draws from the seeds of the examples instead of torch's global generator (decision 0018)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from partita.core.keyed_bits import keep_factors, place_id, random_words
+from partita.models import ModelError
+
+_OTHER_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(eq=False)
+class DropoutDraws:
+    """What all dropout layers of a model share: the seeds of the forward pass that is running.
+
+    Attributes:
+        seeds: The seed of each example, (example,); None outside training, where nothing is dropped.
+        calls: By place, the number of draws so far in this forward pass.
+        refused: Parts of the model with random draws that cannot come from seeds, in words.
+        replaced: Functions of torch that are replaced while a module runs, innermost last.
+    """
+
+    seeds: Tensor | None = None
+    calls: dict[int, int] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+    replaced: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def using(self, seeds: Tensor | None, calls: dict[int, int] | None = None) -> Iterator[None]:
+        """Draw from `seeds` inside the block, after as many draws as `calls` says."""
+        before = self.seeds, self.calls
+        self.seeds, self.calls = seeds, {} if calls is None else calls
+        try:
+            yield
+        finally:
+            self.seeds, self.calls = before
+
+    def factors(self, place: int, rate: float, value: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return the factors of a dropout, of shape (example, *sizes).
+
+        Args:
+            place: The id of the dropout's place in the model.
+            rate: The probability to drop.
+            value: The tensor whose dtype the factors get. Its first dimension must be the example.
+            sizes: The sizes of the dimensions after the example.
+
+        Raises:
+            ModelError: If the first dimension of `value` is not the example.
+        """
+        assert self.seeds is not None
+        if value.shape[0] != self.seeds.shape[0]:
+            raise ModelError(
+                f"a dropout of the model gets {value.shape[0]} rows for {self.seeds.shape[0]} examples, so its masks "
+                "cannot be drawn by example; set training.dropout = false"
+            )
+        call = self.calls.get(place, 0)
+        self.calls[place] = call + 1
+        return keep_factors(random_words(self.seeds, place + call, sizes), rate, value.dtype)
+
+
+class KeyedDropout(nn.Dropout):
+    """nn.Dropout that draws from the seeds of the examples, and drops nothing without seeds."""
+
+    draws: DropoutDraws
+    place: int
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _dropped(self.draws, self.place, inputs, self.p)
+
+
+class KeyedDropPath(nn.Module):
+    """Stochastic depth: sets a whole residual branch to zero, for each example with probability `drop_prob`."""
+
+    draws: DropoutDraws
+    place: int
+    drop_prob: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.draws.seeds is None:
+            return hidden_states
+        factors = self.draws.factors(self.place, self.drop_prob, hidden_states, ())
+        return hidden_states * factors.view(-1, *[1] * (hidden_states.ndim - 1))
+
+
+def attention_factors(module: nn.Module, rate: float, query: Tensor, keys: int) -> Tensor | None:
+    """Return the dropout factors of attention probabilities, (example, head, query, key); None outside training.
+
+    Args:
+        module: The attention module.
+        rate: The probability to drop.
+        query: (example, head, token, width).
+        keys: The number of keys.
+
+    Raises:
+        ModelError: If the module is in train mode without keyed dropout.
+    """
+    draws = getattr(module, "draws", None)
+    if draws is None:
+        raise ModelError(
+            f"{type(module).__name__} uses attention dropout {rate}, which draws from the global random state; "
+            "put the module in eval mode"
+        )
+    if draws.seeds is None:
+        return None
+    factors: Tensor = draws.factors(module.place, rate, query, (query.shape[1], query.shape[2], keys))
+    return factors
+
+
+def use_keyed_dropout(module: nn.Module) -> DropoutDraws | None:
+    """Let the dropout of a module in eval mode draw from seeds. Changes the module in place.
+
+    Returns:
+        The draws that all its dropout layers share; None if the module drops nothing.
+    """
+    draws, refused = DropoutDraws(), list[str]()
+    found = False
+    for path, part in module.named_modules():
+        named = _names_in_forward(type(part))
+        if isinstance(part, _OTHER_DROPOUT) and part.p > 0:
+            refused.append(f"{path} ({type(part).__name__})")
+        elif type(part) is nn.Dropout and part.p > 0:
+            part.__class__ = KeyedDropout
+            found = _attach(part, draws, path)
+        elif type(part).__name__.endswith("DropPath") and getattr(part, "drop_prob", None):
+            part.__class__ = KeyedDropPath
+            found = _attach(part, draws, path)
+        elif "ALL_ATTENTION_FUNCTIONS" in named and (_own_rates(part) or _child_rates(part)):
+            part.training = True  # it passes its rate to the attention function, which draws
+            found = _attach(part, draws, path)
+        elif "training" in named and (rates := _own_rates(part)):
+            if "layerdrop" in rates or not {"functional", "dropout"} <= named:
+                refused.append(f"{path} ({type(part).__name__}: {', '.join(rates)})")
+            else:
+                part.training = True
+                _draw_functional_dropout(part)
+                found = _attach(part, draws, path)
+    draws.refused = tuple(refused)
+    return draws if found or refused else None
+
+
+def _attach(part: nn.Module, draws: DropoutDraws, path: str) -> bool:
+    part.draws, part.place = draws, place_id(path)  # type: ignore[assignment]
+    return True
+
+
+def _dropped(draws: DropoutDraws, place: int, inputs: Tensor, rate: float) -> Tensor:
+    if draws.seeds is None or rate == 0:
+        return inputs
+    return inputs * draws.factors(place, rate, inputs, tuple(inputs.shape[1:]))
+
+
+def _own_rates(part: nn.Module) -> list[str]:
+    """The names of a module's own dropout rates above 0."""
+    return [name for name, value in vars(part).items() if "drop" in name and isinstance(value, float) and value > 0]
+
+
+def _child_rates(part: nn.Module) -> bool:
+    return any(isinstance(child, nn.Dropout) and child.p > 0 for child in part.children())
+
+
+def _names_in_forward(kind: type) -> set[str]:
+    """The names that the code of `forward` reads."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+    return _names_in(code) if code else set()
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _draw_functional_dropout(part: nn.Module) -> None:
+    """Let `nn.functional.dropout` draw from the seeds during the forward pass of a module, which is in train mode.
+
+    Modules with LayerDrop compare `torch.rand` with its rate in train mode, also if the rate is 0. They get ones there.
+    """
+    part.register_forward_pre_hook(_replace_functions)
+    part.register_forward_hook(_restore_functions, always_call=True)  # also after an error
+
+
+def _replace_functions(part: Any, inputs: Any) -> None:
+    part.draws.replaced.append((functional.dropout, torch.rand))
+    functional.dropout = partial(_functional_dropout, part)
+    torch.rand = cast(Any, torch.ones)
+
+
+def _restore_functions(part: Any, inputs: Any, output: Any) -> None:
+    functional.dropout, torch.rand = part.draws.replaced.pop()
+
+
+def _functional_dropout(
+    part: Any, value: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return _dropped(part.draws, part.place, value, p if training else 0.0)
