@@ -262,7 +262,7 @@ def test_classes_are_those_of_torch_and_transformers_where_nothing_is_dropped() 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, when it loads its compiler
 def test_compiled_model_draws_the_same_masks() -> None:
-    model = model_of("bert-text")
+    model = make_model("bert-text", sizes={"num_hidden_layers": 1})
     params, (inputs, _) = perturbed(model.initial), batch_of("bert-text", model)
     compiled = torch.compile(lambda given: model(params, given).logits, fullgraph=True)
     expected = model(params, with_seeds(inputs)).logits
