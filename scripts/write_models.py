@@ -25,13 +25,14 @@ Each type was built from a tiny random config. For each, the tests check that
 
 "Roles" are those of attention and feed-forward blocks. "other" stands for parameters without a role, such as a fused
 projection. "Scores" says whether attention was seen to depend on the query and key of a layer and on no value, output
-or feed-forward parameter of it; "–" is a type without attention maps. Layers are those of the tiny config; a decoder's
-follow those of its encoder.
+or feed-forward parameter of it; "–" is a type without attention maps. "Dropout" says whether its dropout can be drawn
+by example; elsewhere a run with dropout is refused, and `training.dropout = false` trains without. Layers are those of
+the tiny config; a decoder's follow those of its encoder.
 
 {count} model types:
 
-| type | task | layers | roles | scores | clients train |
-|---|---|---|---|---|---|
+| type | task | layers | roles | scores | clients train | dropout |
+|---|---|---|---|---|---|---|
 """
 
 

@@ -137,8 +137,10 @@ def use_keyed_dropout(module: nn.Module) -> DropoutDraws | None:
             found = _attach(part, draws, path)
         elif "ALL_ATTENTION_FUNCTIONS" in named and (_own_rates(part) or _child_rates(part)):
             part.training = True  # it passes its rate to the attention function, which draws
+            if {"functional", "dropout"} <= named:  # of its output
+                _draw_functional_dropout(part)
             found = _attach(part, draws, path)
-        elif "training" in named and (rates := _own_rates(part)):
+        elif "training" in named and (rates := [rate for rate in _own_rates(part) if rate in named]):
             if "layerdrop" in rates or not {"functional", "dropout"} <= named:
                 refused.append(f"{path} ({type(part).__name__}: {', '.join(rates)})")
             else:
