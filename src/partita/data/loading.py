@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from math import floor
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,9 +21,13 @@ from torch import Tensor
 from partita.core.hub import offline_reason
 from partita.core.options import Count, Range, closest_match
 from partita.core.rng import Key
+from partita.data.cache import cached, identity_of_file
 from partita.data.errors import DataError, first_line, need, reading
 
 TABLES = ("parquet", "csv", "json", "jsonl")
+MAPPED_FROM = 2**28  # Parquet files with more bytes are copied to an Arrow file, which is not read into memory
+ARROW_FILE = "table.arrow"
+ROWS_TOGETHER = 1024  # rows copied together
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 REMEDY = (
@@ -42,6 +48,29 @@ Limit = Annotated[
     Count | None,
     "for tries: use at most this many train rows and as many test rows, drawn before the split by the seed",
 ]
+
+
+class Columns(Mapping[str, NDArray[Any]]):
+    """Columns that are read on first use. Most are never used, and a column of long texts would take much memory.
+
+    Args:
+        rows: Length of each column.
+        readers: A function that reads the column, by name.
+    """
+
+    def __init__(self, rows: int, readers: Mapping[str, Callable[[], NDArray[Any]]]) -> None:
+        self.rows, self.readers, self.read = rows, readers, dict[str, NDArray[Any]]()
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self.read:
+            self.read[name] = self.readers[name]()
+        return self.read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
+
+    def __len__(self) -> int:
+        return len(self.readers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,13 +118,10 @@ class DatasetPart:
                 raise DataError(f"{self.row(place)} has no text in '{column}'; fill it in or remove the row")
         return texts
 
-    def columns(self, *others: str) -> dict[str, NDArray[Any]]:
+    def columns(self, *others: str) -> Mapping[str, NDArray[Any]]:
         """Return the columns that splits can use: all of type text, integer or class, except `others`."""
-        return {
-            name: self._column(name)
-            for name in self.data.column_names
-            if name not in others and self._can_split_by(name)
-        }
+        usable = (name for name in self.data.column_names if name not in others and self._can_split_by(name))
+        return Columns(len(self.rows), {name: partial(self._column, name) for name in usable})
 
     def _can_split_by(self, name: str) -> bool:
         feature = self.data.features[name]
@@ -294,11 +320,32 @@ def _table(file: Path) -> Any:
         raise DataError(f"{str(file)!r} is not one of {', '.join(TABLES)}; {REMEDY}")
     with reading(f"the {kind} file {str(file)!r}"):
         if kind == "parquet":
+            if file.stat().st_size > MAPPED_FROM:
+                return datasets.Dataset.from_file(str(_arrow_copy(file)))
             return datasets.Dataset(need("pyarrow.parquet", "data").read_table(file))
         if kind == "csv":
             csv = need("pyarrow.csv", "data")
             return datasets.Dataset(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
         return datasets.Dataset.from_list(_records(file))
+
+
+def _arrow_copy(file: Path) -> Path:
+    """Copy a Parquet file to an Arrow file in the cache, from which rows can be read one by one."""
+    parquet, pyarrow = need("pyarrow.parquet", "data"), need("pyarrow", "data")
+
+    def build(folder: Path) -> None:
+        with (
+            parquet.ParquetFile(file) as source,
+            pyarrow.OSFile(str(folder / ARROW_FILE), "wb") as target,
+            pyarrow.ipc.new_stream(target, source.schema_arrow) as writer,
+        ):
+            for batch in source.iter_batches(batch_size=ROWS_TOGETHER):
+                writer.write_batch(batch)
+
+    with parquet.ParquetFile(file) as source:
+        size = sum(source.metadata.row_group(group).total_byte_size for group in range(source.num_row_groups))
+    key = hashlib.blake2b(identity_of_file(file).encode(), digest_size=16).hexdigest()
+    return cached("tables", key, build, size) / ARROW_FILE
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

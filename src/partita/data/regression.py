@@ -13,7 +13,17 @@ from torch import Tensor
 from partita.core.options import format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError, need
-from partita.data.images import Channels, PixelMean, PixelStd, Size, normalization, read_images, side_of
+from partita.data.images import (
+    Channels,
+    Memory,
+    PixelMean,
+    PixelStd,
+    Size,
+    normalization,
+    read_images,
+    side_of,
+    storage_notes,
+)
 from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.task import Task, text_task
 from partita.data.text import MaxLength, Tokenizer, read_texts
@@ -58,6 +68,7 @@ def image_regression(
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
+    memory: Memory = "auto",
 ) -> Task:
     """Regression on images: one number per image, or several if `target` is a list of columns.
 
@@ -68,7 +79,7 @@ def image_regression(
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
     columns = source.train.columns(image, *names)
     opened = replace(source, train=_opened(source, source.train, image), test=_opened(source, source.test, image))
-    train, held_out = read_images(opened, image, targets, size, channels, normalize)
+    train, held_out = read_images(opened, image, targets, size, channels, normalize, memory)
     return Task(
         source.name,
         train,
@@ -79,6 +90,7 @@ def image_regression(
         side_of(train),
         IMAGE_REGRESSION,
         normalization=(mean, std),
+        notes=storage_notes(train),
     )
 
 

@@ -19,6 +19,8 @@ from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.data.client_ids import NamedClients
 from partita.data.errors import DataError
+from partita.data.image_reader import ImagesOnDisk
+from partita.data.loading import Columns
 from partita.data.ragged import RaggedExamples
 from partita.tasks import IMAGE, Normalization, TaskKind
 
@@ -75,11 +77,14 @@ class Table:
         return Table(inputs, self.targets.to(device), self.transform)
 
 
+Rows = Table | ImagesOnDisk | RaggedExamples
+
+
 @dataclass(frozen=True, eq=False)
 class Subset:
     """A view of some rows of a table. It stores only the row indices."""
 
-    table: Table | RaggedExamples
+    table: Rows
     indices: Tensor  # (row,)
 
     def __len__(self) -> int:
@@ -87,6 +92,11 @@ class Subset:
 
     def take(self, indices: Tensor) -> Batch:
         return self.table.take(self.indices[indices])
+
+    def prefetch(self, indices: Tensor) -> None:
+        """Start to read the examples if the table reads ahead."""
+        if isinstance(self.table, ImagesOnDisk):
+            self.table.prefetch(self.indices[indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +115,15 @@ class Task:
         vocabulary_size: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
         tokenizer: Tokenizer of the texts; None for other inputs.
         normalization: Mean and standard deviation of pixels from 0 to 255, divided by 255; None for other inputs.
+        notes: What a user should know about the data, recorded with the run: what was cut, what is read from disk.
 
     Raises:
         DataError: If a column does not have one value per train row.
     """
 
     name: str
-    train: Table | RaggedExamples
-    test: Table | RaggedExamples
+    train: Rows
+    test: Rows
     classes: tuple[str, ...]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     channels: int = 0
@@ -121,11 +132,13 @@ class Task:
     vocabulary_size: int = 0
     tokenizer: Any = None
     normalization: Normalization | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, values in self.columns.items():
-            if len(values) != len(self.train):
-                raise DataError(f"column '{name}' has {len(values)} values for {len(self.train)} train rows")
+        for name in self.columns:
+            count = self.columns.rows if isinstance(self.columns, Columns) else len(self.columns[name])
+            if count != len(self.train):
+                raise DataError(f"column '{name}' has {count} values for {len(self.train)} train rows")
 
     def labels(self) -> Ints:
         """Return the class of each train row, (row,).
@@ -263,7 +276,7 @@ class Federation:
         moved = {
             name: table.to(device)
             for name, table in (("train", self.task.train), ("test", self.task.test))
-            if isinstance(table, Table)
+            if isinstance(table, Table | ImagesOnDisk)
         }
         return replace(self, task=replace(self.task, **moved))  # type: ignore[arg-type]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.data import Examples
+from partita.core.data import Examples, PrefetchingExamples
 from partita.core.model import Model
 from partita.core.tensors import Tensors
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
@@ -92,8 +93,10 @@ class _Decisions:
 @torch.inference_mode()
 def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -> Iterator[Predictions]:
     device = next(iter(params.values())).device
-    for indices in torch.arange(len(examples)).split(size):
+    for indices, following in pairwise([*torch.arange(len(examples)).split(size), None]):
         batch = examples.take(indices)
+        if following is not None and isinstance(examples, PrefetchingExamples):
+            examples.prefetch(following)
         targets = batch.targets.to(device)
         out = model(params, tensors.to(batch.inputs, device))
         yield Predictions(out.logits, targets, model.losses(out, targets))

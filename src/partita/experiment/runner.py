@@ -37,6 +37,8 @@ from partita.storage import checkpoint
 from partita.storage.atomic_files import read_json
 from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
 
+IN_MEMORY = "in memory"  # what the environment says about data without notes
+
 
 def start(config: Config, folder: Path, overwrite: bool = False, on_reply: OnReply | None = None) -> Iterator[Row]:
     """Start a run in a new folder and yield one row per round.
@@ -160,7 +162,8 @@ def prepare(experiment: Experiment, folder: Path) -> None:
         run_folder.write(folder / name, text)
     trust(references)
     run_folder.write(folder / run_folder.CONFIG, derived.pop(run_folder.CONFIG))
-    chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
+    notes = "; ".join(experiment.federation.task.notes) or IN_MEMORY
+    chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly", "data": notes}
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
     for name, data in derived.items():
         run_folder.write(folder / name, data)
@@ -205,6 +208,7 @@ def describe_compute(config: Config, folder: Path) -> str:
     env = read_json(folder / run_folder.ENVIRONMENT)
     auto = [name for name in ("device", "clients_per_block", "cuda_graphs") if getattr(config.engine, name) == "auto"]
     text = f"on {env['device']}, {env['threads']} threads, blocks of {env['block']}, steps {env['steps']}"
+    text += f"; {env['data']}" if env.get("data", IN_MEMORY) != IN_MEMORY else ""
     return text + (f" (auto: {', '.join(auto)})" if auto else "")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partita import data
 from partita.core import serialization, tensors
-from partita.core.data import IGNORE_INDEX, Batch
+from partita.core.data import IGNORE_INDEX, Batch, Examples
 from partita.core.method import Method
 from partita.core.model import Model, layer_number, layer_tags
 from partita.core.optim import SGD
@@ -19,8 +19,7 @@ from partita.core.rng import Key
 from partita.core.rounds import rounds
 from partita.core.settings import Run, Training
 from partita.core.tensors import Tensors
-from partita.data.ragged import RaggedExamples
-from partita.data.task import Federation, Table, Task
+from partita.data.task import Federation, Task
 from partita.engines.simulation import SimulationEngine
 from partita.testing.probes import RandomStates, first_of
 from partita.testing.promises import NotApplicable, Promise, require
@@ -49,7 +48,7 @@ class TaskTrial:
         return {"train": _rows(self.task.train), "test": _rows(self.task.test)}
 
 
-def _rows(examples: Table | RaggedExamples) -> Batch:
+def _rows(examples: Examples) -> Batch:
     return examples.take(torch.arange(min(ROWS, len(examples))))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
 from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule
-from partita.core.data import IGNORE_INDEX, Batch, Examples, TableExamples
+from partita.core.data import IGNORE_INDEX, Batch, Examples, PrefetchingExamples, TableExamples
 
 
 def iterate_batches(
@@ -32,7 +32,8 @@ def iterate_batches(
         pairs = zip(examples, schedules, strict=True)
         rows = (part.indices.index_select(0, schedule.order) for part, schedule in pairs)  # type: ignore[attr-defined]
         schedules = [BatchSchedule(order, schedule.sizes) for order, schedule in zip(rows, schedules, strict=True)]
-    for step in zip_longest(*schedules):
+    reads_ahead = isinstance(getattr(examples[0], "table", examples[0]), PrefetchingExamples)
+    for step, following in pairwise(chain(zip_longest(*schedules), [()])):
         current = [indices for indices in step if indices is not None]
         if table is not None:
             batch = _take_together(table, current)
@@ -40,6 +41,8 @@ def iterate_batches(
             batch = _take(examples[0], current[0])
         else:
             batch = collate([_take(part, indices) for part, indices in zip(examples, current, strict=False)])
+        if reads_ahead:
+            _prefetch(examples if table is None else [table], following)
         yield _place(batch, device)
 
 
@@ -99,6 +102,16 @@ def _padded(rows: Tensor, longest: int) -> Tensor:
     """Pad row indices to a length with the first index, or with 0 if there is none."""
     first = rows[:1] if len(rows) else rows.new_zeros(1)
     return torch.cat([rows, first.expand(longest - len(rows))])
+
+
+def _prefetch(sources: Sequence[Examples], step: Sequence[Tensor | None]) -> None:
+    """Start to read the examples of a step, from one source for each client or one for all."""
+    rows = [indices for indices in step if indices is not None]
+    if len(sources) < len(rows):
+        rows = [torch.cat(rows)]
+    for source, indices in zip(sources, rows, strict=False):
+        if isinstance(source, PrefetchingExamples):
+            source.prefetch(indices)
 
 
 def _take(examples: Examples, indices: Tensor) -> Batch:
