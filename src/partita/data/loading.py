@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from math import floor
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,7 +28,7 @@ from partita.data.errors import DataError, first_line, need, reading
 TABLES = ("parquet", "csv", "json", "jsonl")
 MAPPED_FROM = 2**28  # Parquet files with more bytes are copied to an Arrow file, which is not read into memory
 ARROW_FILE = "table.arrow"
-ROWS_TOGETHER = 1024  # rows copied together
+ROWS_TOGETHER = 1024  # rows read together
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 REMEDY = (
@@ -104,7 +105,11 @@ class DatasetPart:
         return values
 
     def texts(self, column: str) -> list[str]:
-        """Return a text column.
+        """Return a text column, as `text_batches`."""
+        return list(chain.from_iterable(self.text_batches(column)))
+
+    def text_batches(self, column: str) -> Iterator[list[str]]:
+        """Yield a text column some rows at a time, so that it need not fit into memory.
 
         Raises:
             DataError: If the column is missing or not text, or if a value is missing or blank.
@@ -112,11 +117,14 @@ class DatasetPart:
         self.need(column)
         if "string" not in getattr(self.data.features[column], "dtype", ""):
             raise DataError(f"column '{column}' of {self.where} holds no text; name a column that does")
-        texts = self.values(column)
-        for place, text in enumerate(texts):
-            if text is None or not text.strip():
-                raise DataError(f"{self.row(place)} has no text in '{column}'; fill it in or remove the row")
-        return texts
+        only = self.data.select_columns([column])
+        for start in range(0, len(self.rows), ROWS_TOGETHER):
+            with reading(f"column '{column}' of {self.where}"):
+                texts: list[str] = only[start : start + ROWS_TOGETHER][column]
+            for place, text in enumerate(texts, start):
+                if text is None or not text.strip():
+                    raise DataError(f"{self.row(place)} has no text in '{column}'; fill it in or remove the row")
+            yield texts
 
     def columns(self, *others: str) -> Mapping[str, NDArray[Any]]:
         """Return the columns that splits can use: all of type text, integer or class, except `others`."""

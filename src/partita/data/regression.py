@@ -26,7 +26,8 @@ from partita.data.images import (
 )
 from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.task import Task, text_task
-from partita.data.text import MaxLength, Tokenizer, read_texts
+from partita.data.text import LongTexts, MaxLength, Overlap, TextOptions, Tokenizer, read_texts
+from partita.data.token_rows import TextMemory
 from partita.tasks import IMAGE_REGRESSION, TEXT_REGRESSION
 
 Target = Annotated[str | tuple[str, ...], "column with the number to predict, or a list of columns"]
@@ -42,16 +43,21 @@ def text_regression(
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
+    long_texts: LongTexts = "cut",
+    overlap: Overlap = None,
+    memory: TextMemory = "auto",
 ) -> Task:
     """Regression on texts: one number per text, or several if `target` is a list of columns.
 
-    Targets are not scaled. Longer texts are truncated to `max_length` tokens.
+    Targets are not scaled. With `long_texts = "windows"`, a longer text becomes several training examples with its
+    target, all at one client and in one part. Its prediction is the mean of theirs.
     """
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
-    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
+    options = TextOptions(long_texts, overlap, memory)
+    train, held_out, used, notes = read_texts(source, text, targets, tokenizer, max_length, options)
     columns = source.train.columns(text, *names)
-    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used)
+    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used, notes)
 
 
 def image_regression(

@@ -13,6 +13,7 @@ from partita.core import tensors
 from partita.core.data import Examples, PrefetchingExamples
 from partita.core.model import Model
 from partita.core.tensors import Tensors
+from partita.evaluation.documents import document_predictions
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
 
 __all__ = ["ACCURACY", "Evaluation", "EvaluationError", "Evaluator", "Metric", "evaluate", "score"]
@@ -92,6 +93,10 @@ class _Decisions:
 
 @torch.inference_mode()
 def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -> Iterator[Predictions]:
+    documents = getattr(examples, "documents", None)
+    if documents is not None:
+        yield from document_predictions(model, params, examples, documents, size)
+        return
     device = next(iter(params.values())).device
     for indices, following in pairwise([*torch.arange(len(examples)).split(size), None]):
         batch = examples.take(indices)

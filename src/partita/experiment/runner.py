@@ -163,6 +163,7 @@ def prepare(experiment: Experiment, folder: Path) -> None:
     trust(references)
     run_folder.write(folder / run_folder.CONFIG, derived.pop(run_folder.CONFIG))
     notes = "; ".join(experiment.federation.task.notes) or IN_MEMORY
+    notes = "withheld" if experiment.guard and notes != IN_MEMORY else notes  # notes may count what clients hold
     chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly", "data": notes}
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
     for name, data in derived.items():
