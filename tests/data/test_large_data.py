@@ -22,7 +22,7 @@ from partita.data import cache as data_cache
 from partita.data.cache import CONTENTS, cache_folder, cached
 from partita.data.image_reader import ImagesOnDisk, ReadAhead
 from partita.data.image_source import MappedImages, RowImages
-from partita.data.loading import load_dataset
+from partita.data.loading import load_dataset, open_parts
 from partita.evaluation import score
 from partita.experiment.config import differences, parse
 from partita.experiment.runner import start
@@ -342,3 +342,53 @@ def test_scores_from_disk_and_from_memory_are_equal(tmp_path: Path) -> None:
     model = build("vit", tasks[0], Key(1), patch=3, width=8, layers=1, heads=2)
     one, other = (score(model, model.initial, task.train) for task in tasks)
     assert one == other
+
+
+# JSON lines
+
+
+LINES = {
+    "plain": '{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n',
+    "dates": '{"text": "2020-01-01", "when": ["2020-01-01 10:00:00"], "in": {"day": "2020-01-01"}}\n' * 2,
+    "missing keys": '{"text": "a"}\n{"text": "b", "label": null}\n{"label": 3}\n',
+    "numbers": '{"x": 1, "y": 1.5, "z": true}\n{"x": 2.5, "y": 3, "z": null}\n',
+    "lists": '{"tags": ["O"], "empty": []}\n{"tags": [], "empty": []}\n',
+    "escapes": '{"text": "\\u00e9\\n\\"\\ud83d\\ude00"}\n{"text": "a\u2028b\u0085c"}\n',
+    "blank lines": '\n{"text": "a"}\n\n   \n{"text": "b"}',
+    "carriage returns": '{"text": "a"}\r\n{"text": "b"}\r\n',
+    "not a number": '{"x": NaN}\n{"x": 1.0}\n',
+    "twice": '{"x": 1, "x": 2}\n',
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_json_lines_are_read_as_by_python(name: str, tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "a.jsonl").write_bytes(LINES[name].encode())
+    wanted = [json.loads(line) for line in LINES[name].split("\n") if line.strip()]
+    names = list(dict.fromkeys(key for row in wanted for key in row))
+    found = open_parts(tmp_path / "a.jsonl")["train"].data
+    (tmp_path / "b.json").write_text(json.dumps(wanted))
+    other = open_parts(tmp_path / "b.json")["train"].data
+    assert found.features == other.features
+    assert {key: repr(found[key][:]) for key in names} == {key: repr(other[key][:]) for key in names}
+    if name != "not a number":
+        assert {key: found[key][:] for key in names} == {key: [row.get(key) for row in wanted] for key in names}
+    assert sorted(found.column_names) == sorted(names)
+
+
+def test_python_reads_json_only_if_pyarrow_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_records", lambda file: pytest.fail("read by Python"))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 10)
+    assert len(open_parts(tmp_path / "a.jsonl")["train"].rows) == 10
+    monkeypatch.undo()
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 10 + '{"text": }\n' + '{"text": "b"}\n' * 5)
+    with pytest.raises(DataError, match=r"line 11 of '.*a\.jsonl' is not JSON"):
+        open_parts(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl' cannot be read: 'utf-8' codec"):
+        open_parts(tmp_path / "a.jsonl")
+    monkeypatch.setattr(loading, "JSON_BLOCK", 64)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"x" * size}"}}\n' for size in (5, 500, 5)))
+    assert [len(text) for text in open_parts(tmp_path / "a.jsonl")["train"].texts("text")] == [5, 500, 5]

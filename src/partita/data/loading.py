@@ -29,6 +29,7 @@ TABLES = ("parquet", "csv", "json", "jsonl")
 MAPPED_FROM = 2**28  # Parquet files with more bytes are copied to an Arrow file, which is not read into memory
 ARROW_FILE = "table.arrow"
 ROWS_TOGETHER = 1024  # rows read together
+JSON_BLOCK = 2**24  # bytes that pyarrow reads together; a line must be shorter to be read fast
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 REMEDY = (
@@ -334,7 +335,7 @@ def _table(file: Path) -> Any:
         if kind == "csv":
             csv = need("pyarrow.csv", "data")
             return datasets.Dataset(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
-        return datasets.Dataset.from_list(_records(file))
+        return _json_table(file)
 
 
 def _arrow_copy(file: Path) -> Path:
@@ -356,14 +357,58 @@ def _arrow_copy(file: Path) -> Path:
     return cached("tables", key, build, size) / ARROW_FILE
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
+def _json_table(file: Path) -> Any:
     """Read a JSON list of objects, or JSON lines."""
+    datasets, pyarrow = need("datasets", "data"), need("pyarrow", "data")
+    if not _is_json_list(file):
+        try:
+            return datasets.Dataset(_json_lines(file))
+        except (pyarrow.ArrowException, UnicodeDecodeError):
+            pass  # Python's reader names the line, or accepts what pyarrow does not, such as NaN
+    rows = _records(file)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+
+
+def _is_json_list(file: Path) -> bool:
+    with file.open("rb") as stream:
+        while block := stream.read(JSON_BLOCK):
+            if start := block.lstrip():
+                return start.startswith(b"[")
+    return False
+
+
+def _json_lines(file: Path) -> Any:
+    """Read JSON lines with pyarrow. Dates stay texts, as in every other format of JSON."""
+    json, pyarrow = need("pyarrow.json", "data"), need("pyarrow", "data")
+    options = json.ReadOptions(block_size=JSON_BLOCK)
+    table = json.read_json(file, read_options=options)
+    schema = pyarrow.schema([field.with_type(_dates_as_text(field.type)) for field in table.schema])
+    if schema != table.schema:
+        table = json.read_json(file, options, json.ParseOptions(explicit_schema=schema))
+    table.validate(full=True)  # texts may not be UTF-8
+    return table
+
+
+def _dates_as_text(kind: Any) -> Any:
+    pyarrow = need("pyarrow", "data")
+    if pyarrow.types.is_timestamp(kind):
+        return pyarrow.string()
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(_dates_as_text(kind.value_type))
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_dates_as_text(field.type)) for field in kind])
+    return kind
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    """Read JSON with Python's reader: slower, but it names the line."""
     text = file.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         rows = json.loads(text)
     else:
         rows = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except json.JSONDecodeError as error:
