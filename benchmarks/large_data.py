@@ -75,10 +75,11 @@ def measure(kind: str, folder: str, where: str) -> dict[str, float | str]:
     from partita.core.batch_schedule import BatchSchedule
     from partita.core.rng import Key
     from partita.data import load, split, takes
+    from partita.training.batching import iterate_batches
 
     before = resident()
     options = {"path": folder, **({"tokenizer": f"{folder}/tokenizer"} if kind == "text" else {})}
-    if takes(kind, "memory"):
+    if takes(kind, "memory"):  # earlier versions keep all in memory
         options["memory"] = {"memory": 1000.0, "disk": 0.0}[where]
     clock = time.perf_counter()
     task = load(kind, Key(0), **options)
@@ -86,8 +87,6 @@ def measure(kind: str, folder: str, where: str) -> dict[str, float | str]:
     federation = split(task, "iid", clients=1, key=Key(1))
     examples = federation[federation.clients[0]].train
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))[:TRAINED]
-    from partita.training.batching import iterate_batches
-
     clock, count, tokens = time.perf_counter(), 0, 0
     schedule = BatchSchedule(order, (BATCH,) * (len(order) // BATCH))
     for batch in iterate_batches([examples], [schedule], torch.device("cpu")):
@@ -137,6 +136,9 @@ def main() -> None:
     if chosen.measure:
         print(json.dumps(measure(*chosen.measure)))
         return
+    import datasets
+
+    datasets.disable_progress_bars()
     results: dict[str, list[dict[str, float | str]]] = {"images": [], "text": []}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)

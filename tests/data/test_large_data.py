@@ -22,6 +22,7 @@ from partita.data import cache as data_cache
 from partita.data.cache import CONTENTS, cache_folder, cached
 from partita.data.image_reader import ImagesOnDisk, ReadAhead
 from partita.data.image_source import MappedImages, RowImages
+from partita.data.inspection import inspect_data
 from partita.data.loading import load_dataset, open_parts
 from partita.evaluation import score
 from partita.experiment.config import differences, parse
@@ -220,6 +221,28 @@ def test_images_on_disk_give_the_batches_of_images_in_memory(
             expected, found = one.take(rows), other.take(rows)
             assert torch.equal(expected.inputs["pixel_values"], found.inputs["pixel_values"])
             assert torch.equal(expected.targets, found.targets)
+
+
+def test_regression_images_are_decoded_on_demand_too(tmp_path: Path) -> None:
+    for number, picture in enumerate(pictures(10)):
+        picture.save(tmp_path / f"{number}.png")
+    lines = "".join(f"{number}.png,{number / 3}\n" for number in range(10))
+    (tmp_path / "all.csv").write_text("image,target\n" + lines)
+    memory, disk = (load("image_regression", Key(0), path=tmp_path / "all.csv", memory=limit) for limit in ("auto", 0))
+    assert isinstance(disk.train, ImagesOnDisk)
+    assert disk.notes
+    one, other = take_all(memory.train), take_all(disk.train)
+    assert torch.equal(one.inputs["pixel_values"], other.inputs["pixel_values"])
+    assert torch.equal(one.targets, other.targets)
+
+
+def test_looking_at_data_decodes_one_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = as_parquet(tmp_path / "data")
+    decoded: list[Any] = []
+    plain = datasets.Image.decode_example
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda self, *given: decoded.append(1) or plain(self, *given))
+    assert inspect_data(path).size == (6, 6)
+    assert len(decoded) == 1
 
 
 def test_limit_of_memory_counts_both_parts(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from partita.evaluation import evaluate
 from partita.evaluation.metrics import Entities, Regression, SingleLabel
 from partita.experiment.builder import build as build_experiment
 from partita.experiment.config import parse
-from partita.experiment.runner import start
+from partita.experiment.runner import prepare, start
 from partita.models import ModelError, build
 from partita.models.frozen_cache import cache_frozen
 from partita.models.pretrained import seeded
@@ -364,6 +364,16 @@ def test_privacy_of_examples_is_refused_for_windows(tmp_path: Path, bert: Path) 
     raw["privacy"]["unit"] = "example"
     with pytest.raises(RunError, match=r"privacy.unit = 'example' would hide one window of a text, not the text; set"):
         build_experiment(parse(raw))
+
+
+def test_counts_of_cut_texts_are_withheld_under_privacy(tmp_path: Path, bert: Path) -> None:
+    tables = {"privacy": {"noise": 1.0, "delta": 1e-3, "repeatable": True, "unit": "client"}, "evaluate": {}}
+    for private, recorded in (False, "tokens are not read"), (True, "withheld"):
+        raw = config("single", write(tmp_path / "data"), bert, **(tables if private else {}))
+        with pytest.warns(UserWarning, match="tokens are not read"):
+            experiment = build_experiment(parse(raw))
+        prepare(experiment, tmp_path / str(private))
+        assert read_json(tmp_path / str(private) / "environment.json")["data"].endswith(recorded)
 
 
 def test_rows_beyond_the_positions_of_the_model_are_refused(tmp_path: Path, bert: Path) -> None:
