@@ -16,7 +16,7 @@ from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPa
 from partita.data.ragged import RaggedExamples
 from partita.data.task import Task, text_task
 from partita.data.text import MAPPED, scan_texts
-from partita.data.token_rows import Chunk, TextMemory, TokenRows, Work, collect, digest, flat, keep_on_disk
+from partita.data.token_rows import Chunk, TextMemory, TokenRows, collect, digest, flat, keep_on_disk
 from partita.data.tokenization import TextEncoder, text_encoder
 from partita.tasks import LM
 
@@ -54,8 +54,7 @@ def _blocks(
     part: DatasetPart, encode: TextEncoder, text: str, group: str | None, content: str, on_disk: bool
 ) -> tuple[RaggedExamples, list[str]]:
     """Return the blocks and the group of each block."""
-    key = digest("lm", encode.digest, content) if encode.digest else ""
-    rows = collect(Work(lambda _: _streams(part, text, encode), key), on_disk)
+    rows = collect(lambda _: _streams(part, text, encode), digest(encode.digest, "lm", content) if on_disk else "")
     groups = _groups(part, text, group)
     of_group: dict[str, list[int]] = {}
     for row, name in enumerate(groups):
@@ -72,7 +71,8 @@ def _blocks(
         # The target of the last token in a block is the first token of the next block: each token is a target once.
         pieces.append((stream[:-1], stream[1:]))
         ends = [*range(encode.limit, len(stream) - 1, encode.limit), len(stream) - 1]
-        starts, names = starts + [starts[-1] + end for end in ends], names + [name] * len(ends)
+        starts.extend([starts[-1] + end for end in ends])
+        names.extend([name] * len(ends))
     ids, targets = pieces[0] if len(pieces) == 1 else (torch.cat(part) for part in zip(*pieces, strict=True))
     blocks = RaggedExamples(
         ids, torch.tensor(starts), targets, encode.limit, each_token=True, known_vocabulary=rows.vocabulary_size

@@ -78,19 +78,22 @@ def _padded(length: int, limit: int) -> int:
     return min(-(-length // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF, limit)
 
 
-def from_rows(rows: TokenRows, limit: int, targets: Tensor | None = None) -> RaggedExamples:
+def from_rows(rows: TokenRows, limit: int, targets: Tensor) -> RaggedExamples:
     """Build RaggedExamples from token rows.
 
     Args:
-        rows: The rows. Their tags are the targets if `targets` is None.
+        rows: The rows.
         limit: Maximum length of a row.
         targets: One target per row, (row, ...).
     """
-    each_token = targets is None
-    if targets is None:
-        assert rows.tags is not None
-        targets = rows.tags
-    return RaggedExamples(rows.ids, rows.offsets, targets, limit, each_token, rows.documents, rows.vocabulary_size)
+    return RaggedExamples(
+        rows.ids,
+        rows.offsets,
+        targets,
+        limit,
+        documents=rows.documents,
+        known_vocabulary=rows.vocabulary_size,
+    )
 
 
 def ragged(

@@ -19,7 +19,7 @@ from partita.data.labels import is_list, many_labels, one_label
 from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, from_rows
 from partita.data.task import Task, text_task
-from partita.data.token_rows import Chunk, CutCounter, TextMemory, Work, collect, digest, flat, keep_on_disk
+from partita.data.token_rows import Chunk, CutCounter, TextMemory, collect, digest, flat, keep_on_disk
 from partita.data.tokenization import TextEncoder, text_encoder
 from partita.tasks import MULTI_LABEL_TEXT, TEXT
 
@@ -110,12 +110,9 @@ def read_texts(
     tables: list[RaggedExamples] = []
     total = CutCounter()
     for part, (content, _), of_rows in zip(parts, scanned, targets, strict=True):
-        work = Work(
-            partial(_chunks, part, column, encode, options.long_texts, overlap),
-            digest(*settings, content) if encode.digest else "",
-        )
-        rows = collect(work, on_disk)
-        total.texts, total.tokens = total.texts + work.cut.texts, total.tokens + work.cut.tokens
+        key = digest(*settings, content) if on_disk else ""
+        rows = collect(partial(_chunks, part, column, encode, options.long_texts, overlap), key)
+        total += rows.cut
         spread = of_rows if rows.documents is None else of_rows[rows.documents]
         tables.append(from_rows(rows, max_length, spread))
     train, test = tables
@@ -153,7 +150,7 @@ def _chunks(
         assert cut.first is not None
         raise DataError(
             f"{cut.texts:,} of {done:,} texts are longer than max_length = {encode.limit} tokens, the first is "
-            f"{part.row(cut.first)} with {cut.longest:,}; raise data.max_length (up to {encode.longest:,} with this "
+            f"{part.row(cut.first)} with {cut.length:,}; raise data.max_length (up to {encode.longest:,} with this "
             "model), or set data.long_texts to 'windows' or 'cut'"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from partita.data.cache import cached
 
 FORMAT = "1"  # change it if the same texts would give other rows
 IN_MEMORY_UP_TO = 2**24  # bytes of text; larger sets take so long to tokenize that later runs should reuse the tokens
-IDS, TAGS, OFFSETS, DOCUMENTS, ABOUT = "ids", "tags", "offsets.npy", "documents.npy", "about.json"
+IDS, OFFSETS, DOCUMENTS, ABOUT = "ids", "offsets.npy", "documents.npy", "about.json"
 
 TextMemory = Annotated[
     NotNegative | Literal["auto"],
@@ -37,13 +37,11 @@ class Chunk:
     Attributes:
         ids: Tokens of all rows, (token,).
         lengths: Tokens of each row, (row,).
-        tags: Target of each token, (token,); None if tokens have none.
         documents: Document of each row, (row,), counted from the first of the part; None if rows are documents.
     """
 
     ids: Int32s
     lengths: NDArray[np.int64]
-    tags: Int32s | None = None
     documents: NDArray[np.int64] | None = None
 
 
@@ -53,10 +51,9 @@ class TokenRows:
 
     ids: Tensor  # (token,)
     offsets: Tensor  # (row + 1,)
-    tags: Tensor | None  # (token,)
     documents: Tensor | None  # (row,)
     vocabulary_size: int
-    on_disk: bool = False
+    cut: CutCounter
 
 
 @dataclass
@@ -66,7 +63,7 @@ class CutCounter:
     texts: int = 0
     tokens: int = 0
     first: int | None = None  # the first such text of a part
-    longest: int = 0  # tokens of that text
+    length: int = 0  # tokens of that text
 
     def add(self, lengths: Iterable[tuple[int, int]], limit: int) -> None:
         """Add texts, given as (place, tokens)."""
@@ -74,22 +71,11 @@ class CutCounter:
             if length > limit:
                 self.texts, self.tokens = self.texts + 1, self.tokens + length - limit
                 if self.first is None:
-                    self.first, self.longest = place, length
+                    self.first, self.length = place, length
 
-
-@dataclass(frozen=True)
-class Work:
-    """What makes the rows of a part: a function that yields them, and a digest of everything they depend on.
-
-    Attributes:
-        chunks: Yields the rows. It may count what it cuts.
-        key: The digest; empty if it is not known, so that the rows stay in memory.
-        cut: Filled by `chunks`.
-    """
-
-    chunks: Callable[[CutCounter], Iterator[Chunk]]
-    key: str
-    cut: CutCounter = field(default_factory=CutCounter)
+    def __add__(self, other: CutCounter) -> CutCounter:
+        """Return the counts of two parts."""
+        return CutCounter(self.texts + other.texts, self.tokens + other.tokens)
 
 
 def flat(rows: Sequence[Sequence[int]]) -> tuple[Int32s, NDArray[np.int64]]:
@@ -103,61 +89,59 @@ def keep_on_disk(size: int, limit: float | Literal["auto"]) -> bool:
     return size > (IN_MEMORY_UP_TO if limit == "auto" else limit * 2**30)
 
 
-def digest(*parts: str) -> str:
-    """Return the key of rows that depend on `parts`."""
-    return hashlib.blake2b("\n".join([FORMAT, *parts]).encode(), digest_size=16).hexdigest()
+def digest(tokenizer: str, *parts: str) -> str:
+    """Return the key of rows that depend on `parts` and a tokenizer; empty if its digest is not known."""
+    if not tokenizer:
+        return ""
+    return hashlib.blake2b("\n".join([FORMAT, tokenizer, *parts]).encode(), digest_size=16).hexdigest()
 
 
-def collect(work: Work, on_disk: bool) -> TokenRows:
+def collect(chunks: Callable[[CutCounter], Iterator[Chunk]], key: str) -> TokenRows:
     """Make the rows of a part, or find those of an earlier run in the cache.
 
     Args:
-        work: What makes the rows.
-        on_disk: Keep them in the cache and map them into memory.
+        chunks: Yields the rows, and counts what it cuts.
+        key: Digest of everything that the rows depend on, to keep them in the cache and map them into memory. Empty to
+            keep them in memory only.
     """
-    if on_disk and work.key:
-        folder = cached("tokens", work.key, lambda folder: _write(folder, work))
+    if key:
+        folder = cached("tokens", key, lambda folder: _write(folder, chunks))
         about = json.loads((folder / ABOUT).read_text())
-        vars(work.cut).update(about["cut"])
         return TokenRows(
             _map(folder / IDS),
             torch.from_numpy(np.load(folder / OFFSETS)),
-            _map(folder / TAGS) if about["tags"] else None,
             torch.from_numpy(np.load(folder / DOCUMENTS)) if about["documents"] else None,
             about["vocabulary_size"],
-            True,
+            CutCounter(**about["cut"]),
         )
-    chunks = list(work.chunks(work.cut))
-    ids = _join([chunk.ids for chunk in chunks], np.int32)
+    cut = CutCounter()
+    made = list(chunks(cut))
+    ids = _join([chunk.ids for chunk in made], np.int32)
     return TokenRows(
         torch.from_numpy(ids),
-        torch.from_numpy(_offsets(chunks)),
-        _joined(chunk.tags for chunk in chunks),
-        _joined(chunk.documents for chunk in chunks),
-        int(ids.max()) + 1 if len(ids) else 0,
+        torch.from_numpy(_offsets(made)),
+        _joined(chunk.documents for chunk in made),
+        int(ids.max(initial=-1)) + 1,
+        cut,
     )
 
 
-def _write(folder: Path, work: Work) -> None:
-    kept, largest, with_tags = list[Chunk](), -1, False
+def _write(folder: Path, chunks: Callable[[CutCounter], Iterator[Chunk]]) -> None:
+    kept, largest, cut = list[Chunk](), -1, CutCounter()
     none = np.empty(0, np.int32)
-    with (folder / IDS).open("wb") as ids, (folder / TAGS).open("wb") as tags:
-        for chunk in work.chunks(work.cut):
+    with (folder / IDS).open("wb") as ids:
+        for chunk in chunks(cut):
             chunk.ids.tofile(ids)
-            if chunk.tags is not None:
-                chunk.tags.tofile(tags)
-                with_tags = True
             largest = max(largest, int(chunk.ids.max(initial=-1)))
-            kept.append(Chunk(none, chunk.lengths, None, chunk.documents))
+            kept.append(Chunk(none, chunk.lengths, chunk.documents))
     np.save(folder / OFFSETS, _offsets(kept))
     documents = _joined(chunk.documents for chunk in kept)
     if documents is not None:
         np.save(folder / DOCUMENTS, documents.numpy())
     about: dict[str, Any] = {
-        "tags": with_tags,
         "documents": documents is not None,
         "vocabulary_size": largest + 1,
-        "cut": vars(work.cut),
+        "cut": asdict(cut),
     }
     (folder / ABOUT).write_text(json.dumps(about))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +197,9 @@ def text_encoder(path: str | None, limit: int, words: bool = False, option: str 
 
 def _digest(tokenizer: Any) -> str:
     """Hash everything that decides how texts become tokens."""
-    import tokenizers
-    import transformers
-
     if not tokenizer.is_fast:
         return ""
-    content = f"{transformers.__version__} {tokenizers.__version__} {tokenizer.backend_tokenizer.to_str()}"
+    content = f"{version('transformers')} {version('tokenizers')} {tokenizer.backend_tokenizer.to_str()}"
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 

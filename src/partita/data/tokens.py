@@ -71,10 +71,10 @@ def tokens(
             assert found.first is not None
             raise DataError(
                 f"{found.texts} of {len(encoded)} sentences are longer than max_length = {max_length} tokens, the "
-                f"first is {part.row(found.first)} with {found.longest}; raise max_length, or set long_texts to "
+                f"first is {part.row(found.first)} with {found.length}; raise max_length, or set long_texts to "
                 "'windows' or 'cut'"
             )
-        cut.texts, cut.tokens = cut.texts + found.texts, cut.tokens + found.tokens
+        cut += found
         targets = [_targets(ids, starts, numbers) for (ids, starts), numbers in zip(encoded, tagged, strict=True)]
         step = shared if long_texts == "windows" else None
         windows = [encode.word_windows(ids, starts[0], step) for ids, starts in encoded]
