@@ -47,8 +47,9 @@ def configure_torch_backends() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_trusted_code(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the list of trusted code out of the user's home."""
+    """Keep the list of trusted code and the cache of data out of the user's home."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["PARTITA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -516,16 +517,21 @@ def test_byte_level_tokenizer_gets_a_space_before_each_word(tmp_path: Path, gpt:
     assert (batch.targets[0] != IGNORE_INDEX).nonzero().flatten().tolist() == [0, 3]  # of " no fever"
 
 
-def test_long_sentences_are_refused_unless_truncated(tmp_path: Path, bert: Path) -> None:
+def load_cut(name: str, **options: Any) -> Task:
+    with pytest.warns(UserWarning, match="tokens are not read; to read them, raise data.max_length"):
+        return load(name, Key(0), long_texts="cut", **options)
+
+
+def test_long_sentences_are_refused_unless_cut(tmp_path: Path, bert: Path) -> None:
     long = {"tokens": ["fever"] * 9, "tags": ["B-Sign"] * 9}
     short = {"tokens": ["no", "fever"], "tags": ["O", "B-Sign"]}
     write_table(tmp_path / "train.jsonl", [short, long, long])
     write_table(tmp_path / "test.jsonl", [short])
     options = {"path": tmp_path, "tokenizer": str(bert), "max_length": 8}
-    told = "2 of 3 sentences are longer than max_length = 8 tokens, the first is row 1 .* with 11; raise max_length, or"
+    told = "2 of 3 sentences are longer than max_length = 8 tokens, the first is row 1 .* with 11; raise max_length"
     with pytest.raises(DataError, match=told):
         load("tokens", Key(0), **options)
-    batch = load("tokens", Key(0), truncate=True, **options).train.take(torch.tensor([1]))
+    batch = load_cut("tokens", **options).train.take(torch.tensor([1]))
     assert batch.targets.tolist() == [[IGNORE_INDEX, *[0] * 7]]
 
 
@@ -830,8 +836,8 @@ def test_text_task_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     [
         ("text", "trec", {}, (5452, 500, 6)),
         ("text", "hoc", {"label": "labels"}, (14067, 3397, 10)),
-        ("tokens", "maccrobat2020", {"truncate": True}, (3530, 998, 82)),
-        ("tokens", "bc5cdr", {"truncate": True}, (4560, 4797, 5)),
+        ("tokens", "maccrobat2020", {"long_texts": "cut"}, (3530, 998, 82)),
+        ("tokens", "bc5cdr", {"long_texts": "cut"}, (4560, 4797, 5)),
     ],
 )
 def test_real_data_sets_load_with_known_sizes(
@@ -839,5 +845,7 @@ def test_real_data_sets_load_with_known_sizes(
 ) -> None:
     if not (SHARED / folder).is_dir():
         pytest.skip(f"{folder} is not here")
-    task = load(name, Key(0), path=SHARED / folder, tokenizer=str(bert), max_length=20, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* are longer than 20 tokens")
+        task = load(name, Key(0), path=SHARED / folder, tokenizer=str(bert), max_length=20, **options)
     assert (len(task.train), len(task.test), len(task.classes)) == sizes

@@ -69,6 +69,7 @@ class Images:
     size: int = 4
     kind: TaskKind = IMAGE
     vocabulary_size: int = 0
+    max_tokens: int = 0
     tokenizer: Any = None
     normalization: Any = None
 

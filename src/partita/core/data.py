@@ -40,6 +40,15 @@ class Examples(Protocol):
 
 
 @runtime_checkable
+class PrefetchingExamples(Examples, Protocol):
+    """Examples that are slow to read, and can be read in the background."""
+
+    def prefetch(self, indices: Tensor) -> None:
+        """Start to read the examples at `indices`, which will be taken next."""
+        ...
+
+
+@runtime_checkable
 class TableExamples(Examples, Protocol):
     """Examples that are rows of a table. Other clients' examples may be rows of the same table."""
 

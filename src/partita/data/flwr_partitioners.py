@@ -36,7 +36,7 @@ def flwr(
     if partitioner not in kinds:
         raise DataError(f"flwr-datasets has no row partitioner '{partitioner}'; {closest_match(partitioner, kinds)}")
     kind = getattr(module, partitioner)
-    columns = {**task.columns, "label": task.labels(), ROW_COLUMN: np.arange(len(task.train))}
+    columns = {**task.columns, "label": task.labels(), ROW_COLUMN: np.arange(task.row_count)}
     arguments = _arguments(kind, clients, key, columns, dict(options or {}))
     try:
         return _assign_rows(task, kind(**arguments), datasets.Dataset.from_dict(columns))
@@ -48,9 +48,9 @@ def flwr(
 
 def _assign_rows(task: Task, instance: Any, dataset: Any) -> Partition:
     instance.dataset = dataset
-    if (count := instance.num_partitions) > len(task.train):
-        raise DataError(f"{count} clients are more than the {len(task.train)} examples; use fewer clients")
-    owner = np.full(len(task.train), -1, np.int64)
+    if (count := instance.num_partitions) > task.row_count:
+        raise DataError(f"{count} clients are more than the {task.row_count} examples; use fewer clients")
+    owner = np.full(task.row_count, -1, np.int64)
     for position in range(count):
         rows = np.array(instance.load_partition(position)[ROW_COLUMN][:], np.int64)
         if (owner[rows] >= 0).any():

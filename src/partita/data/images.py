@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from partita.core import memory
-from partita.core.options import MAX_NUMBER, Positive, Range
+from partita.core.memory import available, require
+from partita.core.options import MAX_NUMBER, NotNegative, Positive, Range
 from partita.core.rng import Key
 from partita.core.tensors import Tensors
-from partita.data.errors import DataError, need, reading
+from partita.data.errors import DataError, need
+from partita.data.image_reader import ImageReader, ImagesOnDisk
+from partita.data.image_source import image_source
 from partita.data.labels import one_label
 from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.task import Side, Table, Task
 
-MODES = {1: "L", 3: "RGB"}
-
+ImageTable = Table | ImagesOnDisk
 Size = Annotated[Side | None, "resize images to this side length in pixels"]
 Channels = Annotated[Literal[1, 3], "1: grayscale, 3: RGB"]
 PixelMean = Annotated[
     tuple[Annotated[float, Range(low=-MAX_NUMBER, high=MAX_NUMBER)], ...], "mean to subtract, per channel"
 ]
 PixelStd = Annotated[tuple[Positive, ...], "standard deviation to divide by, per channel"]
+Memory = Annotated[
+    NotNegative | Literal["auto"],
+    "keep the decoded images in memory if they take at most this many GiB, else decode them on demand; `auto`: a "
+    "quarter of the free memory",
+]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ def images(
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
+    memory: Memory = "auto",
 ) -> Task:
     """Image classification. Only the parts train and test are read: each client splits off its own validation part.
 
@@ -70,10 +75,18 @@ def images(
         _check(part, image, label)
     classes, *labels = one_label(source, label)
     source, targets = limit_rows(source, limit, key, labels)
-    train, held_out = read_images(source, image, targets, size, channels, normalize)
+    train, held_out = read_images(source, image, targets, size, channels, normalize, memory)
     columns = source.train.columns(label)
     return Task(
-        source.name, train, held_out, classes, columns, channels, size=side_of(train), normalization=(mean, std)
+        source.name,
+        train,
+        held_out,
+        classes,
+        columns,
+        channels,
+        size=side_of(train),
+        normalization=(mean, std),
+        notes=storage_notes(train),
     )
 
 
@@ -95,9 +108,15 @@ def normalization(mean: tuple[float, ...], std: tuple[float, ...], channels: int
 
 
 def read_images(
-    source: Dataset, column: str, targets: Iterable[Tensor], size: int | None, channels: int, normalize: Normalize
-) -> tuple[Table, Table]:
-    """Decode an image column.
+    source: Dataset,
+    column: str,
+    targets: Iterable[Tensor],
+    size: int | None,
+    channels: int,
+    normalize: Normalize,
+    limit: Memory,
+) -> tuple[ImageTable, ImageTable]:
+    """Decode an image column, or check that it can be decoded on demand.
 
     Args:
         source: The dataset.
@@ -106,25 +125,48 @@ def read_images(
         size: Side to resize images to; None to keep their size.
         channels: Number of channels to convert images to.
         normalize: Applied to the pixels of each batch.
+        limit: Memory that the decoded images may take.
 
     Returns:
-        The train and test examples.
+        The train and test examples, in memory if they fit the limit.
 
     Raises:
-        DataError: If train and test images differ in size.
+        DataError: If an image cannot be decoded, or images differ in size.
     """
-    pixels = [_pixels(part, column, size, channels) for part in (source.train, source.test)]
-    if pixels[0].shape[1:] != pixels[1].shape[1:]:
+    readers = [_reader(part, column, size, channels) for part in (source.train, source.test)]
+    if readers[0].side != readers[1].side:
         raise DataError(f"images of '{source.path}' differ in size between train and test; set size to resize them")
-    train, test = (
-        Table({"pixel_values": part}, of_rows, normalize) for part, of_rows in zip(pixels, targets, strict=True)
-    )
+    total = sum(len(reader) * channels * reader.side**2 for reader in readers)
+    in_memory = fits_memory(total, limit)
+    tables: list[ImageTable] = []
+    for reader, of_rows in zip(readers, targets, strict=True):
+        if in_memory:
+            tables.append(Table({"pixel_values": _pixels(reader)}, of_rows, normalize))
+        else:
+            reader.check()
+            tables.append(ImagesOnDisk(reader, of_rows, normalize))
+    train, test = tables
     return train, test
 
 
-def side_of(table: Table) -> int:
+def fits_memory(size: int, limit: Memory) -> bool:
+    """Return whether data of `size` bytes is kept in memory.
+
+    Args:
+        size: The bytes of the data.
+        limit: The limit in GiB; "auto" for a quarter of the memory that is free.
+    """
+    return size <= (available() / 4 if limit == "auto" else limit * 2**30)
+
+
+def side_of(table: ImageTable) -> int:
     """Return the side of the images in pixels."""
-    return table.inputs["pixel_values"].shape[-1]
+    return table.reader.side if isinstance(table, ImagesOnDisk) else table.inputs["pixel_values"].shape[-1]
+
+
+def storage_notes(table: ImageTable) -> tuple[str, ...]:
+    """Say where the images are if they are not in memory."""
+    return ("images are decoded on demand",) if isinstance(table, ImagesOnDisk) else ()
 
 
 def _check(part: DatasetPart, image: str, label: str) -> None:
@@ -138,40 +180,18 @@ def _check(part: DatasetPart, image: str, label: str) -> None:
         )
 
 
-def _pixels(part: DatasetPart, column: str, size: int | None, channels: int) -> Tensor:
+def _reader(part: DatasetPart, column: str, size: int | None, channels: int) -> ImageReader:
+    """Return a reader that knows the size of the images from the first one."""
+    reader = ImageReader(part, image_source(part, column), part.data.features[column], channels, size)
+    return replace(reader, side=reader.decode(0).shape[-1])
+
+
+def _pixels(reader: ImageReader) -> Tensor:
     """Decode the images to uint8, (row, channel, height, width)."""
-    filled: NDArray[np.uint8] | None = None
-    for place, (named, picture) in enumerate(_decoded(part, column)):
-        with reading(named, "replace or remove it"):
-            picture = picture.convert(MODES[channels])
-            if size is not None and picture.size != (size, size):
-                picture = picture.resize((size, size))
-        if filled is None:
-            if picture.width != picture.height:
-                raise DataError(f"{named} is {picture.width} by {picture.height}; set size to make the images square")
-            shape = (len(part.data), channels, picture.height, picture.width)
-            memory.require(math.prod(shape), f"the images of {part.where}", "set data.size to make them smaller")
-            filled = np.empty(shape, np.uint8)
-        if picture.size != filled.shape[:1:-1]:
-            raise DataError(
-                f"{named} is {picture.width} by {picture.height}, the first is "
-                f"{filled.shape[3]} by {filled.shape[2]}; set size to resize them"
-            )
-        filled[place] = np.asarray(picture).reshape(*filled.shape[2:], channels).transpose(2, 0, 1)
-    assert filled is not None, "no part is empty"
+    shape = (len(reader), reader.channels, reader.side, reader.side)
+    remedy = "set data.size to make them smaller, or data.memory to decode them on demand"
+    require(math.prod(shape), f"the images of {reader.part.where}", remedy)
+    filled = np.empty(shape, np.uint8)
+    for place, pixels in enumerate(reader.decode_all()):
+        filled[place] = pixels
     return torch.from_numpy(filled)
-
-
-def _decoded(part: DatasetPart, column: str) -> Iterator[tuple[str, Any]]:
-    """Yield each image with its name for error messages."""
-    feature = part.data.features[column]
-    for place, kept in enumerate(part.data.cast_column(column, need("datasets", "data").Image(decode=False))[column]):
-        file = Path(kept["path"]) if kept and kept["path"] else None
-        named = f"the image in {part.row(place)}" + (f" ({str(file)!r})" if file else "")
-        if kept and kept["bytes"] is None and file and file.is_file():
-            kept = {**kept, "bytes": file.read_bytes()}
-        if not kept or kept["bytes"] == b"":
-            raise DataError(f"{named} is empty; replace or remove it")
-        with reading(named, "replace or remove it"):
-            picture = feature.decode_example(kept)
-        yield named, picture

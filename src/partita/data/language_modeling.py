@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
 from typing import Annotated
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
-from partita.data.ragged import RaggedExamples, ragged
+from partita.data.ragged import RaggedExamples
 from partita.data.task import Task, text_task
+from partita.data.text import MAPPED, scan_texts
+from partita.data.token_rows import Chunk, TextMemory, TokenRows, collect, digest, flat, keep_on_disk
 from partita.data.tokenization import TextEncoder, text_encoder
 from partita.tasks import LM
 
@@ -27,6 +31,7 @@ def lm(
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
+    memory: TextMemory = "auto",
 ) -> Task:
     """Causal language modeling on blocks of tokens, cut from the concatenated rows of each value of `group`.
 
@@ -36,39 +41,61 @@ def lm(
     """
     source, _ = limit_rows(load_dataset(path, key, config, test), limit, key)
     encode = text_encoder(tokenizer, block_size, option="block_size")
-    train, names = _blocks(source.train, encode, text, group)
-    held_out, _ = _blocks(source.test, encode, text, group)
+    scanned = [scan_texts(part, text) for part in (source.train, source.test)]
+    on_disk = keep_on_disk(sum(size for _, size in scanned), memory)
+    train, names = _blocks(source.train, encode, text, group, scanned[0][0], on_disk)
+    held_out, _ = _blocks(source.test, encode, text, group, scanned[1][0], on_disk)
+    notes = (MAPPED,) if on_disk and encode.digest else ()
     columns = {} if group is None else {group: np.array(names)}
-    return text_task(source.name, train, held_out, (), columns, LM, encode.tokenizer)
+    return text_task(source.name, train, held_out, (), columns, LM, encode.tokenizer, notes)
 
 
-def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:
+def _blocks(
+    part: DatasetPart, encode: TextEncoder, text: str, group: str | None, content: str, on_disk: bool
+) -> tuple[RaggedExamples, list[str]]:
     """Return the blocks and the group of each block."""
-    texts = part.texts(text)
-    groups = [""] * len(texts)
-    if group is not None:
-        part.need(group)
-        known = part.columns(text)
-        if group not in known:
-            raise DataError(
-                f"column '{group}' of {part.where} holds no texts, integers or classes; choose another column"
-            )
-        groups = known[group].tolist()
-    streams: dict[str, list[list[int]]] = {}
-    for name, ids in zip(groups, encode.without_special_tokens(texts), strict=True):
-        streams.setdefault(name, []).append(ids + encode.end)
-    rows, next_tokens, names = [], [], []
-    for name, pieces in streams.items():
-        stream = list(chain.from_iterable(pieces))
+    rows = collect(lambda _: _streams(part, text, encode), digest(encode.digest, "lm", content) if on_disk else "")
+    groups = _groups(part, text, group)
+    of_group: dict[str, list[int]] = {}
+    for row, name in enumerate(groups):
+        of_group.setdefault(name, []).append(row)
+    starts, names, pieces = [0], list[str](), list[tuple[Tensor, Tensor]]()
+    for name, members in of_group.items():
+        # With one group, the stream is all rows in order, and is not copied.
+        stream = rows.ids if len(of_group) == 1 else torch.cat([_row(rows, row) for row in members])
         if len(stream) < 2:
             raise DataError(
                 f"group {format_value(name)} in column '{group}' of {part.where} has fewer than two tokens; language "
                 "modeling needs at least two"
             )
-        for start in range(0, len(stream) - 1, encode.limit):
-            # The target of the last token in a block is the first token of the next block: each token is a target once.
-            targets = stream[start + 1 : start + 1 + encode.limit]
-            rows.append(stream[start : start + len(targets)])
-            next_tokens.append(targets)
-            names.append(name)
-    return ragged(rows, encode.limit, tags=next_tokens), names
+        # The target of the last token in a block is the first token of the next block: each token is a target once.
+        pieces.append((stream[:-1], stream[1:]))
+        ends = [*range(encode.limit, len(stream) - 1, encode.limit), len(stream) - 1]
+        starts.extend([starts[-1] + end for end in ends])
+        names.extend([name] * len(ends))
+    ids, targets = pieces[0] if len(pieces) == 1 else (torch.cat(part) for part in zip(*pieces, strict=True))
+    blocks = RaggedExamples(
+        ids, torch.tensor(starts), targets, encode.limit, each_token=True, known_vocabulary=rows.vocabulary_size
+    )
+    return blocks, names
+
+
+def _streams(part: DatasetPart, text: str, encode: TextEncoder) -> Iterator[Chunk]:
+    for texts in part.text_batches(text):
+        yield Chunk(*flat([ids + encode.end for ids in encode.without_special_tokens(texts)]))
+
+
+def _row(rows: TokenRows, row: int) -> Tensor:
+    return rows.ids[rows.offsets[row] : rows.offsets[row + 1]]
+
+
+def _groups(part: DatasetPart, text: str, group: str | None) -> list[str]:
+    """Return the group of each row."""
+    if group is None:
+        return [""] * len(part.rows)
+    part.need(group)
+    known = part.columns(text)
+    if group not in known:
+        raise DataError(f"column '{group}' of {part.where} holds no texts, integers or classes; choose another column")
+    names: list[str] = known[group].tolist()
+    return names

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
+from itertools import chain
 from math import floor
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,9 +22,14 @@ from torch import Tensor
 from partita.core.hub import offline_reason
 from partita.core.options import Count, Range, closest_match
 from partita.core.rng import Key
+from partita.data.cache import cached, identity_of_file
 from partita.data.errors import DataError, first_line, need, reading
 
 TABLES = ("parquet", "csv", "json", "jsonl")
+MAPPED_FROM = 2**28  # Parquet files with more bytes are copied to an Arrow file, which is not read into memory
+ARROW_FILE = "table.arrow"
+ROWS_TOGETHER = 1024  # rows read together
+JSON_BLOCK = 2**24  # bytes that pyarrow reads together; a line must be shorter to be read fast
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 REMEDY = (
@@ -42,6 +50,29 @@ Limit = Annotated[
     Count | None,
     "for tries: use at most this many train rows and as many test rows, drawn before the split by the seed",
 ]
+
+
+class Columns(Mapping[str, NDArray[Any]]):
+    """Columns that are read on first use. Most are never used, and a column of long texts would take much memory.
+
+    Args:
+        rows: Length of each column.
+        readers: A function that reads the column, by name.
+    """
+
+    def __init__(self, rows: int, readers: Mapping[str, Callable[[], NDArray[Any]]]) -> None:
+        self.rows, self.readers, self.read = rows, readers, dict[str, NDArray[Any]]()
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self.read:
+            self.read[name] = self.readers[name]()
+        return self.read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
+
+    def __len__(self) -> int:
+        return len(self.readers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +106,11 @@ class DatasetPart:
         return values
 
     def texts(self, column: str) -> list[str]:
-        """Return a text column.
+        """Return a text column, as `text_batches`."""
+        return list(chain.from_iterable(self.text_batches(column)))
+
+    def text_batches(self, column: str) -> Iterator[list[str]]:
+        """Yield a text column some rows at a time, so that it need not fit into memory.
 
         Raises:
             DataError: If the column is missing or not text, or if a value is missing or blank.
@@ -83,19 +118,19 @@ class DatasetPart:
         self.need(column)
         if "string" not in getattr(self.data.features[column], "dtype", ""):
             raise DataError(f"column '{column}' of {self.where} holds no text; name a column that does")
-        texts = self.values(column)
-        for place, text in enumerate(texts):
-            if text is None or not text.strip():
-                raise DataError(f"{self.row(place)} has no text in '{column}'; fill it in or remove the row")
-        return texts
+        only = self.data.select_columns([column])
+        for start in range(0, len(self.rows), ROWS_TOGETHER):
+            with reading(f"column '{column}' of {self.where}"):
+                texts: list[str] = only[start : start + ROWS_TOGETHER][column]
+            for place, text in enumerate(texts, start):
+                if text is None or not text.strip():
+                    raise DataError(f"{self.row(place)} has no text in '{column}'; fill it in or remove the row")
+            yield texts
 
-    def columns(self, *others: str) -> dict[str, NDArray[Any]]:
+    def columns(self, *others: str) -> Mapping[str, NDArray[Any]]:
         """Return the columns that splits can use: all of type text, integer or class, except `others`."""
-        return {
-            name: self._column(name)
-            for name in self.data.column_names
-            if name not in others and self._can_split_by(name)
-        }
+        usable = (name for name in self.data.column_names if name not in others and self._can_split_by(name))
+        return Columns(len(self.rows), {name: partial(self._column, name) for name in usable})
 
     def _can_split_by(self, name: str) -> bool:
         feature = self.data.features[name]
@@ -301,21 +336,86 @@ def _table(file: Path) -> Any:
         raise DataError(f"{str(file)!r} is not one of {', '.join(TABLES)}; {REMEDY}")
     with reading(f"the {kind} file {str(file)!r}"):
         if kind == "parquet":
+            if file.stat().st_size > MAPPED_FROM:
+                return datasets.Dataset.from_file(str(_arrow_copy(file)))
             return datasets.Dataset(need("pyarrow.parquet", "data").read_table(file))
         if kind == "csv":
             csv = need("pyarrow.csv", "data")
             return datasets.Dataset(csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True)))
-        return datasets.Dataset.from_list(_records(file))
+        return _json_table(file)
+
+
+def _arrow_copy(file: Path) -> Path:
+    """Copy a Parquet file to an Arrow file in the cache, from which rows can be read one by one."""
+    parquet, pyarrow = need("pyarrow.parquet", "data"), need("pyarrow", "data")
+
+    def build(folder: Path) -> None:
+        with (
+            parquet.ParquetFile(file) as source,
+            pyarrow.OSFile(str(folder / ARROW_FILE), "wb") as target,
+            pyarrow.ipc.new_stream(target, source.schema_arrow) as writer,
+        ):
+            for batch in source.iter_batches(batch_size=ROWS_TOGETHER):
+                writer.write_batch(batch)
+
+    with parquet.ParquetFile(file) as source:
+        size = sum(source.metadata.row_group(group).total_byte_size for group in range(source.num_row_groups))
+    key = hashlib.blake2b(identity_of_file(file).encode(), digest_size=16).hexdigest()
+    return cached("tables", key, build, size) / ARROW_FILE
+
+
+def _json_table(file: Path) -> Any:
+    """Read a JSON list of objects, or JSON lines."""
+    datasets, pyarrow = need("datasets", "data"), need("pyarrow", "data")
+    if not _is_json_list(file):
+        try:
+            return datasets.Dataset(_json_lines(file))
+        except (pyarrow.ArrowException, UnicodeDecodeError):
+            pass  # Python's reader names the line, or accepts what pyarrow does not, such as NaN
+    rows = _records(file)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+
+
+def _is_json_list(file: Path) -> bool:
+    with file.open("rb") as stream:
+        while block := stream.read(JSON_BLOCK):
+            if start := block.lstrip():
+                return start.startswith(b"[")
+    return False
+
+
+def _json_lines(file: Path) -> Any:
+    """Read JSON lines with pyarrow. Dates stay texts, as in every other format of JSON."""
+    json, pyarrow = need("pyarrow.json", "data"), need("pyarrow", "data")
+    options = json.ReadOptions(block_size=JSON_BLOCK)
+    table = json.read_json(file, read_options=options)
+    schema = pyarrow.schema([field.with_type(_dates_as_text(field.type)) for field in table.schema])
+    if schema != table.schema:
+        table = json.read_json(file, options, json.ParseOptions(explicit_schema=schema))
+    table.validate(full=True)  # texts may not be UTF-8
+    return table
+
+
+def _dates_as_text(kind: Any) -> Any:
+    pyarrow = need("pyarrow", "data")
+    if pyarrow.types.is_timestamp(kind):
+        return pyarrow.string()
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(_dates_as_text(kind.value_type))
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_dates_as_text(field.type)) for field in kind])
+    return kind
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """Read a JSON list of objects, or JSON lines."""
+    """Read JSON with Python's reader: slower, but it names the line."""
     text = file.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         rows = json.loads(text)
     else:
         rows = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except json.JSONDecodeError as error:

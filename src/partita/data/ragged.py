@@ -11,6 +11,7 @@ from torch import Tensor
 
 from partita.core.data import IGNORE_INDEX, Batch
 from partita.data.errors import DataError
+from partita.data.token_rows import TokenRows
 
 PAD_TO_MULTIPLE_OF = 8  # few distinct widths, and widths that kernels run fast on
 
@@ -32,6 +33,8 @@ class RaggedExamples:
     limit: int  # maximum length of a row and of a padded batch
     each_token: bool = False  # whether each token has a target
     segments: Tensor | None = None  # (token,): 1 for the second text of a pair, for models that tell the texts apart
+    documents: Tensor | None = None  # (row,), ascending: the document of each row; None if rows are documents
+    known_vocabulary: int | None = None  # smallest vocabulary size that holds every token; None to compute it
 
     def __post_init__(self) -> None:
         lengths = self.offsets.diff()
@@ -46,14 +49,20 @@ class RaggedExamples:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def width(self) -> int:
+        """Return the number of tokens of the longest padded batch."""
+        return _padded(int(self.offsets.diff().max()), self.limit) if len(self) else 0
+
     def vocabulary_size(self) -> int:
         """Return the smallest vocabulary size that holds every token."""
+        if self.known_vocabulary is not None:
+            return self.known_vocabulary
         return int(self.ids.max()) + 1 if len(self.ids) else 0
 
     def take(self, indices: Tensor) -> Batch:
         starts = self.offsets[indices].unsqueeze(1)
         lengths = self.offsets[indices + 1].unsqueeze(1) - starts
-        width = min(-(-int(lengths.max()) // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF, self.limit)
+        width = _padded(int(lengths.max()), self.limit)
         steps = torch.arange(width)
         real = steps < lengths  # (row, token)
         places = (starts + steps).clamp_(max=len(self.ids) - 1)
@@ -66,6 +75,28 @@ class RaggedExamples:
         if self.each_token:
             return Batch(inputs, self.targets[places].long().masked_fill_(~real, IGNORE_INDEX))
         return Batch(inputs, self.targets[indices])
+
+
+def _padded(length: int, limit: int) -> int:
+    return min(-(-length // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF, limit)
+
+
+def from_rows(rows: TokenRows, limit: int, targets: Tensor) -> RaggedExamples:
+    """Build RaggedExamples from token rows.
+
+    Args:
+        rows: The rows.
+        limit: Maximum length of a row.
+        targets: One target per row, (row, ...).
+    """
+    return RaggedExamples(
+        rows.ids,
+        rows.offsets,
+        targets,
+        limit,
+        documents=rows.documents,
+        known_vocabulary=rows.vocabulary_size,
+    )
 
 
 def ragged(

@@ -13,10 +13,21 @@ from torch import Tensor
 from partita.core.options import format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError, need
-from partita.data.images import Channels, PixelMean, PixelStd, Size, normalization, read_images, side_of
+from partita.data.images import (
+    Channels,
+    Memory,
+    PixelMean,
+    PixelStd,
+    Size,
+    normalization,
+    read_images,
+    side_of,
+    storage_notes,
+)
 from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.task import Task, text_task
-from partita.data.text import MaxLength, Pair, Tokenizer, read_texts
+from partita.data.text import LongTexts, MaxLength, Overlap, Pair, TextOptions, Tokenizer, read_texts
+from partita.data.token_rows import TextMemory
 from partita.tasks import IMAGE_REGRESSION, TEXT_REGRESSION
 
 Target = Annotated[str | tuple[str, ...], "column with the number to predict, or a list of columns"]
@@ -33,16 +44,21 @@ def text_regression(
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
+    long_texts: LongTexts = "cut",
+    overlap: Overlap = None,
+    memory: TextMemory = "auto",
 ) -> Task:
     """Regression on texts: one number per text, or several if `target` is a list of columns.
 
-    Targets are not scaled. Longer texts are truncated to `max_length` tokens. `pair` is as in the task `text`.
+    Targets are not scaled. With `long_texts = "windows"`, a longer text becomes several training examples with its
+    target, all at one client and in one part. Its prediction is the mean of theirs. `pair` is as in the task `text`.
     """
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
-    train, held_out, used = read_texts(source, text, targets, tokenizer, max_length, pair)
+    options = TextOptions(long_texts, overlap, memory)
+    train, held_out, used, notes = read_texts(source, text, targets, tokenizer, max_length, options, pair)
     columns = source.train.columns(text, *names, pair or text)
-    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used)
+    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used, notes)
 
 
 def image_regression(
@@ -59,6 +75,7 @@ def image_regression(
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
+    memory: Memory = "auto",
 ) -> Task:
     """Regression on images: one number per image, or several if `target` is a list of columns.
 
@@ -71,7 +88,7 @@ def image_regression(
     opened = replace(
         source, train=open_images(source, source.train, image), test=open_images(source, source.test, image)
     )
-    train, held_out = read_images(opened, image, targets, size, channels, normalize)
+    train, held_out = read_images(opened, image, targets, size, channels, normalize, memory)
     return Task(
         source.name,
         train,
@@ -82,6 +99,7 @@ def image_regression(
         side_of(train),
         IMAGE_REGRESSION,
         normalization=(mean, std),
+        notes=storage_notes(train),
     )
 
 

@@ -18,7 +18,17 @@ from partita.core.data import IGNORE_INDEX
 from partita.core.options import Range
 from partita.core.rng import Key
 from partita.data.errors import DataError, need, reading
-from partita.data.images import Channels, PixelMean, PixelStd, Size, normalization, read_images, side_of
+from partita.data.images import (
+    Channels,
+    Memory,
+    PixelMean,
+    PixelStd,
+    Size,
+    normalization,
+    read_images,
+    side_of,
+    storage_notes,
+)
 from partita.data.loading import (
     IMAGE_SUFFIXES,
     TABLES,
@@ -59,6 +69,7 @@ def segmentation(
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
+    memory: Memory = "auto",
 ) -> Task:
     """Semantic segmentation. A mask has the size of its image and one channel that holds class numbers.
 
@@ -79,7 +90,7 @@ def segmentation(
         _targets(part, part_numbers, names, ignore)
         for part, part_numbers in zip((masks.train, masks.test), numbers, strict=True)
     ]
-    train, held_out = read_images(pictures, image, targets, size, channels, normalize)
+    train, held_out = read_images(pictures, image, targets, size, channels, normalize, memory)
     return Task(
         source.name,
         train,
@@ -90,6 +101,7 @@ def segmentation(
         side_of(train),
         SEGMENTATION,
         normalization=(mean, std),
+        notes=storage_notes(train),
     )
 
 

@@ -50,21 +50,19 @@ def seq2seq(
                 f"the tokenizer '{tokenizer}' does not end a text with the token {end}, which ends a text of its "
                 "model, so generated texts would not end; use the model's own tokenizer"
             )
-        cut["source"] += sources.count_longer(texts, read)
-        cut["target"] += targets.count_longer_targets(answers, written)
+        cut["source"] += sum(length > max_length for length in sources.lengths(texts, read))
+        cut["target"] += sum(length > max_target_length for length in targets.target_lengths(answers, written))
         return Seq2SeqExamples(_rows(read, max_length), _rows(written, max_target_length), start)
 
     train, held_out = read(data.train), read(data.test)
-    for name, option in (("source", "max_length"), ("target", TARGET)):
+    notes = []
+    for name, option, most in (("source", "max_length", max_length), ("target", TARGET, max_target_length)):
         if cut[name]:
-            warnings.warn(
-                f"{cut[name]:,} of {len(train) + len(held_out):,} {name} texts of '{path}' are longer than "
-                f"{max_length if name == 'source' else max_target_length} tokens, and their rest is not read; to read "
-                f"more, raise data.{option}",
-                stacklevel=2,
-            )
+            count = f"{cut[name]:,} of {len(train) + len(held_out):,}"
+            notes.append(f"{count} {name} texts of '{path}' are longer than {most} tokens, and their rest is not read")
+            warnings.warn(f"{notes[-1]}; to read more, raise data.{option}", stacklevel=2)
     columns = data.train.columns(source, target)
-    return text_task(data.name, train, held_out, (), columns, SEQ2SEQ, sources.tokenizer)
+    return text_task(data.name, train, held_out, (), columns, SEQ2SEQ, sources.tokenizer, tuple(notes))
 
 
 TARGET = "max_target_length"

@@ -29,6 +29,6 @@ def site(
         raise DataError("split.sites is empty; list all participating sites, for example sites = ['north', 'south']")
     if client is not None and client not in names:
         raise DataError(f"split.client is '{client}', which is not in split.sites; {closest_match(client, sites)}")
-    rows = np.arange(0 if client is None else len(task.train))
+    rows = np.arange(0 if client is None else task.row_count)
     sizes = [len(rows) if name == client else 0 for name in sites]
     return Partition(rows, np.concatenate([[0], np.cumsum(sizes)]), names)

@@ -25,7 +25,7 @@ from partita.core.registry import call, find_function
 from partita.core.rng import Key
 from partita.data.client_ids import NamedClients, NumberedClients
 from partita.data.errors import DataError
-from partita.data.task import ClientSplit, Federation, Ints, Partition, Task, group_by_client
+from partita.data.task import ClientSplit, Federation, Ints, Partition, Task, WindowParts, group_by_client
 
 ATTEMPTS = 50
 UNNAMED = "unnamed"  # name of the client whose value is missing
@@ -72,10 +72,11 @@ def split(
     given = options if clients is None else {"clients": clients, **options}
     own = validate_options(make_partition, given, "split", ["task", "key"], name, others=("validation", "test"))
     made = call(make_partition, (Partition, Mapping), name, "split", task, key=key / short_name(name), **own)
-    partition: Partition = _partition_of(made, len(task.train), name) if isinstance(made, Mapping) else made
+    partition: Partition = _partition_of(made, task.row_count, name) if isinstance(made, Mapping) else made
     # Use exact decimals: a share of 0.29 of 100 rows is 29 rows, but in binary floating point it rounds down to 28.
     cut = ClientSplit(partition, key / "parts", Fraction(str(validation)), Fraction(str(test)))
-    return Federation(task, partition.clients, cut)
+    parts = cut if task.first_windows is None else WindowParts(cut, task.first_windows)
+    return Federation(task, partition.clients, parts)
 
 
 def _partition_of(rows: Mapping[str, Any], count: int, name: str) -> Partition:
@@ -294,12 +295,12 @@ def _names(values: list[str], column: str) -> list[str]:
 
 def _check_counts(task: Task, clients: int, min_examples: int = 1) -> int:
     """Return the number of train rows. Raise a DataError if there are too few."""
-    if clients * min_examples > len(task.train):
+    if clients * min_examples > task.row_count:
         raise DataError(
             f"{clients} clients with at least {min_examples} examples need {clients * min_examples}, but "
-            f"{task.name} has {len(task.train)}; use at most {len(task.train) // min_examples} clients"
+            f"{task.name} has {task.row_count}; use at most {task.row_count // min_examples} clients"
         )
-    return len(task.train)
+    return task.row_count
 
 
 def _draws(key: Key) -> np.random.Generator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from math import floor
 from typing import Annotated, Any, Protocol
 
@@ -19,6 +20,8 @@ from partita.core.rng import Key
 from partita.core.tensors import Tensors
 from partita.data.client_ids import NamedClients
 from partita.data.errors import DataError
+from partita.data.image_reader import ImagesOnDisk
+from partita.data.loading import Columns
 from partita.data.ragged import RaggedExamples
 from partita.data.seq2seq_examples import Seq2SeqExamples
 from partita.tasks import IMAGE, Normalization, TaskKind
@@ -76,11 +79,14 @@ class Table:
         return Table(inputs, self.targets.to(device), self.transform)
 
 
+Rows = Table | ImagesOnDisk | RaggedExamples | Seq2SeqExamples
+
+
 @dataclass(frozen=True, eq=False)
 class Subset:
     """A view of some rows of a table. It stores only the row indices."""
 
-    table: Table | RaggedExamples | Seq2SeqExamples
+    table: Rows
     indices: Tensor  # (row,)
 
     def __len__(self) -> int:
@@ -88,6 +94,17 @@ class Subset:
 
     def take(self, indices: Tensor) -> Batch:
         return self.table.take(self.indices[indices])
+
+    @property
+    def documents(self) -> Tensor | None:
+        """The document of each example, (example,); None if examples are documents."""
+        documents = getattr(self.table, "documents", None)
+        return None if documents is None else documents[self.indices]
+
+    def prefetch(self, indices: Tensor) -> None:
+        """Start to read the examples if the table reads ahead."""
+        if isinstance(self.table, ImagesOnDisk):
+            self.table.prefetch(self.indices[indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,14 +123,15 @@ class Task:
         vocabulary_size: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
         tokenizer: Tokenizer of the texts; None for other inputs.
         normalization: Mean and standard deviation of pixels from 0 to 255, divided by 255; None for other inputs.
+        notes: What a user should know about the data, recorded with the run: what was cut, what is read from disk.
 
     Raises:
         DataError: If a column does not have one value per train row.
     """
 
     name: str
-    train: Table | RaggedExamples | Seq2SeqExamples
-    test: Table | RaggedExamples | Seq2SeqExamples
+    train: Rows
+    test: Rows
     classes: tuple[str, ...]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     channels: int = 0
@@ -122,14 +140,34 @@ class Task:
     vocabulary_size: int = 0
     tokenizer: Any = None
     normalization: Normalization | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, values in self.columns.items():
-            if len(values) != len(self.train):
-                raise DataError(f"column '{name}' has {len(values)} values for {len(self.train)} train rows")
+        for name in self.columns:
+            count = self.columns.rows if isinstance(self.columns, Columns) else len(self.columns[name])
+            if count != self.row_count:
+                raise DataError(f"column '{name}' has {count} values for {self.row_count} train rows")
+
+    @property
+    def row_count(self) -> int:
+        """Number of train rows that a split assigns: documents if texts are cut into windows, else examples."""
+        return len(self.train) if self.first_windows is None else len(self.first_windows) - 1
+
+    @cached_property
+    def first_windows(self) -> Tensor | None:
+        """The first window of each train row and the number of windows, (row + 1,); None if rows are examples."""
+        documents: Tensor | None = getattr(self.train, "documents", None)
+        if documents is None:
+            return None
+        return torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(documents).cumsum(0)])
+
+    @property
+    def max_tokens(self) -> int:
+        """Number of tokens of the longest padded batch; 0 for inputs that are not text."""
+        return max(table.width() if isinstance(table, RaggedExamples) else 0 for table in (self.train, self.test))
 
     def labels(self) -> Ints:
-        """Return the class of each train row, (row,).
+        """Return the class of each train row that a split assigns, (row,).
 
         Raises:
             DataError: If the task does not have exactly one class per example.
@@ -140,6 +178,8 @@ class Task:
                 f"{self.name} has targets of shape {tuple(targets.shape)} and type {targets.dtype}, but this split "
                 "needs exactly one class per example; use 'iid', 'quantity' or 'by_column'"
             )
+        if self.first_windows is not None:
+            targets = targets[self.first_windows[:-1]]
         return targets.numpy().astype(np.int64)
 
 
@@ -151,10 +191,11 @@ def text_task(
     columns: Mapping[str, NDArray[Any]],
     kind: TaskKind,
     tokenizer: Any,
+    notes: tuple[str, ...] = (),
 ) -> Task:
     """Build a task on tokenized texts, with a vocabulary that holds every token of both parts."""
     size = max(train.vocabulary_size(), test.vocabulary_size())
-    return Task(name, train, test, classes, columns, kind=kind, vocabulary_size=size, tokenizer=tokenizer)
+    return Task(name, train, test, classes, columns, kind=kind, vocabulary_size=size, tokenizer=tokenizer, notes=notes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +277,23 @@ class ClientSplit:
 
 
 @dataclass(frozen=True, eq=False)
+class WindowParts:
+    """Parts of documents, given as the rows of all their windows. The windows of a document stay together."""
+
+    documents: PartsByPosition
+    first: Tensor  # (document + 1,): windows of document i are first[i] to first[i + 1]
+
+    def __getitem__(self, position: int, /) -> Parts:
+        train, validation, test = map(self._windows, self.documents[position])
+        return train, validation, test
+
+    def _windows(self, rows: Tensor) -> Tensor:
+        counts = self.first[rows + 1] - self.first[rows]
+        skipped = self.first[rows] - (counts.cumsum(0) - counts)
+        return skipped.repeat_interleave(counts) + torch.arange(int(counts.sum()))
+
+
+@dataclass(frozen=True, eq=False)
 class Federation:
     """A task split among clients. Each client's train, validation and test parts are built on access."""
 
@@ -264,7 +322,7 @@ class Federation:
         moved = {
             name: table.to(device)
             for name, table in (("train", self.task.train), ("test", self.task.test))
-            if isinstance(table, Table)
+            if isinstance(table, Table | ImagesOnDisk)
         }
         return replace(self, task=replace(self.task, **moved))  # type: ignore[arg-type]
 
@@ -274,11 +332,11 @@ class Federation:
         Raises:
             DataError: If the task does not have exactly one class per example.
         """
-        labels = torch.from_numpy(self.task.labels())
+        self.task.labels()
         targets = self.task.train.targets.clone()
         for client in clients:
             rows, _, _ = self.parts[self.clients.index(client)]
-            targets[rows] = (len(self.classes) - 1 - labels[rows]).to(targets)
+            targets[rows] = len(self.classes) - 1 - targets[rows]
         train: Any = self.task.train  # with one class per example, which only a table and ragged rows can have
         return replace(self, task=replace(self.task, train=replace(train, targets=targets)))
 

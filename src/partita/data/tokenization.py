@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ class TextEncoder:
     tokenizer: Any
     limit: int
     longest: int = 10**9  # the largest limit that the tokenizer and its model allow
+    digest: str = ""  # of the tokenizer; empty if its content cannot be hashed
 
     @property
     def end(self) -> list[int]:
@@ -30,6 +33,10 @@ class TextEncoder:
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts with special tokens, truncated to the limit."""
         return self._encode(texts, truncation=True, max_length=self.limit)
+
+    def with_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize texts with special tokens and without truncation."""
+        return self._encode(texts)
 
     def pairs(self, texts: Sequence[str], seconds: Sequence[str]) -> tuple[list[list[int]], list[list[int]] | None]:
         """Tokenize pairs of texts with special tokens. The longer text of a pair is truncated first.
@@ -76,35 +83,94 @@ class TextEncoder:
         )["input_ids"]
         return rows
 
-    def count_longer_targets(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> int:
-        """Count the texts that a decoder writes and that are longer than the limit.
-
-        Args:
-            texts: The texts.
-            rows: Their tokens, truncated to the limit.
-        """
-        full = [text for text, ids in zip(texts, rows, strict=True) if len(ids) == self.limit]
-        return sum(len(ids) > self.limit for ids in self.target_texts(full, truncated=False)) if full else 0
-
-    def with_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts with special tokens and without truncation."""
-        return self._encode(texts)
-
-    def count_longer(
+    def lengths(
         self, texts: Sequence[str], rows: Sequence[Sequence[int]], seconds: Sequence[str] | None = None
-    ) -> int:
-        """Count the texts that are longer than the limit.
+    ) -> list[int]:
+        """Return the number of tokens of each text without truncation.
 
         Args:
             texts: The texts.
             rows: Their tokens, truncated to the limit.
             seconds: The second text of each pair, if the texts are pairs.
         """
-        full = [place for place, ids in enumerate(rows) if len(ids) == self.limit]
-        if not full:
-            return 0
-        pairs = {} if seconds is None else {"text_pair": [seconds[place] for place in full]}
-        return sum(len(ids) > self.limit for ids in self._encode([texts[place] for place in full], **pairs))
+
+        def complete(places: Sequence[int]) -> list[list[int]]:
+            pairs = {} if seconds is None else {"text_pair": [seconds[place] for place in places]}
+            return self._encode([texts[place] for place in places], **pairs)
+
+        return self._lengths(rows, complete)
+
+    def target_lengths(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> list[int]:
+        """Return the number of tokens of each text that a decoder writes, without truncation.
+
+        Args:
+            texts: The texts.
+            rows: Their tokens, truncated to the limit.
+        """
+        return self._lengths(rows, lambda places: self.target_texts([texts[place] for place in places], False))
+
+    def _lengths(
+        self, rows: Sequence[Sequence[int]], complete: Callable[[Sequence[int]], list[list[int]]]
+    ) -> list[int]:
+        """Tokenize only those rows again that are as long as the limit."""
+        found = [len(ids) for ids in rows]
+        full = [place for place, length in enumerate(found) if length == self.limit]
+        for place, ids in zip(full, complete(full) if full else [], strict=True):
+            found[place] = len(ids)
+        return found
+
+    def windows(self, texts: Sequence[str], overlap: int) -> tuple[list[list[int]], list[int]]:
+        """Tokenize texts and cut them into windows of at most `limit` tokens, each with special tokens.
+
+        Args:
+            texts: The texts.
+            overlap: Tokens that consecutive windows of a text share.
+
+        Returns:
+            The windows, and for each the number of its text.
+        """
+        encoded = self.tokenizer(
+            list(texts),
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+            truncation=True,
+            max_length=self.limit,
+            stride=overlap,
+            return_overflowing_tokens=True,
+        )
+        return encoded["input_ids"], encoded["overflow_to_sample_mapping"]
+
+    def word_windows(self, ids: Sequence[int], before: int, overlap: int | None) -> list[Window]:
+        """Cut a tokenized sentence into windows of at most `limit` tokens, each with the special tokens.
+
+        Args:
+            ids: The tokens of the sentence, with special tokens at its ends.
+            before: Number of special tokens before the first word.
+            overlap: Tokens that consecutive windows share; None for the first window only.
+        """
+        if len(ids) <= self.limit:
+            return [Window(range(len(ids)), range(len(ids)))]
+        if overlap is None:
+            return [Window(range(self.limit), range(self.limit))]
+        specials: int = self.tokenizer.num_special_tokens_to_add()
+        stop, room = len(ids) - (specials - before), self.limit - specials
+        starts = [*range(before, stop - room, room - overlap), stop - room]
+        return [
+            Window((*range(before), *range(start, start + room), *range(stop, len(ids))), _own(starts, number, room))
+            for number, start in enumerate(starts)
+        ]
+
+    def check_overlap(self, overlap: int) -> None:
+        """Raise a DataError if windows cannot overlap by so many tokens."""
+        room = self.limit - self.tokenizer.num_special_tokens_to_add()
+        if overlap >= room:
+            raise DataError(
+                f"overlap is {overlap}, but a window of {self.limit} tokens holds only {room} of a text; set "
+                f"data.overlap to at most {room - 1}, or raise data.max_length"
+            )
+        if not self.tokenizer.is_fast:
+            raise DataError("this tokenizer cannot cut texts into windows; give one with a tokenizer.json")
 
     def without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts without special tokens and without truncation."""
@@ -154,6 +220,26 @@ class TextEncoder:
         return rows
 
 
+@dataclass(frozen=True)
+class Window:
+    """A part of a tokenized sentence.
+
+    Attributes:
+        places: The tokens of the window, by their place in the sentence.
+        own: The tokens that have more tokens around them in this window than in any other.
+    """
+
+    places: Sequence[int]
+    own: range
+
+
+def _own(starts: Sequence[int], number: int, room: int) -> range:
+    """Return the tokens of window `number`. Two windows meet in the middle of the tokens that they share."""
+    first = 0 if number == 0 else (starts[number] + starts[number - 1] + room) // 2
+    after = (starts[number + 1] + starts[number] + room) // 2 if number + 1 < len(starts) else 10**18
+    return range(first, after)
+
+
 def text_encoder(path: str | None, limit: int, words: bool = False, option: str = "max_length") -> TextEncoder:
     """Load a tokenizer for rows of at most `limit` tokens.
 
@@ -173,7 +259,15 @@ def text_encoder(path: str | None, limit: int, words: bool = False, option: str 
         raise DataError(
             f"'{path}' takes rows of {shortest} to {longest} tokens, not {limit}; set data.{option} in that range"
         )
-    return TextEncoder(tokenizer, limit, longest)
+    return TextEncoder(tokenizer, limit, longest, _digest(tokenizer))
+
+
+def _digest(tokenizer: Any) -> str:
+    """Hash everything that decides how texts become tokens."""
+    if not tokenizer.is_fast:
+        return ""
+    content = f"{version('transformers')} {version('tokenizers')} {tokenizer.backend_tokenizer.to_str()}"
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def load_tokenizer(path: str, words: bool = False) -> tuple[Any, int, int]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
 
 from partita.core.data import IGNORE_INDEX
 from partita.core.options import Count, format_value
@@ -14,7 +17,9 @@ from partita.data.labels import label_lists
 from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task, text_task
-from partita.data.tokenization import TextEncoder, text_encoder
+from partita.data.text import Overlap, cut_notes
+from partita.data.token_rows import CutCounter
+from partita.data.tokenization import Window, text_encoder
 from partita.tasks import TOKENS
 
 TAG = re.compile(r"O|[BI]-.+")
@@ -27,15 +32,21 @@ def tokens(
     tags: Annotated[str, "column with the list of BIO tags"] = "tags",
     tokenizer: Annotated[str | None, "folder or Hub id; default: the model's tokenizer"] = None,
     max_length: Annotated[Count, "maximum number of tokens per sentence"] = 256,
-    truncate: Annotated[bool, "truncate longer sentences instead of raising an error"] = False,
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
+    long_texts: Annotated[
+        Literal["cut", "windows", "error"],
+        "sentences of more than `max_length` tokens: `cut` drops the rest, with a warning; `windows` makes several "
+        "examples of a sentence; `error` stops",
+    ] = "error",
+    overlap: Overlap = None,
 ) -> Task:
     """Token classification from a column of words and a column of BIO tags (O, B-type, I-type).
 
-    The first token of a word carries its tag. Sentences of more than `max_length` tokens raise an error. With
-    `truncate` they are truncated, and the words beyond are neither trained on nor scored.
+    The first token of a word carries its tag. With `long_texts = "windows"`, a longer sentence becomes several training
+    examples, all at one client and in one part. Each word is trained on and scored in one window only, the one with the
+    most tokens around it; in the others it is context. Scores are those of whole sentences.
     """
     source = load_dataset(path, key, config, test)
     words = [_words(part, tokens, tags) for part in (source.train, source.test)]
@@ -45,13 +56,32 @@ def tokens(
     pairs = [list(zip(*each, strict=True)) for each in zip(words, numbers, strict=True)]
     source, pairs = limit_rows(source, limit, key, pairs)
     encode = text_encoder(tokenizer, max_length, words=True)
+    shared = max_length // 4 if overlap is None else overlap
+    if long_texts == "windows":
+        encode.check_overlap(shared)
+    cut = CutCounter()
     tables = []
     for part, rows in zip((source.train, source.test), pairs, strict=True):
         sentences, tagged = [row for row, _ in rows], [row for _, row in rows]
         _check_tags(part, classes, sentences, tagged)
-        tables.append(_aligned(part, encode, sentences, tagged, truncate))
+        encoded = encode.words(sentences)
+        found = CutCounter()
+        found.add(enumerate(len(ids) for ids, _ in encoded), max_length)
+        if found.texts and long_texts == "error":
+            assert found.first is not None
+            raise DataError(
+                f"{found.texts} of {len(encoded)} sentences are longer than max_length = {max_length} tokens, the "
+                f"first is {part.row(found.first)} with {found.length}; raise max_length, or set long_texts to "
+                "'windows' or 'cut'"
+            )
+        cut += found
+        targets = [_targets(ids, starts, numbers) for (ids, starts), numbers in zip(encoded, tagged, strict=True)]
+        step = shared if long_texts == "windows" else None
+        windows = [encode.word_windows(ids, starts[0], step) for ids, starts in encoded]
+        tables.append(_examples(encoded, targets, windows, max_length, long_texts == "windows"))
     train, held_out = tables
-    return text_task(source.name, train, held_out, classes, source.train.columns(), TOKENS, encode.tokenizer)
+    notes = () if long_texts == "windows" else cut_notes(source, cut, sum(map(len, pairs)), encode)
+    return text_task(source.name, train, held_out, classes, source.train.columns(), TOKENS, encode.tokenizer, notes)
 
 
 def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:
@@ -90,20 +120,27 @@ def _check_tags(part: DatasetPart, classes: Sequence[str], sentences: list[list[
             before = tag
 
 
-def _aligned(
-    part: DatasetPart, encode: TextEncoder, sentences: list[list[str]], tagged: list[list[int]], truncate: bool
+def _targets(ids: Sequence[int], word_starts: Sequence[int], numbers: Sequence[int]) -> list[int]:
+    """Return the target of each token: the tag of a word at its first token."""
+    row = [IGNORE_INDEX] * len(ids)
+    for first, number in zip(word_starts, numbers, strict=True):
+        row[first] = number
+    return row
+
+
+def _examples(
+    encoded: Sequence[tuple[Sequence[int], Sequence[int]]],
+    targets: Sequence[Sequence[int]],
+    windows: Sequence[Sequence[Window]],
+    limit: int,
+    several: bool,
 ) -> RaggedExamples:
-    encoded = encode.words(sentences)
-    long = [place for place, (ids, _) in enumerate(encoded) if len(ids) > encode.limit]
-    if long and not truncate:
-        raise DataError(
-            f"{len(long)} of {len(encoded)} sentences are longer than max_length = {encode.limit} tokens, the first is "
-            f"{part.row(long[0])} with {len(encoded[long[0]][0])}; raise max_length, or set truncate = true"
-        )
-    targets = []
-    for (ids, word_starts), numbers in zip(encoded, tagged, strict=True):
-        row = [IGNORE_INDEX] * len(ids)
-        for first, number in zip(word_starts, numbers, strict=True):
-            row[first] = number
-        targets.append(row[: encode.limit])
-    return ragged([ids[: encode.limit] for ids, _ in encoded], encode.limit, tags=targets)
+    """Return one example for each window of a sentence."""
+    rows, tags, documents = [], [], []
+    for number, ((ids, _), row, of_sentence) in enumerate(zip(encoded, targets, windows, strict=True)):
+        for window in of_sentence:
+            rows.append([ids[place] for place in window.places])
+            tags.append([row[place] if place in window.own else IGNORE_INDEX for place in window.places])
+            documents.append(number)
+    examples = ragged(rows, limit, tags=tags)
+    return replace(examples, documents=torch.tensor(documents)) if several else examples

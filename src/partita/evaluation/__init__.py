@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from partita.core import tensors
-from partita.core.data import Examples
+from partita.core.data import Examples, PrefetchingExamples
 from partita.core.model import Model
 from partita.core.tensors import Tensors
 from partita.evaluation import metrics
+from partita.evaluation.documents import document_predictions
 from partita.evaluation.generation import GeneratedText, ModelPredictions
 from partita.evaluation.metrics import Accuracy, EvaluationError, Evaluator, Metric, Predictions
 from partita.evaluation.segmentation import Segmentation
@@ -103,9 +105,15 @@ class _Decisions:
 
 @torch.inference_mode()
 def _predictions(model: Model, params: Tensors, examples: Examples, size: int) -> Iterator[Predictions]:
+    documents = getattr(examples, "documents", None)
+    if documents is not None:
+        yield from document_predictions(model, params, examples, documents, size)
+        return
     device = next(iter(params.values())).device
-    for indices in torch.arange(len(examples)).split(size):
+    for indices, following in pairwise([*torch.arange(len(examples)).split(size), None]):
         batch = examples.take(indices)
+        if following is not None and isinstance(examples, PrefetchingExamples):
+            examples.prefetch(following)
         inputs, targets = tensors.to(batch.inputs, device), batch.targets.to(device)
         out = model(params, inputs)
         yield ModelPredictions(

@@ -196,6 +196,11 @@ def build_run(
     run.check_sampling(federation.clients)
     if not config.privacy:
         return run, None
+    if config.privacy.unit == "example" and federation.task.first_windows is not None:
+        raise RunError(
+            "privacy.unit = 'example' would hide one window of a text, not the text; set data.long_texts to 'cut' or "
+            "'error', or privacy.unit to 'client'"
+        )
     sizes = {client: len(federation[client].train) for client in federation.clients}
     guard = make_private(run, model, sizes, config.privacy)
     return guard.run, guard

@@ -325,7 +325,7 @@ class Config:
         return references_in(dataclasses.asdict(self))
 
 
-NOT_THE_RUN = ("engine.", "track.")  # settings in which starts of the same run may differ
+NOT_THE_RUN = ("engine.", "track.", "data.memory")  # settings in which starts of the same run may differ
 SITES_OWN = ("data", "engine")  # tables that a site may override; all others must match the server's
 
 
@@ -409,8 +409,8 @@ def _options_in(key: str, table: Table) -> Mapping[str, Option]:
 
 
 def differences(one: Config, other: Config) -> list[str]:
-    """Say which settings differ and how, one text each. Starts of the same run may differ in the engine and the
-    trackers."""
+    """Say which settings differ and how, one text each. Starts of the same run may differ in the engine, the
+    trackers and where the data is kept."""
     left, right = settings_by_key(one), settings_by_key(other)
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key) and not key.startswith(NOT_THE_RUN)]
     return [_difference(key, left.get(key), right.get(key)) for key in keys]

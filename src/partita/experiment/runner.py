@@ -37,6 +37,8 @@ from partita.storage import checkpoint
 from partita.storage.atomic_files import read_json
 from partita.storage.client_store import ClientStore, DiskStore, MemoryStore
 
+IN_MEMORY = "in memory"  # what the environment says about data without notes
+
 
 def start(config: Config, folder: Path, overwrite: bool = False, on_reply: OnReply | None = None) -> Iterator[Row]:
     """Start a run in a new folder and yield one row per round.
@@ -160,7 +162,9 @@ def prepare(experiment: Experiment, folder: Path) -> None:
         run_folder.write(folder / name, text)
     trust(references)
     run_folder.write(folder / run_folder.CONFIG, derived.pop(run_folder.CONFIG))
-    chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly"}
+    notes = "; ".join(experiment.federation.task.notes) or IN_MEMORY
+    notes = "withheld" if experiment.guard and notes != IN_MEMORY else notes  # notes may count what clients hold
+    chosen = {"block": experiment.block, "steps": experiment.graphs or "taken plainly", "data": notes}
     if experiment.one_by_one:
         chosen["one_by_one"] = experiment.one_by_one
     run_folder.write_json(folder / run_folder.ENVIRONMENT, run_folder.environment(experiment.device, **chosen))
@@ -209,6 +213,7 @@ def describe_compute(config: Config, folder: Path) -> str:
     text = f"on {env['device']}, {env['threads']} threads, blocks of {env['block']}, steps {env['steps']}"
     if reason := env.get("one_by_one"):
         text += f"; clients train one at a time, because {reason}"
+    text += f"; {env['data']}" if env.get("data", IN_MEMORY) != IN_MEMORY else ""
     return text + (f" (auto: {', '.join(auto)})" if auto else "")
 
 

@@ -117,6 +117,12 @@ class CachedExamples:
     def __len__(self) -> int:
         return len(self.examples)
 
+    @property
+    def documents(self) -> Tensor | None:
+        """The document of each example, (example,); None if examples are documents."""
+        found: Tensor | None = getattr(self.examples, "documents", None)
+        return found
+
     def take(self, indices: Tensor) -> Batch:
         for chunk in set((indices // CHUNK).tolist()) - self.computed:
             self._compute(chunk)

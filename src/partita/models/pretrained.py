@@ -31,6 +31,7 @@ from partita.models.adapter import FunctionalModel, from_module, without_logs
 from partita.models.architectures import forward_of, head_names
 from partita.tasks import KINDS, TaskInfo
 
+POSITIONS_AFTER_PADDING = ("camembert", "roberta", "xlm-roberta")  # positions start after the padding token's number
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # they interpolate position embeddings to the image size
 FULLY_CONVOLUTIONAL = ("swin", "swinv2", "segformer")  # they take images of any size that their windows divide
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -234,6 +235,14 @@ def _check_tokens(path: str, config: Any, task: TaskInfo) -> None:
         raise ModelError(
             f"the task's texts contain token {task.vocabulary_size - 1}, but '{path}' has {known} tokens, 0 to "
             f"{known - 1}; remove data.tokenizer to use the model's tokenizer, or set one that fits the model"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and config.model_type in POSITIONS_AFTER_PADDING:
+        positions -= config.pad_token_id + 1
+    if task.kind.inputs == "text" and positions and task.max_tokens > positions:
+        raise ModelError(
+            f"the task has rows of {task.max_tokens} tokens, but '{path}' has {positions} positions; lower "
+            "data.max_length (data.block_size for 'lm')"
         )
 
 

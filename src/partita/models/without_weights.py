@@ -30,6 +30,7 @@ class AnyTask:
     channels: int = 3
     size: int = 224
     vocabulary_size: int = 0
+    max_tokens: int = 0
     tokenizer: Any = None
     normalization: Normalization | None = None
 

@@ -93,6 +93,11 @@ class TaskInfo(Protocol):
         ...
 
     @property
+    def max_tokens(self) -> int:
+        """Number of tokens of the longest padded batch; 0 for inputs that are not text."""
+        ...
+
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer of the texts, which is saved with a model; None for other inputs."""
         ...

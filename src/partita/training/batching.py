@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
 from partita.core import tensors
 from partita.core.batch_schedule import BatchSchedule
-from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch, Examples, TableExamples
+from partita.core.data import EXAMPLE_SEEDS, IGNORE_INDEX, Batch, Examples, PrefetchingExamples, TableExamples
 from partita.core.keyed_bits import example_seeds
 from partita.core.rng import Key
 
@@ -39,7 +39,8 @@ def iterate_batches(
         pairs = zip(examples, schedules, strict=True)
         rows = (part.indices.index_select(0, schedule.order) for part, schedule in pairs)  # type: ignore[attr-defined]
         schedules = [BatchSchedule(order, schedule.sizes) for order, schedule in zip(rows, schedules, strict=True)]
-    for number, step in enumerate(zip_longest(*schedules)):
+    reads_ahead = isinstance(getattr(examples[0], "table", examples[0]), PrefetchingExamples)
+    for number, (step, following) in enumerate(pairwise(chain(zip_longest(*schedules), [()]))):
         current = [indices for indices in step if indices is not None]
         if table is not None:
             batch = _take_together(table, current)
@@ -51,6 +52,8 @@ def iterate_batches(
             seeds = example_seeds(seed_keys[: len(current)], number, batch.targets.shape[int(len(examples) > 1)])
             seeds = seeds if len(examples) > 1 else seeds[0]
             batch = replace(batch, inputs={**batch.inputs, EXAMPLE_SEEDS: seeds})
+        if reads_ahead:
+            _prefetch(examples if table is None else [table], following)
         yield _place(batch, device)
 
 
@@ -110,6 +113,16 @@ def _padded(rows: Tensor, longest: int) -> Tensor:
     """Pad row indices to a length with the first index, or with 0 if there is none."""
     first = rows[:1] if len(rows) else rows.new_zeros(1)
     return torch.cat([rows, first.expand(longest - len(rows))])
+
+
+def _prefetch(sources: Sequence[Examples], step: Sequence[Tensor | None]) -> None:
+    """Start to read the examples of a step, from one source for each client or one for all."""
+    rows = [indices for indices in step if indices is not None]
+    if len(sources) < len(rows):
+        rows = [torch.cat(rows)]
+    for source, indices in zip(sources, rows, strict=False):
+        if isinstance(source, PrefetchingExamples):
+            source.prefetch(indices)
 
 
 def _take(examples: Examples, indices: Tensor) -> Batch:
