@@ -63,7 +63,6 @@ LIBRARIES = {
     "transformers": ["models", "data.tokenization"],
     "peft": ["models.lora"],
     "sklearn": ["data", "evaluation"],
-    "seqeval": ["evaluation"],
     "datasets": ["data"],
     "flwr_datasets": ["data"],
     "PIL": ["data"],

@@ -71,9 +71,17 @@ def images(
     classes, *labels = one_label(source, label)
     source, targets = limit_rows(source, limit, key, labels)
     train, held_out = read_images(source, image, targets, size, channels, normalize)
-    columns = source.train.columns(label)
+    columns, test_columns = source.train.columns(label), source.test.columns(label)
     return Task(
-        source.name, train, held_out, classes, columns, channels, size=side_of(train), normalization=(mean, std)
+        source.name,
+        train,
+        held_out,
+        classes,
+        columns,
+        channels,
+        size=side_of(train),
+        normalization=(mean, std),
+        test_columns=test_columns,
     )
 
 

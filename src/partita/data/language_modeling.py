@@ -37,9 +37,9 @@ def lm(
     source, _ = limit_rows(load_dataset(path, key, config, test), limit, key)
     encode = text_encoder(tokenizer, block_size, option="block_size")
     train, names = _blocks(source.train, encode, text, group)
-    held_out, _ = _blocks(source.test, encode, text, group)
-    columns = {} if group is None else {group: np.array(names)}
-    return text_task(source.name, train, held_out, (), columns, LM, encode.tokenizer)
+    held_out, test_names = _blocks(source.test, encode, text, group)
+    columns, test_columns = ({} if group is None else {group: np.array(each)} for each in (names, test_names))
+    return text_task(source.name, train, held_out, (), columns, LM, encode.tokenizer, test_columns)
 
 
 def _blocks(part: DatasetPart, encode: TextEncoder, text: str, group: str | None) -> tuple[RaggedExamples, list[str]]:

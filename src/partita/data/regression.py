@@ -40,8 +40,8 @@ def text_regression(
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
     train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
-    columns = source.train.columns(text, *names)
-    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used)
+    columns, test_columns = (part.columns(text, *names) for part in (source.train, source.test))
+    return text_task(source.name, train, held_out, names, columns, TEXT_REGRESSION, used, test_columns)
 
 
 def image_regression(
@@ -66,7 +66,7 @@ def image_regression(
     normalize = normalization(mean, std, channels)
     source, names = load_dataset(path, key, config, test), _names(target)
     source, targets = limit_rows(source, limit, key, read_targets(source, names))
-    columns = source.train.columns(image, *names)
+    columns, test_columns = (part.columns(image, *names) for part in (source.train, source.test))
     opened = replace(source, train=_opened(source, source.train, image), test=_opened(source, source.test, image))
     train, held_out = read_images(opened, image, targets, size, channels, normalize)
     return Task(
@@ -79,6 +79,7 @@ def image_regression(
         side_of(train),
         IMAGE_REGRESSION,
         normalization=(mean, std),
+        test_columns=test_columns,
     )
 
 

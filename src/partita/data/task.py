@@ -105,9 +105,10 @@ class Task:
         vocabulary_size: Smallest vocabulary size that holds every token; 0 for inputs that are not text.
         tokenizer: Tokenizer of the texts; None for other inputs.
         normalization: Mean and standard deviation of pixels from 0 to 255, divided by 255; None for other inputs.
+        test_columns: For each column, one value per test row. Scores by subgroup read them.
 
     Raises:
-        DataError: If a column does not have one value per train row.
+        DataError: If a column does not have one value per row.
     """
 
     name: str
@@ -121,11 +122,13 @@ class Task:
     vocabulary_size: int = 0
     tokenizer: Any = None
     normalization: Normalization | None = None
+    test_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, values in self.columns.items():
-            if len(values) != len(self.train):
-                raise DataError(f"column '{name}' has {len(values)} values for {len(self.train)} train rows")
+        for part, rows, columns in (("train", self.train, self.columns), ("test", self.test, self.test_columns)):
+            for name, values in columns.items():
+                if len(values) != len(rows):
+                    raise DataError(f"column '{name}' has {len(values)} values for {len(rows)} {part} rows")
 
     def labels(self) -> Ints:
         """Return the class of each train row, (row,).
@@ -150,10 +153,21 @@ def text_task(
     columns: Mapping[str, NDArray[Any]],
     kind: TaskKind,
     tokenizer: Any,
+    test_columns: Mapping[str, NDArray[Any]] | None = None,
 ) -> Task:
     """Build a task on tokenized texts, with a vocabulary that holds every token of both parts."""
     size = max(train.vocabulary_size(), test.vocabulary_size())
-    return Task(name, train, test, classes, columns, kind=kind, vocabulary_size=size, tokenizer=tokenizer)
+    return Task(
+        name,
+        train,
+        test,
+        classes,
+        columns,
+        kind=kind,
+        vocabulary_size=size,
+        tokenizer=tokenizer,
+        test_columns=test_columns or {},
+    )
 
 
 @dataclass(frozen=True, eq=False)

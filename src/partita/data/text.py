@@ -42,8 +42,9 @@ def text(
     classes, *labels = (many_labels if multi else one_label)(source, label)
     source, targets = limit_rows(source, limit, key, labels)
     train, held_out, used = read_texts(source, text, targets, tokenizer, max_length)
-    columns = source.train.columns(text, label)
-    return text_task(source.name, train, held_out, classes, columns, MULTI_LABEL_TEXT if multi else TEXT, used)
+    columns, test_columns = (part.columns(text, label) for part in (source.train, source.test))
+    kind = MULTI_LABEL_TEXT if multi else TEXT
+    return text_task(source.name, train, held_out, classes, columns, kind, used, test_columns)
 
 
 def read_texts(

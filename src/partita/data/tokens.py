@@ -51,7 +51,8 @@ def tokens(
         _check_tags(part, classes, sentences, tagged)
         tables.append(_aligned(part, encode, sentences, tagged, truncate))
     train, held_out = tables
-    return text_task(source.name, train, held_out, classes, source.train.columns(), TOKENS, encode.tokenizer)
+    columns, test_columns = source.train.columns(), source.test.columns()
+    return text_task(source.name, train, held_out, classes, columns, TOKENS, encode.tokenizer, test_columns)
 
 
 def _words(part: DatasetPart, tokens: str, tags: str) -> list[list[str]]:

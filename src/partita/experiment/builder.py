@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from partita.evaluation.own_metrics import with_own_metrics
 from partita.experiment import early_stopping
 from partita.experiment.config import Config, EngineConfig, FederationConfig, shared_digest
 from partita.experiment.config_code import check_recorded
+from partita.experiment.subgroups import Groups, find_groups
 from partita.experiment.tracking import TRACKERS
 from partita.privacy.guard import PrivacyGuard, make_private
 from partita.privacy.secret import draw, from_file
@@ -55,6 +56,7 @@ class Experiment:
     evaluator: Evaluator
     guard: PrivacyGuard | None = None
     graphs: GraphCache | None = None
+    subgroups: Groups = field(default_factory=dict)  # of the central test set
 
     @cached_property
     def initial_values(self) -> InitialValues:
@@ -98,7 +100,8 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     task = raw_federation.task
     evaluator = with_own_metrics(task.kind.evaluator(task.classes), config.evaluate.metrics)
     early_stopping.check(config, evaluator, federation, guard)
-    return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs)
+    subgroups = find_groups(task, config.evaluate.subgroups)
+    return Experiment(config, run, model, federation, availability, device, block, evaluator, guard, graphs, subgroups)
 
 
 def build_method(options: Mapping[str, Any]) -> Method:

@@ -185,6 +185,12 @@ class EvaluateConfig:
     ] = None
     max_clients: Annotated[Count, "maximum number of clients evaluated; they are drawn once per run"] = 100
     drift: Annotated[bool, "measure client drift in every round"] = True
+    subgroups: Annotated[
+        str | None, "column of the central test set; the task's own metric is recorded for each of its values"
+    ] = None
+    subgroup_min: Annotated[
+        Count, "a subgroup of fewer examples is marked in reports, and does not count for the gap between subgroups"
+    ] = 30
     metrics: Annotated[
         tuple[str, ...], "your own metrics, such as `mine.py:recall`: functions of all logits and targets"
     ] = ()

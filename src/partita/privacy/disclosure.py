@@ -72,6 +72,18 @@ ROW: Mapping[str, Quantity] = {
         "scores of a noised model on the central test set; withheld if models trained on raw data would be tested: "
         "clients' own models under client-level privacy, and heads fitted for the test unless method.finetune is 0",
     ),
+    "by_type": Quantity(
+        "noised",
+        "noised",
+        "scores of `test` by entity type, and how many entities of each type the central test set has; clients never "
+        "send such scores of their own examples",
+    ),
+    "subgroups": Quantity(
+        "noised",
+        "noised",
+        "scores of `test` by a column of the central test set, and how many examples each group has; clients never "
+        "send such scores of their own examples",
+    ),
     "personal": Quantity(
         "named",
         "withheld",
