@@ -13,7 +13,9 @@ from partita.data.split import SPLITS, split
 from partita.data.task import Federation, Subset, Table, Task
 
 INDEX = {
+    "brat": "partita.data.standoff:brat",
     "digits": "partita.data.digits:digits",
+    "i2b2": "partita.data.i2b2:i2b2",
     "image_regression": "partita.data.regression:image_regression",
     "images": "partita.data.images:images",
     "lm": "partita.data.language_modeling:lm",

@@ -11,7 +11,7 @@ from partita.core.options import Count, format_value
 from partita.core.rng import Key
 from partita.data.errors import DataError
 from partita.data.labels import label_lists
-from partita.data.loading import DataPath, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
+from partita.data.loading import DataPath, Dataset, DatasetPart, HubConfig, Limit, TestPart, limit_rows, load_dataset
 from partita.data.ragged import RaggedExamples, ragged
 from partita.data.task import Task, text_task
 from partita.data.tokenization import TextEncoder, text_encoder
@@ -19,15 +19,19 @@ from partita.tasks import TOKENS
 
 TAG = re.compile(r"O|[BI]-.+")
 
+WordTokenizer = Annotated[str | None, "folder or Hub id; default: the model's tokenizer"]
+MaxTokens = Annotated[Count, "maximum number of tokens per sentence"]
+Truncate = Annotated[bool, "truncate longer sentences instead of raising an error"]
+
 
 def tokens(
     path: DataPath,
     key: Key,
     tokens: Annotated[str, "column with the list of words"] = "tokens",
     tags: Annotated[str, "column with the list of BIO tags"] = "tags",
-    tokenizer: Annotated[str | None, "folder or Hub id; default: the model's tokenizer"] = None,
-    max_length: Annotated[Count, "maximum number of tokens per sentence"] = 256,
-    truncate: Annotated[bool, "truncate longer sentences instead of raising an error"] = False,
+    tokenizer: WordTokenizer = None,
+    max_length: MaxTokens = 256,
+    truncate: Truncate = False,
     config: HubConfig = None,
     test: TestPart = 0.2,
     limit: Limit = None,
@@ -38,6 +42,20 @@ def tokens(
     `truncate` they are truncated, and the words beyond are neither trained on nor scored.
     """
     source = load_dataset(path, key, config, test)
+    return tagged_words(source, key, tokens, tags, tokenizer, max_length, truncate, limit)
+
+
+def tagged_words(
+    source: Dataset,
+    key: Key,
+    tokens: str,
+    tags: str,
+    tokenizer: str | None,
+    max_length: int,
+    truncate: bool,
+    limit: int | None,
+) -> Task:
+    """Build the task from a dataset. The arguments are as in `tokens`."""
     words = [_words(part, tokens, tags) for part in (source.train, source.test)]
     classes, *numbers = label_lists(source, tags)
     if not any(classes[number] != "O" for rows in numbers for row in rows for number in row):
