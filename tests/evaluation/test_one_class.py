@@ -15,6 +15,7 @@ from partita.data import Table
 from partita.evaluation import Evaluator, evaluate, score
 from partita.evaluation.metrics import (
     METRIC_NAMES,
+    NEW_CLASS_METRICS,
     Accuracy,
     Entities,
     Metric,
@@ -85,7 +86,7 @@ def test_the_check_takes_no_second_forward_pass() -> None:
 def test_reports_know_direction_and_unit_of_every_metric() -> None:
     """Only the direction of a run's own metric is recorded, so the report must know the others by name."""
     classes: tuple[Any, ...] = (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
-    metrics: set[Metric] = {metric for evaluator in classes for metric in evaluator.metrics}
+    metrics: set[Metric] = {metric for evaluator in classes for metric in evaluator.metrics} | {*NEW_CLASS_METRICS}
     assert {metric.name for metric in metrics} == set(METRIC_NAMES)
     for metric in metrics:
         shown = metric_named(metric.name)

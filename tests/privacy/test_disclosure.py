@@ -64,6 +64,7 @@ def test_every_row_key_has_a_disclosure_status(tmp_path: Path) -> None:
             {
                 "data": {**CONFIG["data"], "domains": 2},
                 "evaluate": {"validation_every": 1, "subgroups": "domain"},
+                "split": {"name": "iid", "clients": 4, "unseen": 1},
                 "sampling": {"name": "power_of_choice"},
             },
         ),

@@ -267,11 +267,16 @@ class Regression:
         return None
 
 
+# Scores of a test on classes that no client trained on; its harmonic mean is with the score on the others.
+NEW_CLASS_METRICS = (Metric("new_accuracy"), Metric("harmonic_mean"))
 METRIC_NAMES = tuple(
     dict.fromkeys(
         metric.name
-        for evaluator in (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)
-        for metric in evaluator.metrics
+        for metrics in (
+            *(each.metrics for each in (Accuracy, SingleLabel, MultiLabel, Entities, NextToken, Regression)),
+            NEW_CLASS_METRICS,
+        )
+        for metric in metrics
     )
 )
 

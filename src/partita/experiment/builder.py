@@ -82,6 +82,8 @@ def build(config: Config, secret: Key | None = None) -> Experiment:
     trained_method = build_method(config.method)
     method, raw_federation = _with_attackers(config, trained_method, build_data(config, trained_method, key), key)
     raw_model = build_model(config.model, method, raw_federation.task, key)
+    if raw_federation.task.new:
+        raw_model.for_classes(raw_federation.task.new.classes)  # refuses before any training if it cannot
     if config.engine.cache_frozen:
         model, federation = _cached(raw_model, raw_federation)
     else:
@@ -259,8 +261,10 @@ def _cached(model: Model, federation: Federation) -> tuple[Model, Federation]:
     from partita.models.frozen_cache import cache_frozen
 
     task = federation.task
-    above, (train, test) = cache_frozen(model, task.train, task.test)
-    return above, replace(federation, task=replace(task, train=train, test=test))  # type: ignore[arg-type]
+    new = () if task.new is None else (task.new.examples,)
+    above, (train, test, *cached_new) = cache_frozen(model, task.train, task.test, *new)
+    held = replace(task.new, examples=cached_new[0]) if task.new else None
+    return above, replace(federation, task=replace(task, train=train, test=test, new=held))  # type: ignore[arg-type]
 
 
 def _without_name(options: Mapping[str, Any]) -> dict[str, Any]:

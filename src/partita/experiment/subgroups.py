@@ -15,6 +15,7 @@ from partita.data import Subset, Task
 from partita.evaluation import Metric
 
 MAX_GROUPS = 50
+SMALL = 30  # default of evaluate.subgroup_min
 MISSING = "(missing)"  # the group of the rows without a value
 
 Groups = Mapping[str, Tensor]  # the test rows of each group, by the value of the column
@@ -61,12 +62,12 @@ def score_groups(
         score: Returns the scores on some examples.
 
     Returns:
-        "groups": by group, its number of "examples", and its "value" if the metric is defined for it. "gap": the
-        difference between the best and the worst group; left out if fewer than two groups count.
+        "groups": by group, its number of "examples", and its "value" if the metric is defined for it. "minimum": as
+        given. "gap": the difference between the best and the worst group; left out if fewer than two groups count.
     """
     scored: dict[str, dict[str, float]] = {}
     for name, rows in groups.items():
         value = score(Subset(test, rows)).get(metric.name)
         scored[name] = {"examples": len(rows), **({} if value is None else {"value": value})}
     counted = [own["value"] for own in scored.values() if "value" in own and own["examples"] >= minimum]
-    return {"groups": scored, **({"gap": max(counted) - min(counted)} if len(counted) > 1 else {})}
+    return {"groups": scored, "minimum": minimum, **({"gap": max(counted) - min(counted)} if len(counted) > 1 else {})}

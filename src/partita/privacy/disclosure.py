@@ -91,6 +91,12 @@ ROW: Mapping[str, Quantity] = {
         "evaluate.personal_every = 0 disables these tests; withheld if heads are fitted for the test, unless "
         "method.finetune is 0",
     ),
+    "unseen": Quantity(
+        "named",
+        "withheld",
+        "scores of noised models on the test sets of clients that take no part: their examples are not covered; "
+        "leave split.unseen out to disable these tests",
+    ),
     "privacy": Quantity(
         "public", "public", "epsilon is computed from public numbers, and the signal from noised values"
     ),

@@ -1,4 +1,4 @@
-"""Tables of the last test in detail: by entity type and by subgroup of the central test set."""
+"""Tables of the last test in detail: by entity type, by subgroup of the central test set, and of unseen clients."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from partita.report.html_elements import escape, html_list, html_table
-from partita.report.load import RunRecord, by_label, metric_of, number
+from partita.report.load import RunRecord, by_label, metric_of, number, present
 from partita.report.metric import Metric
 from partita.report.render import with_spread
-from partita.report.tables import mean, standard_deviation
+from partita.report.tables import mean, standard_deviation, worst_tenth
 
 SMALL = " *"  # marks a small subgroup
 TYPE_SCORES = ("precision", "recall", "f1", "relaxed_f1")
@@ -17,8 +17,8 @@ SPREAD = "Mean ± sample standard deviation over seeds"
 
 
 def details_section(records: Sequence[RunRecord]) -> str:
-    """Return the section with the scores by entity type and by subgroup; "" if no run recorded any."""
-    tables = _types(records) + _subgroups(records)
+    """Return the section with the scores by entity type, by subgroup and of unseen clients; "" if there are none."""
+    tables = _types(records) + _subgroups(records) + _unseen(records)
     return f"<section>\n<h2>Scores in detail</h2>\n{tables}</section>\n" if tables else ""
 
 
@@ -81,7 +81,29 @@ def _subgroups(records: Sequence[RunRecord]) -> str:
     return f"<h3>{escape(heading)}</h3>\n<p>{escape(SPREAD)}.</p>\n{table}{html_list(comments)}"
 
 
+def _unseen(records: Sequence[RunRecord]) -> str:
+    shown = [record for record in records if _last(record, "unseen")]
+    if not shown:
+        return ""
+    metric = metric_of(shown, None)
+    body = []
+    for label, runs in by_label(shown).items():
+        values = [present(map(number, _last(run, "unseen").get(metric.name, {}).values())) for run in runs]
+        cells = [
+            _cell(metric, [summarize(own) for own in values])
+            for summarize in (mean, standard_deviation, lambda own: worst_tenth(own, metric))
+        ]
+        body.append((label, _count([len(own) for own in values]), *cells))
+    headings = ("label", "clients", metric.title_with_unit, "spread", "worst tenth")
+    note = (
+        "On the test sets of clients that take no part in the federation. Spread is over clients. A model with "
+        f"personal parameters has their initial values. {SPREAD}."
+    )
+    table = html_table(headings, body, kind="numbers")
+    return f"<h3>Unseen clients</h3>\n<p>{escape(note)}</p>\n{table}"
+
+
 def _small(record: RunRecord) -> list[str]:
-    least = number((record.config.get("evaluate") or {}).get("subgroup_min")) or 0
-    groups = _last(record, "subgroups")["groups"].items()
-    return [name for name, own in groups if (number(own.get("examples")) or 0) < least]
+    test = _last(record, "subgroups")
+    least = number(test.get("minimum")) or 0
+    return [name for name, own in test["groups"].items() if (number(own.get("examples")) or 0) < least]

@@ -68,7 +68,9 @@ def clip(
         module = loading.load_module(path, config, AutoModel, key, has_head=False, fresh_head=False)
         return freeze(config.model_type, module, _tokenizer(path), task.classes, template, DTYPES[dtype])
     assert shape is not None
-    words = sorted({word for text in (template.format(""), *task.classes) for word in _words(text)})
+    new = getattr(task, "new", None)  # random towers need a token for each word of the new classes too
+    classes = (*task.classes, *(new.classes if new else ()))
+    words = sorted({word for text in (template.format(""), *classes) for word in _words(text)})
     with loading.seeded(key):
         module = CLIPModel(_config(shape, task, len(words)))
     return freeze(f"random {shape} clip", module, _word_tokenizer(words), task.classes, template, DTYPES[dtype])
