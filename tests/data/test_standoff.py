@@ -129,6 +129,9 @@ def test_the_longest_of_overlapping_entities_is_kept(tmp_path: Path) -> None:
     annotations = "T1\tDrug 7 11\thead\nT2\tSign 0 16\tsevere head ache\nT3\tSign 12 21\tache then\n"
     document = read_brat(files_of(tmp_path, ".ann", "severe head ache then", annotations))
     assert tag_words(document) == (["B-Sign", "I-Sign", "I-Sign", "O"], 2)
+    later = "T1\tDrug 0 11\tmild severe\nT2\tSign 5 21\tsevere head ache\n"
+    document = read_brat(files_of(tmp_path, ".ann", "mild severe head ache", later))
+    assert tag_words(document) == (["O", "B-Sign", "I-Sign", "I-Sign"], 1)  # although it starts later
     twice = read_brat(files_of(tmp_path, ".ann", "head", "T1\tSign 0 4\thead\nT2\tDrug 0 4\thead\n"))
     assert tag_words(twice) == (["B-Sign"], 1)  # the first in the file
 
